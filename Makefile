@@ -1,0 +1,86 @@
+# `make demo` and `make test` work as the first command on a fresh machine that has Python 3.11 to 3.13, a C++20 compiler
+# and make: they install everything else into .venv. With .venv in place they start at once, and rebuild only what changed.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := python/fluxion_sglang/_native/libfluxion.so
+SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+CXX_FILES := $(filter %.h %.cc,$(SOURCES))
+TESTS := $(wildcard test/unit test/engine test/gpu)
+# Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".
+ARGS ?=
+
+# An empty environment must do: some libraries read these two without asking whether they are there.
+ifeq ($(origin PATH),undefined)
+  export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+endif
+ifeq ($(origin HOME),undefined)
+  export HOME := $(CURDIR)/$(VENV)/home
+endif
+
+.PHONY: help demo test lint bench clean install
+
+help:
+	@echo "make demo     serve a small model with Fluxion and without, and compare"
+	@echo "make test     ruff, mypy, unit tests, end-to-end tests"
+	@echo "make lint     style and types, C++ included"
+	@echo "make bench    the benchmarks (see benchmark/)"
+	@echo "make clean    remove build products and caches; keeps $(VENV)"
+
+demo: install
+	@$(BIN)/python -m fluxion_sglang.demo $(ARGS)
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+bench: install
+	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install -q --no-build-isolation -e ".[bench]"
+	$(BIN)/python -m benchmark $(ARGS)
+
+clean:
+	rm -rf build dist python/*.egg-info python/fluxion_sglang/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find python test benchmark -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+install: $(STAMP) $(NATIVE)
+	@mkdir -p "$$HOME"
+
+# The build requirements go into .venv first, so that the native library is built in place and rebuilt incrementally.
+$(STAMP): pyproject.toml setup.py
+	@set -e; \
+	if [ ! -x $(BIN)/python ]; then \
+	  for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	      found=$$python; break; \
+	    fi; \
+	  done; \
+	  if [ -z "$${found:-}" ]; then echo "error: no Python 3.11 to 3.13 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	  $$found -m venv $(VENV) || { echo "error: $$found cannot make a virtual environment; install its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }; \
+	fi; \
+	mkdir -p "$$HOME"; \
+	$(BIN)/python -c "import importlib.metadata as m; m.version('sglang')" 2>/dev/null || \
+	  echo "Installing SGLang and PyTorch into $(VENV): about 5 minutes and 11 GB of disk, once."; \
+	log=$(VENV)/install.log; \
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" > $(VENV)/build-requirements.txt; \
+	( $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -r $(VENV)/build-requirements.txt && \
+	  $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-build-isolation -e ".[dev]" ) > $$log 2>&1 & \
+	pid=$$!; waited=0; \
+	while kill -0 $$pid 2>/dev/null; do \
+	  sleep 1; waited=$$((waited + 1)); \
+	  if [ $$((waited % 20)) -eq 0 ]; then printf '  %4d s  %s\n' $$waited "$$(tail -n 1 $$log | cut -c 1-100)"; fi; \
+	done; \
+	wait $$pid || { tail -n 30 $$log >&2; echo "error: the installation failed; the whole log is in $$log" >&2; exit 1; }; \
+	touch $@
+
+$(NATIVE): $(SOURCES) | $(STAMP)
+	@echo "Building the native library"
+	@$(BIN)/python setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { tail -n 60 $(VENV)/build.log >&2; exit 1; }

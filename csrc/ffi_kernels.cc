@@ -1,0 +1,228 @@
+// The kernels, one by one, for tests and benchmarks. Every function names the ISA and checks its tensors.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <initializer_list>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "kernels/table.h"
+
+namespace fluxion {
+namespace {
+
+using tvm::ffi::String;
+using tvm::ffi::TensorView;
+
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+constexpr DLDataType kFloat64{kDLFloat, 64, 1};
+constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kUInt16{kDLUInt, 16, 1};
+
+bool same(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
+
+// A tensor argument with its name, for the sentence of an error.
+struct Argument {
+  const char* name;
+  const TensorView& tensor;
+
+  // Sizes below 0 are free.
+  const Argument& require(DLDataType dtype, std::initializer_list<int64_t> shape) const {
+    bool ok = tensor.device().device_type == kDLCPU && same(tensor.dtype(), dtype) && tensor.IsContiguous() &&
+              tensor.ndim() == static_cast<int32_t>(shape.size());
+    int64_t axis = 0;
+    for (int64_t size : shape) {
+      ok = ok && (size < 0 || tensor.size(axis) == size);
+      ++axis;
+    }
+    if (ok) return *this;
+    std::ostringstream wanted, given;
+    axis = 0;
+    for (int64_t size : shape) {
+      wanted << (axis++ ? ", " : "") << (size < 0 ? "any" : std::to_string(size));
+    }
+    for (int32_t i = 0; i < tensor.ndim(); ++i) given << (i ? ", " : "") << tensor.size(i);
+    TVM_FFI_THROW(ValueError) << name << " is a " << tvm::ffi::DLDataTypeToString(tensor.dtype()) << " tensor of shape ["
+                              << given.str() << "]; pass a contiguous CPU tensor of "
+                              << tvm::ffi::DLDataTypeToString(dtype) << " and shape [" << wanted.str() << "].";
+    return *this;
+  }
+
+  DType kv_dtype() const {
+    if (same(tensor.dtype(), kFloat32)) return DType::kF32;
+    if (same(tensor.dtype(), kBFloat16)) return DType::kBF16;
+    TVM_FFI_THROW(ValueError) << name << " is a " << tvm::ffi::DLDataTypeToString(tensor.dtype())
+                              << " tensor, which no kernel takes; convert it to bfloat16 or float32.";
+    return DType::kF32;
+  }
+
+  // The size of the last axis.
+  int head_dim() const {
+    const int64_t D = tensor.ndim() > 0 ? tensor.size(-1) : 0;
+    if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) {
+      TVM_FFI_THROW(ValueError) << name << " has head_dim " << D << "; pass a multiple of 16 from " << kMinHeadDim
+                                << " to " << kMaxHeadDim << ".";
+    }
+    return static_cast<int>(D);
+  }
+
+  int group() const {
+    const int64_t G = tensor.ndim() > 0 ? tensor.size(0) : 0;
+    if (G < 1 || G > kMaxGroup) {
+      TVM_FFI_THROW(ValueError) << name << " has " << G << " heads; pass 1 to " << kMaxGroup
+                                << " heads, those that share one KV head.";
+    }
+    return static_cast<int>(G);
+  }
+
+  // int32 ids below `limit`.
+  int ids(int64_t limit) const {
+    require(kInt32, {-1});
+    const int32_t* id = data<int32_t>();
+    for (int64_t i = 0; i < tensor.size(0); ++i) {
+      if (id[i] < 0 || id[i] >= limit) {
+        TVM_FFI_THROW(ValueError) << name << " holds " << id[i] << " at index " << i << "; pass ids from 0 to "
+                                  << limit - 1 << ".";
+      }
+    }
+    return count();
+  }
+
+  int count() const {
+    if (tensor.size(0) > INT32_MAX) {
+      TVM_FFI_THROW(ValueError) << name << " has " << tensor.size(0) << " elements; pass at most " << INT32_MAX << ".";
+    }
+    return static_cast<int>(tensor.size(0));
+  }
+
+  template <class T = void>
+  T* data() const {
+    return static_cast<T*>(tensor.data_ptr());
+  }
+};
+
+DLDataType dl_dtype(DType dtype) { return dtype == DType::kF32 ? kFloat32 : kBFloat16; }
+
+std::string isas() {
+  const char* names[8];
+  const int n = available_isas(names, 8);
+  std::string joined;
+  for (int i = 0; i < n; ++i) joined += (i ? "," : "") + std::string(names[i]);
+  return joined;
+}
+
+const KernelTable& table_of(const String& isa, DType dtype) {
+  const KernelTable* table = kernel_table(isa.c_str(), dtype);
+  if (table == nullptr) {
+    TVM_FFI_THROW(ValueError) << "isa " << isa.c_str() << " cannot be run by this CPU; use one of " << isas() << ".";
+  }
+  return *table;
+}
+
+void k_score(const String& isa, TensorView q, TensorView entries, TensorView index, TensorView out) {
+  const Argument queries{"q", q}, ids{"index", index};
+  const DType dtype = queries.kv_dtype();
+  const int G = queries.group(), D = queries.head_dim();
+  queries.require(dl_dtype(dtype), {G, D});
+  const int64_t N = Argument{"entries", entries}.require(dl_dtype(dtype), {-1, 2, D}).tensor.size(0);
+  const int n = ids.ids(N);
+  Argument{"out", out}.require(kFloat32, {G, n});
+  table_of(isa, dtype).score(q.data_ptr(), G, D, entries.data_ptr(), ids.data<int32_t>(), n,
+                             static_cast<float*>(out.data_ptr()), n);
+}
+
+void k_select(const String& isa, TensorView scores, int64_t k, int64_t bit, TensorView heads) {
+  const Argument values{"scores", scores};
+  values.require(kFloat32, {-1});
+  const int n = values.count();
+  Argument{"heads", heads}.require(kUInt16, {n});
+  if (k < 1 || k > n) {
+    TVM_FFI_THROW(ValueError) << "k is " << k << " of " << n << " scores; pass a k from 1 to the number of scores.";
+  }
+  if (bit < 0 || bit > UINT16_MAX) {
+    TVM_FFI_THROW(ValueError) << "bit is " << bit << ", which no mask of 16 heads holds; pass 0 to 65535.";
+  }
+  std::vector<uint32_t> scratch(select_scratch_bytes(n) / 4);
+  table_of(isa, DType::kF32)
+      .select(values.data<float>(), n, static_cast<int>(k), static_cast<uint16_t>(bit),
+              static_cast<uint16_t*>(heads.data_ptr()), scratch.data());
+}
+
+void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, TensorView masks,
+              TensorView o, TensorView lse) {
+  const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
+  const DType dtype = queries.kv_dtype();
+  const int G = queries.group(), D = queries.head_dim();
+  queries.require(dl_dtype(dtype), {G, D});
+  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
+  const int n = ids.ids(P);
+  const bool all = masks.numel() == 0;
+  if (!all) bits.require(kUInt16, {n, G});
+  Argument{"o", o}.require(kFloat32, {G, D});
+  Argument{"lse", lse}.require(kFloat32, {G});
+  table_of(isa, dtype).attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
+                              all ? nullptr : bits.data<uint16_t>(), n, static_cast<float*>(o.data_ptr()),
+                              static_cast<float*>(lse.data_ptr()));
+}
+
+void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
+  const Argument from{"tile", tile};
+  const DType dtype = from.kv_dtype();
+  const int D = from.head_dim();
+  from.require(dl_dtype(dtype), {2, kPage, D});
+  Argument{"entry", entry}.require(dl_dtype(dtype), {2, D});
+  table_of(isa, dtype).page_minmax(tile.data_ptr(), D, entry.data_ptr());
+}
+
+void k_merge_minmax(const String& isa, TensorView entry, TensorView other) {
+  const Argument into{"entry", entry};
+  const DType dtype = into.kv_dtype();
+  const int D = into.head_dim();
+  into.require(dl_dtype(dtype), {2, D});
+  Argument{"other", other}.require(dl_dtype(dtype), {2, D});
+  table_of(isa, dtype).merge_minmax(entry.data_ptr(), other.data_ptr(), D);
+}
+
+void k_page_moments(const String& isa, TensorView tile, TensorView sums) {
+  const Argument from{"tile", tile};
+  const DType dtype = from.kv_dtype();
+  const int D = from.head_dim();
+  from.require(dl_dtype(dtype), {2, kPage, D});
+  Argument{"sums", sums}.require(kFloat64, {2 * D + 8});
+  table_of(isa, dtype).page_moments(tile.data_ptr(), D, static_cast<double*>(sums.data_ptr()));
+}
+
+double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b, TensorView out) {
+  const Argument to{"out", out};
+  const DType dtype = to.kv_dtype();
+  const int D = to.head_dim();
+  to.require(dl_dtype(dtype), {D});
+  Argument{"o_a", o_a}.require(kFloat32, {D});
+  Argument{"o_b", o_b}.require(kFloat32, {D});
+  return table_of(isa, dtype).merge_state(static_cast<const float*>(o_a.data_ptr()), static_cast<float>(lse_a),
+                                          static_cast<const float*>(o_b.data_ptr()), static_cast<float>(lse_b), D,
+                                          out.data_ptr());
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(isas, [] { return String(isas()); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, [] {
+  try {
+    return String(best_kernel_table(DType::kF32)->isa);
+  } catch (const std::exception& error) {
+    TVM_FFI_THROW(RuntimeError) << error.what();
+  }
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score, k_score);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_select, k_select);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_state, k_merge_state);
+
+}  // namespace
+}  // namespace fluxion

@@ -1,0 +1,429 @@
+// The runtime's C ABI. Argument checks live here: what the classes below it receive has the right shape and
+// dtype.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/object.h>
+#include <tvm/ffi/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/engine.h"
+#include "runtime/pool.h"
+#include "runtime/topology.h"
+#include "runtime/worker_pool.h"
+
+namespace fluxion {
+namespace {
+
+namespace ffi = tvm::ffi;
+using ffi::TensorView;
+
+// Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
+constexpr int64_t kAbiVersion = 1;
+
+class WorkersObj : public ffi::Object {
+ public:
+  explicit WorkersObj(std::shared_ptr<WorkerPool> p) : pool(std::move(p)) {}
+  std::shared_ptr<WorkerPool> pool;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Workers", WorkersObj, ffi::Object);
+};
+class Workers : public ffi::ObjectRef {
+ public:
+  explicit Workers(ffi::ObjectPtr<WorkersObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Workers, ffi::ObjectRef, WorkersObj);
+};
+
+class PoolObj : public ffi::Object {
+ public:
+  explicit PoolObj(std::shared_ptr<HostPool> p) : pool(std::move(p)) {}
+  std::shared_ptr<HostPool> pool;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.HostPool", PoolObj, ffi::Object);
+};
+class Pool : public ffi::ObjectRef {
+ public:
+  explicit Pool(ffi::ObjectPtr<PoolObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Pool, ffi::ObjectRef, PoolObj);
+};
+
+class EngineObj : public ffi::Object {
+ public:
+  explicit EngineObj(std::unique_ptr<Engine> e) : engine(std::move(e)) {}
+  std::unique_ptr<Engine> engine;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Engine", EngineObj, ffi::Object);
+};
+class EngineRef : public ffi::ObjectRef {
+ public:
+  explicit EngineRef(ffi::ObjectPtr<EngineObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(EngineRef, ffi::ObjectRef, EngineObj);
+};
+
+// C++ exceptions become the Python exceptions of the same meaning.
+template <typename Body>
+auto guarded(Body body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::invalid_argument& e) {
+    TVM_FFI_THROW(ValueError) << e.what();
+  } catch (const ffi::Error&) {
+    throw;
+  } catch (const std::exception& e) {
+    TVM_FFI_THROW(RuntimeError) << e.what();
+  }
+  TVM_FFI_UNREACHABLE();
+}
+
+constexpr DLDataType kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1}, kInt8{kDLInt, 8, 1},
+    kFloat32{kDLFloat, 32, 1}, kFloat64{kDLFloat, 64, 1}, kBFloat16{kDLBfloat, 16, 1},
+    kUInt16{kDLUInt, 16, 1};
+
+DLDataType kv_type(const HostPool& pool) { return pool.shape().dtype == DType::kBF16 ? kBFloat16 : kFloat32; }
+
+bool same(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string out = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    out += (i ? ", " : "") + (shape[i] < 0 ? std::string("any") : std::to_string(shape[i]));
+  }
+  return out + "]";
+}
+
+// Checks a host tensor: dtype, shape (-1: any), and that its last `dense` dimensions are contiguous.
+void expect(const TensorView& t, const char* name, DLDataType dtype, std::initializer_list<int64_t> want,
+            int dense) {
+  const std::vector<int64_t> shape(want);
+  const std::vector<int64_t> got(t.shape().begin(), t.shape().end());
+  bool fits = got.size() == shape.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || shape[i] == got[i];
+  if (!fits) {
+    TVM_FFI_THROW(ValueError) << name << " has the shape " << shape_text(got) << " and must have "
+                              << shape_text(shape) << ".";
+  }
+  if (!same(t.dtype(), dtype)) {
+    TVM_FFI_THROW(ValueError) << name << " has the dtype " << ffi::DLDataTypeToString(t.dtype())
+                              << " and must have " << ffi::DLDataTypeToString(dtype) << ".";
+  }
+  const int device = t.device().device_type;
+  if (device != kDLCPU && device != kDLCUDAHost) {
+    TVM_FFI_THROW(ValueError) << name << " is on a device; pass a tensor in host memory.";
+  }
+  int64_t stride = 1;
+  for (int i = t.ndim() - 1; i >= t.ndim() - dense && t.numel() > 0; --i) {
+    if (t.size(i) != 1 && t.stride(i) != stride) {
+      TVM_FFI_THROW(ValueError) << name << " must be contiguous in its last " << dense << " dimensions.";
+    }
+    stride *= t.size(i);
+  }
+}
+
+template <typename T>
+T* data(const TensorView& t) {
+  return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+}
+
+// [tokens, heads, D], D contiguous
+TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {
+  const PoolShape& s = pool.shape();
+  expect(t, name, kv_type(pool), {tokens, s.kv_heads, s.head_dim}, 1);
+  return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
+}
+
+WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {
+  const PoolShape& s = pool.shape();
+  expect(t, "window", kv_type(pool), {s.kv_heads, -1, 2, kPage, s.head_dim}, 4);
+  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0) {
+    TVM_FFI_THROW(ValueError) << "sinks is " << sinks << " and window is " << window
+                              << "; both must be multiples of 16, and window at least 16.";
+  }
+  WindowView w;
+  w.data = data<char>(t);
+  w.head_stride = t.size(1) * s.tile_bytes();
+  if (s.kv_heads > 1) w.head_stride = t.stride(0) * s.element();
+  w.sink_pages = static_cast<int>(sinks / kPage);
+  w.ring_pages = static_cast<int>(window / kPage) + 1;
+  if (t.size(1) % w.slot_pages() != 0) {
+    TVM_FFI_THROW(ValueError) << "window has " << t.size(1) << " pages a head, which is no multiple of the "
+                              << w.slot_pages() << " pages of a row (sinks, window and one page).";
+  }
+  w.rows = static_cast<int>(t.size(1) / w.slot_pages());
+  return w;
+}
+
+PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
+                     int64_t sink_pages) {
+  for (int64_t v : {layers, kv_heads, pages, head_dim, sink_pages}) {
+    if (v < 0 || v > INT32_MAX)
+      TVM_FFI_THROW(ValueError) << "A size of the pool is " << v << ", which cannot be.";
+  }
+  return {static_cast<int>(layers),   static_cast<int>(kv_heads), static_cast<int>(pages),
+          static_cast<int>(head_dim), static_cast<DType>(dtype),  static_cast<int>(sink_pages)};
+}
+
+int64_t abi_version() { return kAbiVersion; }
+
+ffi::String topology() {
+  return guarded([] { return ffi::String(topology_json()); });
+}
+
+Workers workers_create(int64_t n, TensorView cores) {
+  expect(cores, "cores", kInt32, {-1}, 1);
+  return guarded([&] {
+    const int32_t* c = data<int32_t>(cores);
+    const int threads = static_cast<int>(std::clamp<int64_t>(n, -1, 1 << 20));
+    return Workers(ffi::make_object<WorkersObj>(
+        std::make_shared<WorkerPool>(threads, std::vector<int>(c, c + cores.numel()))));
+  });
+}
+
+ffi::String workers_cores(Workers workers) {
+  std::string out;
+  for (int c : workers->pool->cores()) out += (out.empty() ? "" : ",") + std::to_string(c);
+  return out;
+}
+
+int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype) {
+  return guarded([&] { return pool_bytes(pool_shape(layers, kv_heads, pages, head_dim, dtype, 0)); });
+}
+
+Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim,
+                 int64_t dtype, int64_t sink_pages, ffi::String isa) {
+  return guarded([&] {
+    const PoolShape shape = pool_shape(layers, kv_heads, pages, head_dim, dtype, sink_pages);
+    return Pool(
+        ffi::make_object<PoolObj>(std::make_shared<HostPool>(workers->pool, shape, std::string(isa))));
+  });
+}
+
+ffi::String pool_isa(Pool pool) { return ffi::String(pool->pool->kernels().isa); }
+
+// A tensor over the pool's memory, which lives as long as the tensor.
+struct PoolMemory {
+  std::shared_ptr<HostPool> pool;
+  void* at;
+  void AllocData(DLTensor* t) { t->data = at; }
+  void FreeData(DLTensor*) {}
+};
+
+ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
+  const std::string name(name_ref);
+  const HostPool& pool = *pool_ref->pool;
+  const PoolShape& s = pool.shape();
+  const int l = static_cast<int>(std::clamp<int64_t>(layer, -1, INT32_MAX));
+  guarded([&] { pool.check_layer(l); });
+  const auto view = [&](void* at, std::initializer_list<int64_t> shape, DLDataType dtype) {
+    return ffi::Tensor::FromNDAlloc(PoolMemory{pool_ref->pool, at},
+                                    ffi::ShapeView(shape.begin(), shape.size()), dtype, DLDevice{kDLCPU, 0});
+  };
+  if (name == "tiles")
+    return view(pool.tiles_base(l), {s.kv_heads, s.pages, 2, kPage, s.head_dim}, kv_type(pool));
+  if (name == "moments") return view(pool.moments_base(l), {s.kv_heads, s.pages, s.moments_len()}, kFloat64);
+  for (int j = 0; j < kLevels; ++j) {
+    const std::string level = std::to_string(j);
+    if (name == "meta" + level)
+      return view(pool.meta_base(l, j), {s.kv_heads, s.entries(j), 2, s.head_dim}, kv_type(pool));
+    if (j > 0 && name == "tag" + level) return view(pool.tags(l, j), {s.entries(j)}, kInt32);
+  }
+  TVM_FFI_THROW(ValueError) << "The pool has no tensor \"" << name
+                            << "\"; choose tiles, meta0 to meta3, tag1 to tag3 or moments.";
+  TVM_FFI_UNREACHABLE();
+}
+
+void pool_append(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, TensorView k, TensorView v) {
+  HostPool& pool = *pool_ref->pool;
+  expect(pages, "pages", kInt32, {-1}, 1);
+  const TokenView keys = token_view(pool, k, "k", -1), values = token_view(pool, v, "v", k.size(0));
+  guarded([&] {
+    pool.append(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, k.size(0), keys, values);
+  });
+}
+
+void pool_append_decode(Pool pool_ref, int64_t layer, TensorView seq_lens, TensorView table, TensorView k,
+                        TensorView v) {
+  HostPool& pool = *pool_ref->pool;
+  expect(seq_lens, "seq_lens", kInt32, {-1}, 1);
+  const int64_t batch = seq_lens.size(0);
+  expect(table, "page_table", kInt32, {batch, -1}, 1);
+  const TokenView keys = token_view(pool, k, "k", batch), values = token_view(pool, v, "v", batch);
+  guarded([&] {
+    pool.append_decode(static_cast<int>(layer), data<int32_t>(seq_lens), data<int32_t>(table),
+                       table.stride(0), table.size(1), static_cast<int>(batch), keys, values);
+  });
+}
+
+void pool_fill_window(Pool pool_ref, int64_t layer, TensorView window, int64_t row, int64_t n,
+                      TensorView pages, int64_t sinks, int64_t window_tokens) {
+  HostPool& pool = *pool_ref->pool;
+  expect(pages, "pages", kInt32, {-1}, 1);
+  const WindowView view = window_view(pool, window, sinks, window_tokens);
+  guarded([&] {
+    pool.fill_window(static_cast<int>(layer), view, static_cast<int>(row), static_cast<int>(n),
+                     data<int32_t>(pages), pages.size(0));
+  });
+}
+
+void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, TensorView v) {
+  HostPool& pool = *pool_ref->pool;
+  const PoolShape& s = pool.shape();
+  expect(pages, "pages", kInt32, {-1}, 1);
+  for (auto [t, name] : {std::pair{&k, "out_k"}, std::pair{&v, "out_v"}}) {
+    expect(*t, name, kv_type(pool), {s.kv_heads, pages.size(0) * kPage, s.head_dim}, 2);
+  }
+  guarded([&] {
+    pool.gather(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), data<char>(k),
+                k.stride(0) * s.element(), data<char>(v), v.stride(0) * s.element());
+  });
+}
+
+EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t window, int64_t max_requests,
+                        int64_t max_pages, bool attend_union) {
+  for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
+    if (n < 0 || n > INT32_MAX)
+      TVM_FFI_THROW(ValueError) << "A size of the engine is " << n << ", which cannot be.";
+  }
+  return guarded([&] {
+    const EngineConfig config{static_cast<int>(q_heads),   static_cast<int>(sinks),
+                              static_cast<int>(window),    static_cast<int>(max_requests),
+                              static_cast<int>(max_pages), attend_union};
+    return EngineRef(ffi::make_object<EngineObj>(std::make_unique<Engine>(pool->pool, config)));
+  });
+}
+
+void engine_step(EngineRef engine, TensorView rows, TensorView seq_lens, TensorView table) {
+  expect(rows, "rows", kInt32, {-1}, 1);
+  expect(seq_lens, "seq_lens", kInt32, {rows.size(0)}, 1);
+  expect(table, "page_table", kInt32, {rows.size(0), -1}, 1);
+  guarded([&] {
+    engine->engine->step(data<int32_t>(rows), data<int32_t>(seq_lens), static_cast<int>(rows.size(0)),
+                         data<int32_t>(table), table.stride(0), table.size(1));
+  });
+}
+
+int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
+                           TensorView window, TensorView blk, TensorView budget, TensorView value,
+                           double scale, TensorView out) {
+  Engine& engine = *ref->engine;
+  const HostPool& pool = engine.pool();
+  const PoolShape& s = pool.shape();
+  const int64_t B = engine.batch(), Hq = engine.config().q_heads;
+  expect(q, "q", kv_type(pool), {B, Hq, s.head_dim}, 2);
+  expect(out, "out", kv_type(pool), {B, Hq, s.head_dim}, 2);
+  expect(blk, "blk", kInt32, {B, s.kv_heads}, 2);
+  expect(budget, "budget", kFloat32, {B, Hq}, 2);
+  expect(value, "value", kFloat32, {B, s.kv_heads}, 2);
+  LayerArgs args{};
+  args.layer = static_cast<int>(layer);
+  args.q = data<char>(q);
+  args.q_stride = q.stride(0) * s.element();
+  if (k.numel() > 0) {
+    args.k = token_view(pool, k, "k", B);
+    args.v = token_view(pool, v, "v", B);
+  }
+  if (window.numel() > 0)
+    args.window = window_view(pool, window, engine.config().sinks, engine.config().window);
+  args.blk = data<int32_t>(blk);
+  args.budget = data<float>(budget);
+  args.value = data<float>(value);
+  args.scale = static_cast<float>(scale);
+  args.out = data<char>(out);
+  args.out_stride = out.stride(0) * s.element();
+  return guarded([&] { return static_cast<int64_t>(engine.layer_begin(args)); });
+}
+
+void engine_set_resident(EngineRef ref, TensorView o, TensorView lse) {
+  Engine& engine = *ref->engine;
+  const int64_t B = engine.batch(), Hq = engine.config().q_heads;
+  expect(o, "o", kFloat32, {B, Hq, engine.pool().shape().head_dim}, 3);
+  expect(lse, "lse", kFloat32, {B, Hq}, 2);
+  guarded([&] { engine.set_resident(data<float>(o), data<float>(lse)); });
+}
+
+void engine_layer_finish(EngineRef ref) {
+  guarded([&] { ref->engine->layer_finish(); });
+}
+
+int64_t engine_queue_pop(EngineRef ref, int64_t executor) {
+  if (executor < 1 || executor >= kExecutors) {
+    TVM_FFI_THROW(ValueError) << "There is no foreign executor " << executor << "; 1 is torch and 2 is gpu.";
+  }
+  return guarded([&] { return ref->engine->pop(static_cast<Executor>(executor)); });
+}
+
+int64_t engine_task(EngineRef ref, int64_t claim) {
+  return guarded([&] { return static_cast<int64_t>(ref->engine->task(claim)); });
+}
+
+bool engine_task_done(EngineRef ref, int64_t claim, TensorView o, TensorView lse) {
+  Engine& engine = *ref->engine;
+  expect(o, "o", kFloat32, {engine.group(), engine.pool().shape().head_dim}, 2);
+  expect(lse, "lse", kFloat32, {engine.group()}, 1);
+  return guarded([&] { return engine.deliver(claim, data<float>(o), data<float>(lse)); });
+}
+
+bool engine_task_failed(EngineRef ref, int64_t claim, ffi::String message) {
+  return guarded([&] { return ref->engine->fail(claim, std::string(message)); });
+}
+
+int64_t engine_selection(EngineRef ref, int64_t claim, TensorView pages, TensorView masks) {
+  Engine& engine = *ref->engine;
+  expect(pages, "pages", kInt32, {-1}, 1);
+  expect(masks, "masks", kUInt16, {pages.size(0), engine.group()}, 2);
+  return guarded([&] {
+    return static_cast<int64_t>(engine.selection(claim, data<int32_t>(pages), data<uint16_t>(masks),
+                                                 static_cast<int>(pages.size(0))));
+  });
+}
+
+ffi::String engine_stat_names() { return ffi::String(kStatNames); }
+
+void engine_stats(EngineRef ref, TensorView out) {
+  expect(out, "out", kInt64, {kStatCount}, 1);
+  ref->engine->stats(data<int64_t>(out));
+}
+
+int64_t engine_owners(EngineRef ref, TensorView out) {
+  expect(out, "out", kInt8, {-1}, 1);
+  const int count = ref->engine->last_tasks();
+  for (int i = 0; i < count && i < out.size(0); ++i)
+    data<int8_t>(out)[i] = static_cast<int8_t>(ref->engine->owner(i));
+  return count;
+}
+
+}  // namespace
+}  // namespace fluxion
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, fluxion::abi_version);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topology_json, fluxion::topology);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_create, fluxion::workers_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_cores, fluxion::workers_cores);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_bytes, fluxion::pool_bytes_of);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_create, fluxion::pool_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_isa, fluxion::pool_isa);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_tensor, fluxion::pool_tensor);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append, fluxion::pool_append);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append_decode, fluxion::pool_append_decode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_fill_window, fluxion::pool_fill_window);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_gather, fluxion::pool_gather);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_create, fluxion::engine_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_step, fluxion::engine_step);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_begin, fluxion::engine_layer_begin);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_set_resident, fluxion::engine_set_resident);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_finish, fluxion::engine_layer_finish);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_queue_pop, fluxion::engine_queue_pop);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task, fluxion::engine_task);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_done, fluxion::engine_task_done);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_failed, fluxion::engine_task_failed);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_selection, fluxion::engine_selection);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stat_names, fluxion::engine_stat_names);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stats, fluxion::engine_stats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_owners, fluxion::engine_owners);

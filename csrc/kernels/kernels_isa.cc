@@ -1,0 +1,31 @@
+// Compiled once an ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags. The tables are the only symbols
+// with external linkage.
+// clang-format off
+#include FLUXION_ISA_HEADER
+#include "simd/dot.h"
+// clang-format on
+#include "kernels/attend.h"
+#include "kernels/metadata.h"
+#include "kernels/score.h"
+#include "kernels/select.h"
+#include "kernels/table.h"
+
+#define FLUXION_STRING_OF(x) #x
+#define FLUXION_STRING(x) FLUXION_STRING_OF(x)
+
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+template <class T>
+constexpr KernelTable make_table() {
+  return {FLUXION_STRING(FLUXION_ISA), score<T>,        select,         attend<T>, page_minmax<T>,
+          merge_minmax<T>,             page_moments<T>, merge_state<T>};
+}
+
+}  // namespace
+
+// Indexed by DType.
+extern const KernelTable kTables[2];
+const KernelTable kTables[2] = {make_table<float>(), make_table<BF16>()};
+
+}  // namespace fluxion::FLUXION_ISA

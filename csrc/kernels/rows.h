@@ -1,0 +1,53 @@
+#pragma once
+
+#include "kernels/table.h"
+
+// Dot products of one query with kLanes rows at a time, shared by score.h and attend.h.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+inline constexpr int kLine = 64;  // bytes of a cache line
+
+template <class T>
+struct StridedRows {
+  const T* base;
+  int64_t stride;  // elements
+  const T* operator()(int i) const { return base + i * stride; }
+};
+
+template <class T>
+struct ListedRows {
+  const T* const* rows;
+  const T* operator()(int i) const { return rows[i]; }
+};
+
+// Lane i = q . rows(i) over n elements; between() runs once a step, spread over the arithmetic.
+template <class T, class Rows, class Between>
+inline Vec dot_rows(const typename Dot<T>::Query* q, Rows rows, int n, Between&& between) {
+  Vec sums[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
+  int d = 0;
+  for (; d + 2 * kLanes <= n; d += 2 * kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::step(sums[i], q + d, rows(i) + d);
+    between();
+  }
+  if (d < n) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::tail(sums[i], q + d, rows(i) + d);
+  }
+  return reduce_rows(sums);
+}
+
+template <class T>
+inline float dot_row(const typename Dot<T>::Query* q, const T* row, int n) {
+  Vec sum = set1(0.0f);
+  int d = 0;
+  for (; d + 2 * kLanes <= n; d += 2 * kLanes) sum = Dot<T>::step(sum, q + d, row + d);
+  if (d < n) sum = Dot<T>::tail(sum, q + d, row + d);
+  return reduce_add(sum);
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

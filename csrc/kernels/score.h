@@ -1,0 +1,92 @@
+#pragma once
+
+#include "kernels/rows.h"
+
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+// Blocks of rows between the one fetched and the one in use.
+inline constexpr int kRowsAhead = 2 * kLanes;
+
+// Fetches kLanes entries, a few lines at each step of the arithmetic (see Fetcher in attend.h). Also where entries
+// follow one another: the hardware does not see a stream in rows read column by column.
+struct RowFetcher {
+  const char* rows[kLanes];
+  int64_t row_bytes;
+  int lines_per_step;
+  int row = 0;
+  int64_t offset = 0;
+
+  void step() {
+    for (int i = 0; i < lines_per_step && row < kLanes; ++i) {
+      __builtin_prefetch(rows[row] + offset, 0, 2);
+      offset += kLine;
+      if (offset >= row_bytes) {
+        offset = 0;
+        ++row;
+      }
+    }
+  }
+};
+
+// sum_d max(q_d * min_d, q_d * max_d) is one dot product of length 2D: an entry {min, max} with {q-, q+}, where
+// q- = min(q, 0) and q+ = max(q, 0).
+template <class T, int kD>
+void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries, const int32_t* index,
+                  int n, float* out, int64_t out_stride) {
+  const int size = 2 * (kD ? kD : head_dim);
+  const int64_t row_bytes = size * static_cast<int64_t>(sizeof(T));
+  const int steps = G * (size / (2 * kLanes));
+  const int lines = static_cast<int>((row_bytes + kLine - 1) / kLine) * kLanes;
+  const T* rows[kLanes];
+  float bounds[kLanes];
+  for (int i = 0; i < n; i += kLanes) {
+    const int count = n - i < kLanes ? n - i : kLanes;
+    RowFetcher fetcher{{}, row_bytes, (lines + steps - 1) / steps};
+    bool run = true;
+    for (int j = 0; j < kLanes; ++j) {
+      // Past the end the last entry stands in: its bounds are dropped, and to fetch it again costs nothing.
+      const int at = i + j < n ? i + j : n - 1;
+      const int next = i + j + kRowsAhead < n ? i + j + kRowsAhead : n - 1;
+      rows[j] = entries + index[at] * static_cast<int64_t>(size);
+      fetcher.rows[j] = reinterpret_cast<const char*>(entries + index[next] * static_cast<int64_t>(size));
+      run &= rows[j] == rows[0] + j * static_cast<int64_t>(size);
+    }
+    for (int g = 0; g < G; ++g) {
+      const auto* q = queries + static_cast<int64_t>(g) * size;
+      const auto between = [&] { fetcher.step(); };
+      store(bounds, run ? dot_rows<T>(q, StridedRows<T>{rows[0], size}, size, between)
+                        : dot_rows<T>(q, ListedRows<T>{rows}, size, between));
+      for (int j = 0; j < count; ++j) out[g * out_stride + i + j] = bounds[j];
+    }
+  }
+}
+
+template <class T>
+void score(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float* out,
+           int64_t out_stride) {
+  const T* queries = static_cast<const T*>(q);
+  T split[2 * kMaxHeadDim];
+  alignas(64) typename Dot<T>::Query packed[kMaxGroup * 2 * kMaxHeadDim];
+  for (int g = 0; g < G; ++g) {
+    for (int d = 0; d < D; ++d) {
+      const T x = queries[g * D + d];
+      const bool negative = to_float(x) < 0.0f;
+      split[d] = negative ? x : T{};
+      split[D + d] = negative ? T{} : x;
+    }
+    Dot<T>::pack(split, 2 * D, packed + g * 2 * D);
+  }
+  const T* base = static_cast<const T*>(entries);
+  switch (D) {
+    case 64:
+      return score_blocks<T, 64>(packed, G, D, base, index, n, out, out_stride);
+    case 128:
+      return score_blocks<T, 128>(packed, G, D, base, index, n, out, out_stride);
+    default:
+      return score_blocks<T, 0>(packed, G, D, base, index, n, out, out_stride);
+  }
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

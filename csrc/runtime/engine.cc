@@ -1,0 +1,340 @@
+#include "runtime/engine.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace fluxion {
+
+const char* const kStatNames =
+    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,middle_tokens,tokens_read,tile_bytes,metadata_"
+    "bytes";
+
+namespace {
+
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+const char* const kExecutorNames[kExecutors] = {"cpu", "torch", "gpu"};
+
+[[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
+
+double task_timeout() {
+  const char* text = std::getenv("FLUXION_TASK_TIMEOUT_S");
+  if (text == nullptr || *text == '\0') return 60.0;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (*end != '\0' || !(seconds > 0)) {
+    refuse("FLUXION_TASK_TIMEOUT_S is \"" + std::string(text) +
+           "\"; it must be a number of seconds above 0.");
+  }
+  return seconds;
+}
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", value);
+  return text;
+}
+
+// An unsigned number that orders as the float does, NaN lowest.
+uint32_t ordered(float value) {
+  if (std::isnan(value)) return 0;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
+    : pool_(std::move(pool)), config_(config), shape_(pool_->shape()), kernels_(pool_->kernels()) {
+  if (config.q_heads < 1 || config.q_heads % shape_.kv_heads != 0 ||
+      config.q_heads / shape_.kv_heads > kMaxGroup) {
+    refuse("The model has " + std::to_string(config.q_heads) + " query heads and " +
+           std::to_string(shape_.kv_heads) + " KV heads; the first must be 1 to 16 times the second.");
+  }
+  if (config.sinks != shape_.sink_pages * kPage) {
+    refuse("sinks is " + std::to_string(config.sinks) + ", but the pool's metadata leaves out " +
+           std::to_string(shape_.sink_pages * kPage) + " tokens; give both the same number.");
+  }
+  if (config.window < kPage || config.window % kPage != 0) {
+    refuse("window is " + std::to_string(config.window) + "; it must be a multiple of 16, at least 16.");
+  }
+  if (config.max_requests < 1 || config.max_pages < 1) {
+    refuse("max_requests and max_pages must be at least 1.");
+  }
+  timeout_s_ = task_timeout();
+  group_ = config.q_heads / shape_.kv_heads;
+  scratch_.resize(pool_->workers().size());
+  reserve(config.max_requests, config.max_pages);
+}
+
+Engine::~Engine() { drain(false); }
+
+void Engine::reserve(int requests, int pages) {
+  if (requests <= max_requests_ && pages <= max_pages_) return;
+  if (static_cast<int64_t>(requests) * shape_.kv_heads > TaskQueue::kMaxTasks) {
+    refuse(std::to_string(requests) + " requests with " + std::to_string(shape_.kv_heads) +
+           " KV heads make more tasks than one layer can hold (" + std::to_string(TaskQueue::kMaxTasks) +
+           ").");
+  }
+  const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
+  max_requests_ = std::max(requests, max_requests_);
+  max_pages_ = std::max(pages, max_pages_);
+  const size_t groups = static_cast<size_t>(max_requests_) * shape_.kv_heads;
+  const size_t states = static_cast<size_t>(max_requests_) * config_.q_heads;
+  requests_.resize(max_requests_);
+  skip_.resize(max_requests_);
+  sorted_rows_.resize(max_requests_);
+  table_.resize(static_cast<size_t>(max_requests_) * max_pages_);
+  blk_.resize(groups);
+  order_.resize(groups);
+  tasks_.resize(groups);
+  selected_tokens_ = std::make_unique<std::atomic<int64_t>[]>(groups);
+  budget_.resize(states);
+  res_lse_.resize(states);
+  mid_lse_.resize(states);
+  res_o_.resize(states * shape_.head_dim);
+  mid_o_.resize(states * shape_.head_dim);
+  parts_ = std::make_unique<std::atomic<uint8_t>[]>(groups);
+  queue_.reserve(static_cast<int64_t>(groups));
+  for (Scratch& s : scratch_) resize(&s);
+  resize(&selection_scratch_);
+}
+
+void Engine::resize(Scratch* s) const {
+  // The resident pages use the same arrays as the middle's.
+  const size_t pages = std::max(max_pages_, (config_.sinks + config_.window) / kPage + 1);
+  s->scores.resize(pages * group_);
+  s->index.resize(pages);
+  s->chosen.resize(pages);
+  s->pages.resize(pages);
+  s->masks.resize(pages * group_);
+  s->select.resize(select_scratch_bytes(static_cast<int>(pages)) / sizeof(float) + 1);
+  s->merged.resize(kMergeBatch * shape_.entry_bytes());
+  s->merged_block.resize(kMergeBatch);
+  s->merged_score.resize(kMergeBatch * group_);
+}
+
+void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
+                  int64_t table_stride, int64_t columns) {
+  drain(false);
+  batch_ = 0;
+  step_failure_.clear();
+  int longest = 1;
+  for (int b = 0; b < batch; ++b) {
+    if (seq_lens[b] >= 1 && seq_lens[b] <= columns * kPage) longest = std::max(longest, seq_lens[b]);
+  }
+  reserve(batch, (longest + kPage - 1) / kPage);
+  for (int b = 0; b < batch; ++b) {
+    Request& r = requests_[b];
+    r = {rows[b], seq_lens[b], window_start_page(seq_lens[b], sink_pages(), config_.window), true};
+    std::string wrong;
+    if (r.length < 1 || r.length > columns * kPage) {
+      wrong = "it has " + std::to_string(r.length) + " tokens, but its row of the page table holds 1 to " +
+              std::to_string(columns * kPage);
+    } else {
+      const int count = (r.length + kPage - 1) / kPage;
+      const int32_t* from = table + b * table_stride;
+      wrong = pool_->check_pages(from, count);
+      std::copy_n(from, count, table_.data() + static_cast<int64_t>(b) * max_pages_);
+    }
+    r.good = wrong.empty();
+    if (!r.good && step_failure_.empty()) {
+      step_failure_ = "Request " + std::to_string(b) + " cannot be computed: " + wrong + ".";
+    }
+  }
+  std::copy_n(rows, batch, sorted_rows_.data());
+  std::sort(sorted_rows_.begin(), sorted_rows_.begin() + batch);
+  rows_differ_ =
+      std::adjacent_find(sorted_rows_.begin(), sorted_rows_.begin() + batch) == sorted_rows_.begin() + batch;
+  batch_ = batch;
+}
+
+void Engine::check_requests(const LayerArgs& args) {
+  failure_ = step_failure_;
+  for (int b = 0; b < batch_; ++b) {
+    const Request& r = requests_[b];
+    skip_[b] = !r.good;
+    if (!r.good || args.window.data == nullptr || (r.row >= 0 && r.row < args.window.rows)) continue;
+    skip_[b] = true;
+    record_failure("Request " + std::to_string(b) + " has the row " + std::to_string(r.row) +
+                   ", and the windows have the rows 0 to " + std::to_string(args.window.rows - 1) + ".");
+  }
+}
+
+// Fills tasks_ in the order of the queue.
+int Engine::make_tasks() {
+  const int heads = shape_.kv_heads;
+  int count = 0;
+  int64_t middle_tokens = 0;
+  for (int b = 0; b < batch_; ++b) {
+    if (skip_[b]) continue;
+    const int middle = (requests_[b].window_page - sink_pages()) * kPage;
+    middle_tokens += static_cast<int64_t>(middle) * config_.q_heads;
+    for (int h = 0; h < heads; ++h) {
+      const int i = b * heads + h;
+      parts_[i].store(1, std::memory_order_relaxed);
+      const int blk = blk_[i];
+      if (blk == 0) continue;
+      if (blk != 16 && blk != 32 && blk != 64 && blk != 128) {
+        record_failure("Request " + std::to_string(b) + ", KV head " + std::to_string(h) +
+                       " asks for blocks of " + std::to_string(blk) +
+                       " tokens; a block has 16, 32, 64 or 128 (0 for no task).");
+        continue;
+      }
+      const float* budget = &budget_[state_at(b, h)];
+      if (middle == 0 || std::none_of(budget, budget + group_, [](float f) { return f > 0; })) continue;
+      parts_[i].store(2, std::memory_order_relaxed);
+      order_[count++] = static_cast<uint64_t>(~ordered(args_.value[i])) << 32 | static_cast<uint32_t>(i);
+    }
+  }
+  std::sort(order_.begin(), order_.begin() + count);
+  for (int i = 0; i < count; ++i) {
+    const int packed = static_cast<int>(order_[i] & 0xffffffffu);
+    tasks_[i] = {packed / heads, packed % heads};
+    selected_tokens_[i].store(0, std::memory_order_relaxed);
+  }
+  totals_[kStatMiddleTokens].fetch_add(middle_tokens, std::memory_order_relaxed);
+  totals_[kStatTasks].fetch_add(count, std::memory_order_relaxed);
+  return count;
+}
+
+int Engine::layer_begin(const LayerArgs& args) {
+  drain(false);
+  pool_->check_layer(args.layer);
+  if (args.window.data != nullptr && args.k.data != nullptr && !rows_differ_) {
+    refuse("Two requests of the step have the same row; every request writes to a row of its own.");
+  }
+  args_ = args;
+  check_requests(args);
+  const size_t groups = static_cast<size_t>(batch_) * shape_.kv_heads;
+  std::copy_n(args.blk, groups, blk_.data());
+  std::copy_n(args.budget, static_cast<size_t>(batch_) * config_.q_heads, budget_.data());
+  // A group without a task merges with nothing.
+  std::fill_n(mid_lse_.data(), static_cast<size_t>(batch_) * config_.q_heads, kMinusInf);
+  const int count = make_tasks();
+  items_ = args.window.data != nullptr || args.k.data != nullptr ? static_cast<int>(groups) : 0;
+  next_item_.store(0, std::memory_order_relaxed);
+  resident_given_ = false;
+  {
+    const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
+    queue_.open(count);
+    open_.store(true, std::memory_order_release);
+  }
+  launched_ = count + items_ > 0;
+  if (launched_ && !pool_->workers().launch(&Engine::worker_main, this)) {
+    launched_ = false;
+    drain(false);
+    throw std::runtime_error("The workers run another layer; finish it before this one begins.");
+  }
+  return count;
+}
+
+void Engine::set_resident(const float* o, const float* lse) {
+  if (!open_.load(std::memory_order_acquire) || args_.window.data != nullptr) {
+    throw std::runtime_error(
+        "Resident results belong between layer_begin without a window and layer_finish; none are expected "
+        "now.");
+  }
+  const size_t states = static_cast<size_t>(batch_) * config_.q_heads;
+  std::copy_n(o, states * shape_.head_dim, res_o_.data());
+  std::copy_n(lse, states, res_lse_.data());
+  resident_given_ = true;
+}
+
+void Engine::layer_finish() {
+  if (!open_.load(std::memory_order_acquire)) {
+    throw std::runtime_error("layer_finish was called without layer_begin; begin a layer first.");
+  }
+  drain(true);
+  totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
+  if (args_.window.data == nullptr) {
+    if (!resident_given_ && batch_ > 0)
+      record_failure("No resident results were given; call set_resident first.");
+    for (int b = 0; b < batch_ && failure_.empty(); ++b) {
+      for (int h = 0; h < shape_.kv_heads; ++h) merge(b, h);
+    }
+  }
+  if (!failure_.empty()) throw std::runtime_error("Layer " + std::to_string(args_.layer) + ": " + failure_);
+}
+
+// Ends the open layer, if there is one: afterwards nobody reads or writes what args_ points to.
+void Engine::drain(bool wait_for_foreign) {
+  if (!open_.load(std::memory_order_acquire)) return;
+  if (launched_) pool_->workers().join();
+  launched_ = false;
+  wait_or_revoke(wait_for_foreign);
+  {
+    const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
+    queue_.close();
+    open_.store(false, std::memory_order_release);
+  }
+  seal_coarse();
+  for (Scratch& s : scratch_) {
+    for (int i = 0; i < kStatCount; ++i) {
+      if (s.stats[i] == 0) continue;
+      totals_[i].fetch_add(s.stats[i], std::memory_order_relaxed);
+      s.stats[i] = 0;
+    }
+  }
+}
+
+void Engine::wait_or_revoke(bool wait) {
+  using Clock = std::chrono::steady_clock;
+  for (int i = 0; wait && i < 2000 && !queue_.all_done(); ++i) cpu_pause();
+  if (queue_.all_done()) return;
+  const auto start = Clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  while (wait && !queue_.all_done()) {
+    const double seconds = elapsed();
+    if (seconds >= timeout_s_) break;
+    if (seconds < 1e-3) {
+      sched_yield();
+    } else {
+      const timespec pause{0, 20'000};
+      nanosleep(&pause, nullptr);
+    }
+  }
+  const std::lock_guard lock(foreign_mutex_);
+  for (int i = 0; i < queue_.count(); ++i) {
+    Executor executor;
+    if (!queue_.revoke(i, &executor)) continue;
+    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+    record_failure("Task " + std::to_string(i) + " (request " + std::to_string(tasks_[i].request) +
+                   ", KV head " + std::to_string(tasks_[i].head) + ") was taken by the executor \"" +
+                   kExecutorNames[static_cast<int>(executor)] + "\" and not delivered within " +
+                   number(timeout_s_) +
+                   " s; look for that executor's error, or raise FLUXION_TASK_TIMEOUT_S.");
+  }
+}
+
+void Engine::seal_coarse() {
+  if (args_.k.data == nullptr) return;
+  for (int b = 0; b < batch_; ++b) {
+    const int length = requests_[b].length;
+    // Half of the full pages end no coarse block.
+    if (skip_[b] || length % (2 * kPage) != 0) continue;
+    for (int h = 0; h < shape_.kv_heads; ++h)
+      pool_->seal_blocks(args_.layer, h, pages_of(b), length / kPage - 1);
+    pool_->tag_blocks(args_.layer, pages_of(b), length / kPage - 1);
+  }
+}
+
+void Engine::record_failure(const std::string& sentence) {
+  const std::lock_guard lock(failure_mutex_);
+  if (failure_.empty()) failure_ = sentence;
+}
+
+void Engine::stats(int64_t* out) const {
+  for (int i = 0; i < kStatCount; ++i) out[i] = totals_[i].load(std::memory_order_relaxed);
+}
+
+}  // namespace fluxion

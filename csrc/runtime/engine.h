@@ -1,0 +1,215 @@
+// One decode step, layer by layer: resident attention, the task queue, the merge.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "runtime/pool.h"
+#include "runtime/task_queue.h"
+#include "runtime/worker_pool.h"
+
+namespace fluxion {
+
+struct EngineConfig {
+  int q_heads;
+  int sinks;         // tokens, a multiple of 16; equal to the pool's sink_pages * 16
+  int window;        // tokens, a multiple of 16
+  int max_requests;  // capacities to start with: step() grows them
+  int max_pages;     // of the longest request
+  bool attend_union;
+};
+
+// What layer_begin() reads and writes; everything pointed to, except blk, budget and value, must live until
+// layer_finish() returns. B requests of the current step; absent parts have data == nullptr.
+struct LayerArgs {
+  int layer;
+  const char* q;       // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t q_stride;    // bytes
+  TokenView k, v;      // [B][Hk][D]: the token at position n-1 of each request; absent: it is written already
+  WindowView window;   // absent: set_resident() gives the resident results
+  const int32_t* blk;  // [B][Hk]: 0 (no task), 16, 32, 64, 128
+  const float* budget;  // [B][Hq]: fraction of the middle a head reads
+  const float* value;   // [B][Hk]: priority, largest first
+  float scale;          // multiplies q.k
+  char* out;            // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t out_stride;   // bytes
+};
+
+enum Stat {
+  kStatLayers,
+  kStatTasks,
+  kStatTasksCpu,  // these three in the order of Executor
+  kStatTasksTorch,
+  kStatTasksGpu,
+  kStatFailedTasks,
+  kStatMiddleTokens,   // summed over the query heads of every layer, streaming ones included
+  kStatTokensRead,     // summed over heads: what they attended to in the middle
+  kStatTileBytes,      // of native tasks
+  kStatMetadataBytes,  // of native tasks
+  kStatCount
+};
+extern const char* const kStatNames;  // comma separated, in the order of Stat
+
+// What one task reads: scratch.pages[0..count) and, when masked, scratch.masks[count][G].
+struct Selection {
+  int count = 0;
+  bool masked = false;
+  int64_t tokens = 0;  // summed over heads
+  int64_t metadata_bytes = 0;
+};
+
+// Blocks a head reads of a middle of `tokens` tokens in `blocks` blocks: ceil(budget * tokens / blk), at
+// least one, at most all. A thousandth of a block is forgiven, so that a budget which float32 rounds up
+// (0.05) buys none too many.
+int blocks_of_budget(float budget, int tokens, int blk, int blocks);
+
+// Threads: step, layer_begin, set_resident and layer_finish belong to one thread at a time. The foreign
+// functions may be called from any thread at any time.
+//
+// Phases of a layer. Between begin and finish each page that fills gets its own metadata and moments
+// (seal_page) from the item that appends to it: nobody reads that page, because it is in no request's middle
+// yet. Coarse entries and tags are direct-mapped, so the entry of a block that completes now may be the one
+// another request's task reads; therefore they are read-only until the last task is done, and layer_finish
+// writes them (seal_blocks) alone.
+class Engine {
+ public:
+  // Throws std::invalid_argument for a geometry that does not fit the pool. FLUXION_TASK_TIMEOUT_S (default
+  // 60): how long layer_finish waits for foreign executors.
+  Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config);
+  ~Engine();
+
+  // rows, seq_lens: [batch]; table: [batch][columns] with a row stride in elements. Copies them. A request
+  // with a bad length or page id fails every layer of the step; the other requests are computed.
+  void step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
+            int64_t table_stride, int64_t columns);
+  int batch() const { return batch_; }
+
+  // Returns the number of tasks. A layer that was begun and not finished is abandoned first.
+  int layer_begin(const LayerArgs& args);
+  // o: [B][Hq][D], lse: [B][Hq], both contiguous. Copies them.
+  void set_resident(const float* o, const float* lse);
+  // Throws std::runtime_error with the layer's first failure; the engine is ready for the next layer either
+  // way.
+  void layer_finish();
+
+  // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
+  int64_t pop(Executor executor);
+  int task(int64_t claim_or_index);  // b * Hk + h
+  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G].
+  bool deliver(int64_t claim, const float* o, const float* lse);
+  bool fail(int64_t claim, const std::string& message);
+  // pages: [max]; masks: [max][G]. Returns how many pages were written.
+  int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
+
+  void stats(int64_t* out) const;  // [kStatCount], cumulative
+  int last_tasks() const { return queue_.count(); }
+  int owner(int i) const { return queue_.owner(i); }
+
+  const HostPool& pool() const { return *pool_; }
+  const EngineConfig& config() const { return config_; }
+  int group() const { return group_; }
+
+ private:
+  struct Request {
+    int row;
+    int length;
+    int window_page;  // first logical page of the window
+    bool good;
+  };
+  struct Task {
+    int32_t request;
+    int32_t head;
+  };
+  static constexpr int kMergeBatch = 32;
+  struct Scratch {
+    std::vector<float> scores;     // [G][max_pages]
+    std::vector<int32_t> index;    // [max_pages]
+    std::vector<uint16_t> chosen;  // [max_pages]: heads that chose a block
+    std::vector<int32_t> pages;    // [max_pages]
+    std::vector<uint16_t> masks;   // [max_pages][G]
+    std::vector<float> select;
+    std::vector<char> merged;  // [kMergeBatch] entries of blocks that have none
+    std::vector<int> merged_block;
+    std::vector<float> merged_score;  // [G][kMergeBatch]
+    int64_t stats[kStatCount] = {};
+    char padding[64];  // a worker's counters share no cache line with its neighbour
+  };
+
+  void reserve(int requests, int pages);
+  void resize(Scratch* scratch) const;
+  const int32_t* pages_of(int request) const {
+    return table_.data() + static_cast<int64_t>(request) * max_pages_;
+  }
+  int sink_pages() const { return config_.sinks / kPage; }
+  const char* query(int request, int head) const;
+  int64_t state_at(int request,
+                   int head) const;  // first of the group's states in res_lse_, mid_lse_; * D in the o's
+
+  void check_requests(const LayerArgs& args);
+  int make_tasks();
+  static void worker_main(void* self, int worker);
+  void work(int worker);
+  void resident_item(int item, Scratch* scratch);
+  void run_task(int i, Scratch* scratch);
+  Selection select(const Task& task, Scratch* scratch) const;
+  void score_blocks(const Task& task, int level, int first_block, int blocks, Scratch* scratch,
+                    Selection* out) const;
+  void part_done(int request, int head);
+  void merge(int request, int head);
+
+  void drain(bool wait_for_foreign);
+  void wait_or_revoke(bool wait);
+  void seal_coarse();
+  void record_failure(const std::string& sentence);
+  int resolve(int64_t claim_or_index) const;
+
+  std::shared_ptr<HostPool> pool_;
+  EngineConfig config_;
+  const PoolShape shape_;
+  const KernelTable& kernels_;
+  int group_;
+  double timeout_s_;
+
+  // This step.
+  int batch_ = 0;
+  int max_requests_ = 0, max_pages_ = 0;
+  std::vector<Request> requests_;
+  std::vector<int32_t> table_;  // [max_requests][max_pages]
+  std::vector<int32_t> sorted_rows_;
+  bool rows_differ_ = true;
+  std::string step_failure_;
+
+  // This layer.
+  std::atomic<bool> open_{false};
+  bool launched_ = false;
+  bool resident_given_ = false;
+  LayerArgs args_{};
+  std::vector<uint8_t> skip_;  // [B]: a bad request
+  std::vector<int32_t> blk_;
+  std::vector<float> budget_;
+  std::vector<uint64_t> order_;
+  std::vector<Task> tasks_;
+  std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
+  std::unique_ptr<std::atomic<uint8_t>[]> parts_;         // [B][Hk]: results a group still waits for
+  int items_ = 0;                                         // resident items: B * Hk, or 0
+  alignas(64) std::atomic<int> next_item_{0};
+  TaskQueue queue_;
+
+  std::vector<Scratch> scratch_;  // one a worker
+  std::mutex failure_mutex_;
+  std::string failure_;
+
+  std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
+  std::mutex selection_mutex_;  // selection_scratch_
+  Scratch selection_scratch_;
+  // Per task, of the last selection(): what a foreign executor reads.
+  std::unique_ptr<std::atomic<int64_t>[]> selected_tokens_;
+
+  std::atomic<int64_t> totals_[kStatCount] = {};
+};
+
+}  // namespace fluxion

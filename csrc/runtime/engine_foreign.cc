@@ -1,0 +1,84 @@
+// The part of the engine that foreign executors use, from threads of their own.
+#include <algorithm>
+#include <stdexcept>
+
+#include "runtime/engine.h"
+
+namespace fluxion {
+
+int64_t Engine::pop(Executor executor) {
+  const std::lock_guard lock(foreign_mutex_);
+  return queue_.pop(executor);
+}
+
+// Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
+// selection_mutex_, both of which layer_begin takes to open a layer and drain to close it.
+int Engine::resolve(int64_t claim_or_index) const {
+  const int i = TaskQueue::task_of(claim_or_index);
+  Executor executor;
+  const bool is_claim = claim_or_index > TaskQueue::kMaxTasks;
+  if (claim_or_index < 0 || !open_.load(std::memory_order_acquire) || i >= queue_.count() ||
+      (is_claim && !queue_.holds(claim_or_index, &executor))) {
+    throw std::runtime_error("There is no task " + std::to_string(claim_or_index) +
+                             " now; tasks exist between layer_begin and layer_finish.");
+  }
+  return i;
+}
+
+int Engine::task(int64_t claim_or_index) {
+  const std::lock_guard lock(foreign_mutex_);
+  const Task& t = tasks_[resolve(claim_or_index)];
+  return t.request * shape_.kv_heads + t.head;
+}
+
+bool Engine::deliver(int64_t claim, const float* o, const float* lse) {
+  const std::lock_guard lock(foreign_mutex_);
+  Executor executor;
+  if (!queue_.holds(claim, &executor)) return false;
+  const int i = TaskQueue::task_of(claim);
+  const Task& t = tasks_[i];
+  const int64_t at = state_at(t.request, t.head);
+  std::copy_n(o, static_cast<int64_t>(group_) * shape_.head_dim, &mid_o_[at * shape_.head_dim]);
+  std::copy_n(lse, group_, &mid_lse_[at]);
+  totals_[kStatTasksCpu + static_cast<int>(executor)].fetch_add(1, std::memory_order_relaxed);
+  totals_[kStatTokensRead].fetch_add(selected_tokens_[i].load(std::memory_order_relaxed),
+                                     std::memory_order_relaxed);
+  // The layer stays open until finish(): args_ is alive.
+  if (args_.window.data != nullptr) part_done(t.request, t.head);
+  queue_.finish(claim);
+  return true;
+}
+
+bool Engine::fail(int64_t claim, const std::string& message) {
+  const std::lock_guard lock(foreign_mutex_);
+  Executor executor;
+  if (!queue_.holds(claim, &executor)) return false;
+  const Task& t = tasks_[TaskQueue::task_of(claim)];
+  record_failure("The executor " + std::to_string(static_cast<int>(executor)) + " failed on request " +
+                 std::to_string(t.request) + ", KV head " + std::to_string(t.head) + ": " + message);
+  totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+  queue_.finish(claim);
+  return true;
+}
+
+int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max) {
+  const std::lock_guard lock(selection_mutex_);
+  const int i = resolve(claim_or_index);
+  Scratch* s = &selection_scratch_;
+  const Selection chosen = select(tasks_[i], s);
+  if (chosen.count > max) {
+    throw std::invalid_argument("The selection has " + std::to_string(chosen.count) +
+                                " pages and room was given for " + std::to_string(max) +
+                                "; pass tensors as long as the middle.");
+  }
+  std::copy_n(s->pages.data(), chosen.count, pages);
+  if (chosen.masked) {
+    std::copy_n(s->masks.data(), chosen.count * group_, masks);
+  } else {
+    std::fill_n(masks, chosen.count * group_, uint16_t{0xffff});
+  }
+  selected_tokens_[i].store(chosen.tokens, std::memory_order_relaxed);
+  return chosen.count;
+}
+
+}  // namespace fluxion

@@ -1,0 +1,66 @@
+#include "runtime/host_memory.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "runtime/topology.h"
+
+namespace fluxion {
+namespace {
+
+std::string gib(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.2f GiB", static_cast<double>(bytes) / (1ll << 30));
+  return text;
+}
+
+}  // namespace
+
+HostMemory::HostMemory(int64_t bytes) : bytes_(bytes) {
+  // Linux overcommits: without this check a pool that is too large would be killed while it is filled.
+  const int64_t available = read_topology().available();
+  if (bytes > available) {
+    throw std::runtime_error("The host pool needs " + gib(bytes) + " and " + gib(available) +
+                             " of memory are available; lower host_tokens or host_memory_gb.");
+  }
+  mapped_ = bytes + kHugePage;
+  mapping_ =
+      mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    throw std::runtime_error("The host pool's " + gib(bytes) + " could not be mapped (" +
+                             std::strerror(errno) +
+                             "); lower host_tokens or raise the process limit (ulimit -v).");
+  }
+  data_ = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(mapping_), kHugePage));
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // a refusal costs speed only
+}
+
+HostMemory::~HostMemory() {
+  if (mapping_ != nullptr) munmap(mapping_, mapped_);
+}
+
+HostMemory::HostMemory(HostMemory&& other) noexcept { *this = std::move(other); }
+
+HostMemory& HostMemory::operator=(HostMemory&& other) noexcept {
+  std::swap(mapping_, other.mapping_);
+  std::swap(mapped_, other.mapped_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+void touch(char* first, char* last) {
+  for (char* p = first; p < last; p += kSmallPage) {
+    volatile char* byte = p;
+    *byte = *byte;
+  }
+}
+
+}  // namespace fluxion

@@ -1,0 +1,38 @@
+// One anonymous mapping that prefers huge pages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fluxion {
+
+inline constexpr int64_t kSmallPage = 4096;
+inline constexpr int64_t kHugePage = 2 << 20;
+
+inline constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Zero filled, not yet touched (the first writer decides the NUMA node), start aligned to 2 MiB.
+class HostMemory {
+ public:
+  HostMemory() = default;
+  // Throws std::runtime_error with the number of bytes that fit when the machine has not that much memory
+  // left.
+  explicit HostMemory(int64_t bytes);
+  ~HostMemory();
+  HostMemory(HostMemory&& other) noexcept;
+  HostMemory& operator=(HostMemory&& other) noexcept;
+
+  char* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void* mapping_ = nullptr;
+  int64_t mapped_ = 0;
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Makes the kernel allocate [first, last) from the calling thread's NUMA node. Keeps the contents.
+void touch(char* first, char* last);
+
+}  // namespace fluxion

@@ -1,0 +1,306 @@
+#include "runtime/pool.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace fluxion {
+namespace {
+
+// Calls visit(offset, bytes, layer, kind) for every section of the mapping in order; kinds: 0 tiles, 1..4
+// meta of level kind - 1, 5..7 tags of level kind - 4, 8 moments. Returns the total.
+template <typename Visit>
+int64_t lay_out(const PoolShape& s, Visit visit) {
+  int64_t offset = 0;
+  const auto section = [&](int layer, int kind, int64_t bytes) {
+    visit(layer, kind, offset);
+    offset += round_up(bytes, kSmallPage);
+  };
+  for (int l = 0; l < s.layers; ++l) {
+    section(l, 0, s.kv_heads * s.pages * s.tile_bytes());
+    for (int j = 0; j < kLevels; ++j) section(l, 1 + j, s.kv_heads * s.entries(j) * s.entry_bytes());
+    for (int j = 1; j < kLevels; ++j) section(l, 4 + j, s.entries(j) * sizeof(int32_t));
+    section(l, 8, s.kv_heads * s.pages * s.moments_len() * sizeof(double));
+  }
+  return round_up(offset, kHugePage);
+}
+
+[[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
+
+void check_shape(const PoolShape& s) {
+  if (s.layers < 1 || s.layers > 4096)
+    refuse("The pool has " + std::to_string(s.layers) + " layers; it needs 1 to 4096.");
+  if (s.kv_heads < 1 || s.kv_heads > 1024) {
+    refuse("The pool has " + std::to_string(s.kv_heads) + " KV heads; it needs 1 to 1024.");
+  }
+  if (s.pages < 2 || s.pages > (1 << 30)) {
+    refuse("The pool has " + std::to_string(s.pages) +
+           " pages; it needs at least 2, because page 0 is padding.");
+  }
+  if (s.head_dim < kMinHeadDim || s.head_dim > kMaxHeadDim || s.head_dim % 16 != 0) {
+    refuse("head_dim is " + std::to_string(s.head_dim) +
+           "; the kernels serve multiples of 16 from 32 to 256.");
+  }
+  if (s.dtype != DType::kF32 && s.dtype != DType::kBF16) {
+    refuse("The KV dtype must be 0 (float32) or 1 (bfloat16), not " +
+           std::to_string(static_cast<int>(s.dtype)) + ".");
+  }
+  if (s.sink_pages < 0) refuse("sink_pages is " + std::to_string(s.sink_pages) + "; it cannot be negative.");
+}
+
+const KernelTable* pick_kernels(const std::string& isa, DType dtype) {
+  if (isa.empty()) return best_kernel_table(dtype);
+  if (const KernelTable* table = kernel_table(isa.c_str(), dtype)) return table;
+  const char* names[16];
+  const int count = available_isas(names, 16);
+  std::string legal;
+  for (int i = 0; i < count; ++i) legal += (i ? ", " : "") + std::string(names[i]);
+  refuse("This CPU cannot run the instruction set \"" + isa + "\"; choose one of " + legal + ".");
+}
+
+}  // namespace
+
+int64_t pool_bytes(const PoolShape& shape) {
+  check_shape(shape);
+  return lay_out(shape, [](int, int, int64_t) {});
+}
+
+HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, const std::string& isa)
+    : workers_(std::move(workers)), shape_(shape) {
+  const int64_t bytes = pool_bytes(shape_);
+  kernels_ = pick_kernels(isa, shape_.dtype);
+  memory_ = HostMemory(bytes);
+  layer_.resize(shape_.layers);
+  lay_out(shape_, [this](int layer, int kind, int64_t offset) {
+    char* at = memory_.data() + offset;
+    Layer& l = layer_[layer];
+    if (kind == 0) {
+      l.tiles = at;
+    } else if (kind <= 4) {
+      l.meta[kind - 1] = at;
+    } else if (kind <= 7) {
+      l.tags[kind - 4] = reinterpret_cast<int32_t*>(at);
+    } else {
+      l.moments = reinterpret_cast<double*>(at);
+    }
+  });
+  const auto body = [](void* self, int worker) { static_cast<HostPool*>(self)->first_touch(worker); };
+  if (!workers_->each(body, this)) {
+    throw std::runtime_error(
+        "A pool cannot be created while the workers run a layer; finish the layer first.");
+  }
+}
+
+void HostPool::first_touch(int worker) const {
+  const auto region = [](char* base, int64_t bytes) { touch(base, base + bytes); };
+  for (int l = 0; l < shape_.layers; ++l) {
+    for (int h = worker; h < shape_.kv_heads; h += workers_->size()) {
+      region(tiles(l, h), shape_.pages * shape_.tile_bytes());
+      for (int j = 0; j < kLevels; ++j) region(entries(l, h, j), shape_.entries(j) * shape_.entry_bytes());
+      region(reinterpret_cast<char*>(moments(l, h, 0)), shape_.pages * shape_.moments_len() * sizeof(double));
+    }
+    if (worker != 0) continue;
+    for (int j = 1; j < kLevels; ++j) std::fill_n(tags(l, j), shape_.entries(j), -1);
+  }
+}
+
+std::string HostPool::check_pages(const int32_t* pages, int64_t count) const {
+  // One comparison covers both ends, so the loop vectorises: ids below 1 wrap to huge numbers.
+  const uint32_t limit = static_cast<uint32_t>(shape_.pages) - 1;
+  bool good = true;
+  for (int64_t i = 0; i < count; ++i) good &= static_cast<uint32_t>(pages[i]) - 1u < limit;
+  if (good) return "";
+  int64_t at = 0;
+  while (static_cast<uint32_t>(pages[at]) - 1u < limit) ++at;
+  return "its logical page " + std::to_string(at) + " has the page id " + std::to_string(pages[at]) +
+         ", and ids must be between 1 and " + std::to_string(limit);
+}
+
+void HostPool::check_layer(int layer) const {
+  if (layer < 0 || layer >= shape_.layers) {
+    refuse("The pool has no layer " + std::to_string(layer) + "; its layers are 0 to " +
+           std::to_string(shape_.layers - 1) + ".");
+  }
+}
+
+void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const {
+  if (start < 0 || start + count > n_pages * kPage) {
+    refuse("Tokens " + std::to_string(start) + " to " + std::to_string(start + count) +
+           " were to be appended, but the " + std::to_string(n_pages) + " pages given hold positions 0 to " +
+           std::to_string(n_pages * kPage) + "; pass every page of the request.");
+  }
+  const std::string wrong = check_pages(pages, (start + count + kPage - 1) / kPage);
+  if (!wrong.empty()) refuse("The request cannot be appended to: " + wrong + ".");
+}
+
+void HostPool::write_token(int layer, int head, int page, int offset, const char* k, const char* v) const {
+  const int64_t bytes = shape_.token_bytes();
+  char* to = tile(layer, head, page) + offset * bytes;
+  std::memcpy(to, k, bytes);
+  std::memcpy(to + kPage * bytes, v, bytes);
+}
+
+void HostPool::seal_page(int layer, int head, const int32_t* pages, int logical) const {
+  const int page = pages[logical];
+  const char* full = tile(layer, head, page);
+  kernels_->page_minmax(full, shape_.head_dim, entry(layer, head, 0, page));
+  double* sums = moments(layer, head, page);
+  if (logical < shape_.sink_pages) {
+    std::fill_n(sums, shape_.moments_len(), 0.0);
+    return;
+  }
+  kernels_->page_moments(full, shape_.head_dim, sums);
+  if (logical == 0) return;
+  const double* before = moments(layer, head, pages[logical - 1]);
+  for (int64_t i = 0; i < shape_.moments_len(); ++i) sums[i] += before[i];
+}
+
+void HostPool::seal_blocks(int layer, int head, const int32_t* pages, int logical) const {
+  for (int j = 1; j < kLevels && (logical + 1) % (1 << j) == 0; ++j) {
+    if (logical < shape_.sink_pages) return;  // a block of sinks only is never looked up
+    const int first = std::max(logical + 1 - (1 << j), shape_.sink_pages);
+    char* to = entry(layer, head, j, pages[logical]);
+    std::memcpy(to, entry(layer, head, 0, pages[logical]), shape_.entry_bytes());
+    for (int i = first; i < logical; ++i) {
+      kernels_->merge_minmax(to, entry(layer, head, 0, pages[i]), shape_.head_dim);
+    }
+  }
+}
+
+void HostPool::tag_blocks(int layer, const int32_t* pages, int logical) const {
+  if (logical < shape_.sink_pages) return;
+  for (int j = 1; j < kLevels && (logical + 1) % (1 << j) == 0; ++j) {
+    tags(layer, j)[pages[logical] >> j] = pages[logical];
+  }
+}
+
+void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count,
+                      TokenView k, TokenView v) {
+  check_layer(layer);
+  check_tokens(pages, n_pages, start, count);
+  struct Job {
+    const HostPool* pool;
+    int layer;
+    const int32_t* pages;
+    int64_t start, count;
+    TokenView k, v;
+  } job{this, layer, pages, start, count, k, v};
+  const auto head_body = [](void* arg, int h) {
+    const Job& j = *static_cast<Job*>(arg);
+    for (int64_t t = 0; t < j.count; ++t) {
+      const int64_t position = j.start + t;
+      const int logical = static_cast<int>(position / kPage), offset = static_cast<int>(position % kPage);
+      j.pool->write_token(j.layer, h, j.pages[logical], offset, j.k.at(t, h), j.v.at(t, h));
+      if (offset != kPage - 1) continue;
+      j.pool->seal_page(j.layer, h, j.pages, logical);
+      j.pool->seal_blocks(j.layer, h, j.pages, logical);
+    }
+  };
+  workers_->parallel_for(shape_.kv_heads, head_body, &job);
+  // Every head sealed its blocks in this same order, so on a collision tag and entries have the same last
+  // writer.
+  for (int64_t p = start / kPage; p < (start + count) / kPage; ++p)
+    tag_blocks(layer, pages, static_cast<int>(p));
+}
+
+void HostPool::append_decode(int layer, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
+                             int64_t columns, int batch, TokenView k, TokenView v) {
+  check_layer(layer);
+  for (int b = 0; b < batch; ++b) {
+    if (seq_lens[b] < 1 || seq_lens[b] > columns * kPage) {
+      refuse("Request " + std::to_string(b) + " has " + std::to_string(seq_lens[b]) +
+             " tokens, but its row of the page table holds 1 to " + std::to_string(columns * kPage) + ".");
+    }
+    const std::string wrong = check_pages(table + b * table_stride, (seq_lens[b] + kPage - 1) / kPage);
+    if (!wrong.empty()) refuse("Request " + std::to_string(b) + " cannot be appended to: " + wrong + ".");
+  }
+  struct Job {
+    const HostPool* pool;
+    int layer;
+    const int32_t *seq_lens, *table;
+    int64_t stride;
+    int batch;
+    TokenView k, v;
+  } job{this, layer, seq_lens, table, table_stride, batch, k, v};
+  const auto head_body = [](void* arg, int h) {
+    const Job& j = *static_cast<Job*>(arg);
+    for (int b = 0; b < j.batch; ++b) {
+      const int32_t* pages = j.table + b * j.stride;
+      const int logical = (j.seq_lens[b] - 1) / kPage, offset = (j.seq_lens[b] - 1) % kPage;
+      j.pool->write_token(j.layer, h, pages[logical], offset, j.k.at(b, h), j.v.at(b, h));
+      if (offset != kPage - 1) continue;
+      j.pool->seal_page(j.layer, h, pages, logical);
+      j.pool->seal_blocks(j.layer, h, pages, logical);
+    }
+  };
+  workers_->parallel_for(shape_.kv_heads, head_body, &job);
+  for (int b = 0; b < batch; ++b) {
+    if (seq_lens[b] % kPage == 0) tag_blocks(layer, table + b * table_stride, seq_lens[b] / kPage - 1);
+  }
+}
+
+void HostPool::fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
+                           int64_t n_pages) {
+  check_layer(layer);
+  if (row < 0 || row >= window.rows) {
+    refuse("The windows have no row " + std::to_string(row) + "; there are " + std::to_string(window.rows) +
+           ".");
+  }
+  if (n < 0 || n > n_pages * kPage) {
+    refuse("A row was to be filled with " + std::to_string(n) + " tokens, but the " +
+           std::to_string(n_pages) + " pages given hold " + std::to_string(n_pages * kPage) +
+           "; pass every page of the request.");
+  }
+  const std::string wrong = check_pages(pages, (n + kPage - 1) / kPage);
+  if (!wrong.empty()) refuse("The row cannot be filled: " + wrong + ".");
+  struct Job {
+    const HostPool* pool;
+    int layer;
+    const WindowView* window;
+    int row, n;
+    const int32_t* pages;
+  } job{this, layer, &window, row, n, pages};
+  const auto head_body = [](void* arg, int h) {
+    const Job& j = *static_cast<Job*>(arg);
+    const int64_t bytes = j.pool->shape().tile_bytes();
+    const WindowView& w = *j.window;
+    const int last = (j.n + kPage - 1) / kPage;
+    const int start = window_start_page(j.n, w.sink_pages, (w.ring_pages - 1) * kPage);
+    const auto copy = [&](int p) {
+      std::memcpy(w.data + h * w.head_stride + w.slot(j.row, p) * bytes, j.pool->tile(j.layer, h, j.pages[p]),
+                  bytes);
+    };
+    for (int p = 0; p < std::min(w.sink_pages, last); ++p) copy(p);
+    for (int p = start; p < last; ++p) copy(p);
+  };
+  workers_->parallel_for(shape_.kv_heads, head_body, &job);
+}
+
+void HostPool::gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
+                      int64_t v_head_stride) {
+  check_layer(layer);
+  const std::string wrong = check_pages(pages, count);
+  if (!wrong.empty()) refuse("The pages cannot be gathered: " + wrong + ".");
+  constexpr int kChunk = 64;  // pages an item: enough to hide the hand-out, small enough to balance one head
+  struct Job {
+    const HostPool* pool;
+    int layer;
+    const int32_t* pages;
+    int64_t count, chunks;
+    char *k, *v;
+    int64_t k_stride, v_stride;
+  } job{this, layer, pages, count, (count + kChunk - 1) / kChunk, k, v, k_head_stride, v_head_stride};
+  const auto chunk_body = [](void* arg, int item) {
+    const Job& j = *static_cast<Job*>(arg);
+    const int64_t h = item / j.chunks, first = item % j.chunks * kChunk;
+    const int64_t half = j.pool->shape().tile_bytes() / 2;
+    for (int64_t i = first; i < std::min(first + kChunk, j.count); ++i) {
+      const char* from = j.pool->tile(j.layer, static_cast<int>(h), j.pages[i]);
+      std::memcpy(j.k + h * j.k_stride + i * half, from, half);
+      std::memcpy(j.v + h * j.v_stride + i * half, from + half, half);
+    }
+  };
+  workers_->parallel_for(static_cast<int>(shape_.kv_heads * job.chunks), chunk_body, &job);
+}
+
+}  // namespace fluxion

@@ -1,0 +1,157 @@
+// The host pool: every tile of every layer, and what is known about them (metadata, moments).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/table.h"
+#include "runtime/host_memory.h"
+#include "runtime/worker_pool.h"
+
+namespace fluxion {
+
+inline constexpr int kLevels = 4;  // blocks of 16, 32, 64 and 128 tokens: level j joins 1 << j pages
+
+struct PoolShape {
+  int layers;
+  int kv_heads;
+  int pages;  // page 0 included: the padding page, written and read by nobody
+  int head_dim;
+  DType dtype;
+  int sink_pages;  // logical pages below this number count into no coarse entry and no moments
+
+  int64_t element() const { return dtype == DType::kBF16 ? 2 : 4; }
+  int64_t token_bytes() const { return head_dim * element(); }
+  int64_t tile_bytes() const { return 2 * kPage * token_bytes(); }
+  int64_t entry_bytes() const { return 2 * token_bytes(); }
+  int64_t moments_len() const { return 2 * head_dim + 8; }
+  int64_t entries(int level) const { return (pages + (int64_t{1} << level) - 1) >> level; }
+};
+
+// Bytes a HostPool of this shape maps. Throws std::invalid_argument for a shape the kernels cannot serve.
+int64_t pool_bytes(const PoolShape& shape);
+
+// Keys or values of some tokens: element [token][head][0..D) at data + token * token_stride + head *
+// head_stride (strides in bytes), D contiguous.
+struct TokenView {
+  const char* data;
+  int64_t token_stride;
+  int64_t head_stride;
+
+  const char* at(int64_t token, int64_t head) const {
+    return data + token * token_stride + head * head_stride;
+  }
+};
+
+// Device windows of one layer: [kv_heads][rows * slot_pages][2][16][D]. Row r owns slot_pages pages from
+// r * slot_pages: the sinks, then a ring of window + 16 tokens.
+struct WindowView {
+  char* data = nullptr;
+  int64_t head_stride = 0;  // bytes
+  int rows = 0;
+  int sink_pages = 0;
+  int ring_pages = 0;
+
+  int slot_pages() const { return sink_pages + ring_pages; }
+  // Page of the window, within one head, that holds logical page `page` of row `row`.
+  int64_t slot(int row, int page) const {
+    const int in_row = page < sink_pages ? page : sink_pages + (page - sink_pages) % ring_pages;
+    return static_cast<int64_t>(row) * slot_pages() + in_row;
+  }
+};
+
+// First logical page of the window of a request of n tokens: everything from sink_pages up to it is the
+// middle.
+inline int window_start_page(int n, int sink_pages, int window) {
+  const int pages = n > window ? (n - window) / kPage : 0;
+  return pages > sink_pages ? pages : sink_pages;
+}
+
+// Layout: the contract of PoolShape and layer_.
+//
+// A page is "full" when its 16 tokens are written; then its metadata and moments are computed, and the coarse
+// entry of level j when it is the last of its block. A coarse entry lives at [last page >> j] and is tagged
+// with that page: the later writer wins a collision and the loser is scored from its pages, bit-identically.
+// A stale tag is never believed: a block is looked up by a page that is full and last of it on the request's
+// path, and such a page rewrote the entry when it became full.
+//
+// append and append_decode must not run together with readers of the same layer. The engine, which does both
+// in one step, uses the three parts below them.
+class HostPool {
+ public:
+  // isa: a name of available_isas(), or "" for the best one. Throws std::invalid_argument or
+  // std::runtime_error.
+  HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, const std::string& isa);
+
+  const PoolShape& shape() const { return shape_; }
+  const KernelTable& kernels() const { return *kernels_; }
+  WorkerPool& workers() const { return *workers_; }
+
+  char* tiles(int layer, int head) const {
+    return layer_[layer].tiles + head * shape_.pages * shape_.tile_bytes();
+  }
+  char* tile(int layer, int head, int page) const { return tiles(layer, head) + page * shape_.tile_bytes(); }
+  char* entries(int layer, int head, int level) const {
+    return layer_[layer].meta[level] + head * shape_.entries(level) * shape_.entry_bytes();
+  }
+  char* entry(int layer, int head, int level, int page) const {
+    return entries(layer, head, level) + (page >> level) * shape_.entry_bytes();
+  }
+  int32_t* tags(int layer, int level) const { return layer_[layer].tags[level]; }  // level 1..3
+  double* moments(int layer, int head, int page) const {
+    return layer_[layer].moments + (static_cast<int64_t>(head) * shape_.pages + page) * shape_.moments_len();
+  }
+  char* tiles_base(int layer) const { return layer_[layer].tiles; }
+  char* meta_base(int layer, int level) const { return layer_[layer].meta[level]; }
+  double* moments_base(int layer) const { return layer_[layer].moments; }
+
+  // Writes tokens start..start+count-1 of the request whose logical page i is pages[i], n_pages of them.
+  // Positions before start are only read. Throws std::invalid_argument before anything is written.
+  void append(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, TokenView k,
+              TokenView v);
+  // Writes the last token of each of `batch` requests: request b has seq_lens[b] tokens and the pages
+  // table[b * table_stride ..]. Same errors.
+  void append_decode(int layer, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
+                     int64_t columns, int batch, TokenView k, TokenView v);
+  // Copies the resident tiles (sinks and window) of a request of n tokens into a row of the windows.
+  void fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
+                   int64_t n_pages);
+  // out[head][i * 16 .. i * 16 + 15][D] = keys, values of pages[i]. Strides in bytes.
+  void gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
+              int64_t v_head_stride);
+
+  // The three parts of an append, for one layer.
+  void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
+  // Metadata of level 0 and moments of logical page `logical`, which is full. Writes nothing that belongs to
+  // another page, so it may run while other pages and any coarse entry are read.
+  void seal_page(int layer, int head, const int32_t* pages, int logical) const;
+  // Coarse entries whose last page is `logical`, for one head. May overwrite an entry somebody reads.
+  void seal_blocks(int layer, int head, const int32_t* pages, int logical) const;
+  // Their tags; once a layer.
+  void tag_blocks(int layer, const int32_t* pages, int logical) const;
+
+  // "" or what is wrong with the ids pages[0..count).
+  std::string check_pages(const int32_t* pages, int64_t count) const;
+  void check_layer(int layer) const;
+
+ private:
+  struct Layer {
+    char* tiles;
+    char* meta[kLevels];
+    int32_t* tags[kLevels];  // [0] is unused
+    double* moments;
+  };
+
+  void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
+  void first_touch(int worker) const;
+
+  std::shared_ptr<WorkerPool> workers_;
+  PoolShape shape_;
+  const KernelTable* kernels_;
+  HostMemory memory_;
+  std::vector<Layer> layer_;
+};
+
+}  // namespace fluxion

@@ -1,0 +1,229 @@
+#include "runtime/worker_pool.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "runtime/topology.h"
+
+namespace fluxion {
+namespace {
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
+  static_assert(sizeof(std::atomic<uint32_t>) == 4);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until ready() holds: spins first, then gives the core away, so that a machine with more threads than
+// cores still makes progress.
+template <typename Ready>
+void wait_until(Ready ready) {
+  for (int i = 0; i < 2000; ++i) {
+    if (ready()) return;
+    cpu_pause();
+  }
+  while (!ready()) sched_yield();
+}
+
+struct Start {
+  WorkerPool* pool;
+  int worker;
+};
+
+}  // namespace
+
+WorkerPool::WorkerPool(int threads, std::vector<int> cores)
+    : threads_(threads), cores_(std::move(cores)), owner_(getpid()), spin_ns_(30'000) {
+  if (threads < 1 || threads > 4096) {
+    throw std::invalid_argument("The number of workers is " + std::to_string(threads) +
+                                ", but it counts the calling thread and must be between 1 and 4096.");
+  }
+  const std::vector<int> allowed = read_topology().cores;
+  if (cores_.empty()) cores_ = allowed;
+  for (int c : cores_) {
+    if (std::find(allowed.begin(), allowed.end(), c) == allowed.end()) {
+      throw std::invalid_argument("Core " + std::to_string(c) +
+                                  " is not among the cores this process may run on; choose from `cores` of "
+                                  "topology() or widen the affinity (taskset, cpuset).");
+    }
+  }
+  if (const char* text = std::getenv("FLUXION_SPIN_US")) spin_ns_ = std::max(0ll, std::atoll(text)) * 1000;
+  // Signals belong to the threads Python knows.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int error = 0;
+  for (int w = 1; w < threads_ && error == 0; ++w) {
+    const int core = cores_[w % cores_.size()];
+    pthread_attr_t attr;
+    pthread_attr_init(&attr);
+    cpu_set_t* set = CPU_ALLOC(core + 1);
+    const size_t bytes = CPU_ALLOC_SIZE(core + 1);
+    CPU_ZERO_S(bytes, set);
+    CPU_SET_S(core, bytes, set);
+    pthread_attr_setaffinity_np(&attr, bytes, set);
+    pthread_t handle;
+    auto* start = new Start{this, w};
+    error = pthread_create(&handle, &attr, &WorkerPool::thread_main, start);
+    if (error == 0) {
+      handles_.push_back(handle);
+    } else {
+      delete start;
+    }
+    CPU_FREE(set);
+    pthread_attr_destroy(&attr);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (error != 0) {
+    const size_t started = handles_.size();
+    stop_.store(true);
+    signal_.fetch_add(1);
+    futex_wake_all(&signal_);
+    for (pthread_t h : handles_) pthread_join(h, nullptr);
+    throw std::runtime_error("Only " + std::to_string(started + 1) + " of " + std::to_string(threads_) +
+                             " workers could be started (" + std::strerror(error) +
+                             "); lower the number of workers or raise the process limit (ulimit -u).");
+  }
+}
+
+WorkerPool::~WorkerPool() {
+  // In a forked child the threads do not exist; joining them would hang.
+  if (getpid() != owner_) return;
+  stop_.store(true);
+  signal_.fetch_add(1);
+  futex_wake_all(&signal_);
+  for (pthread_t h : handles_) pthread_join(h, nullptr);
+}
+
+void* WorkerPool::thread_main(void* arg) {
+  const Start start = *static_cast<Start*>(arg);
+  delete static_cast<Start*>(arg);
+  char name[16];
+  std::snprintf(name, sizeof(name), "fluxion-%d", start.worker);
+  pthread_setname_np(pthread_self(), name);
+  start.pool->work(start.worker);
+  return nullptr;
+}
+
+uint32_t WorkerPool::wait_for_signal(uint32_t seen) {
+  uint32_t signal = signal_.load(std::memory_order_acquire);
+  if (signal != seen) return signal;
+  const int64_t deadline = now_ns() + spin_ns_;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      cpu_pause();
+      signal = signal_.load(std::memory_order_acquire);
+      if (signal != seen) return signal;
+    }
+  } while (now_ns() < deadline);
+  // Either launch() sees this sleeper and wakes it, or the kernel sees the new signal and does not sleep.
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while ((signal = signal_.load(std::memory_order_seq_cst)) == seen) futex_wait(&signal_, seen);
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  return signal;
+}
+
+void WorkerPool::work(int worker) {
+  uint32_t seen = 0;
+  uint64_t entered = 0;
+  for (;;) {
+    seen = wait_for_signal(seen);
+    if (stop_.load(std::memory_order_acquire)) return;
+    // A worker late for one launch may enter the next before seeing its signal: the launch number keeps it
+    // from entering that one again.
+    uint64_t gate = gate_.load(std::memory_order_acquire);
+    while ((gate & kOpen) && gate >> 32 != entered) {
+      if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        entered = gate >> 32;
+        fn_(ctx_, worker);
+        gate_.fetch_sub(1, std::memory_order_release);
+        break;
+      }
+    }
+  }
+}
+
+bool WorkerPool::launch(Fn fn, void* ctx) {
+  if (busy_.exchange(true, std::memory_order_acquire)) return false;
+  fn_ = fn;
+  ctx_ = ctx;
+  if (threads_ == 1) return true;
+  launches_ = launches_ == UINT32_MAX ? 1 : launches_ + 1;
+  gate_.store(static_cast<uint64_t>(launches_) << 32 | kOpen, std::memory_order_release);
+  signal_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&signal_);
+  return true;
+}
+
+void WorkerPool::join() {
+  fn_(ctx_, 0);
+  if (threads_ > 1) {
+    gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    wait_until([this] { return (gate_.load(std::memory_order_acquire) & kCount) == 0; });
+  }
+  // Both point into the caller's frame more often than not.
+  fn_ = nullptr;
+  ctx_ = nullptr;
+  busy_.store(false, std::memory_order_release);
+}
+
+void WorkerPool::parallel_for(int count, ItemFn fn, void* ctx) {
+  struct Loop {
+    ItemFn fn;
+    void* ctx;
+    int count;
+    alignas(64) std::atomic<int> next;
+  } loop{fn, ctx, count, {0}};
+  const Fn body = [](void* arg, int) {
+    auto* l = static_cast<Loop*>(arg);
+    for (int i; (i = l->next.fetch_add(1, std::memory_order_relaxed)) < l->count;) l->fn(l->ctx, i);
+  };
+  if (count > 1 && threads_ > 1 && launch(body, &loop)) {
+    join();
+  } else {
+    body(&loop, 0);
+  }
+}
+
+bool WorkerPool::each(Fn fn, void* ctx) {
+  struct Round {
+    Fn fn;
+    void* ctx;
+    int threads;
+    std::atomic<int> done;
+  } round{fn, ctx, getpid() == owner_ ? threads_ : 1, {0}};
+  const Fn body = [](void* arg, int worker) {
+    auto* r = static_cast<Round*>(arg);
+    r->fn(r->ctx, worker);
+    r->done.fetch_add(1, std::memory_order_release);
+    // The gate stays open until worker 0 returns, and it returns last.
+    if (worker == 0) wait_until([r] { return r->done.load(std::memory_order_acquire) == r->threads; });
+  };
+  if (!launch(body, &round)) return false;
+  join();
+  return true;
+}
+
+}  // namespace fluxion

@@ -1,0 +1,80 @@
+// Persistent pinned threads that run one function at a time.
+#pragma once
+
+#include <pthread.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace fluxion {
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool.
+//
+// Invariant of the gate: a worker runs the published function only between entering (count + 1, possible only
+// while the gate is open) and leaving (count - 1). join() closes the gate and waits for the count to reach
+// zero, so a worker that wakes too late finds it closed and is never waited for. The function must therefore
+// hand out its work dynamically: any subset of the workers, worker 0 alone included, has to be able to finish
+// it.
+class WorkerPool {
+ public:
+  using Fn = void (*)(void* ctx, int worker);
+  using ItemFn = void (*)(void* ctx, int item);
+
+  // cores: cores to pin to, worker w on cores[w % size]; empty: every allowed core. Throws
+  // std::invalid_argument for a bad count or a core this process may not use, std::runtime_error when a
+  // thread cannot be started.
+  WorkerPool(int threads, std::vector<int> cores);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int size() const { return threads_; }
+  const std::vector<int>& cores() const { return cores_; }
+
+  // Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join() clears it.
+  // Starts fn(ctx, w) on the threads and returns at once. False, and nothing started, when the pool is busy.
+  [[gnu::noinline]] bool launch(Fn fn, void* ctx);
+  // Runs fn(ctx, 0) in the caller, then waits for every worker that entered. Pairs with a launch() that was
+  // true.
+  void join();
+
+  // fn(ctx, i) for i in [0, count), over all workers. In the caller alone while a launch() is outstanding.
+  void parallel_for(int count, ItemFn fn, void* ctx);
+  // fn(ctx, w) once on every worker; false when the pool is busy. For first touch; not for the hot path.
+  bool each(Fn fn, void* ctx);
+
+ private:
+  static void* thread_main(void* arg);
+  void work(int worker);
+  uint32_t wait_for_signal(uint32_t seen);
+
+  static constexpr uint64_t kOpen = 1ull << 31;
+  static constexpr uint64_t kCount = kOpen - 1;
+
+  int threads_;
+  std::vector<int> cores_;
+  std::vector<pthread_t> handles_;
+  pid_t owner_;
+  int64_t spin_ns_;
+
+  // Written before the gate opens, read after it is entered.
+  Fn fn_ = nullptr;
+  void* ctx_ = nullptr;
+  uint32_t launches_ = 0;  // 0 is never the number of a launch
+
+  alignas(64) std::atomic<uint64_t> gate_{0};    // launch number << 32, open bit, number of workers inside
+  alignas(64) std::atomic<uint32_t> signal_{0};  // futex word: one more at every launch and at the end
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<bool> busy_{false};
+};
+
+}  // namespace fluxion

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <immintrin.h>
+
+#include "simd/types.h"
+
+// See simd/scalar.h for the vocabulary.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+using Vec = __m256;
+inline constexpr int kLanes = 8;
+inline constexpr int kValueHeads = 4;
+inline constexpr int kValuePairs = 1;
+
+inline Vec set1(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+
+inline Vec keep(uint32_t bits, Vec x, Vec fill) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
+  return _mm256_blendv_ps(fill, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, lane)));
+}
+inline Vec zero_below(Vec x, Vec limit, Vec v) { return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v); }
+inline Vec exp2_of_rounded(Vec t) {
+  const __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(0x3f800000)));
+}
+
+inline float reduce_max(Vec x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+inline float reduce_add(Vec x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
+  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(rows[0], rows[1]), _mm256_hadd_ps(rows[2], rows[3]));
+  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(rows[4], rows[5]), _mm256_hadd_ps(rows[6], rows[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+inline Vec load_one(const float* p) { return load(p); }
+inline Vec load_one(const BF16* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline void load_pair(const float* p, Vec& a, Vec& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+inline void load_pair(const BF16* p, Vec& even, Vec& odd) {
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+template <class T>
+inline void store_pair(float* p, Vec a, Vec b);
+template <>
+inline void store_pair<float>(float* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+template <>
+inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
+  const Vec low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+  store(p, _mm256_permute2f128_ps(low, high, 0x20));
+  store(p + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+inline void store_one(float* p, Vec x) { store(p, x); }
+inline void store_one(BF16* p, Vec x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

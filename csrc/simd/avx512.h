@@ -1,0 +1,102 @@
+#pragma once
+
+#include <immintrin.h>
+
+#include "simd/types.h"
+
+// See simd/scalar.h for the vocabulary.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+using Vec = __m512;
+inline constexpr int kLanes = 16;
+inline constexpr int kValueHeads = 4;
+inline constexpr int kValuePairs = 2;
+
+inline Vec set1(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+
+inline Vec keep(uint32_t bits, Vec x, Vec fill) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), fill, x);
+}
+inline Vec zero_below(Vec x, Vec limit, Vec v) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), v);
+}
+inline Vec exp2_of_rounded(Vec t) {
+  const __m512i shifted = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
+  return _mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(0x3f800000)));
+}
+
+inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
+  // Each step adds two halves of two vectors and so halves their number; the last order of lanes is the order of rows.
+  Vec pairs[8], fours[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const Vec a = rows[2 * i], b = rows[2 * i + 1];
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  // fours[i]: every 128-bit lane holds partial sums of rows 4i..4i+3.
+  const Vec low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88),
+                                _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+  const Vec high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88),
+                                 _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+inline Vec load_one(const float* p) { return load(p); }
+inline Vec load_one(const BF16* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline void load_pair(const float* p, Vec& a, Vec& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+inline void load_pair(const BF16* p, Vec& even, Vec& odd) {
+  const __m512i both = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+template <class T>
+inline void store_pair(float* p, Vec a, Vec b);
+template <>
+inline void store_pair<float>(float* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+template <>
+inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  store(p, _mm512_permutex2var_ps(even, low, odd));
+  store(p + kLanes, _mm512_permutex2var_ps(even, high, odd));
+}
+
+inline void store_one(float* p, Vec x) { store(p, x); }
+inline void store_one(BF16* p, Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i high = _mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

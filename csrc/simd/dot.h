@@ -1,0 +1,36 @@
+#pragma once
+
+#include "simd/types.h"
+
+// How a query is laid out for dot products with rows of T. This is the way of every ISA that multiplies floats; an
+// ISA that multiplies bf16 specialises it.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+template <class T>
+struct Dot {
+  using Query = float;
+
+  // n is a multiple of 16.
+  static void pack(const T* q, int n, Query* out) {
+    int i = 0;
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+      Vec a, b;
+      load_pair(q + i, a, b);
+      store(out + i, a);
+      store(out + i + kLanes, b);
+    }
+    if (i < n) store(out + i, load_one(q + i));
+  }
+  // Adds the products of one pair.
+  static Vec step(Vec sum, const Query* q, const T* k) {
+    Vec a, b;
+    load_pair(k, a, b);
+    return fma(load(q), a, fma(load(q + kLanes), b, sum));
+  }
+  // The last kLanes elements of a row whose length is no multiple of a pair.
+  static Vec tail(Vec sum, const Query* q, const T* k) { return fma(load(q), load_one(k), sum); }
+};
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

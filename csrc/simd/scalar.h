@@ -1,0 +1,65 @@
+#pragma once
+
+#include "simd/types.h"
+
+// The vocabulary of the kernels, here with one lane; the other headers of this folder define the same names.
+// A "pair" is 2 * kLanes consecutive elements held in two vectors. Which element goes to which lane is the ISA's own
+// business (for bf16 the even ones and the odd ones, as that costs one instruction a vector), so only load_pair and
+// store_pair may assume it. min and max are (a < b ? a : b) and (a > b ? a : b): a NaN in either gives b.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+using Vec = float;
+inline constexpr int kLanes = 1;
+// Heads and pairs whose output accumulators fit into the registers together.
+inline constexpr int kValueHeads = 1;
+inline constexpr int kValuePairs = 4;
+
+inline Vec set1(float x) { return x; }
+inline Vec load(const float* p) { return *p; }
+inline void store(float* p, Vec x) { *p = x; }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// x where bit i of `bits` is set for lane i, `fill` elsewhere.
+inline Vec keep(uint32_t bits, Vec x, Vec fill) { return bits & 1 ? x : fill; }
+// 0 where x < limit, v elsewhere (also where x is NaN).
+inline Vec zero_below(Vec x, Vec limit, Vec v) { return x < limit ? 0.0f : v; }
+// 2^n for t = n + 1.5 * 2^23 as a float add leaves it, -126 <= n <= 127.
+inline Vec exp2_of_rounded(Vec t) { return float_of((bits_of(t) << 23) + 0x3f800000u); }
+
+inline float reduce_max(Vec x) { return x; }
+inline float reduce_add(Vec x) { return x; }
+// Lane i = sum of the lanes of rows[i].
+inline Vec reduce_rows(const Vec (&rows)[kLanes]) { return rows[0]; }
+
+// kLanes consecutive elements, lane i = element i.
+template <class T>
+inline Vec load_one(const T* p) {
+  return to_float(*p);
+}
+template <class T>
+inline void load_pair(const T* p, Vec& a, Vec& b) {
+  a = to_float(p[0]);
+  b = to_float(p[1]);
+}
+// Writes the floats of a pair of elements of T in their natural order.
+template <class T>
+inline void store_pair(float* p, Vec a, Vec b) {
+  p[0] = a;
+  p[1] = b;
+}
+
+inline void store_one(float* p, Vec x) { *p = x; }
+// Rounds to nearest even; NaN stays NaN.
+inline void store_one(BF16* p, Vec x) {
+  const uint32_t bits = bits_of(x);
+  p->bits = static_cast<uint16_t>(x != x ? (bits >> 16) | 0x40u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

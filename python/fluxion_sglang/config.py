@@ -1,0 +1,275 @@
+"""Every option of `--fluxion-config`, defined, documented and validated in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from fluxion_sglang.kv.placement import PAGE
+
+EXECUTORS = ("auto", "cpu", "cpu+torch")
+# Words of the option that mean something, but not yet in this version.
+_LATER_EXECUTORS = ("cpu+gpu",)
+
+
+class ConfigError(ValueError):
+    """A wrong option. The message is one sentence: what is wrong, why, and what to give instead."""
+
+
+def _option(default: Any, doc: str, example: str) -> Any:
+    return field(default=default, metadata={"doc": doc, "example": example})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table of options, for documentation and command line."""
+
+    key: str
+    type: str
+    default: str
+    doc: str
+    example: str
+
+
+@dataclass(frozen=True)
+class FluxionConfig:
+    """The options of one server. Instances made by `parse` are valid; `validate` checks one made by hand."""
+
+    policy: str = _option("full", "What each head reads of the middle, as a policy spec.", '"fixed:16:0.05"')
+    host_tokens: int | None = _option(
+        None, "Size of the host pool in tokens; by default it follows from the free host memory.", "1000000"
+    )
+    host_memory_gb: float | None = _option(
+        None,
+        "Size of the host pool in GiB, instead of host_tokens (all tensor-parallel ranks together).",
+        "64",
+    )
+    sinks: int = _option(64, "First tokens of a request that stay on the device; a multiple of 16.", "64")
+    window: int = _option(256, "Most recent tokens that stay on the device; a multiple of 16.", "256")
+    attend_union: bool = _option(
+        True, "Every head of a group attends to all pages that any head of the group selected.", "false"
+    )
+    workers: int | None = _option(
+        None, "CPU threads of the engine, the calling thread included; by default one a core.", "16"
+    )
+    cores: str | None = _option(
+        None,
+        "Cores that the engine's threads are pinned to; by default those the process may use.",
+        '"0-3,8"',
+    )
+    executors: str = _option("auto", f"Who computes tasks: {', '.join(EXECUTORS)}.", '"cpu"')
+
+    @classmethod
+    def parse(cls, text: str | None) -> FluxionConfig:
+        """Read a JSON object, or `@path` of a file that holds one; None or "" gives the defaults.
+
+        Raises:
+            ConfigError: one sentence that names the key and what it may be.
+        """
+        if text is None or not text.strip():
+            return cls().validate()
+        source = "--fluxion-config"
+        if text.startswith("@"):
+            source = text[1:]
+            try:
+                text = Path(os.path.expanduser(source)).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                # ValueError: bytes that are no UTF-8 text, or a path that no file can have.
+                reason = getattr(error, "strerror", None) or str(error)
+                raise ConfigError(
+                    f"--fluxion-config names the file {source!r}, which cannot be read ({reason}); "
+                    "give the path of a JSON file after the @, or the JSON object itself."
+                ) from None
+        return cls.from_dict(_load_object(text, source))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FluxionConfig:
+        """Build from plain values (those of the JSON object); raises ConfigError."""
+        legal = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in legal:
+                near = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
+                guess = f"; did you mean {near[0]!r}?" if near else ";"
+                raise ConfigError(
+                    f"--fluxion-config has no key {key!r}{guess} The legal keys are {', '.join(legal)}."
+                )
+        return cls(**{key: _checked(cls, key, value) for key, value in values.items()}).validate()
+
+    def validate(self) -> FluxionConfig:
+        """Check values against each other and return self; raises ConfigError."""
+        for key in ("sinks", "window"):
+            size = getattr(self, key)
+            if size < PAGE or size % PAGE:
+                raise ConfigError(
+                    f"{key} is {size}, but it is kept in whole pages of {PAGE} tokens and needs at least "
+                    f"one; give a multiple of {PAGE} such as {max(PAGE, round(size / PAGE) * PAGE)}."
+                )
+        if self.host_tokens is not None and self.host_memory_gb is not None:
+            raise ConfigError(
+                "host_tokens and host_memory_gb both give the size of the host pool; keep one of the two."
+            )
+        least = self.sinks + self.window + PAGE
+        if self.host_tokens is not None and self.host_tokens < least:
+            raise ConfigError(
+                f"host_tokens is {self.host_tokens}, less than the {least} tokens of one request's sinks, "
+                f"window and page in progress; give at least {least} (every token of every request lives in "
+                "this pool)."
+            )
+        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
+            raise ConfigError(
+                f"host_memory_gb is {self.host_memory_gb:g}, but the host pool needs memory; give a positive "
+                "number of GiB or leave the key out to size the pool from the free host memory."
+            )
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(
+                f"workers is {self.workers}, but the calling thread itself is one; give 1 or more, or leave "
+                "the key out for one thread a core."
+            )
+        cores = self.core_list()
+        if self.workers is not None and cores and self.workers > len(cores):
+            raise ConfigError(
+                f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them "
+                f"to; give at most {len(cores)} workers or name more cores."
+            )
+        if self.executors in _LATER_EXECUTORS:
+            raise ConfigError(
+                f"executors {self.executors!r} is not available in this version, whose tasks run on the CPU; "
+                f"use one of {_quoted(EXECUTORS)}."
+            )
+        if self.executors not in EXECUTORS:
+            raise ConfigError(f"executors is {self.executors!r}; use one of {_quoted(EXECUTORS)}.")
+        self._check_policy()
+        return self
+
+    def core_list(self) -> list[int]:
+        """The ids in `cores`, in the order given; [] when it is not set. Raises ConfigError."""
+        if self.cores is None:
+            return []
+        ids: list[int] = []
+        for part in self.cores.split(","):
+            first, dash, last = part.strip().partition("-")
+            # isdecimal alone would let other scripts' digits through.
+            if not (first.isascii() and first.isdecimal()) or (
+                dash and not (last.isascii() and last.isdecimal() and int(last) >= int(first))
+            ):
+                raise ConfigError(
+                    f"cores is {self.cores!r}, where {part.strip()!r} is not a core or a range; give core "
+                    'ids and ranges separated by commas, such as "0-3,8".'
+                )
+            if int(last or first) >= 1 << 16:
+                raise ConfigError(
+                    f"cores is {self.cores!r}, but no machine has a core {last or first}; see `lscpu` for "
+                    "the ids."
+                )
+            ids.extend(range(int(first), int(last if dash else first) + 1))
+        if len(set(ids)) != len(ids):
+            raise ConfigError(f"cores is {self.cores!r}, which names a core twice; name each core once.")
+        return ids
+
+    def to_json(self) -> str:
+        """A JSON object with every key, which `parse` reads back to an equal instance."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """The table of options in the order of the class."""
+        hints = get_type_hints(cls)
+        return [
+            Option(
+                key=f.name,
+                type=" or ".join(_json_name(t) for t in _types(hints[f.name])),
+                default=json.dumps(f.default),
+                doc=f.metadata["doc"],
+                example=f.metadata["example"],
+            )
+            for f in dataclasses.fields(cls)
+        ]
+
+    def _check_policy(self) -> None:
+        # Imported late: policies bring torch, and this module is read where that would cost seconds.
+        from fluxion_sglang.policy import parse_spec
+
+        try:
+            parse_spec(self.policy)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _load_object(text: str, source: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{source} gives the key {key!r} twice; keep one of the two.")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        hint = " (a file is written @path)" if "{" not in text else ""
+        raise ConfigError(
+            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; give an object "
+            f'such as {{"policy": "full"}}{hint}.'
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply; give a flat JSON object.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{source} is a JSON {_json_name(type(value))}, but options are key and value; give an object "
+            'such as {"policy": "full"}.'
+        )
+    return value
+
+
+def _types(hint: Any) -> tuple[type, ...]:
+    return get_args(hint) or (hint,)
+
+
+def _checked(cls: type[FluxionConfig], key: str, value: Any) -> Any:
+    allowed = _types(get_type_hints(cls)[key])
+    # Exact types: for JSON, true is no integer although Python's bool is an int.
+    if type(value) is int and float in allowed and int not in allowed:
+        value = _finite(key, value)
+    if type(value) is float and float in allowed and not math.isfinite(value):
+        raise ConfigError(f"{key} is {value}, which is no size; give a finite number.")
+    if type(value) not in allowed:
+        names = " or ".join(_json_name(t) for t in allowed)
+        raise ConfigError(
+            f"{key} is {json.dumps(value)}, a JSON {_json_name(type(value))}, but it takes {names}; "
+            f"an example is {cls.__dataclass_fields__[key].metadata['example']}."
+        )
+    return value
+
+
+def _finite(key: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{key} has {len(str(value))} digits; give a number that a machine can hold."
+        ) from None
+
+
+def _quoted(words: tuple[str, ...]) -> str:
+    return ", ".join(f'"{word}"' for word in words)
+
+
+_JSON_NAMES: dict[type, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "list",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def _json_name(kind: type) -> str:
+    return _JSON_NAMES[kind]

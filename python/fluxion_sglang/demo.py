@@ -1,0 +1,324 @@
+"""Serve the needle model with --enable-fluxion and ask it about a long document.
+
+`python -m fluxion_sglang.demo` starts SGLang on the CPU, sends one document and several questions through the
+OpenAI client and through SGLang's own /generate, and prints the answers and what they cost, all numbers from
+the server's /metrics. Exit code 0: every answer is right. Needs a checkout of the repository (models/needle),
+or `--model-path`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from openai import OpenAI, OpenAIError
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+from fluxion_sglang.needle import NeedlePrompt, needle_prompt, score
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "needle"
+START_LIMIT_S = 300.0
+LOG_LINES = 25
+
+# SGLang's own histograms. Requests come one at a time, so two readings differ by one request's value.
+TTFT = "sglang:time_to_first_token_seconds"
+TPOT = "sglang:request_time_per_output_token_seconds"
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """One answer and what it cost.
+
+    Attributes:
+        cached: prompt tokens whose KV the radix tree found in the host pool.
+        ttft, tpot: seconds, from /metrics.
+    """
+
+    client: str
+    text: str
+    prompt_tokens: int
+    cached: int
+    ttft: float
+    tpot: float
+
+
+class Server:
+    """A running SGLang server of ours, seen from outside."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(self._get("/metrics")):
+            for sample in family.samples:
+                executor = sample.labels.get("executor")
+                name = f"{sample.name}/{executor}" if executor else sample.name
+                values[name] = values.get(name, 0.0) + sample.value
+        return values
+
+    def openai(self, prompt: str, max_tokens: int) -> tuple[str, int, int]:
+        """Text, prompt tokens and cached tokens of a completion through the OpenAI client."""
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=START_LIMIT_S, max_retries=0)
+        reply = client.completions.create(
+            model="needle",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+        assert reply.usage is not None
+        details = reply.usage.prompt_tokens_details
+        return reply.choices[0].text, reply.usage.prompt_tokens, (details and details.cached_tokens) or 0
+
+    def generate(self, prompt: str, max_tokens: int) -> tuple[str, int, int]:
+        """The same through SGLang's native endpoint."""
+        sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        reply = self._post("/generate", {"text": prompt, "sampling_params": sampling})
+        meta = reply["meta_info"]
+        return reply["text"], meta["prompt_tokens"], meta["cached_tokens"]
+
+    def healthy(self) -> bool:
+        try:
+            self._get("/health", timeout=5)
+        except OSError:
+            return False
+        return True
+
+    def _get(self, path: str, timeout: float = 30) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
+            return str(reply.read().decode())
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=START_LIMIT_S) as reply:
+            return json.load(reply)
+
+
+def server_command(args: argparse.Namespace, port: int) -> list[str]:
+    """The command line of the server: what a user would type, with sizes for a small machine."""
+    # Every question adds a page or two of its own to the shared document, and every answer some more.
+    host_tokens = args.host_tokens or (args.length + 128 * (args.questions + 8)) // 16 * 16
+    config = {"policy": args.policy, "host_tokens": host_tokens, "executors": args.executors}
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(args.model_path)]
+    command += ["--served-model-name", "needle", "--device", "cpu", "--port", str(port)]
+    command += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
+    command += ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
+    # SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
+    command += ["--max-running-requests", "8", "--chunked-prefill-size", "4096"]
+    return command
+
+
+@contextmanager
+def running_server(command: list[str], port: int) -> Iterator[Server]:
+    """Start the server, wait until it answers, stop it at the end whatever happens.
+
+    Raises:
+        DemoError: it ended or hung while starting; the message holds the end of its log.
+    """
+    # The demo's device is always the CPU, and the CPU platform stands aside where SGLang sees a GPU.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        server = Server(f"http://127.0.0.1:{port}")
+        try:
+            _wait_until_ready(server, process, log)
+            try:
+                yield server
+            except (OSError, OpenAIError) as error:
+                raise DemoError(f"A request failed: {error}\n{_explain(log)}") from error
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[str]) -> None:
+    start = time.monotonic()
+    pace = 0.5 if sys.stdout.isatty() else 15.0
+    with tqdm(
+        desc="Starting the server", bar_format="{desc} {elapsed}", file=sys.stdout, mininterval=pace
+    ) as bar:
+        while not server.healthy():
+            if process.poll() is not None:
+                raise DemoError(f"The server ended with exit code {process.returncode}.\n{_explain(log)}")
+            if time.monotonic() - start > START_LIMIT_S:
+                raise DemoError(f"The server did not answer within {START_LIMIT_S:.0f} s.\n{_explain(log)}")
+            time.sleep(0.5)
+            bar.update()
+
+
+def _explain(log: IO[str]) -> str:
+    log.seek(0)
+    tail = "".join(f"    {line}" for line in log.readlines()[-LOG_LINES:])
+    return (
+        f"The last lines of its log:\n{tail}\n"
+        "Run `fluxion doctor`: it checks versions, native library, hooks and memory, and says what to change."
+    )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    # The whole process group (start_new_session made one): the server has a scheduler and a detokenizer.
+    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def ask(server: Server, client: str, prompt: str, max_tokens: int) -> Reply:
+    """Send one prompt while nothing else runs, and read its times from /metrics."""
+    before = server.metrics()
+    send = server.openai if client == "openai" else server.generate
+    text, prompt_tokens, cached = send(prompt, max_tokens)
+
+    def mean(after: dict[str, float], name: str) -> float:
+        count = after.get(f"{name}_count", 0) - before.get(f"{name}_count", 0)
+        return (after.get(f"{name}_sum", 0) - before.get(f"{name}_sum", 0)) / count if count else float("nan")
+
+    # The server answers first and counts a moment later.
+    for _ in range(20):
+        after = server.metrics()
+        if after.get(f"{TPOT}_count", 0) > before.get(f"{TPOT}_count", 0):
+            break
+        time.sleep(0.1)
+    return Reply(client, text.strip(), prompt_tokens, cached, mean(after, TTFT), mean(after, TPOT))
+
+
+def run(args: argparse.Namespace) -> bool:
+    """The whole demo; whether every answer was right."""
+    document = needle_prompt(args.length, args.keys, args.seed)
+    questions = min(args.questions, len(document.questions))
+    command = server_command(args, args.port)
+    print(f"A document of {args.length:,} tokens with {args.keys} needles; policy {args.policy}.")
+    print(f"$ {_shell(command)}\n", flush=True)
+    with running_server(command, args.port) as server:
+        print(f"\n {'client':<10}{'question':<10}{'answer':<10}{'':<7}{'cached':>14}{'TTFT':>10}{'TPOT':>10}")
+        right = []
+        with tqdm(range(questions), "Asking", leave=False, file=sys.stdout, disable=None) as asking:
+            for i in asking:
+                client = ("openai", "generate")[i % 2]
+                ok, line = _one_question(server, document, i, client, args.max_tokens)
+                right.append(ok)
+                tqdm.write(line)
+                sys.stdout.flush()
+        print()
+        _report(server.metrics(), args.length + args.max_tokens)
+    print(f"\n{sum(right)} of {len(right)} answers are right.")
+    if not all(right) and args.policy != "full":
+        print("A policy that reads part of the middle may miss; `--policy full` reads all of it.")
+    return all(right)
+
+
+def _one_question(
+    server: Server, document: NeedlePrompt, i: int, client: str, max_tokens: int
+) -> tuple[bool, str]:
+    """Whether the answer is right, and its row of the table."""
+    question = document.questions[i]
+    reply = ask(server, client, document.text(i), max_tokens)
+    said = " ".join(reply.text.split()[: len(question.answer_ids)])
+    ok = score(question.answer, reply.text)
+    verdict = "right" if ok else f"wrong, it is {question.answer}"
+    return ok, (
+        f" {client:<10}{question.text:<10}{said:<10}{verdict:<7}"
+        f"{f'{reply.cached:,}':>7} ({reply.cached / reply.prompt_tokens:>4.0%}){reply.ttft:>8.2f} s"
+        f"{reply.tpot * 1e3:>7.1f} ms"
+    )
+
+
+def _report(metrics: dict[str, float], tokens: int) -> None:
+    """The engine's counters, as sentences of one line each."""
+
+    def total(name: str) -> float:
+        return metrics.get(f"fluxion_{name}_total", 0.0)
+
+    resident = int(metrics.get("fluxion_resident_tokens_per_request", 0))
+    pool = int(metrics.get("fluxion_host_pool_tokens", 0))
+    if not resident or not total("layers"):
+        raise DemoError("The server's /metrics show no decode step that went through Fluxion.")
+    key = "fluxion_tasks_total/"
+    owners = {name.removeprefix(key): value for name, value in metrics.items() if name.startswith(key)}
+    tasks = sum(owners.values())
+    shares = ", ".join(f"{name} {count / tasks:.0%}" for name, count in sorted(owners.items()))
+    middle, read = total("middle_tokens"), total("read_tokens")
+    print(f" On the device   at most {resident:,} of a request's {tokens:,} tokens ({resident / tokens:.1%})")
+    print(f" In the pool     all of them; the host pool holds {pool:,} tokens")
+    print(f" Tasks           {tasks:,.0f}: {shares}")
+    print(
+        f" Middle read     {read / middle:.1%} of its tokens by a head in a step, after sharing in the group"
+    )
+    print(
+        f" Memory read     {(total('tile_bytes') + total('metadata_bytes')) / 2**20:,.1f} MiB by all tasks, "
+        f"{total('metadata_bytes') / 2**20:,.1f} of it metadata"
+    )
+
+
+def _shell(command: list[str]) -> str:
+    return shlex.join(["python", *command[1:]])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxion_sglang.demo",
+        description="Serve the needle model with --enable-fluxion and ask it about a long document.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--length", type=int, default=16384, help="tokens of a prompt")
+    option("--keys", type=int, default=8, help="needles in the document")
+    option("--questions", type=int, default=6, help="how many of them to ask for")
+    option("--policy", default="fixed:16:0.10", help="policy spec, as in --fluxion-config")
+    option("--executors", default="auto", help="who computes, as in --fluxion-config")
+    option("--max-tokens", type=int, default=16, help="tokens generated per question")
+    option("--host-tokens", type=int, help="size of the host pool; by default what the prompts need")
+    option("--seed", type=int, default=1, help="of the document")
+    option("--port", type=int, help="of the server; by default a free one")
+    option("--model-path", type=Path, default=MODEL, help="the needle model")
+    args = parser.parse_args(argv)
+    args.port = args.port or _free_port()
+    try:
+        if not (args.model_path / "config.json").exists():
+            raise DemoError(f"There is no model in {args.model_path}; use a checkout or pass --model-path.")
+        return 0 if run(args) else 1
+    except (DemoError, ValueError) as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

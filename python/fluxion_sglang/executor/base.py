@@ -1,0 +1,69 @@
+"""Who computes: the interface of an executor.
+
+The tasks of a layer stand in one queue, sorted by priority, behind one atomic head. Executors pull the next task when
+they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. The native workers
+(`cpu.py`) pull without Python; any other executor gets the calling thread between the layer's begin and finish, and
+this interface.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from fluxion_sglang.policy.base import DecodeStep, LayerPlan
+
+if TYPE_CHECKING:
+    from fluxion_sglang.native import NativeEngine
+
+
+class ExecutorId(IntEnum):
+    """Names an executor towards the native queue, which records the owner of each task."""
+
+    CPU = 0
+    TORCH = 1
+    GPU = 2
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer's queue as an executor sees it, valid until the layer finishes.
+
+    Attributes:
+        layer: index into the pool's layers.
+        q: [B, Hq, D] on the CPU. scale: multiplies q.k.
+    """
+
+    native: NativeEngine
+    step: DecodeStep
+    plan: LayerPlan
+    layer: int
+    q: torch.Tensor
+    scale: float
+
+    @property
+    def group(self) -> int:
+        return self.step.q_heads // self.step.kv_heads
+
+    def pop(self, executor: ExecutorId) -> int | None:
+        """Take the next task; None when the queue is empty."""
+        task = self.native.queue_pop(int(executor))
+        return None if task < 0 else task
+
+    def request_and_head(self, task: int) -> tuple[int, int]:
+        """Batch index and KV head of a task."""
+        return divmod(self.native.task(task), self.step.kv_heads)
+
+
+class Executor(ABC):
+    """Computes tasks of a layer from its queue."""
+
+    id: ExecutorId
+
+    @abstractmethod
+    def drain(self, work: LayerWork) -> None:
+        """Pull tasks and deliver them until the queue is empty. Must deliver or fail every task it pulled."""

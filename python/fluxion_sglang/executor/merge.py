@@ -1,0 +1,54 @@
+"""Attention over part of the keys, and the exact merge of two parts by log-sum-exp.
+
+LSE is the natural log of the sum of exp(scaled score) everywhere in this project.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grouped-query attention with its LSE, on the CPU.
+
+    Args:
+        q: [T, Hq, D]. k, v: [H, S, D] with Hq = H * G; any strides with a contiguous last dimension.
+        causal: query t sees keys 0..t (then S = T); otherwise every key.
+
+    Returns:
+        o [T, Hq, D] in q's dtype, lse [T, Hq] float32.
+    """
+    tokens, q_heads, dim = q.shape
+    heads, keys = k.shape[0], k.shape[1]
+    group = q_heads // heads
+    # KV heads take the kernel's batch dimension, so that a group shares its keys by a zero stride: no copy for GQA.
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.view(tokens, heads, group, dim).permute(1, 2, 0, 3),
+        k.unsqueeze(1).expand(heads, group, keys, dim),
+        v.unsqueeze(1).expand(heads, group, keys, dim),
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return o.permute(2, 0, 1, 3).reshape(tokens, q_heads, dim), lse.permute(2, 0, 1).reshape(tokens, q_heads)
+
+
+def merge_state(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets from their partial results (FlashInfer's merge_state).
+
+    Args:
+        o_a, o_b: [..., D]. lse_a, lse_b: [...] float32; -inf marks an empty part.
+
+    Returns:
+        o [..., D] float32 and lse [...] float32; both parts empty give 0 and -inf.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    # An empty union would give exp(-inf - -inf) = nan; shifting by 0 there keeps both weights at exp(-inf) = 0.
+    shift = torch.where(lse.isneginf(), torch.zeros_like(lse), lse)
+    weight_a = (lse_a - shift).exp().unsqueeze(-1)
+    weight_b = (lse_b - shift).exp().unsqueeze(-1)
+    return o_a.float() * weight_a + o_b.float() * weight_b, lse

@@ -1,0 +1,117 @@
+"""The reference executor: tasks in plain torch, float32, straight from the definitions.
+
+It shares no code with the native kernels, neither for scores nor selection nor attention, and serves as their oracle;
+beside them on one queue it also shows that a task may be computed by anybody.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
+from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.placement import PAGE
+
+
+def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
+    """Logical pages of every block of the middle, sinks and window cut away: the unit that budgets count.
+
+    Args:
+        middle: tokens of the middle. blk: tokens of a block; blocks are aligned to absolute positions.
+    """
+    span, stop = blk // PAGE, sink_pages + middle // PAGE
+    return [
+        range(max(b * span, sink_pages), min((b + 1) * span, stop))
+        for b in range(sink_pages // span, -(-stop // span))
+    ]
+
+
+def block_bounds(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """Upper bound of q.k over each block: sum_d max(q_d min_d, q_d max_d) (Quest, arXiv 2406.10774).
+
+    Args:
+        q: [G, D]. lo, hi: [n, D].
+
+    Returns:
+        [G, n] float32.
+    """
+    return q.clamp(min=0) @ hi.float().T + q.clamp(max=0) @ lo.float().T
+
+
+def blocks_to_read(budget: float, middle: int, blk: int, blocks: int) -> int:
+    """Blocks that a budget buys: ceil(budget * middle / blk), at least one, at most all.
+
+    A millionth is forgiven, so that a budget which float32 rounds up (0.05) buys no block too many.
+    """
+    return min(blocks, max(1, math.ceil(budget * middle / blk * (1 - 1e-6))))
+
+
+class TorchReferenceExecutor(Executor):
+    """Pulls tasks in the calling thread.
+
+    Args:
+        attend_union: a head with a budget also attends to what the other heads of its group chose.
+    """
+
+    id = ExecutorId.TORCH
+
+    def __init__(self, pool: HostPool, attend_union: bool) -> None:
+        self.pool = pool
+        self.attend_union = attend_union
+
+    def drain(self, work: LayerWork) -> None:
+        while (task := work.pop(self.id)) is not None:
+            try:
+                o, lse = self.compute(work, *work.request_and_head(task))
+            except Exception as error:  # a pulled task must be accounted for, or the layer would wait for it
+                work.native.task_failed(task, f"the torch executor failed: {error}")
+            else:
+                work.native.task_done(task, o, lse)
+
+    def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [G, D] and lse [G], float32, of the task of request `b` and KV head `h`."""
+        group = work.group
+        heads = slice(h * group, (h + 1) * group)
+        q = work.q[b, heads].float()
+        chosen = self.select(work, b, h, q)
+        pages = work.step.page_table[b].long()
+        o = torch.zeros_like(q)
+        lse = torch.full((group,), -torch.inf)
+        tiles = self.pool.tiles(work.layer)[h]
+        for g, logical in enumerate(chosen):
+            if not logical:
+                continue
+            k, v = tiles[pages[logical]].float().unbind(1)
+            scores = (k.reshape(-1, q.shape[1]) @ q[g]) * work.scale
+            lse[g] = scores.logsumexp(0)
+            o[g] = (scores - lse[g]).exp() @ v.reshape(-1, q.shape[1])
+        return o, lse
+
+    def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
+        """Logical pages that each head of the group attends to, in ascending order."""
+        group = work.group
+        blk = int(work.plan.blk[b, h])
+        middle = int(work.step.middle[b])
+        budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
+        blocks = block_pages(middle, blk, self.pool.placement.sink_pages)
+        pages = work.step.page_table[b].long()
+        lo, hi = self.pool.page_metadata(work.layer)[h].unbind(1)
+        bounds = block_bounds(
+            q,
+            torch.stack([lo[pages[list(block)]].amin(0) for block in blocks]),
+            torch.stack([hi[pages[list(block)]].amax(0) for block in blocks]),
+        )
+        chosen: list[set[int]] = []
+        for g, budget in enumerate(budgets):
+            if budget <= 0:
+                chosen.append(set())
+                continue
+            count = blocks_to_read(budget, middle, blk, len(blocks))
+            best = torch.sort(bounds[g], descending=True, stable=True).indices[:count]
+            chosen.append({page for i in best.tolist() for page in blocks[i]})
+        if self.attend_union:
+            union = set().union(*chosen)
+            chosen = [union if budget > 0 else set() for budget in budgets]
+        return [sorted(pages) for pages in chosen]

@@ -1,0 +1,1 @@
+"""Where KV lives: the host pool, the device windows, and the page tables that address them."""

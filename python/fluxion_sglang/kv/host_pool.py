@@ -1,0 +1,153 @@
+"""The host KV pool: tiles, block metadata and moments of every page, in host memory, shared by all requests.
+
+The pool has no allocator. Its page ids are SGLang's: the stock paged allocator and radix tree run in a logical space
+as large as this pool, so sharing, eviction and reuse of pages are theirs, and metadata keyed by page is shared with
+the KV it describes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.native import NativePool, Workers, pool_bytes
+
+GIB = 1 << 30
+
+MAX_PAGES = 1 << 29
+"""More pages than any pool has; page ids are int32."""
+
+AUTO_FRACTION = 0.5
+"""Share of the available host memory that the pool takes when the user names no size."""
+
+EXPLICIT_FRACTION = 0.9
+"""Share of the available host memory that a size named by the user may take; the rest keeps the process alive."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one process stores per token.
+
+    Attributes:
+        layers: attention layers of this process (its pipeline stage).
+        kv_heads: KV heads of this process (its tensor-parallel share).
+        head_dim: elements of a key, and of a value.
+        dtype: torch.bfloat16 or torch.float32.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def pool_bytes(self, tokens: int) -> int:
+        """Host bytes of a pool of `tokens` tokens: tiles, metadata of all levels, tags and moments."""
+        return pool_bytes(self.layers, self.kv_heads, tokens // PAGE + 1, self.head_dim, self.dtype)
+
+    def window_bytes(self, placement: Placement) -> int:
+        """Device bytes of one request row."""
+        element = torch.empty((), dtype=self.dtype).element_size()
+        return 2 * self.layers * self.kv_heads * placement.slots * self.head_dim * element
+
+
+def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
+    """Capacity of the host pool in tokens, a multiple of 16.
+
+    Args:
+        available: bytes of host memory this process may take (cgroup limits and other ranks on the host considered).
+
+    Raises:
+        ConfigError: the size asked for does not fit, or no useful pool fits; the sentence names the number that does.
+    """
+
+    def fitting(budget: float) -> int:
+        # Page 0 is padding, so a pool of n tokens has n / 16 + 1 pages; the native library says what they take.
+        return bisect.bisect_right(range(1, MAX_PAGES), budget, key=lambda p: shape.pool_bytes(p * PAGE)) * PAGE
+
+    most = fitting(available * EXPLICIT_FRACTION)
+    floor = Placement(config.sinks, config.window).slots
+    if config.host_tokens is not None:
+        tokens = config.host_tokens // PAGE * PAGE
+        asked = f"host_tokens={config.host_tokens} needs {shape.pool_bytes(tokens) / GIB:.2f} GiB of host memory"
+    elif config.host_memory_gb is not None:
+        tokens = fitting(config.host_memory_gb * GIB)
+        asked = f"host_memory_gb={config.host_memory_gb:g}"
+        if tokens < floor:
+            raise ConfigError(
+                f"{asked} holds only {tokens} tokens of this model, fewer than one request's sinks and window "
+                f"({floor}); pass at least {shape.pool_bytes(floor) / GIB:.3f}."
+            )
+    else:
+        tokens, asked = fitting(available * AUTO_FRACTION), "the default host pool"
+    if tokens > most:
+        raise ConfigError(
+            f"{asked}, but only {available / GIB:.2f} GiB are available to this process; "
+            f"pass host_tokens={most} or less."
+        )
+    if tokens < floor:
+        raise ConfigError(
+            f"{asked} would hold {tokens} tokens, fewer than one request's sinks and window ({floor}), because only "
+            f"{available / GIB:.2f} GiB of host memory are available; free memory or use a smaller model."
+        )
+    return tokens
+
+
+class HostPool:
+    """Tiles, metadata and moments of `tokens` tokens, plus the padding page 0 that SGLang never hands out.
+
+    Layouts, per layer (P pages, H KV heads, D head_dim, KV dtype unless said):
+        tiles    [H, P, 2, 16, D]   K then V of one page
+        meta j   [H, ceil(P / 2^j), 2, D]   min and max over a block's keys, j = 0..3 for 16/32/64/128 tokens; coarse
+                 levels are direct-mapped by last page >> j and tagged with it
+        moments  [H, P, 2D + 8] float64   running sums along the path: k, v, |k|^1..4, |v|^1..4
+    """
+
+    def __init__(self, shape: KVShape, tokens: int, placement: Placement, workers: Workers) -> None:
+        self.shape = shape
+        self.tokens = tokens
+        self.pages = tokens // PAGE + 1
+        self.placement = placement
+        self.workers = workers
+        self.native = NativePool(
+            workers,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            pages=self.pages,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            sink_pages=placement.sink_pages,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.pool_bytes(self.tokens)
+
+    def tiles(self, layer: int) -> torch.Tensor:
+        """[H, P, 2, 16, D] view of a layer's tiles; no copy."""
+        return self.native.tensor("tiles", layer)
+
+    def page_metadata(self, layer: int) -> torch.Tensor:
+        """[H, P, 2, D] view of a layer's per-page min and max; no copy."""
+        return self.native.tensor("meta0", layer)
+
+    def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write tokens start..start+T-1 of the request with page list `pages` through to the host, and the metadata
+        and moments of every page that this fills.
+
+        Args:
+            pages: [>= ceil((start + T) / 16)] int32 on the CPU.
+            k, v: [T, H, D], KV dtype.
+        """
+        self.native.append(layer, pages, start, k, v)
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the K and V of m pages out of the tiles: two tensors [H, 16 m, D]."""
+        size = (self.shape.kv_heads, pages.numel() * PAGE, self.shape.head_dim)
+        k = torch.empty(size, dtype=self.shape.dtype)
+        v = torch.empty(size, dtype=self.shape.dtype)
+        self.native.gather(layer, pages, k, v)
+        return k, v

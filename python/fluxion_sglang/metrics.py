@@ -1,0 +1,54 @@
+"""Prometheus counters of what the decode engine did, on SGLang's own `/metrics` (`--enable-metrics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_TASKS = "tasks_"
+_COUNTERS = {
+    "layers": ("layers", "Decode steps of one layer."),
+    "middle_tokens": ("middle_tokens", "Tokens of the middle that decode heads could have read, summed over query heads."),
+    "tokens_read": ("read_tokens", "Tokens of the middle that decode heads attended to, summed over query heads."),
+    "tile_bytes": ("tile_bytes", "Bytes of host tiles read by decode tasks of the native workers."),
+    "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks of the native workers."),
+}
+"""The engine's statistic -> name and text of its counter."""
+_GAUGES = {
+    "host_pool_tokens": "Capacity of the host pool in tokens.",
+    "host_pool_bytes": "Bytes of the host pool: tiles, metadata and moments.",
+    "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
+}
+
+
+class EngineMetrics:
+    """Turns the engine's cumulative statistics into counters `fluxion_*_total` and gauges `fluxion_*`.
+
+    Processes of one server share the counters through prometheus_client's multiprocess directory, so tensor-parallel
+    ranks add up. Import and construct only after SGLang has set that directory.
+    """
+
+    def __init__(self, *, host_pool_tokens: int, host_pool_bytes: int, resident_tokens_per_request: int) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self._counters = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _COUNTERS.items()}
+        self._tasks = Counter("fluxion_tasks", "Tasks (request, layer, group) computed, by executor.", ["executor"])
+        values = {
+            "host_pool_tokens": host_pool_tokens,
+            "host_pool_bytes": host_pool_bytes,
+            "resident_tokens_per_request": resident_tokens_per_request,
+        }
+        for name, text in _GAUGES.items():
+            Gauge(f"fluxion_{name}", text, multiprocess_mode="mostrecent").set(values[name])
+        self._last: dict[str, int] = {}
+
+    def update(self, stats: Mapping[str, int]) -> None:
+        """Publish the growth since the last call; `stats` are the engine's cumulative statistics."""
+        for name, value in stats.items():
+            growth = value - self._last.get(name, 0)
+            if growth <= 0:
+                continue
+            if name.startswith(_TASKS):
+                self._tasks.labels(executor=name.removeprefix(_TASKS)).inc(growth)
+            elif name in self._counters:
+                self._counters[name].inc(growth)
+        self._last = dict(stats)

@@ -1,0 +1,35 @@
+"""fixed(blk, budget): the same budget for every head, at one block size.
+
+Blocks are ranked by the min/max bound of Quest (arXiv 2406.10774); with (16, 0.05) this is the paper's
+"w/o Fluxion" baseline.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.policy.base import DecodeStep, LayerPlan, Policy, task_value
+
+
+class FixedPolicy(Policy):
+    """Every head of every layer reads `budget` of the middle in blocks of `blk` tokens.
+
+    Args:
+        blk: 16, 32, 64 or 128 tokens.
+        budget: fraction of the middle in (0, 1].
+    """
+
+    def __init__(self, blk: int, budget: float) -> None:
+        self.blk = blk
+        self.budget = budget
+        self._plan: LayerPlan | None = None
+
+    def begin_step(self, step: DecodeStep) -> None:
+        blk = torch.full((step.batch, step.kv_heads), self.blk, dtype=torch.int32)
+        budget = torch.full((step.batch, step.q_heads), self.budget, dtype=torch.float32)
+        # Nothing here depends on the layer or the query: one plan serves the whole step.
+        self._plan = LayerPlan(blk, budget, task_value(step.middle, blk, budget))
+
+    def plan(self, layer: int, q: torch.Tensor) -> LayerPlan:
+        assert self._plan is not None, "plan() before begin_step()"
+        return self._plan

@@ -1,0 +1,30 @@
+"""SGLang's device on a machine without an accelerator.
+
+SGLang's own CPU engine needs kernels that PyPI does not have. An out-of-tree platform takes the portable way
+through all of it: `forward_native` for every layer, the torch allocators, gloo between ranks.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+# The mixin first: it overrides what SRTPlatform leaves open.
+class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """The CPU, on what PyTorch alone offers. Serves any model, with Fluxion or without."""
+
+    _enum = PlatformEnum.OOT
+    device_name = device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int | None = 0) -> str:
+        # The mixin returns a torch.device, but SGLang takes this for the default of --device: a string.
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False

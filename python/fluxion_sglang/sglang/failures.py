@@ -1,0 +1,71 @@
+"""A forward pass whose attention failed ends its requests with an error; the server goes on.
+
+SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
+less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
+the pass computed may enter the radix tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class FailureGuard:
+    """Contains the failures of one forward pass, where somebody has promised to report them.
+
+    Outside `containing()` (SGLang's offline benchmarks call the model without a scheduler) a failure is raised.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._contained = False
+
+    @contextmanager
+    def containing(self) -> Iterator[FailureGuard]:
+        self.reason, self._contained = None, True
+        try:
+            yield self
+        finally:
+            self._contained = False
+
+    def run(self, attention: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """The result of `attention`, or zeros like `like` once something of this pass has failed."""
+        if not self._contained:
+            return attention()
+        if self.reason is None:
+            try:
+                return attention()
+            except RuntimeError as error:
+                self.reason = str(error)
+                logger.error("Fluxion: a decode or prefill step failed and its requests are ended: %s", self.reason)
+        return torch.zeros_like(like)
+
+
+def forward_batch_generation(
+    original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND TpModelWorker.forward_batch_generation: hand a contained failure to the requests of the batch."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.runtime_context import get_parallel
+
+    guard = getattr(worker.model_runner.attn_backend, "failures", None)
+    # With several ranks a failure on one must not let the others' schedulers drift apart: there it stays fatal.
+    if not isinstance(guard, FailureGuard) or batch is None or get_parallel().launch_world_size > 1:
+        return original(worker, batch, *args, **kwargs)
+    with guard.containing():
+        result = original(worker, batch, *args, **kwargs)
+    if guard.reason is not None:
+        for request in batch.reqs:
+            request.skip_radix_cache_insert = True
+            request.to_finish = FINISH_ABORT(
+                f"attention failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+            )
+    return result

@@ -1,0 +1,101 @@
+"""The hooks on SGLang's insides: two on how KV pools are sized and built, one on fused KV writes.
+
+They go in, and the attention backend with them, when a process installs a configuration that has the flag
+(see `server_fields`), not before: without the flag SGLang's functions are SGLang's own. What they do is in
+`pools` and `backend`, imported when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fluxion_sglang.sglang import compat
+
+BACKEND = "fluxion"
+
+
+def _resolve_memory_pool_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not self.server_args.enable_fluxion:
+        return original(self, *args, **kwargs)
+    from fluxion_sglang.sglang import pools
+
+    return pools.resolve_memory_pool_config(original, self, *args, **kwargs)
+
+
+def _build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    if not self.server_args.enable_fluxion:
+        return original(self, **kwargs)
+    from fluxion_sglang.sglang import pools
+
+    return pools.build_token_to_kv_pool(original, self, **kwargs)
+
+
+def _enable_fused_set_kv_buffer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _enabled_here():
+        return original(*args, **kwargs)
+    from fluxion_sglang.sglang import pools
+
+    return pools.enable_fused_set_kv_buffer(original, *args, **kwargs)
+
+
+def _make_backend(runner: Any) -> Any:
+    from fluxion_sglang.sglang.backend import FluxionAttnBackend
+
+    return FluxionAttnBackend(runner)
+
+
+HOOKS: dict[compat.Need, Callable[..., Any]] = {
+    compat.RESOLVE_POOL: _resolve_memory_pool_config,
+    compat.BUILD_POOL: _build_token_to_kv_pool,
+    compat.FUSED_KV_WRITE: _enable_fused_set_kv_buffer,
+}
+
+
+def load() -> None:
+    """Entry point of the group `sglang.srt.plugins`.
+
+    SGLang calls it at the start of a process, as a rule before the process knows its options; there is
+    nothing to do then. A process that has its options already gets its hooks here.
+    """
+    if _enabled_here():
+        install()
+
+
+def install_if_enabled(config: Any) -> bool:
+    """SGLang's call when a process installs its configuration; the answer is kept as `fluxion.hooked`.
+
+    Raises:
+        CompatError: the flag is on, and a name that the hooks need is not there.
+    """
+    if not config.enable_fluxion:
+        return False
+    install()
+    return True
+
+
+def install() -> None:
+    """Put the hooks in; a second call changes nothing. Raises CompatError, and leaves SGLang as it was."""
+    compat.check()
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource(plugin_name="fluxion", dist_name="fluxion-sglang")
+    absent = {need: hook for need, hook in HOOKS.items() if not compat.is_applied(need, hook)}
+    for need, hook in absent.items():
+        HookRegistry.register(need.path, hook, HookType.AROUND, source=source)
+    if absent:
+        HookRegistry.apply_hooks()
+    if BACKEND not in ATTENTION_BACKENDS:
+        register_attention_backend(BACKEND)(_make_backend)
+    compat.assert_hooks_applied()
+
+
+def _enabled_here() -> bool:
+    """Whether the configuration that this process has installed, if any, has the flag."""
+    from sglang.srt.runtime_context import get_context
+
+    try:
+        return bool(get_context().server_args.enable_fluxion)
+    except ValueError:  # none installed
+        return False

@@ -1,0 +1,172 @@
+"""Pool hooks: SGLang's logical token space becomes as large as the host pool, and its KV pool becomes ours.
+
+The stock paged allocator and the stock radix tree run in that space unchanged. Logical page id = host page id.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.pool_host.base import ranks_per_host
+from sglang.srt.models.utils import get_token_to_kv_pool
+from sglang.srt.runtime_context import get_parallel
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.executor.cpu import create_workers
+from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.sglang import validation
+
+logger = logging.getLogger(__name__)
+
+CPU_WINDOW_FRACTION = 0.05
+"""Share of the available memory that device windows may take where host and device memory are the same."""
+
+
+class FluxionKVPool(KVCache):
+    """SGLang's KV pool: a host pool that holds everything and device windows that hold what is resident.
+
+    SGLang addresses KV by logical slot; only our attention backend knows where a slot lives. Every method that would
+    hand out or write device buffers by slot therefore raises instead of being silently wrong.
+    """
+
+    def __init__(
+        self, shape: KVShape, tokens: int, rows: int, config: FluxionConfig, device: str, start_layer: int
+    ) -> None:
+        super().__init__(
+            size=tokens,
+            page_size=PAGE,
+            dtype=shape.dtype,
+            layer_num=shape.layers,
+            device=device,
+            enable_memory_saver=False,
+            start_layer=start_layer,
+            end_layer=start_layer + shape.layers - 1,
+        )
+        self.config = config
+        self.head_num = shape.kv_heads
+        self.head_dim = self.v_head_dim = shape.head_dim
+        placement = Placement(config.sinks, config.window)
+        self.host = HostPool(shape, tokens, placement, create_workers(config))
+        self.windows = Windows(self.host, rows, device)
+        self.mem_usage = self.windows.nbytes / GIB
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        half = self.windows.nbytes // 2
+        return half, half
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} is not possible with --enable-fluxion: KV lives in the host pool, which only the fluxion "
+            "attention backend addresses; start the server without the feature that asked for it."
+        )
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        self._refuse("Reading a device key buffer")
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        self._refuse("Reading a device value buffer")
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._refuse("Reading device KV buffers")
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("Writing KV by slot")
+
+    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("Copying KV by slot")
+
+    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("Loading KV by slot")
+
+
+def _config(configurator: Any) -> FluxionConfig:
+    return FluxionConfig.parse(configurator.server_args.fluxion_config)
+
+
+def _shape(configurator: Any) -> KVShape:
+    model = configurator.model_config
+    parallel = get_parallel()
+    return KVShape(
+        layers=configurator.layer_info.num_effective_layers,
+        kv_heads=model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size),
+        head_dim=model.head_dim,
+        dtype=configurator.kv_cache_dtype,
+    )
+
+
+def _least_over_ranks(value: int) -> int:
+    """The smallest value of any rank: every rank must present the same logical space to the scheduler."""
+    if get_parallel().launch_world_size > 1:
+        tensor = torch.tensor(value, dtype=torch.int64)
+        torch.distributed.all_reduce(
+            tensor, op=torch.distributed.ReduceOp.MIN, group=get_parallel().world_group.cpu_group
+        )
+        value = int(tensor.item())
+    return value
+
+
+def resolve_memory_pool_config(
+    original: Callable[..., Any], configurator: Any, pre_model_load_memory: int
+) -> Any:
+    """AROUND KVCacheConfigurator._resolve_memory_pool_config: capacity in host tokens, rows that fit the device."""
+    resolved = original(configurator, pre_model_load_memory)
+    if configurator.is_draft_worker:
+        return resolved
+    validation.check_model(configurator.model_config, configurator.server_args)
+    config, shape = _config(configurator), _shape(configurator)
+    placement = Placement(config.sinks, config.window)
+    available = available_host_memory_bytes(allow_cgroup_fallback=True) // ranks_per_host()
+
+    # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
+    rows = resolved.max_total_num_tokens // placement.slots - 1
+    if configurator.device == "cpu":
+        rows = min(rows, int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement))
+        available -= min(rows, resolved.max_running_requests) * shape.window_bytes(placement)
+    if rows < 1:
+        raise ConfigError(
+            f"the device has room for {resolved.max_total_num_tokens} tokens, fewer than the sinks and window "
+            f"({placement.slots} tokens) of two request rows; raise --mem-fraction-static or --max-total-tokens."
+        )
+    tokens = _least_over_ranks(plan_tokens(config, shape, available))
+    resolved.max_running_requests = _least_over_ranks(min(resolved.max_running_requests, rows))
+    resolved.max_total_num_tokens = tokens
+    logger.info(
+        "Fluxion: host pool of %d tokens, %.2f GiB (KV, metadata and moments); largest context %d tokens; "
+        "device windows of %d tokens for %d requests, %.1f MiB; policy %s",
+        tokens,
+        shape.pool_bytes(tokens) / GIB,
+        min(tokens, configurator.model_config.context_len),
+        placement.slots,
+        resolved.max_running_requests,
+        (resolved.max_running_requests + 1) * shape.window_bytes(placement) / 2**20,
+        config.policy,
+    )
+    return resolved
+
+
+def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    """AROUND KVCacheConfigurator._build_token_to_kv_pool: our pool in place of a device-sized one."""
+    if configurator.is_draft_worker:
+        return original(configurator, **kwargs)
+    return FluxionKVPool(
+        _shape(configurator),
+        kwargs["sizes"].max_total_num_tokens,
+        # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
+        rows=kwargs["req_to_token_pool"].req_to_token.shape[0],
+        config=_config(configurator),
+        device=str(configurator.device),
+        start_layer=configurator.layer_info.start_layer,
+    )
+
+
+def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """AROUND models.utils.enable_fused_set_kv_buffer: a rope kernel must not write KV by logical slot into our pool."""
+    pool = get_token_to_kv_pool()
+    return False if isinstance(pool, FluxionKVPool) else original(*args, **kwargs)

@@ -1,0 +1,101 @@
+"""Fluxion's part in SGLang's resolution of options: refuse what cannot work, decide what follows."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.sglang import compat, validation
+
+logger = logging.getLogger(__name__)
+
+_Step = Callable[[Any], None]
+
+
+def run(step: str, server_args: Any, previous: _Step) -> None:
+    """Run one step. What it refuses reaches a terminal as one sentence, and a caller as an exception."""
+    try:
+        _STEPS[step](server_args, previous)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] == "fluxion_sglang":
+            _print_as_sentence(type(error))
+        raise
+
+
+def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
+    """The first step of ours: before anything follows from the options."""
+    if not server_args.enable_fluxion:
+        raise ConfigError(
+            "--fluxion-config has no effect without --enable-fluxion; add that option or leave this one out."
+        )
+    compat.check()
+    FluxionConfig.parse(server_args.fluxion_config)
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    validation.check_options(view)
+    from fluxion_sglang import native
+
+    native.library()  # raises NativeLibraryError
+    previous(server_args)
+    declare_resolution(server_args, "fluxion", attention_backend="fluxion", page_size=PAGE)
+    if view.device != "cpu" and not view.disable_overlap_schedule:
+        # The backend waits for queries to reach the host, in the scheduler's thread: nothing is left to
+        # overlap with.
+        logger.info("Fluxion: the overlap scheduler is off on %s.", view.device)
+        declare_resolution(server_args, "fluxion", disable_overlap_schedule=True)
+
+
+def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:
+    """No graphs: decode calls the host. Before the memory heuristic, which reserves memory for graphs."""
+    previous(server_args)
+    if not server_args.enable_fluxion:
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    for phase in Phase.ALL:
+        config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)
+        declare_resolution(server_args, "fluxion", cuda_graph_config=config)
+
+
+def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> None:
+    """The model's configuration is read here; SGLang has settled where it comes from."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    validation.check_model(model_config_of(server_args), resolving_view(server_args))
+    previous(server_args)
+
+
+def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step) -> None:
+    """The last step: what models and other steps decided must still be what Fluxion can serve."""
+    previous(server_args)
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    validation.check_resolved(resolving_view(server_args))
+
+
+_STEPS: dict[str, Callable[[Any, _Step], None]] = {
+    "handle_missing_default_values": _handle_missing_default_values,
+    "handle_cuda_graph_config": _handle_cuda_graph_config,
+    "handle_model_specific_adjustments": _handle_model_specific_adjustments,
+    "validate_deepep_v2_dispatch_token_budget": _validate_deepep_v2_dispatch_token_budget,
+}
+
+
+def _print_as_sentence(refusal: type[BaseException]) -> None:
+    """Should this refusal end the process, print its sentence without forty lines of traceback above it."""
+    default = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, refusal):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            default(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,90 @@
+"""Builds the native library with CMake and Ninja; everything else about the package is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "fluxion_sglang._native.libfluxion"
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools < 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+
+class BuildNative(build_ext):
+    """Runs CMake and Ninja for the one library; it has a C ABI and no Python.h in it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # No cpython-311 in the name: the library is the same for every Python.
+        return fullname.replace(".", os.sep) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        if os.environ.get("FLUXION_SKIP_NATIVE") == "1":
+            # For work on the Python side alone: the package installs, `fluxion doctor` says that the library
+            # is missing.
+            print("FLUXION_SKIP_NATIVE=1: the native library is not built", file=sys.stderr)
+            return
+        build = Path(os.environ.get("FLUXION_BUILD_DIR", ROOT / "build" / "native"))
+        build.mkdir(parents=True, exist_ok=True)
+        # The cache remembers absolute paths, and pip's build environments live for one build only.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        configure = [_tool("cmake"), "-S", str(ROOT), "-B", str(build), "-GNinja"]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
+        configure += ["-DCMAKE_BUILD_TYPE=Release"]
+        _run([*configure, *os.environ.get("FLUXION_CMAKE_ARGS", "").split()])
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+        _run([_tool("cmake"), "--build", str(build), "--parallel", jobs])
+        built = next(build.rglob("libfluxion.so"), None)
+        if built is None:
+            raise SystemExit(f"CMake made no libfluxion.so under {build}.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Replaced, never written into: a process that has the old library mapped keeps it whole.
+        fresh = target.with_suffix(".so.new")
+        shutil.copyfile(built, fresh)  # with the time of now: `make` compares it with the sources
+        fresh.chmod(0o755)
+        fresh.replace(target)
+
+    def get_outputs(self) -> list[str]:
+        return [] if os.environ.get("FLUXION_SKIP_NATIVE") == "1" else super().get_outputs()
+
+    def copy_extensions_to_source(self) -> None:
+        """Nothing to copy: an in-place build has already written to its place."""
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel a platform, for every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def _tool(name: str) -> str:
+    """The tool that belongs to this Python (a build requirement), else the one on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name) or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise SystemExit(f"{name} was not found; install it with: {sys.executable} -m pip install {name}")
+    return found
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"building the native library failed: {' '.join(command)}") from error
+
+
+setup(
+    ext_modules=[Extension(LIBRARY, sources=[])],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+)

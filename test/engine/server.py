@@ -1,0 +1,158 @@
+"""A real SGLang server for a test class, and the few requests that the tests make of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDLE = str(ROOT / "models" / "needle")
+
+START_TIMEOUT_S = 300
+LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: a decode or prefill step failed")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came back: the new token ids, how many prompt tokens were cached, and why it ended."""
+
+    tokens: list[int]
+    cached: int
+    finish: dict[str, Any]
+    raw: dict[str, Any] = field(repr=False, compare=False)
+
+
+class Server:
+    """`python -m sglang.launch_server` on a free port, with SGLang's strict idle leak check on (its default).
+
+    Args:
+        flags: extra command line words. env: extra environment.
+        model: model folder. fluxion: JSON for --fluxion-config, "" for the bare flag, None for plain SGLang.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        model: str = NEEDLE,
+        fluxion: str | None = "",
+        dtype: str = "float32",
+        env: dict[str, str] | None = None,
+        log: Path,
+    ) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
+        command += ["--dtype", dtype, "--device", "cpu", "--skip-server-warmup", "--enable-metrics"]
+        if "--max-running-requests" not in flags:
+            command += ["--max-running-requests", "16"]
+        if "--max-total-tokens" not in flags:
+            command += ["--max-total-tokens", "65536"]
+        if fluxion is not None:
+            command += ["--enable-fluxion"] + (["--fluxion-config", fluxion] if fluxion else [])
+        self.log_path = log
+        self._log = log.open("w")
+        self.process = subprocess.Popen(
+            [*command, *flags],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(env or {})},
+            start_new_session=True,
+        )
+
+    def wait(self) -> Server:
+        """Block until the server answers; raises with the end of its log if it does not come up."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if requests.get(self.url + "/health", timeout=5).status_code == 200:
+                    return self
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)
+        tail = self.log()[-4000:]
+        self.stop()
+        raise RuntimeError(f"the server did not come up:\n{tail}")
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def stop(self) -> None:
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, sig)
+                try:
+                    self.process.wait(timeout=15)
+                except subprocess.TimeoutExpired:
+                    continue
+        # The scheduler is a grandchild; the session's group takes it along even when the parent is gone.
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._log.close()
+
+    def __enter__(self) -> Server:
+        return self.wait()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def generate(self, ids: list[int], new: int, **extra: Any) -> Completion:
+        """Greedy continuation of a prompt of token ids, exactly `new` tokens long."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            **extra,
+        }
+        raw = requests.post(self.url + "/generate", json=body, timeout=900).json()
+        if "output_ids" not in raw:
+            return Completion([], 0, raw, raw)
+        meta = raw["meta_info"]
+        return Completion(raw["output_ids"], meta["cached_tokens"], meta["finish_reason"], raw)
+
+    def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
+        """The same, concurrently."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda p: self.generate(*p), prompts))
+
+    def flush(self) -> None:
+        for _ in range(100):
+            if requests.post(self.url + "/flush_cache", timeout=60).status_code == 200:
+                return
+            time.sleep(0.1)
+        raise RuntimeError("flush_cache was refused for 10 seconds")
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples by `name{labels}`."""
+        samples = {}
+        for line in requests.get(self.url + "/metrics", timeout=60).text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
+        return samples
+
+    def assert_clean(self) -> None:
+        """The server is up, idle checks included, and its log names no leak and no exception."""
+        time.sleep(1.5)  # the scheduler's idle check runs about once a second
+        assert self.process.poll() is None, self.log()[-4000:]
+        assert requests.get(self.url + "/health", timeout=60).status_code == 200
+        found = LEAK_WORDS.search(self.log())
+        assert found is None, self.log()[max(found.start() - 2000, 0) : found.end() + 2000]

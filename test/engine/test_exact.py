@@ -1,0 +1,191 @@
+"""In full mode the flag changes nothing that a client can see: float32 greedy tokens equal plain SGLang's.
+
+SGLang's strict idle leak check stays on in every server; `assert_clean` fails on what it reports.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+import cases
+from server import Server
+
+Reference = dict[str, list[int]]
+ALL = cases.all_cases()
+
+
+def group(name: str) -> list[str]:
+    return [case for case in ALL if case.startswith(name + "-")]
+
+
+def check_group(server: Server, reference: Reference, name: str) -> None:
+    """All requests of a group at once: tokens equal the reference's."""
+    names = group(name)
+    for case, got in zip(names, server.generate_many([ALL[case] for case in names]), strict=True):
+        assert got.tokens == reference[case], case
+
+
+class TestChunked:
+    """Chunks of 1,024 tokens, the overlap scheduler on (SGLang's default), a pool that holds everything."""
+
+    @pytest.fixture(scope="class")
+    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+        with Server(
+            "--chunked-prefill-size", "1024", fluxion='{"host_tokens": 65536}', log=logs / "chunked.log"
+        ) as server:
+            yield server
+            server.assert_clean()
+
+    def test_capacity_line(self, server: Server) -> None:
+        line = re.search(r"Fluxion: host pool of (\d+) tokens, ([\d.]+) GiB .*largest context (\d+) tokens", server.log())
+        assert line and (line[1], line[3]) == ("65536", "32768") and float(line[2]) > 0.1
+        assert "disable_overlap_schedule=True" not in server.log()
+
+    @pytest.mark.parametrize("length", cases.LENGTHS)
+    def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
+        server.flush()
+        ids, new = ALL[f"length-{length}"]
+        got = server.generate(ids, new)
+        assert got.cached == 0
+        assert got.tokens == reference[f"length-{length}"]
+
+    def test_radix_hit_on_a_host_only_prefix(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        ids, new = ALL["length-5000"]
+        server.generate(ids, 1)
+        # Other requests take the row, so nothing of the prefix is left on the device.
+        server.generate_many([(cases.prompt(400, 300 + i), 4) for i in range(8)])
+        got = server.generate(ids, new)
+        assert got.cached >= 4900
+        assert got.tokens == reference["length-5000"]
+
+    def test_eight_at_once_with_shared_prefixes(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        check_group(server, reference, "family")
+        # Once more, now that every prefix is in the tree and rows were rebound to its pages.
+        check_group(server, reference, "family")
+
+    def test_second_turn(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        ids, new = ALL["length-2000"]
+        first = server.generate(ids, new)
+        turn = cases.second_turn(ids, first.tokens)
+        got = server.generate(turn, cases.TURN_NEW)
+        assert got.cached >= 2048, "the finished turn, decoded tokens included, should be in the tree"
+        assert got.tokens == reference["second-turn"]
+
+    def test_long_generation(self, server: Server, reference: Reference) -> None:
+        ids, new = ALL["long-generation"]
+        assert server.generate(ids, new).tokens == reference["long-generation"]
+
+    def test_flush_cache(self, server: Server, reference: Reference) -> None:
+        ids, new = ALL["length-2000"]
+        server.generate(ids, 1)
+        server.flush()
+        got = server.generate(ids, new)
+        assert got.cached == 0
+        assert got.tokens == reference["length-2000"]
+
+    @pytest.mark.parametrize("when", ["prefill", "decode"])
+    def test_abort(self, server: Server, reference: Reference, when: str) -> None:
+        server.flush()
+        ids = cases.prompt(30000, 77) if when == "prefill" else ALL["length-2000"][0]
+        done: list[dict] = []
+        rid = f"abort-{when}"
+        thread = threading.Thread(
+            target=lambda: done.append(server.generate(ids, 20 if when == "prefill" else 8000, rid=rid).finish)
+        )
+        thread.start()
+        time.sleep(1.0 if when == "prefill" else 2.5)
+        requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
+        thread.join(timeout=120)
+        assert done and done[0].get("type") == "abort", done
+        ids, new = ALL["length-300"]
+        assert server.generate(ids, new).tokens == reference["length-300"]
+
+    def test_prompt_longer_than_the_pool_is_refused(self, server: Server, reference: Reference) -> None:
+        got = server.generate([5] * 70000, 4)
+        assert not got.tokens and "70000" in str(got.finish), got.finish
+        ids, new = ALL["length-50"]
+        assert server.generate(ids, new).tokens == reference["length-50"]
+
+
+class TestUnchunked:
+    """A whole prompt in one extend; nothing of it has a place on the device but its sinks and window."""
+
+    @pytest.fixture(scope="class")
+    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+        with Server(
+            "--chunked-prefill-size", "-1", "--disable-overlap-schedule",
+            fluxion='{"host_tokens": 65536, "executors": "cpu+torch"}', log=logs / "unchunked.log",
+        ) as server:  # fmt: skip
+            yield server
+            server.assert_clean()
+
+    @pytest.mark.parametrize("length", [2000, 20000])
+    def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
+        ids, new = ALL[f"length-{length}"]
+        assert server.generate(ids, new).tokens == reference[f"length-{length}"]
+
+    def test_family(self, server: Server, reference: Reference) -> None:
+        check_group(server, reference, "family")
+
+    def test_both_executors_took_tasks(self, server: Server) -> None:
+        metrics = server.metrics()
+        assert metrics['fluxion_tasks_total{executor="cpu"}'] > 0
+        assert metrics['fluxion_tasks_total{executor="torch"}'] > 0
+
+
+class TestPressure:
+    """A host pool of 2,400 tokens, forced retractions and mixed chunks: eviction and retraction all the time."""
+
+    @pytest.fixture(scope="class")
+    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+        with Server(
+            "--chunked-prefill-size", "256", "--enable-mixed-chunk", fluxion='{"host_tokens": 2400}',
+            env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "pressure.log",
+        ) as server:  # fmt: skip
+            yield server
+            server.assert_clean()
+
+    def test_eviction_and_retraction(self, server: Server, reference: Reference) -> None:
+        for _ in range(2):
+            check_group(server, reference, "crowd")
+            check_group(server, reference, "relatives")
+        assert re.search(r"[Rr]etract", server.log()), "no request was retracted: the test lost its point"
+        evicted = [value for name, value in server.metrics().items() if "evicted_tokens_total" in name]
+        assert sum(evicted) > 0, "nothing was evicted: the test lost its point"
+
+    def test_prompt_longer_than_the_pool_is_refused(self, server: Server, reference: Reference) -> None:
+        got = server.generate(cases.prompt(3000, 5), 4)
+        assert not got.tokens and re.search(r"exceed|too long|longer", str(got.finish)), got.finish
+        ids, new = ALL["length-300"]
+        assert server.generate(ids, new).tokens == reference["length-300"]
+
+
+class TestTensorParallel:
+    """TP=2 over gloo: each rank has its own host pool of one KV head."""
+
+    @pytest.fixture(scope="class")
+    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+        with Server(
+            "--tp", "2", "--chunked-prefill-size", "1024", fluxion='{"host_tokens": 40000, "workers": 1}',
+            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, log=logs / "tp2.log",
+        ) as server:  # fmt: skip
+            yield server
+            server.assert_clean()
+
+    @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
+    def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
+        ids, new = ALL[f"length-{length}"]
+        assert server.generate(ids, new).tokens == reference[f"length-{length}"]
+
+    def test_family(self, server: Server, reference: Reference) -> None:
+        check_group(server, reference, "family")

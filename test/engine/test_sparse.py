@@ -1,0 +1,89 @@
+"""Sparse decode through the server: right answers, little read, shared documents."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sglang as sgl
+
+from fluxion_sglang.needle import needle_prompt, score
+from server import Server
+
+HOST_TOKENS = 10_000
+DOCUMENT = 6_000
+
+
+class TestFixed:
+    """fixed(16, 0.25): enough for the bundled model at 4K with block ranking, and well short of everything."""
+
+    @pytest.fixture(scope="class")
+    def server(self, logs: Path) -> Iterator[Server]:
+        config = f'{{"policy": "fixed:16:0.25", "host_tokens": {HOST_TOKENS}}}'
+        with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "fixed.log") as server:
+            yield server
+            server.assert_clean()
+
+    def test_answers_and_fraction_read(self, server: Server) -> None:
+        before = server.metrics()
+        document = needle_prompt(4096, 8, seed=5)
+        right = 0
+        for i, question in enumerate(document.questions):
+            got = server.generate(document.token_ids(i), len(question.answer_ids))
+            right += score(question.answer_ids, got.tokens)
+            assert i == 0 or got.cached >= 4000, "later questions should find the document in the tree"
+        after = server.metrics()
+        assert right >= 7, f"{right} of 8 answers right"
+        read = after["fluxion_read_tokens_total"] - before.get("fluxion_read_tokens_total", 0)
+        middle = after["fluxion_middle_tokens_total"] - before.get("fluxion_middle_tokens_total", 0)
+        assert 0.25 <= read / middle <= 0.75, "own choice is a quarter; the union of four heads is at most three more"
+
+    def test_fork_shares_the_document(self, server: Server) -> None:
+        """Four branches over one document run together in a pool that could not hold it twice."""
+        document = needle_prompt(DOCUMENT, 4, seed=11)
+
+        @sgl.function
+        def program(s: sgl.ProgramState, text: str, questions: list[str]) -> None:
+            s += text
+            branches = s.fork(len(questions))
+            for branch, question in zip(branches, questions, strict=True):
+                branch += " " + question
+                branch += sgl.gen("answer", max_tokens=120, temperature=0, ignore_eos=True)
+            s["answers"] = [branch["answer"] for branch in branches]
+
+        assert 2 * DOCUMENT > HOST_TOKENS
+        seen: list[tuple[float, float]] = []
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.05):
+                samples = server.metrics()
+                pick = {
+                    key: max((v for name, v in samples.items() if name.startswith(key)), default=0.0)
+                    for key in ("sglang:num_running_reqs", "sglang:num_used_tokens")
+                }
+                seen.append((pick["sglang:num_running_reqs"], pick["sglang:num_used_tokens"]))
+
+        server.flush()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            text = " ".join(document.text(0).split()[: len(document.document)])
+            state = program.run(
+                text=text,
+                questions=[q.text for q in document.questions],
+                backend=sgl.RuntimeEndpoint(server.url),
+            )
+            answers = state["answers"]
+        finally:
+            time.sleep(0.2)
+            stop.set()
+            watcher.join()
+        right = sum(score(q.answer, a) for q, a in zip(document.questions, answers, strict=True))
+        assert right >= 3, answers
+        running, used = max(seen)
+        assert running == len(document.questions), f"branches never ran together: {sorted(set(seen))}"
+        assert DOCUMENT <= used <= DOCUMENT + 4 * 200, "pages in use: the document once, and the branches' own tails"

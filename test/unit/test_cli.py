@@ -1,0 +1,192 @@
+"""The `fluxion` command and its doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fluxion_sglang import __version__, cli, doctor
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.doctor import FAIL, OK, WARN, Check
+
+MACHINE: dict[str, Any] = {
+    "cores": [0, 2, 1, 3],
+    "numa": [{"id": 0, "cores": [0, 1]}, {"id": 1, "cores": [2, 3]}],
+    "huge_pages": "madvise",
+    "cgroup_limit_bytes": -1,
+    "mem_total_bytes": 64 << 30,
+    "available_bytes": 60 << 30,
+    "isas": ["scalar", "avx2"],
+    "isa": "avx2",
+    "isa_error": "",
+}
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A native library that loads, on a machine with nothing wrong."""
+    module: Any = ModuleType("fluxion_sglang.native")
+    module.library = lambda: object()
+    module.library_path = lambda: "/somewhere/libfluxion.so"
+    module.topology = lambda: dict(MACHINE)
+    monkeypatch.setitem(sys.modules, "fluxion_sglang.native", module)
+    monkeypatch.setattr("fluxion_sglang.native", module, raising=False)
+    return module
+
+
+@pytest.fixture
+def healthy(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Everything in place; SGLang's names are checked by the test of compat, which imports it."""
+    monkeypatch.setattr(doctor, "_hooks", lambda: iter([Check("hooks", OK, "as expected")]))
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    return monkeypatch
+
+
+def one(name: str) -> Check:
+    found = [check for check in doctor.run_checks() if check.name == name]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_healthy_machine_passes(healthy: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [check.name for check in doctor.run_checks()]
+    assert names == [
+        *("python", "fluxion-sglang", "sglang", "torch", "apache-tvm-ffi", "flashinfer-python", "plug-in"),
+        *("hooks", "native library", "instruction set", "cores", "huge pages", "host memory", "gpu"),
+    ]
+    for name in names:
+        assert any(line.startswith("OK") and f" {name} " in line for line in lines), name
+    assert lines[-1].startswith("Ready")
+    assert "4 cores on 2 NUMA nodes" in "\n".join(lines)
+    assert "avx2 (available: scalar, avx2)" in "\n".join(lines)
+    assert metadata.version("sglang") in "\n".join(lines)
+
+
+def test_json(healthy: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert {"name": "hooks", "status": "OK", "found": "as expected", "advice": ""} in report["checks"]
+
+
+def test_a_library_that_does_not_load_fails(
+    healthy: pytest.MonkeyPatch, native: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("The native library does not exist; reinstall fluxion-sglang.")
+
+    healthy.setattr(native, "library", broken)
+    assert cli.main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    failed = [check for check in report["checks"] if check["status"] == FAIL]
+    assert [check["name"] for check in failed] == ["native library"]
+    assert "reinstall" in failed[0]["advice"]
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Not ready")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "words"),
+    [
+        ({"isa": "", "isa_error": "FLUXION_ISA=x is not one"}, "instruction set", FAIL, "FLUXION_ISA=x"),
+        ({"isa": "scalar", "isas": ["scalar"]}, "instruction set", WARN, "slow"),
+        ({"cores": [0]}, "cores", WARN, "only core"),
+        ({"huge_pages": "never"}, "huge pages", WARN, "transparent_hugepage"),
+        ({"available_bytes": 1 << 30}, "host memory", WARN, "small"),
+    ],
+)
+def test_what_the_machine_lacks_is_said(
+    healthy: pytest.MonkeyPatch, native: Any, change: dict[str, Any], name: str, status: str, words: str
+) -> None:
+    healthy.setattr(native, "topology", lambda: MACHINE | change)
+    check = one(name)
+    assert check.status == status
+    assert words in check.advice
+
+
+def test_a_control_group_limit_is_shown(healthy: pytest.MonkeyPatch, native: Any) -> None:
+    healthy.setattr(native, "topology", lambda: MACHINE | {"cgroup_limit_bytes": 8 << 30})
+    assert "limited to 8.0 GiB" in one("host memory").found
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status"),
+    [
+        ("SGLANG_PLUGINS", "other", FAIL),
+        ("SGLANG_PLUGINS", "other, fluxion", OK),
+        ("SGLANG_PLATFORM", "other", FAIL),
+        ("SGLANG_PLATFORM", "fluxion", OK),
+    ],
+)
+def test_variables_that_keep_the_plug_in_out(
+    healthy: pytest.MonkeyPatch, variable: str, value: str, status: str
+) -> None:
+    healthy.setenv(variable, value)
+    check = one("plug-in")
+    assert check.status == status
+    assert (variable in check.found) == (status == FAIL)
+
+
+def test_an_unsupported_sglang_fails(healthy: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    healthy.setattr(metadata, "version", lambda name: "0.5.24" if name == "sglang" else real(name))
+    check = one("sglang")
+    assert check.status == FAIL
+    assert "0.5.22 to 0.5.23" in check.advice
+
+
+def test_a_missing_distribution_fails(healthy: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in ("apache-tvm-ffi", "flashinfer-python"):
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    healthy.setattr(metadata, "version", version)
+    assert one("apache-tvm-ffi").status == FAIL
+    assert one("flashinfer-python").status == OK
+
+
+def test_missing_entry_points_fail(healthy: pytest.MonkeyPatch) -> None:
+    healthy.setattr(metadata, "entry_points", lambda group: [])
+    assert "pip install" in one("plug-in").advice
+
+
+def test_a_check_that_breaks_does_not_stop_the_others(healthy: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise OSError("no /proc")
+
+    broken.__name__ = "_gpu"
+    healthy.setattr(doctor, "_gpu", broken)
+    checks = doctor.run_checks()
+    assert checks[-1] == Check("gpu", FAIL, "OSError: no /proc", "please report this")
+    assert len(checks) == 14
+
+
+def test_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["options"]) == 0
+    out = capsys.readouterr().out
+    for option in FluxionConfig.options():
+        assert option.key in out
+        assert option.doc in out
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert __version__ in capsys.readouterr().out
+    assert __version__ == metadata.version("fluxion-sglang")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2

@@ -1,0 +1,166 @@
+"""The options: every key, every refusal, and that what is printed can be read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        FluxionConfig.parse(text)
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("text", [None, "", "  ", "{}"])
+def test_the_flag_alone_gives_the_defaults(text: str | None) -> None:
+    config = FluxionConfig.parse(text)
+    assert config == FluxionConfig()
+    assert (config.policy, config.sinks, config.window, config.attend_union) == ("full", 64, 256, True)
+    assert config.executors == "auto"
+
+
+def test_every_option_is_documented() -> None:
+    options = FluxionConfig.options()
+    assert [option.key for option in options] == [field.name for field in dataclasses.fields(FluxionConfig)]
+    for option in options:
+        assert option.doc.endswith(".")
+        # The default must be JSON, and the example must be accepted for its key.
+        assert json.loads(option.default) == getattr(FluxionConfig(), option.key)
+        parsed = FluxionConfig.parse(f'{{"{option.key}": {option.example}}}')
+        assert getattr(parsed, option.key) == json.loads(option.example)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "fluxion.json"
+    path.write_text('{"window": 512, "cores": "0-1"}')
+    config = FluxionConfig.parse(f"@{path}")
+    assert (config.window, config.core_list()) == (512, [0, 1])
+    assert str(tmp_path / "none.json") in refusal(f"@{tmp_path / 'none.json'}")
+    path.write_text('{"window": 512')
+    assert refusal(f"@{path}").startswith(str(path))
+    path.write_bytes(b"\xff\xfe")
+    assert "utf-8" in refusal(f"@{path}")
+    assert "cannot be read" in refusal(f"@{tmp_path}")
+    assert "null byte" in refusal("@a\0b")
+    assert "cannot be read" in refusal("@~nobody-of-that-name/fluxion.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not JSON", "line 1, column 2", '{"policy": "full"}']),
+        ('{"policy": "full",}', ["not JSON", "column"]),
+        ("fluxion.json", ["not JSON", "@path"]),
+        ("[]", ["a JSON list", "object"]),
+        ('"full"', ["a JSON string"]),
+        ("3", ["a JSON integer"]),
+        ("[" * 100_000, ["nested"]),
+        ('{"window": 256, "window": 512}', ["'window' twice"]),
+        ('{"windw": 256}', ["'windw'", "'window'", "policy, host_tokens"]),
+        ('{"nonsense": 1}', ["'nonsense'", "legal keys are policy"]),
+        ('{"window": true}', ["window is true", "integer"]),
+        ('{"window": 256.0}', ["window is 256.0", "integer"]),
+        ('{"window": "256"}', ["string", "integer"]),
+        ('{"window": null}', ["null", "integer"]),
+        ('{"attend_union": 1}', ["attend_union is 1", "boolean"]),
+        ('{"policy": 16}', ["policy is 16", "string"]),
+        ('{"host_tokens": 1e6}', ["host_tokens is 1000000.0", "integer or null"]),
+        ('{"host_memory_gb": "64"}', ["number or null"]),
+        ('{"host_memory_gb": NaN}', ["host_memory_gb is nan", "finite"]),
+        ('{"host_memory_gb": Infinity}', ["finite"]),
+        ('{"host_memory_gb": 1' + "0" * 400 + "}", ["401 digits"]),
+        ('{"host_memory_gb": 0}', ["host_memory_gb is 0", "positive"]),
+        ('{"host_memory_gb": -1.5}', ["-1.5", "positive"]),
+        ('{"host_tokens": -16}', ["host_tokens is -16", "336"]),
+        ('{"host_tokens": 335}', ["host_tokens is 335", "at least 336"]),
+        ('{"host_tokens": 4096, "sinks": 4096}', ["at least 4368"]),
+        ('{"host_tokens": 4096, "host_memory_gb": 1}', ["host_tokens and host_memory_gb", "one of the two"]),
+        ('{"sinks": 0}', ["sinks is 0", "16"]),
+        ('{"sinks": 8}', ["sinks is 8", "such as 16"]),
+        ('{"sinks": 100}', ["sinks is 100", "such as 96"]),
+        ('{"window": -16}', ["window is -16", "such as 16"]),
+        ('{"window": 250}', ["window is 250", "such as 256"]),
+        ('{"workers": 0}', ["workers is 0", "1 or more"]),
+        ('{"workers": 3, "cores": "0,1"}', ["workers is 3", "at most 2"]),
+        ('{"cores": ""}', ["cores is ''"]),
+        ('{"cores": "0-"}', ["'0-'"]),
+        ('{"cores": "3-0"}', ["'3-0'"]),
+        ('{"cores": "-1"}', ["'-1'"]),
+        ('{"cores": "0,,1"}', ["''"]),
+        ('{"cores": "a"}', ["'a'"]),
+        ('{"cores": "0-2,1"}', ["twice"]),
+        ('{"cores": "0-99999999"}', ["no machine has"]),
+        ('{"cores": "\\u0661"}', ["not a core"]),
+        ('{"executors": "cpu+gpu"}', ["cpu+gpu", "this version", '"cpu+torch"']),
+        ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+torch"']),
+        ('{"policy": "ful"}', ["'ful'"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(text: str, words: list[str]) -> None:
+    message = refusal(text)
+    for word in words:
+        assert word in message, message
+
+
+def test_a_config_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="sinks"):
+        FluxionConfig.from_dict({"sinks": 1})
+
+
+def test_cores_are_read_in_order() -> None:
+    assert FluxionConfig(cores="0-3,8").core_list() == [0, 1, 2, 3, 8]
+    assert FluxionConfig(cores=" 5 , 2-2 ").core_list() == [5, 2]
+    assert FluxionConfig().core_list() == []
+
+
+@st.composite
+def valid(draw: st.DrawFn) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "policy": draw(st.sampled_from(["full", "fixed:16:0.05", "fixed:128:1"])),
+        "sinks": draw(st.integers(1, 64)) * 16,
+        "window": draw(st.integers(1, 256)) * 16,
+        "attend_union": draw(st.booleans()),
+        "workers": draw(st.none() | st.integers(1, 512)),
+        "executors": draw(st.sampled_from(["auto", "cpu", "cpu+torch"])),
+    }
+    size = draw(st.sampled_from(["host_tokens", "host_memory_gb", None]))
+    if size == "host_tokens":
+        values[size] = draw(st.integers(values["sinks"] + values["window"] + 16, 1 << 40))
+    elif size is not None:
+        values[size] = draw(st.floats(1e-3, 1e6))
+    return values
+
+
+@given(valid())
+def test_what_is_printed_is_read_back(values: dict[str, Any]) -> None:
+    config = FluxionConfig.parse(json.dumps(values))
+    assert {key: getattr(config, key) for key in values} == values
+    assert FluxionConfig.parse(config.to_json()) == config
+
+
+@given(
+    st.text(max_size=40)
+    | st.builds(json.dumps, st.dictionaries(st.text(max_size=8), st.none() | st.floats()))
+)
+def test_no_text_breaks_it(text: str) -> None:
+    try:
+        FluxionConfig.parse(text)
+    except ConfigError as error:
+        assert str(error).endswith(".")
+
+
+@given(st.sets(st.integers(0, 200), min_size=1, max_size=20))
+def test_a_core_list_is_what_it_says(cores: set[int]) -> None:
+    assert FluxionConfig(cores=",".join(map(str, sorted(cores)))).core_list() == sorted(cores)

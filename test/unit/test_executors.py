@@ -1,0 +1,111 @@
+"""The decode engine with every set of executors, against exact attention and against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
+from fluxion_sglang.executor.torch_reference import block_pages
+from fluxion_sglang.kv.placement import PAGE
+from world import World
+
+LENGTHS = [1, 15, 64, 65, 319, 320, 335, 336, 337, 500, 1111, 2047]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_is_exact_at_every_kind_of_length(executors: str, dtype: torch.dtype) -> None:
+    world = World(dtype=dtype, executors=executors, rows=len(LENGTHS) + 1, tokens=16384)
+    for row, length in enumerate(LENGTHS, start=1):
+        world.extend(row, length)
+    for _ in range(20):
+        for got, want in world.decode(list(range(1, len(LENGTHS) + 1))):
+            assert error(got, want) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blk=st.sampled_from([16, 32, 64, 128]), budget=st.floats(0.01, 1.0), union=st.booleans(),
+    lengths=st.lists(st.integers(337, 1500), min_size=1, max_size=3), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_native_and_torch_select_and_attend_alike(
+    blk: int, budget: float, union: bool, lengths: list[int], seed: int
+) -> None:
+    """One worker leaves every task to the torch executor; the native run of the same world must agree with it."""
+    outs = []
+    for executors in ("cpu", "cpu+torch"):
+        world = World(
+            policy=f"fixed:{blk}:{budget}", executors=executors, attend_union=union, seed=seed,
+            workers=2 if executors == "cpu" else 1,
+        )  # fmt: skip
+        for row, length in enumerate(lengths, start=1):
+            world.extend(row, length)
+        outs.append([got for _ in range(3) for got, _ in world.decode(list(range(1, len(lengths) + 1)))])
+    for native, torch_ in zip(*outs, strict=True):
+        torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
+
+
+def test_the_engine_recovers_from_a_failed_layer() -> None:
+    world = World()
+    world.extend(1, 700)
+    good = world.pages[1][10]
+    world.pages[1][10] = world.pool.pages + 5
+    with pytest.raises(RuntimeError, match="page"):
+        world.decode([1])
+    world.pages[1][10] = good
+    for got, want in world.decode([1]):
+        assert error(got, want) < 1e-5
+
+
+def test_stale_rows_are_named_and_heal() -> None:
+    world = World()
+    world.extend(1, 900)
+    rows, generation, length = torch.tensor([1]), torch.tensor([4]), torch.tensor([900])
+    assert world.windows.stale(rows, generation, length) == [0]
+    world.windows.mark(rows, generation, length)
+    assert world.windows.stale(rows, generation, length) == []
+    assert world.windows.stale(rows, generation + 1, length) == [0]
+    assert world.windows.stale(rows, generation, length + 1) == [0]
+    for layer in world.windows.layers:
+        layer.fill_(float("nan"))
+    world.windows.heal(1, 900, torch.tensor(world.pages[1], dtype=torch.int32))
+    for got, want in world.decode([1]):
+        assert error(got, want) < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(start=st.integers(0, 1200), count=st.integers(1, 200), seed=st.integers(0, 2**16))
+def test_extend_over_a_host_prefix_is_exact(start: int, count: int, seed: int) -> None:
+    world = World(layers=1, seed=seed)
+    if start:
+        world.extend(1, start)
+    q = world.randn(count, world.heads * world.group, world.dim)
+    before = world.length(1)
+    pages = world.page_list(1, start + count)
+    world.extend(1, count)
+    k, v = world.keys[1][0][before:], world.values[1][0][before:]
+    out = extend_attention(world.pool, 0, ExtendRequest(1, start, start + count, 0, pages), q, k, v, world.scale)
+    for t in {0, count // 2, count - 1}:
+        keys, values = world.keys[1][0], world.values[1][0]
+        world.keys[1], world.values[1] = [keys[: start + t + 1]], [values[: start + t + 1]]
+        assert error(out[t], world.exact(1, 0, q[t])) < 1e-5
+        world.keys[1], world.values[1] = [keys], [values]
+
+
+@given(
+    middle=st.integers(1, 200).map(lambda p: p * PAGE),
+    blk=st.sampled_from([16, 32, 64, 128]),
+    sink_pages=st.integers(0, 9),
+)
+def test_blocks_partition_the_middle_on_absolute_boundaries(middle: int, blk: int, sink_pages: int) -> None:
+    blocks = block_pages(middle, blk, sink_pages)
+    assert [page for block in blocks for page in block] == list(range(sink_pages, sink_pages + middle // PAGE))
+    span = blk // PAGE
+    assert all(block[0] // span == block[-1] // span for block in blocks)

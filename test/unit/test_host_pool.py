@@ -1,0 +1,49 @@
+"""How large the host pool may be, and what is said when it may not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.kv.host_pool import AUTO_FRACTION, EXPLICIT_FRACTION, GIB, KVShape, plan_tokens
+
+SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 2000))
+def test_the_default_takes_its_share_and_no_more(gib: float) -> None:
+    available = int(gib * GIB)
+    tokens = plan_tokens(FluxionConfig(), SHAPE, available)
+    assert tokens % 16 == 0
+    assert SHAPE.pool_bytes(tokens) <= available * AUTO_FRACTION < SHAPE.pool_bytes(tokens + 16 * 300)
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 100))
+def test_host_memory_gb_is_what_the_pool_takes(gib: float) -> None:
+    tokens = plan_tokens(FluxionConfig(host_memory_gb=gib), SHAPE, 1000 * GIB)
+    assert SHAPE.pool_bytes(tokens) <= gib * GIB < SHAPE.pool_bytes(tokens + 16 * 300)
+
+
+def test_host_tokens_is_taken_as_it_is() -> None:
+    assert plan_tokens(FluxionConfig(host_tokens=5000), SHAPE, GIB) == 4992
+
+
+@pytest.mark.parametrize("config", [FluxionConfig(host_tokens=10**9), FluxionConfig(host_memory_gb=50)])
+def test_too_large_is_refused_with_the_number_that_fits(config: FluxionConfig) -> None:
+    with pytest.raises(ConfigError, match=r"pass host_tokens=(\d+) or less") as error:
+        plan_tokens(config, SHAPE, 2 * GIB)
+    fits = int(str(error.value).split("host_tokens=")[-1].split()[0])
+    assert SHAPE.pool_bytes(fits) <= 2 * GIB * EXPLICIT_FRACTION
+    assert plan_tokens(FluxionConfig(host_tokens=fits), SHAPE, 2 * GIB) == fits
+
+
+def test_too_small_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fewer than one request's sinks and window"):
+        plan_tokens(FluxionConfig(host_memory_gb=0.0001), SHAPE, GIB)
+    with pytest.raises(ConfigError, match="free memory"):
+        plan_tokens(FluxionConfig(), SHAPE, 2**16)

@@ -1,0 +1,198 @@
+"""Without the flag the plug-in leaves no trace in SGLang.
+
+The same script runs in two processes, with the plug-in active and with it kept out (SGLANG_PLUGINS names no
+plug-in),
+and everything it can observe must be equal. Two things are visible, and excepted by name: the two options
+themselves (and "fluxion" as a choice of attention backend), and, on a machine without an accelerator, the CPU
+platform: SGLang alone does not start there. Both processes use that platform, so that there is something to
+    compare.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
+
+
+def observe(active: bool) -> dict[str, Any]:
+    """Runs in a process of its own: what a scheduler process does up to its pools, and what can be seen then.
+    """
+    import hashlib
+    import inspect
+    import os
+    import signal
+    import threading
+
+    before = {"env": dict(os.environ), "hook": sys.excepthook, "finders": list(map(repr, sys.meta_path))}
+    if not active:
+        import sglang.srt.platforms as platforms
+
+        from fluxion_sglang.sglang.cpu_platform import PortableCpuPlatform
+
+        if platforms.current_platform.device_name in ("", "unknown", None) or not _has_accelerator():
+            platforms._current_platform = PortableCpuPlatform()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path=NEEDLE, random_seed=1)
+    args.resolve_once()
+    from sglang.srt.runtime_context import get_context, publish
+
+    publish(args, role="scheduler")
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.managers import scheduler
+    from sglang.srt.mem_cache import kv_cache_configurator as configurator
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.models import qwen3_moe, utils
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def code(function: Any) -> list[Any]:
+        """Which function this is: hooked ones have another file, a closure and the original inside."""
+        body = function.__code__
+        return [
+            Path(body.co_filename).name,
+            body.co_firstlineno,
+            hashlib.sha256(body.co_code).hexdigest(),
+            function.__closure__ is None,
+            hasattr(function, "__wrapped__"),
+            str(inspect.signature(function)),
+        ]
+
+    def module_code(module: Any) -> dict[str, Any]:
+        functions: dict[str, Any] = {}
+        for name, value in vars(module).items():
+            owner = getattr(value, "__module__", None)
+            if inspect.isfunction(value) and owner == module.__name__:
+                functions[name] = code(value)
+            elif inspect.isclass(value) and owner == module.__name__:
+                for method, raw in vars(value).items():
+                    raw = getattr(raw, "__func__", raw)
+                    if inspect.isfunction(raw):
+                        functions[f"{name}.{method}"] = code(raw)
+        return functions
+
+    modules = (configurator, utils, model_runner, attention_registry, overrides, scheduler)
+    resolved = args.resolved_dict()
+    return {
+        "resolved": {key: repr(value) for key, value in resolved.items()},
+        "record": repr(args),
+        "decisions": [[source, sorted(fields)] for source, fields in args._resolved_overrides],
+        "bags": sorted(get_context()._config_bags),
+        "platform": type(current_platform).__name__,
+        "functions": {module.__name__: module_code(module) for module in modules},
+        "stale bindings": qwen3_moe.enable_fused_set_kv_buffer is utils.enable_fused_set_kv_buffer,
+        "attention backends": sorted(attention_registry.ATTENTION_BACKENDS),
+        "hooks": sorted(HookRegistry._hooks),
+        "patched": sorted(HookRegistry._patched),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "environment": {k: v for k, v in os.environ.items() if before["env"].get(k) != v},
+        "signals": [
+            str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+        ],
+        "excepthook": sys.excepthook is before["hook"],
+        "finders": [repr(finder) for finder in sys.meta_path if repr(finder) not in before["finders"]],
+        "modules of ours": sorted(name for name in sys.modules if name.startswith("fluxion_sglang")),
+    }
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available() or torch.accelerator.is_available())
+
+
+if __name__ == "__main__":
+    print("FOUND" + json.dumps(observe(sys.argv[1] == "active")))
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[dict[str, Any], dict[str, Any]]:
+    from test_bootstrap import environment
+
+    # Together: each is mostly waiting for imports.
+    runs = [
+        subprocess.Popen(
+            [sys.executable, __file__, mode],
+            # The variable is there both times, or it would be a difference of the environment.
+            env=environment(SGLANG_PLUGINS=plugins),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for mode, plugins in (("active", "fluxion"), ("absent", "none-of-them"))
+    ]
+    results = []
+    for run in runs:
+        out, errors = run.communicate(timeout=300)
+        lines = [line for line in out.splitlines() if line.startswith("FOUND")]
+        assert lines, errors[-4000:]
+        results.append(json.loads(lines[-1].removeprefix("FOUND")))
+    return results[0], results[1]
+
+
+OURS = {"enable_fluxion": "False", "fluxion_config": "None"}
+
+
+def test_the_plug_in_was_there_once(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    active, absent = both
+    assert set(active["resolved"]) - set(absent["resolved"]) == set(OURS)
+    assert "fluxion_sglang.sglang.bootstrap" in active["modules of ours"]
+    assert "fluxion_sglang.sglang.bootstrap" not in absent["modules of ours"]
+
+
+def test_every_option_resolves_to_the_same(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    active, absent = both
+    assert {key: active["resolved"][key] for key in OURS} == OURS
+    assert {key: value for key, value in active["resolved"].items() if key not in OURS} == absent["resolved"]
+    assert active["record"].replace(", enable_fluxion=False, fluxion_config=None", "") == absent["record"]
+    assert active["decisions"] == absent["decisions"]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("platform", "functions", "stale bindings", "attention backends", "hooks", "patched", "threads"),
+        *("environment", "signals", "excepthook", "finders"),
+    ],
+)
+def test_nothing_else_differs(both: tuple[dict[str, Any], dict[str, Any]], what: str) -> None:
+    active, absent = both
+    assert active[what] == absent[what]
+
+
+def test_the_targets_of_the_hooks_are_sglangs_own(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    functions = both[0]["functions"]
+    configurator = functions["sglang.srt.mem_cache.kv_cache_configurator"]
+    for found in (
+        configurator["KVCacheConfigurator._resolve_memory_pool_config"],
+        configurator["KVCacheConfigurator._build_token_to_kv_pool"],
+        functions["sglang.srt.models.utils"]["enable_fused_set_kv_buffer"],
+    ):
+        file, _, _, no_closure, wrapped, _ = found
+        assert file in ("kv_cache_configurator.py", "utils.py")
+        assert no_closure
+        assert not wrapped
+
+
+def test_only_the_light_modules_are_imported(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    assert set(both[0]["modules of ours"]) <= {
+        "fluxion_sglang",
+        "fluxion_sglang.sglang",
+        "fluxion_sglang.sglang.bootstrap",
+        "fluxion_sglang.sglang.compat",
+        "fluxion_sglang.sglang.cpu_platform",
+        "fluxion_sglang.sglang.plugin",
+        "fluxion_sglang.sglang.server_fields",
+    }
+    assert set(both[0]["bags"]) - set(both[1]["bags"]) == {"fluxion"}

@@ -1,0 +1,489 @@
+"""Every refusal of --enable-fluxion: options, models, layers, and an SGLang whose names have moved."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.sglang import compat, plugin, resolution, validation
+from fluxion_sglang.sglang.compat import CompatError, Need
+
+NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
+
+# A refused value of every option, and what the sentence must offer. The test fails if an option has no row
+# here.
+REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "attention_backend": ("triton", "leave --attention-backend out"),
+    "prefill_attention_backend": ("fa3", "leave --prefill-attention-backend out"),
+    "decode_attention_backend": ("flashinfer", "leave --decode-attention-backend out"),
+    "page_size": (1, "--page-size 16"),
+    "kv_cache_dtype": ("fp8_e4m3", "--kv-cache-dtype auto or bfloat16"),
+    "dtype": ("float16", "--dtype bfloat16 or --dtype float32"),
+    "speculative_algorithm": ("EAGLE", "leave --speculative-algorithm out"),
+    "enable_hierarchical_cache": (True, "leave --enable-hierarchical-cache out"),
+    "enable_hisparse": (True, "leave --enable-hisparse out"),
+    "enable_unified_memory": (True, "leave --enable-unified-memory out"),
+    "enable_page_major_kv_layout": (True, "leave --enable-page-major-kv-layout out"),
+    "enable_lmcache": (True, "leave --enable-lmcache out"),
+    "enable_flexkv": (True, "leave --enable-flexkv out"),
+    "enable_unified_cache_external_linker": (True, "leave --enable-unified-cache-external-linker out"),
+    "radix_cache_backend": ("flexkv", "leave --radix-cache-backend out"),
+    "disaggregation_mode": ("prefill", "--disaggregation-mode null"),
+    "disaggregation_decode_enable_offload_kvcache": (True, "leave --disaggregation-decode-enable"),
+    "decoupled_spec_role": ("verifier", "leave --decoupled-spec-role out"),
+    "encoder_only": (True, "leave --encoder-only out"),
+    "enable_pdmux": (True, "leave --enable-pdmux out"),
+    "dcp_size": (2, "--dcp-size 1"),
+    "attn_cp_size": (2, "--attn-cp-size 1"),
+    "enable_prefill_cp": (True, "leave --enable-prefill-cp out"),
+    "enable_kv_cache_sharding": (True, "leave --enable-kv-cache-sharding out"),
+    "enable_two_batch_overlap": (True, "leave --enable-two-batch-overlap out"),
+    "enable_memory_saver": (True, "leave --enable-memory-saver out"),
+    "prefill_only_disable_kv_cache": (True, "leave --prefill-only-disable-kv-cache out"),
+    "enable_deterministic_inference": (True, "leave --enable-deterministic-inference out"),
+    "enable_mis": (True, "leave --enable-mis out"),
+    "dllm_algorithm": ("LowConfidence", "leave --dllm-algorithm out"),
+    "enable_return_routed_experts": (True, "leave --enable-return-routed-experts out"),
+    "enable_return_indexer_topk": (True, "leave --enable-return-indexer-topk out"),
+    "kv_canary": ("log", "--kv-canary none"),
+}
+
+
+def one_sentence(message: str) -> None:
+    """What is wrong, why, and what to do instead, on one line."""
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert "--enable-fluxion" in message
+    assert "because" in message
+    assert ";" in message
+
+
+@pytest.fixture(scope="module")
+def server_args() -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests need no native library: only that the step which loads it passes."""
+    module: Any = ModuleType("fluxion_sglang.native")
+    module.library = lambda: None
+    monkeypatch.setitem(sys.modules, "fluxion_sglang.native", module)
+    monkeypatch.setattr("fluxion_sglang.native", module, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _keep_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def test_every_option_has_a_row() -> None:
+    fields = [refusal.field for refusal in validation.OPTIONS]
+    assert len(fields) == len(set(fields))
+    assert set(fields) == set(REFUSED_OPTIONS)
+
+
+@pytest.mark.parametrize("field", REFUSED_OPTIONS)
+def test_a_server_with_the_option_does_not_start(field: str, server_args: Any, native: None) -> None:
+    value, instead = REFUSED_OPTIONS[field]
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, **{field: value})
+    with pytest.raises(ConfigError) as caught:
+        args.resolve_once()
+    message = str(caught.value)
+    one_sentence(message)
+    assert "--" + field.replace("_", "-") in message
+    assert instead in message
+    assert value is True or str(value) in message
+
+
+def test_the_defaults_are_accepted(server_args: Any) -> None:
+    validation.check_options(server_args(model_path=NEEDLE))
+    legal = {
+        "page_size": 16,
+        "kv_cache_dtype": "bfloat16",
+        "dtype": "float32",
+        "attention_backend": "fluxion",
+        "prefill_attention_backend": "fluxion",
+        "decode_attention_backend": "fluxion",
+    }
+    validation.check_options(server_args(model_path=NEEDLE, **legal))
+
+
+def test_post_capture_sizing_is_refused(server_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    with pytest.raises(ConfigError, match="SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1") as caught:
+        validation.check_options(server_args(model_path=NEEDLE))
+    one_sentence(str(caught.value))
+
+
+def test_a_renamed_option_is_a_failure_and_not_an_option_that_is_off() -> None:
+    with pytest.raises(CompatError, match="--attention-backend does not exist") as caught:
+        validation.check_options(SimpleNamespace())
+    one_sentence(str(caught.value))
+
+
+def test_config_without_the_flag_is_refused(server_args: Any) -> None:
+    args = server_args(model_path=NEEDLE, device="cpu", fluxion_config="{}")
+    with pytest.raises(ConfigError, match="has no effect without --enable-fluxion"):
+        args.resolve_once()
+
+
+def test_a_wrong_config_is_refused_before_anything_else(server_args: Any) -> None:
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, fluxion_config='{"windw": 1}')
+    with pytest.raises(ConfigError, match="did you mean 'window'"):
+        args.resolve_once()
+
+
+def test_a_missing_native_library_is_refused(server_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NativeLibraryError(RuntimeError):
+        pass
+
+    def library() -> None:
+        raise NativeLibraryError("The native library is missing; reinstall fluxion-sglang.")
+
+    module: Any = ModuleType("fluxion_sglang.native")
+    module.library = library
+    monkeypatch.setitem(sys.modules, "fluxion_sglang.native", module)
+    monkeypatch.setattr("fluxion_sglang.native", module, raising=False)
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True)
+    with pytest.raises(NativeLibraryError):
+        args.resolve_once()
+
+
+def test_what_follows_from_the_flag(server_args: Any, native: None) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, dtype="float32")
+    args.resolve_once()
+    view = resolving_view(args)
+    assert (view.attention_backend, view.page_size, view.device) == ("fluxion", 16, "cpu")
+    assert view.cuda_graph_config.decode.backend == view.cuda_graph_config.prefill.backend == "disabled"
+    assert view.disable_overlap_schedule is False  # as it was: overlap works on the CPU
+    assert (args.attention_backend, args.page_size) == (None, None)  # the record stays what the operator gave
+
+
+def test_the_overlap_scheduler_is_off_where_the_host_is_waited_for(
+    server_args: Any, native: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    args = server_args(model_path=NEEDLE, device="cuda", enable_fluxion=True)
+    resolution.run("handle_missing_default_values", args, lambda args: None)
+    assert resolving_view(args).disable_overlap_schedule is True
+
+
+# --- what resolution made of it
+
+
+def resolved(**changes: Any) -> Any:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    legal = {"attention_backend": "fluxion", "page_size": 16, "tp_size": 1}
+    for refusal in validation.OPTIONS:
+        candidates = (None, False, "auto", "null", "none", 1)
+        legal.setdefault(refusal.field, next(value for value in candidates if not refusal.refused(value)))
+    graphs = CudaGraphConfig(PhaseConfig(backend="disabled"), PhaseConfig(backend="disabled"))
+    return SimpleNamespace(**{**legal, "cuda_graph_config": graphs, **changes})
+
+
+def test_resolution_as_declared_is_accepted() -> None:
+    validation.check_resolved(resolved())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention_backend": "fa3"}, "--attention-backend fa3"),
+        ({"attention_backend": None}, "lost its attention backend to None"),
+        ({"page_size": None}, "SGLang chose None"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+    ],
+)
+def test_a_model_that_decides_otherwise_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validation.check_resolved(resolved(**changes))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_graphs_turned_on_again_are_refused(phase: str) -> None:
+    args = resolved()
+    args.cuda_graph_config[phase].backend = "full"
+    with pytest.raises(ConfigError, match=f"--cuda-graph-backend-{phase} disabled"):
+        validation.check_resolved(args)
+
+
+# --- models
+
+
+@pytest.fixture(scope="module")
+def needle(server_args: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args(model_path=NEEDLE))
+
+
+ARGS = SimpleNamespace(kv_cache_dtype="auto", tp_size=1)
+
+
+def changed(model: Any, **changes: Any) -> Any:
+    """A copy of the configuration; keys that start with text_ or hf_ go to the Hugging Face one."""
+    model = copy.copy(model)
+    model.hf_config = model.hf_text_config = copy.deepcopy(model.hf_config)
+    for key, value in changes.items():
+        prefix, _, rest = key.partition("__")
+        setattr(model.hf_config if prefix == "hf" else model, rest or key, value)
+    return model
+
+
+def test_the_model_of_the_demo_is_accepted(needle: Any) -> None:
+    validation.check_model(needle, ARGS)
+
+
+def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    args = server_args(model_path=NEEDLE)
+    validation.check_model(needle, args)
+    declare_resolution(args, "test", tp_size=3)  # 8 // 3 = 2 query heads and 1 KV head a rank
+    validation.check_model(needle, args)
+    declare_resolution(args, "test", kv_cache_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+        validation.check_model(changed(needle, dtype=torch.float32), args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_multimodal": True}, "multimodal"),
+        ({"is_audio_model": True}, "multimodal"),
+        ({"has_attention_sinks": True}, "attention sinks"),
+        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"is_local_attention_model": True}, "chunked-attention"),
+        ({"attention_chunk_size": 8192}, "chunked-attention"),
+        ({"hf__layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"hf__attn_logit_softcapping": 50.0}, "caps attention logits"),
+        ({"use_alibi": True}, "ALiBi"),
+        ({"dtype": torch.float16}, "add --dtype bfloat16 or --dtype float32"),
+        ({"v_head_dim": 32}, "keys have 64 elements and its values 32"),
+        ({"head_dim": 72, "v_head_dim": 72}, "head dimension is 72"),
+        ({"head_dim": 16, "v_head_dim": 16}, "multiples of 16 from 32 to 256"),
+        ({"head_dim": 272, "v_head_dim": 272}, "head dimension is 272"),
+        ({"num_attention_heads": 34}, "34 query heads"),  # groups of 17
+        ({"num_attention_heads": 5}, "5 query heads"),  # 2.5 query heads a KV head
+        ({"hf__architectures": ["MiniMaxM3SparseForCausalLM"]}, "sparse index"),
+    ],
+)
+def test_a_model_out_of_reach_is_refused(needle: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validation.check_model(changed(needle, **changes), ARGS)
+    message = str(caught.value)
+    one_sentence(message)
+    assert words in message
+    assert "(LlamaForCausalLM)" in message or "MiniMax" in message
+
+
+def test_latent_attention_is_refused(needle: Any) -> None:
+    from sglang.srt.configs.model_config import AttentionArch
+
+    with pytest.raises(ConfigError, match="its attention is MLA"):
+        validation.check_model(changed(needle, attention_arch=AttentionArch.MLA), ARGS)
+
+
+def test_linear_hybrids_are_refused(needle: Any) -> None:
+    from sglang.srt.configs.falcon_h1 import FalconH1Config
+
+    model = changed(needle)
+    model.hf_config = FalconH1Config()
+    with pytest.raises(ConfigError, match="linear-attention or state-space"):
+        validation.check_model(model, ARGS)
+
+
+def test_a_kv_cache_of_another_type_is_refused(needle: Any) -> None:
+    args = SimpleNamespace(kv_cache_dtype="bf16", tp_size=1)
+    validation.check_model(needle, args)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype auto"):
+        validation.check_model(changed(needle, dtype=torch.float32), args)
+
+
+def test_half_precision_by_default_is_refused_with_what_to_add(server_args: Any, native: None) -> None:
+    override = '{"dtype": "float16"}'
+    args = server_args(
+        model_path=NEEDLE, device="cpu", enable_fluxion=True, json_model_override_args=override
+    )
+    with pytest.raises(ConfigError, match="add --dtype bfloat16"):
+        args.resolve_once()
+
+
+def test_a_renamed_attribute_of_the_model_is_a_failure(needle: Any) -> None:
+    model = changed(needle)
+    del model.has_attention_sinks
+    with pytest.raises(CompatError, match="'has_attention_sinks'"):
+        validation.check_model(model, ARGS)
+
+
+# --- layers
+
+
+def layer(index: int = 0, **changes: Any) -> Any:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    shape: dict[str, Any] = {"num_heads": 8, "head_dim": 64, "scaling": 0.125, "num_kv_heads": 2}
+    return RadixAttention(**{**shape, "layer_id": index, **changes})
+
+
+def test_attention_layers_are_found_in_order() -> None:
+    model = torch.nn.Sequential(layer(3), torch.nn.Linear(2, 2), torch.nn.Sequential(layer(4)))
+    assert [found.layer_id for found in validation.check_attention_layers(model)] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"is_cross_attention": True}, "attends across"),
+        ({"sliding_window_size": 512}, "sliding window of 512 tokens"),
+        ({"logit_cap": 30.0}, "caps attention logits at 30.0"),
+        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+        ({"v_head_dim": 32}, "keys of 64 elements and values of 32"),
+        ({"head_dim": 24}, "head dimension of 24"),
+        ({"num_heads": 5}, "5 query heads for 2 KV heads"),
+        ({"num_heads": 34}, "34 query heads for 2 KV heads"),
+    ],
+)
+def test_a_layer_out_of_reach_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validation.check_attention_layers(torch.nn.Sequential(layer(0), layer(1, **changes)))
+    one_sentence(str(caught.value))
+    assert words in str(caught.value)
+    assert "layer 1" in str(caught.value)
+
+
+def test_later_tokens_and_scaled_positions_are_refused() -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    with pytest.raises(ConfigError, match="attends to later tokens"):
+        validation.check_attention_layers(torch.nn.Sequential(layer(attn_type=AttentionType.ENCODER_ONLY)))
+    scaled = layer()
+    scaled.xai_temperature_len = 1024
+    with pytest.raises(ConfigError, match="by position"):
+        validation.check_attention_layers(torch.nn.Sequential(scaled))
+
+
+def test_layers_of_different_shape_or_with_one_cache_are_refused() -> None:
+    with pytest.raises(ConfigError, match="differ in heads"):
+        validation.check_attention_layers(torch.nn.Sequential(layer(0), layer(1, num_heads=4)))
+    with pytest.raises(ConfigError, match="share one KV cache"):
+        validation.check_attention_layers(torch.nn.Sequential(layer(0), layer(0)))
+    with pytest.raises(ConfigError, match="no attention"):
+        validation.check_attention_layers(torch.nn.Linear(2, 2))
+
+
+def test_a_renamed_attribute_of_a_layer_is_a_failure() -> None:
+    renamed = layer()
+    del renamed.logit_cap
+    with pytest.raises(CompatError, match="'logit_cap'"):
+        validation.check_attention_layers(torch.nn.Sequential(renamed))
+
+
+# --- SGLang's version and names
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.22.post1", "0.5.23", "0.5.23rc1"])
+def test_supported_versions(version: str) -> None:
+    assert compat.version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.24.dev3+gabc", "0.6", "1.0.0", "unknown"])
+def test_other_versions_are_refused(version: str) -> None:
+    problem = compat.version_problem(version)
+    assert problem is not None
+    assert version in problem
+    assert "0.5.22 to 0.5.23" in problem
+
+
+def test_the_installed_sglang_has_every_name() -> None:
+    assert list(compat.problems()) == []
+    compat.check()
+
+
+@pytest.mark.parametrize(
+    ("need", "words"),
+    [
+        (Need("sglang.no_such_module", "x"), "sglang.no_such_module does not import"),
+        (
+            Need(compat.RESOLVE_POOL.module, "KVCacheConfigurator.gone"),
+            "KVCacheConfigurator.gone does not exist",
+        ),
+        (Need(compat.RESOLVE_POOL.module, "Gone.method"), "Gone.method does not exist"),
+        (Need(*compat.FUSED_KV_WRITE.path.rsplit(".", 1), ("pool",)), "takes (forward_batch) and not (pool)"),
+    ],
+)
+def test_a_name_that_moved_is_refused(need: Need, words: str) -> None:
+    (problem,) = compat.problems((need,))
+    one_sentence(problem)
+    assert words in problem
+
+
+def test_a_failed_activation_is_refused(
+    server_args: Any, native: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "activation_problem", "--enable-fluxion is not available.")
+    with pytest.raises(CompatError, match="not available"):
+        server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True).resolve_once()
+    # Also where the steps of resolution themselves were not registered: the flag must not be ignored in
+    # silence.
+    with pytest.raises(CompatError, match="not available"):
+        plugin.install_if_enabled(SimpleNamespace(enable_fluxion=True))
+
+
+def test_hooks_that_are_not_there_are_an_error() -> None:
+    # No configuration with the flag was installed in this process.
+    with pytest.raises(CompatError, match="could not hook"):
+        compat.assert_hooks_applied()
+
+
+def test_hooks_go_in_once_and_a_taken_target_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.plugins import hook_registry
+
+    target = ModuleType("fluxion_test_target")
+    calls: list[str] = []
+
+    def function() -> str:
+        return "original"
+
+    def hook(original: Any) -> str:
+        calls.append("hook")
+        return "hooked " + original()
+
+    target.function = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, target.__name__, target)
+    need = Need(target.__name__, "function", ())
+    monkeypatch.setattr(plugin, "HOOKS", {need: hook})
+    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", {})
+    monkeypatch.setattr(hook_registry.HookRegistry, "_hooks", copy.copy(hook_registry.HookRegistry._hooks))
+    monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set(hook_registry.HookRegistry._patched))
+    plugin.install()
+    plugin.install()
+    assert target.function() == "hooked original"
+    assert calls == ["hook"]
+    assert compat.is_applied(need, hook)
+
+    # SGLang's registry patches a target once: whoever comes later is left out, which must not stay unsaid.
+    other = Need(target.__name__, "other", ())
+    target.other = function  # type: ignore[attr-defined]
+    hook_registry.HookRegistry._patched.add(other.path)
+    monkeypatch.setattr(plugin, "HOOKS", {other: hook})
+    with pytest.raises(CompatError, match="SGLANG_PLUGINS"):
+        plugin.install()

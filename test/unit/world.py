@@ -1,0 +1,111 @@
+"""A small world of requests over one host pool, kept twice: in the pool, and as plain tensors to check against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fluxion_sglang.executor.base import Executor
+from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
+from fluxion_sglang.kv.host_pool import HostPool, KVShape
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.native import Workers
+from fluxion_sglang.policy import parse_spec
+
+
+@dataclass
+class World:
+    """Requests live in rows 1..; pages are dealt out in a shuffled order, as a busy allocator would.
+
+    `keys[row]`, `values[row]`: per layer a list of [H, D] tokens, the truth.
+    """
+
+    layers: int = 2
+    heads: int = 2
+    group: int = 4
+    dim: int = 64
+    dtype: torch.dtype = torch.float32
+    tokens: int = 8192
+    rows: int = 5
+    workers: int = 2
+    policy: str = "full"
+    executors: str = "cpu"
+    attend_union: bool = True
+    seed: int = 0
+    placement: Placement = field(default_factory=Placement)
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(self.seed)
+        shape = KVShape(self.layers, self.heads, self.dim, self.dtype)
+        self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers))
+        self.windows = Windows(self.pool, self.rows, "cpu")
+        foreign: list[Executor] = []
+        if self.executors == "cpu+torch":
+            foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
+        self.engine = DecodeEngine(
+            self.pool, self.windows, parse_spec(self.policy), foreign,
+            q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
+            attend_union=self.attend_union,
+        )  # fmt: skip
+        self.scale = self.dim**-0.5
+        self.free = (torch.randperm(self.pool.pages - 1, generator=self.random) + 1).tolist()
+        self.pages: dict[int, list[int]] = {}
+        self.keys: dict[int, list[torch.Tensor]] = {}
+        self.values: dict[int, list[torch.Tensor]] = {}
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.random).to(self.dtype)
+
+    def page_list(self, row: int, tokens: int) -> torch.Tensor:
+        """The row's pages, grown to hold `tokens`."""
+        pages = self.pages.setdefault(row, [])
+        while len(pages) * PAGE < tokens:
+            pages.append(self.free.pop())
+        return torch.tensor(pages, dtype=torch.int32)
+
+    def length(self, row: int) -> int:
+        return self.keys[row][0].shape[0] if row in self.keys else 0
+
+    def extend(self, row: int, count: int) -> None:
+        """Append `count` random tokens as a prefill chunk would, and refill the row's window."""
+        start = self.length(row)
+        pages = self.page_list(row, start + count)
+        empty = [torch.empty(0, self.heads, self.dim, dtype=self.dtype) for _ in range(self.layers)]
+        keys, values = self.keys.setdefault(row, list(empty)), self.values.setdefault(row, list(empty))
+        for layer in range(self.layers):
+            k, v = self.randn(count, self.heads, self.dim), self.randn(count, self.heads, self.dim)
+            self.pool.append(layer, pages, start, k, v)
+            self.windows.fill(layer, row, start + count, pages)
+            keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
+
+    def decode(self, rows: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """One decode step; per layer (what the engine says, exact attention over the truth), [B, Hq, D] each."""
+        tables = [self.page_list(row, self.length(row) + 1) for row in rows]
+        table = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
+        for b, pages in enumerate(tables):
+            table[b, : len(pages)] = pages
+        lengths = torch.tensor([self.length(row) + 1 for row in rows])
+        self.engine.begin_step(torch.tensor(rows), lengths, table)
+        results = []
+        for layer in range(self.layers):
+            q = self.randn(len(rows), self.heads * self.group, self.dim)
+            k, v = self.randn(len(rows), self.heads, self.dim), self.randn(len(rows), self.heads, self.dim)
+            got = self.engine.decode(layer, q, k, v, self.scale)
+            want = []
+            for b, row in enumerate(rows):
+                self.keys[row][layer] = torch.cat([self.keys[row][layer], k[b : b + 1]])
+                self.values[row][layer] = torch.cat([self.values[row][layer], v[b : b + 1]])
+                want.append(self.exact(row, layer, q[b]))
+            results.append((got, torch.stack(want)))
+        return results
+
+    def exact(self, row: int, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Full attention of q [Hq, D] over the row's tokens, float64: [Hq, D]."""
+        k = self.keys[row][layer].double().repeat_interleave(self.group, 1)
+        v = self.values[row][layer].double().repeat_interleave(self.group, 1)
+        return torch.einsum(
+            "hs,shd->hd", (torch.einsum("hd,shd->hs", q.double(), k) * self.scale).softmax(-1), v
+        )

@@ -57,7 +57,7 @@ install: $(STAMP) $(NATIVE)
 # The build requirements go into .venv first, so that the native library is built in place and rebuilt incrementally.
 $(STAMP): pyproject.toml setup.py
 	@set -e; \
-	if [ ! -x $(BIN)/python ]; then \
+	if [ ! -x $(BIN)/pip ]; then \
 	  for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
 	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
 	      found=$$python; break; \

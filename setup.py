@@ -29,7 +29,7 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        if os.environ.get("FLUXION_SKIP_NATIVE") == "1":
+        if _skipped():
             # For work on the Python side alone: the package installs, `fluxion doctor` says that the library
             # is missing.
             print("FLUXION_SKIP_NATIVE=1: the native library is not built", file=sys.stderr)
@@ -48,17 +48,17 @@ class BuildNative(build_ext):
         if built is None:
             raise SystemExit(f"CMake made no libfluxion.so under {build}.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced, never written into: a process that has the old library mapped keeps it whole.
-        fresh = target.with_suffix(".so.new")
-        shutil.copyfile(built, fresh)  # with the time of now: `make` compares it with the sources
-        fresh.chmod(0o755)
-        fresh.replace(target)
-
-    def get_outputs(self) -> list[str]:
-        return [] if os.environ.get("FLUXION_SKIP_NATIVE") == "1" else super().get_outputs()
+        # Not copy2: the file must be younger than the sources for `make`, also when nothing had to be
+        # compiled.
+        shutil.copyfile(built, target)
+        target.chmod(0o755)
 
     def copy_extensions_to_source(self) -> None:
-        """Nothing to copy: an in-place build has already written to its place."""
+        if not _skipped():
+            super().copy_extensions_to_source()
+
+    def get_outputs(self) -> list[str]:
+        return [] if _skipped() else super().get_outputs()
 
 
 class PlatformWheel(bdist_wheel):
@@ -66,6 +66,10 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
+
+
+def _skipped() -> bool:
+    return os.environ.get("FLUXION_SKIP_NATIVE") == "1"
 
 
 def _tool(name: str) -> str:

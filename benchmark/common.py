@@ -18,8 +18,20 @@ RESULTS = ROOT / "benchmark" / "results"
 MODELS = ROOT / "benchmark" / "models"
 NEEDLE = ROOT / "models" / "needle"
 
+# Results of runs that agree in these belong together.
+SAME = ("commit", "machine", "versions", "environment")
+
 _PACKAGES = ("fluxion-sglang", "sglang", "torch", "transformers", "apache-tvm-ffi")
+_ENVIRONMENT = ("OMP_", "MKL_", "GOMP_", "FLUXION_ISA", "SGLANG_")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
+
+
+def passive_openmp() -> None:
+    """Set what the demo sets, for plain SGLang too: spinning OpenMP threads disturb pinned workers.
+
+    Before torch is imported, here and in child processes; the user's own setting stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def machine() -> dict[str, Any]:
@@ -88,6 +100,9 @@ def header(benchmark: str) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
+        "environment": {
+            name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)
+        },
     }
 
 

@@ -116,9 +116,10 @@ def main() -> None:
 
     name = "needle_accuracy_quick.json" if args.quick else "needle_accuracy.json"
     path = common.RESULTS / args.machine / name
+    common.passive_openmp()
     if args.fresh:
         path.unlink(missing_ok=True)
-    data = common.resume(path, common.header("needle_accuracy"), ("commit", "machine", "versions"))
+    data = common.resume(path, common.header("needle_accuracy"), common.SAME)
     done = {(row["policy"], row["length"]) for row in data["rows"]}
     with tempfile.TemporaryDirectory(prefix="fluxion-needle-") as folder:
         for policy in (bar := tqdm(args.policies)):

@@ -138,9 +138,10 @@ def main() -> None:
 
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     path = common.RESULTS / args.machine / ("one_batch_quick.json" if args.quick else "one_batch.json")
+    common.passive_openmp()
     if args.fresh:
         path.unlink(missing_ok=True)
-    data = common.resume(path, common.header("one_batch"), ("commit", "machine", "versions"))
+    data = common.resume(path, common.header("one_batch"), common.SAME)
     cells = [
         {"model": model, "policy": policy, "length": length, "round": turn}
         for turn, model, length, policy in itertools.product(

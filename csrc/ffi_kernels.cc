@@ -32,7 +32,8 @@ struct Argument {
 
   // Sizes below 0 are free.
   const Argument& require(DLDataType dtype, std::initializer_list<int64_t> shape) const {
-    bool ok = tensor.device().device_type == kDLCPU && same(tensor.dtype(), dtype) && tensor.IsContiguous() &&
+    const bool contiguous = tensor.numel() == 0 || tensor.IsContiguous();
+    bool ok = contiguous && tensor.device().device_type == kDLCPU && same(tensor.dtype(), dtype) &&
               tensor.ndim() == static_cast<int32_t>(shape.size());
     int64_t axis = 0;
     for (int64_t size : shape) {
@@ -46,9 +47,11 @@ struct Argument {
       wanted << (axis++ ? ", " : "") << (size < 0 ? "any" : std::to_string(size));
     }
     for (int32_t i = 0; i < tensor.ndim(); ++i) given << (i ? ", " : "") << tensor.size(i);
-    TVM_FFI_THROW(ValueError) << name << " is a " << tvm::ffi::DLDataTypeToString(tensor.dtype()) << " tensor of shape ["
-                              << given.str() << "]; pass a contiguous CPU tensor of "
-                              << tvm::ffi::DLDataTypeToString(dtype) << " and shape [" << wanted.str() << "].";
+    TVM_FFI_THROW(ValueError) << name << " is a " << tvm::ffi::DLDataTypeToString(tensor.dtype())
+                              << " tensor of shape [" << given.str()
+                              << (contiguous ? "]; pass a" : "], not contiguous; pass a")
+                              << " contiguous CPU tensor of " << tvm::ffi::DLDataTypeToString(dtype)
+                              << " and shape [" << wanted.str() << "].";
     return *this;
   }
 
@@ -64,8 +67,8 @@ struct Argument {
   int head_dim() const {
     const int64_t D = tensor.ndim() > 0 ? tensor.size(-1) : 0;
     if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) {
-      TVM_FFI_THROW(ValueError) << name << " has head_dim " << D << "; pass a multiple of 16 from " << kMinHeadDim
-                                << " to " << kMaxHeadDim << ".";
+      TVM_FFI_THROW(ValueError) << name << " has head_dim " << D << "; pass a multiple of 16 from "
+                                << kMinHeadDim << " to " << kMaxHeadDim << ".";
     }
     return static_cast<int>(D);
   }
@@ -85,8 +88,8 @@ struct Argument {
     const int32_t* id = data<int32_t>();
     for (int64_t i = 0; i < tensor.size(0); ++i) {
       if (id[i] < 0 || id[i] >= limit) {
-        TVM_FFI_THROW(ValueError) << name << " holds " << id[i] << " at index " << i << "; pass ids from 0 to "
-                                  << limit - 1 << ".";
+        TVM_FFI_THROW(ValueError) << name << " holds " << id[i] << " at index " << i
+                                  << "; pass ids from 0 to " << limit - 1 << ".";
       }
     }
     return count();
@@ -94,7 +97,8 @@ struct Argument {
 
   int count() const {
     if (tensor.size(0) > INT32_MAX) {
-      TVM_FFI_THROW(ValueError) << name << " has " << tensor.size(0) << " elements; pass at most " << INT32_MAX << ".";
+      TVM_FFI_THROW(ValueError) << name << " has " << tensor.size(0) << " elements; pass at most "
+                                << INT32_MAX << ".";
     }
     return static_cast<int>(tensor.size(0));
   }
@@ -118,7 +122,8 @@ std::string isas() {
 const KernelTable& table_of(const String& isa, DType dtype) {
   const KernelTable* table = kernel_table(isa.c_str(), dtype);
   if (table == nullptr) {
-    TVM_FFI_THROW(ValueError) << "isa " << isa.c_str() << " cannot be run by this CPU; use one of " << isas() << ".";
+    TVM_FFI_THROW(ValueError) << "isa " << isa.c_str() << " cannot be run by this CPU; use one of " << isas()
+                              << ".";
   }
   return *table;
 }
@@ -131,8 +136,9 @@ void k_score(const String& isa, TensorView q, TensorView entries, TensorView ind
   const int64_t N = Argument{"entries", entries}.require(dl_dtype(dtype), {-1, 2, D}).tensor.size(0);
   const int n = ids.ids(N);
   Argument{"out", out}.require(kFloat32, {G, n});
-  table_of(isa, dtype).score(q.data_ptr(), G, D, entries.data_ptr(), ids.data<int32_t>(), n,
-                             static_cast<float*>(out.data_ptr()), n);
+  table_of(isa, dtype)
+      .score(q.data_ptr(), G, D, entries.data_ptr(), ids.data<int32_t>(), n,
+             static_cast<float*>(out.data_ptr()), n);
 }
 
 void k_select(const String& isa, TensorView scores, int64_t k, int64_t bit, TensorView heads) {
@@ -141,7 +147,8 @@ void k_select(const String& isa, TensorView scores, int64_t k, int64_t bit, Tens
   const int n = values.count();
   Argument{"heads", heads}.require(kUInt16, {n});
   if (k < 1 || k > n) {
-    TVM_FFI_THROW(ValueError) << "k is " << k << " of " << n << " scores; pass a k from 1 to the number of scores.";
+    TVM_FFI_THROW(ValueError) << "k is " << k << " of " << n
+                              << " scores; pass a k from 1 to the number of scores.";
   }
   if (bit < 0 || bit > UINT16_MAX) {
     TVM_FFI_THROW(ValueError) << "bit is " << bit << ", which no mask of 16 heads holds; pass 0 to 65535.";
@@ -152,8 +159,8 @@ void k_select(const String& isa, TensorView scores, int64_t k, int64_t bit, Tens
               static_cast<uint16_t*>(heads.data_ptr()), scratch.data());
 }
 
-void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, TensorView masks,
-              TensorView o, TensorView lse) {
+void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+              TensorView masks, TensorView o, TensorView lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
   const DType dtype = queries.kv_dtype();
   const int G = queries.group(), D = queries.head_dim();
@@ -164,9 +171,10 @@ void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, T
   if (!all) bits.require(kUInt16, {n, G});
   Argument{"o", o}.require(kFloat32, {G, D});
   Argument{"lse", lse}.require(kFloat32, {G});
-  table_of(isa, dtype).attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
-                              all ? nullptr : bits.data<uint16_t>(), n, static_cast<float*>(o.data_ptr()),
-                              static_cast<float*>(lse.data_ptr()));
+  table_of(isa, dtype)
+      .attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
+              all ? nullptr : bits.data<uint16_t>(), n, static_cast<float*>(o.data_ptr()),
+              static_cast<float*>(lse.data_ptr()));
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
@@ -196,16 +204,17 @@ void k_page_moments(const String& isa, TensorView tile, TensorView sums) {
   table_of(isa, dtype).page_moments(tile.data_ptr(), D, static_cast<double*>(sums.data_ptr()));
 }
 
-double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b, TensorView out) {
+double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,
+                     TensorView out) {
   const Argument to{"out", out};
   const DType dtype = to.kv_dtype();
   const int D = to.head_dim();
   to.require(dl_dtype(dtype), {D});
   Argument{"o_a", o_a}.require(kFloat32, {D});
   Argument{"o_b", o_b}.require(kFloat32, {D});
-  return table_of(isa, dtype).merge_state(static_cast<const float*>(o_a.data_ptr()), static_cast<float>(lse_a),
-                                          static_cast<const float*>(o_b.data_ptr()), static_cast<float>(lse_b), D,
-                                          out.data_ptr());
+  return table_of(isa, dtype)
+      .merge_state(static_cast<const float*>(o_a.data_ptr()), static_cast<float>(lse_a),
+                   static_cast<const float*>(o_b.data_ptr()), static_cast<float>(lse_b), D, out.data_ptr());
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isas, [] { return String(isas()); });

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -68,17 +69,34 @@ class EngineRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(EngineRef, ffi::ObjectRef, EngineObj);
 };
 
+// Raise("ValueError") << "...": throws at the end of the statement. TVM_FFI_THROW would read the debug
+// information of every loaded library for a C++ backtrace, which takes seconds and tells the user nothing.
+class Raise {
+ public:
+  explicit Raise(const char* kind) : kind_(kind) {}
+  [[noreturn]] ~Raise() noexcept(false) { throw ffi::Error(kind_, text_.str(), ""); }
+  template <typename T>
+  Raise& operator<<(const T& part) {
+    text_ << part;
+    return *this;
+  }
+
+ private:
+  const char* kind_;
+  std::ostringstream text_;
+};
+
 // C++ exceptions become the Python exceptions of the same meaning.
 template <typename Body>
 auto guarded(Body body) -> decltype(body()) {
   try {
     return body();
   } catch (const std::invalid_argument& e) {
-    TVM_FFI_THROW(ValueError) << e.what();
+    Raise("ValueError") << e.what();
   } catch (const ffi::Error&) {
     throw;
   } catch (const std::exception& e) {
-    TVM_FFI_THROW(RuntimeError) << e.what();
+    Raise("RuntimeError") << e.what();
   }
   TVM_FFI_UNREACHABLE();
 }
@@ -107,21 +125,21 @@ void expect(const TensorView& t, const char* name, DLDataType dtype, std::initia
   bool fits = got.size() == shape.size();
   for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || shape[i] == got[i];
   if (!fits) {
-    TVM_FFI_THROW(ValueError) << name << " has the shape " << shape_text(got) << " and must have "
-                              << shape_text(shape) << ".";
+    Raise("ValueError") << name << " has the shape " << shape_text(got) << " and must have "
+                        << shape_text(shape) << ".";
   }
   if (!same(t.dtype(), dtype)) {
-    TVM_FFI_THROW(ValueError) << name << " has the dtype " << ffi::DLDataTypeToString(t.dtype())
-                              << " and must have " << ffi::DLDataTypeToString(dtype) << ".";
+    Raise("ValueError") << name << " has the dtype " << ffi::DLDataTypeToString(t.dtype())
+                        << " and must have " << ffi::DLDataTypeToString(dtype) << ".";
   }
   const int device = t.device().device_type;
   if (device != kDLCPU && device != kDLCUDAHost) {
-    TVM_FFI_THROW(ValueError) << name << " is on a device; pass a tensor in host memory.";
+    Raise("ValueError") << name << " is on a device; pass a tensor in host memory.";
   }
   int64_t stride = 1;
   for (int i = t.ndim() - 1; i >= t.ndim() - dense && t.numel() > 0; --i) {
     if (t.size(i) != 1 && t.stride(i) != stride) {
-      TVM_FFI_THROW(ValueError) << name << " must be contiguous in its last " << dense << " dimensions.";
+      Raise("ValueError") << name << " must be contiguous in its last " << dense << " dimensions.";
     }
     stride *= t.size(i);
   }
@@ -143,8 +161,8 @@ WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks,
   const PoolShape& s = pool.shape();
   expect(t, "window", kv_type(pool), {s.kv_heads, -1, 2, kPage, s.head_dim}, 4);
   if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0) {
-    TVM_FFI_THROW(ValueError) << "sinks is " << sinks << " and window is " << window
-                              << "; both must be multiples of 16, and window at least 16.";
+    Raise("ValueError") << "sinks is " << sinks << " and window is " << window
+                        << "; both must be multiples of 16, and window at least 16.";
   }
   WindowView w;
   w.data = data<char>(t);
@@ -153,8 +171,8 @@ WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks,
   w.sink_pages = static_cast<int>(sinks / kPage);
   w.ring_pages = static_cast<int>(window / kPage) + 1;
   if (t.size(1) % w.slot_pages() != 0) {
-    TVM_FFI_THROW(ValueError) << "window has " << t.size(1) << " pages a head, which is no multiple of the "
-                              << w.slot_pages() << " pages of a row (sinks, window and one page).";
+    Raise("ValueError") << "window has " << t.size(1) << " pages a head, which is no multiple of the "
+                        << w.slot_pages() << " pages of a row (sinks, window and one page).";
   }
   w.rows = static_cast<int>(t.size(1) / w.slot_pages());
   return w;
@@ -163,8 +181,7 @@ WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks,
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
   for (int64_t v : {layers, kv_heads, pages, head_dim, sink_pages}) {
-    if (v < 0 || v > INT32_MAX)
-      TVM_FFI_THROW(ValueError) << "A size of the pool is " << v << ", which cannot be.";
+    if (v < 0 || v > INT32_MAX) Raise("ValueError") << "A size of the pool is " << v << ", which cannot be.";
   }
   return {static_cast<int>(layers),   static_cast<int>(kv_heads), static_cast<int>(pages),
           static_cast<int>(head_dim), static_cast<DType>(dtype),  static_cast<int>(sink_pages)};
@@ -234,8 +251,8 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
       return view(pool.meta_base(l, j), {s.kv_heads, s.entries(j), 2, s.head_dim}, kv_type(pool));
     if (j > 0 && name == "tag" + level) return view(pool.tags(l, j), {s.entries(j)}, kInt32);
   }
-  TVM_FFI_THROW(ValueError) << "The pool has no tensor \"" << name
-                            << "\"; choose tiles, meta0 to meta3, tag1 to tag3 or moments.";
+  Raise("ValueError") << "The pool has no tensor \"" << name
+                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3 or moments.";
   TVM_FFI_UNREACHABLE();
 }
 
@@ -289,7 +306,7 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
                         int64_t max_pages, bool attend_union) {
   for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
     if (n < 0 || n > INT32_MAX)
-      TVM_FFI_THROW(ValueError) << "A size of the engine is " << n << ", which cannot be.";
+      Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
   }
   return guarded([&] {
     const EngineConfig config{static_cast<int>(q_heads),   static_cast<int>(sinks),
@@ -354,7 +371,7 @@ void engine_layer_finish(EngineRef ref) {
 
 int64_t engine_queue_pop(EngineRef ref, int64_t executor) {
   if (executor < 1 || executor >= kExecutors) {
-    TVM_FFI_THROW(ValueError) << "There is no foreign executor " << executor << "; 1 is torch and 2 is gpu.";
+    Raise("ValueError") << "There is no foreign executor " << executor << "; 1 is torch and 2 is gpu.";
   }
   return guarded([&] { return ref->engine->pop(static_cast<Executor>(executor)); });
 }

@@ -3,20 +3,22 @@
 #include "kernels/exp.h"
 #include "kernels/rows.h"
 
-// Online softmax over tiles in float32. Per page: the scores of all its heads, one rescaling factor a head, then the
-// values, accumulated in registers across the 16 tokens.
+// Online softmax over tiles in float32. Per page: the scores of all its heads, one rescaling factor a head,
+// then the values, accumulated in registers across the 16 tokens.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
 inline constexpr int kAllTokens = 0xffff;
-// A page with at most this many wanted tokens is read token by token: its other rows would be fetched for nothing.
+// A page with at most this many wanted tokens is read token by token: its other rows would be fetched for
+// nothing.
 inline constexpr int kSparseTokens = 4;
-// How far ahead of its use a tile is fetched: far enough to cover the latency of memory, near enough to be still in L2.
+// How far ahead of its use a tile is fetched: far enough to cover the latency of memory, near enough to be
+// still in L2.
 inline constexpr int kAheadBytes = 24 * 1024;
 inline constexpr int kMaxAhead = 4;
 
-// Fetches tiles that are needed soon, a few lines at each step of the arithmetic: a burst would fill the miss buffers
-// of the core and stall it.
+// Fetches tiles that are needed soon, a few lines at each step of the arithmetic: a burst would fill the miss
+// buffers of the core and stall it.
 struct Fetcher {
   const char* at = nullptr;
   const char* end = nullptr;
@@ -44,13 +46,14 @@ struct Heads {
 
 // out = out * rescale + sum over tokens of weight * v, for kH heads and kP pairs of columns.
 template <class T, int kH, int kP>
-inline void add_values_pairs(const T* v, int D, const Heads& heads, int column, const uint8_t* tokens, int count,
-                             Fetcher& fetcher) {
+inline void add_values_pairs(const T* v, int D, const Heads& heads, int column, const uint8_t* tokens,
+                             int count, Fetcher& fetcher) {
   Vec sums[kH][2 * kP];
 #pragma GCC unroll 16
   for (int h = 0; h < kH; ++h) {
 #pragma GCC unroll 16
-    for (int c = 0; c < 2 * kP; ++c) sums[h][c] = mul(load(heads.out[h] + column + c * kLanes), set1(heads.rescale[h]));
+    for (int c = 0; c < 2 * kP; ++c)
+      sums[h][c] = mul(load(heads.out[h] + column + c * kLanes), set1(heads.rescale[h]));
   }
   for (int i = 0; i < count; ++i) {
     const int t = tokens ? tokens[i] : i;
@@ -74,7 +77,8 @@ inline void add_values_pairs(const T* v, int D, const Heads& heads, int column, 
 }
 
 template <class T, int kH>
-inline void add_values_last(const T* v, int D, const Heads& heads, int column, const uint8_t* tokens, int count) {
+inline void add_values_last(const T* v, int D, const Heads& heads, int column, const uint8_t* tokens,
+                            int count) {
   for (int h = 0; h < kH; ++h) {
     Vec sum = mul(load(heads.out[h] + column), set1(heads.rescale[h]));
     for (int i = 0; i < count; ++i) {
@@ -86,7 +90,8 @@ inline void add_values_last(const T* v, int D, const Heads& heads, int column, c
 }
 
 template <class T, int kD, int kH>
-void add_values(const T* v, int head_dim, const Heads& heads, const uint8_t* tokens, int count, Fetcher& fetcher) {
+void add_values(const T* v, int head_dim, const Heads& heads, const uint8_t* tokens, int count,
+                Fetcher& fetcher) {
   const int D = kD ? kD : head_dim;
   constexpr int kWide = 2 * kLanes * kValuePairs, kPair = 2 * kLanes;
   int column = 0;
@@ -120,8 +125,9 @@ struct Attention {
 
   int D, G;
   float scale;
-  // Per head: running maximum (rows past G stay -inf), lanes of the running sum, output so far in pair layout, and of
-  // the current page the scores (then weights), the new maximum and the factor exp(old maximum - new maximum).
+  // Per head: the running maximum (-inf past G), the lanes of the running sum and the output so far, in pair
+  // layout; of the page at hand the scores (later weights), the new maximum and the factor for what came
+  // before, exp(old maximum less new).
   alignas(64) float top[kMaxGroup];
   alignas(64) float next_top[kMaxGroup];
   alignas(64) float rescale[kMaxGroup];
@@ -159,8 +165,8 @@ struct Attention {
     }
   }
 
-  // Scales, masks and bounds the scores. Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over
-  // by the maximum, and so reaches the output.
+  // Scales, masks and bounds the scores. Bounded, an overflow to +inf stays a number; NaN stays NaN and is
+  // passed over by the maximum, and so reaches the output.
   void find_top(int g, int mask) {
     Vec highest = set1(top[g]);
     for (int t = 0; t < kPage; t += kLanes) {
@@ -223,7 +229,8 @@ struct Attention {
     for (int i = 0; i < parts; ++i) {
       uint8_t tokens[kPage];
       int count = 0;
-      for (int bits = masks[part[i]]; bits; bits &= bits - 1) tokens[count++] = static_cast<uint8_t>(__builtin_ctz(bits));
+      for (int bits = masks[part[i]]; bits; bits &= bits - 1)
+        tokens[count++] = static_cast<uint8_t>(__builtin_ctz(bits));
       Heads heads;
       set_head(heads, 0, part[i]);
       add_values<T, kD, 1>(values, D, heads, tokens, count, fetcher);
@@ -261,7 +268,8 @@ void attend_tiles(const T* q, int G, int head_dim, float scale, const T* tiles, 
   const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
   const int64_t tile_bytes = tile_size * sizeof(T);
   const int64_t row_bytes = D * static_cast<int64_t>(sizeof(T));
-  const int ahead = kAheadBytes / tile_bytes < kMaxAhead ? static_cast<int>(kAheadBytes / tile_bytes) : kMaxAhead;
+  const int ahead =
+      kAheadBytes / tile_bytes < kMaxAhead ? static_cast<int>(kAheadBytes / tile_bytes) : kMaxAhead;
   const int steps_of_head = (kPage / kLanes + kPage / kValuePairs / kValueHeads) * (D / (2 * kLanes));
 
   for (int i = -ahead; i < n; ++i) {
@@ -284,7 +292,8 @@ void attend_tiles(const T* q, int G, int head_dim, float scale, const T* tiles, 
       }
     }
     if (i >= 0) {
-      attention.add_page(tiles + pages[i] * tile_size, masks ? masks + static_cast<int64_t>(i) * G : nullptr, fetcher);
+      attention.add_page(tiles + pages[i] * tile_size, masks ? masks + static_cast<int64_t>(i) * G : nullptr,
+                         fetcher);
     }
     fetcher.finish();
   }
@@ -292,8 +301,8 @@ void attend_tiles(const T* q, int G, int head_dim, float scale, const T* tiles, 
 }
 
 template <class T>
-void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages, const uint16_t* masks,
-            int n, float* o, float* lse) {
+void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+            const uint16_t* masks, int n, float* o, float* lse) {
   const T* queries = static_cast<const T*>(q);
   const T* base = static_cast<const T*>(tiles);
   switch (D) {

@@ -85,7 +85,8 @@ const KernelTable* best_kernel_table(DType dtype) {
       if (runs(isa)) legal += (legal.empty() ? "" : ", ") + std::string(isa.tables[0].isa);
     }
     throw std::runtime_error("FLUXION_ISA=" + std::string(name) +
-                             " is not an instruction set that this CPU can run; unset it or use one of " + legal + ".");
+                             " is not an instruction set that this CPU can run; unset it or use one of " +
+                             legal + ".");
   }
   const KernelTable* best = nullptr;
   for (const Isa& isa : kIsas) {

@@ -3,8 +3,8 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// e^x for x <= 0 within 2 ulp: x = n ln 2 + r, then the Cephes polynomial of degree 7 in r. 0 below -87, where e^x
-// nears the end of the normal floats; NaN stays NaN.
+// e^x for x <= 0 within 2 ulp: x = n ln 2 + r, then the Cephes polynomial of degree 7 in r. 0 below -87,
+// where e^x nears the end of the normal floats; NaN stays NaN.
 inline Vec exp_nonpositive(Vec x) {
   const Vec limit = set1(-87.0f);
   const Vec clamped = max(limit, x);

@@ -1,5 +1,5 @@
-// Compiled once an ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags. The tables are the only symbols
-// with external linkage.
+// Compiled once an ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags. The tables are the only
+// symbols with external linkage.
 // clang-format off
 #include FLUXION_ISA_HEADER
 #include "simd/dot.h"
@@ -18,8 +18,14 @@ namespace {
 
 template <class T>
 constexpr KernelTable make_table() {
-  return {FLUXION_STRING(FLUXION_ISA), score<T>,        select,         attend<T>, page_minmax<T>,
-          merge_minmax<T>,             page_moments<T>, merge_state<T>};
+  return {FLUXION_STRING(FLUXION_ISA),
+          score<T>,
+          select,
+          attend<T>,
+          page_minmax<T>,
+          merge_minmax<T>,
+          page_moments<T>,
+          merge_state<T>};
 }
 
 }  // namespace

@@ -32,8 +32,8 @@ void merge_minmax(void* entry, const void* other, int D) {
   }
 }
 
-// Plain loops in a fixed order of additions, and products of at most 48 bits, exact in float64: every ISA gives the
-// same bits however the compiler vectorises them.
+// Plain loops in a fixed order of additions, and products of at most 48 bits, exact in float64: every ISA
+// gives the same bits however the compiler vectorises them.
 template <class T>
 void half_moments(const T* rows, int D, double* sums, double* norms) {
   for (int d = 0; d < D; ++d) sums[d] = 0.0;

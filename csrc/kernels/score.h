@@ -8,8 +8,8 @@ namespace {
 // Blocks of rows between the one fetched and the one in use.
 inline constexpr int kRowsAhead = 2 * kLanes;
 
-// Fetches kLanes entries, a few lines at each step of the arithmetic (see Fetcher in attend.h). Also where entries
-// follow one another: the hardware does not see a stream in rows read column by column.
+// Fetches kLanes entries, a few lines at each step of the arithmetic (see Fetcher in attend.h). Also where
+// entries follow one another: the hardware does not see a stream in rows read column by column.
 struct RowFetcher {
   const char* rows[kLanes];
   int64_t row_bytes;
@@ -29,11 +29,11 @@ struct RowFetcher {
   }
 };
 
-// sum_d max(q_d * min_d, q_d * max_d) is one dot product of length 2D: an entry {min, max} with {q-, q+}, where
-// q- = min(q, 0) and q+ = max(q, 0).
+// sum_d max(q_d * min_d, q_d * max_d) is one dot product of length 2D: an entry {min, max} with {q-, q+},
+// where q- = min(q, 0) and q+ = max(q, 0).
 template <class T, int kD>
-void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries, const int32_t* index,
-                  int n, float* out, int64_t out_stride) {
+void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries,
+                  const int32_t* index, int n, float* out, int64_t out_stride) {
   const int size = 2 * (kD ? kD : head_dim);
   const int64_t row_bytes = size * static_cast<int64_t>(sizeof(T));
   const int steps = G * (size / (2 * kLanes));

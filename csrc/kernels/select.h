@@ -14,9 +14,9 @@ inline uint32_t order_key(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The k-th largest of n keys, 1 <= k <= n; *above = how many are larger. A bucket select over the range the keys
-// really span: scores lie close together, and buckets by leading bits would hold them all in one or two. Each round
-// narrows the range 1024 times, so there are at most four, over ever fewer keys. Destroys keys.
+// The k-th largest of n keys, 1 <= k <= n; *above = how many are larger. A bucket select over the range the
+// keys really span: scores lie close together, and buckets by leading bits would hold them all in one or two.
+// Each round narrows the range 1024 times, so there are at most four, over ever fewer keys. Destroys keys.
 inline uint32_t kth_largest(uint32_t* keys, int n, int k, uint32_t* counts, int* above) {
   *above = 0;
   for (;;) {

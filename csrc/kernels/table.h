@@ -23,16 +23,20 @@ struct KernelTable {
   void (*score)(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float* out,
                 int64_t out_stride);
 
-  // heads[i] |= bit for the k largest of scores[n], 1 <= k <= n. Equal scores: the lower index first; -0 equals
-  // 0; NaN counts as -inf. The result is the same on every ISA. scratch: select_scratch_bytes(n) bytes,
-  // 4-byte aligned.
+  // heads[i] |= bit for the k largest of scores[n], 1 <= k <= n. Equal scores: the lower index first; -0
+  // equals 0; NaN counts as -inf. The result is the same on every ISA. scratch: select_scratch_bytes(n)
+  // bytes, 4-byte aligned.
   void (*select)(const float* scores, int n, int k, uint16_t bit, uint16_t* heads, void* scratch);
 
-  // Attention of G queries over a list of tiles of one KV head; tile i starts at tiles + pages[i] * 2 * 16 * D
-  // elements. q: KV dtype [G][D]. masks: [n][G], bit t = the head attends to token t of the page; nullptr = all.
-  // A token that no mask names may hold anything, NaN included. scale multiplies q.k.
-  // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k).
-  // A head that attends to nothing gets o = 0, lse = -inf.
+  // Attention of G queries over a list of tiles of one KV head.
+  //
+  // q: KV dtype [G][D]. Tile i starts at tiles + pages[i] * 2 * 16 * D elements.
+  //
+  // masks: [n][G], bit t = the head attends to token t of the page; nullptr = all. A token that no mask
+  // names may hold anything, NaN included.
+  //
+  // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k). A head that attends to
+  // nothing gets o = 0 and lse = -inf.
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, float* o, float* lse);
 
@@ -46,17 +50,17 @@ struct KernelTable {
   // tokens of a tile. Bit-identical on every ISA.
   void (*page_moments)(const void* tile, int D, double* sums);
 
-  // Merges two partial attentions into out (KV dtype [D]) and returns the merged LSE. A side whose LSE is -inf is
-  // not read; both -inf: out = 0 and -inf.
+  // Merges two partial attentions into out (KV dtype [D]) and returns the merged LSE. A side whose LSE is
+  // -inf is not read; both -inf: out = 0 and -inf.
   float (*merge_state)(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out);
 };
 
-// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16"), or nullptr when it is not compiled in or the CPU
-// or operating system lacks it.
+// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16"), or nullptr when it is not compiled in or
+// the CPU or operating system lacks it.
 const KernelTable* kernel_table(const char* isa, DType dtype);
 
-// The best table this CPU can run, or the one FLUXION_ISA names. Throws std::runtime_error for a name that cannot
-// be run.
+// The best table this CPU can run, or the one FLUXION_ISA names. Throws std::runtime_error for a name that
+// cannot be run.
 const KernelTable* best_kernel_table(DType dtype);
 
 // Writes at most max names the CPU can run, best last; returns how many there are.

@@ -22,7 +22,6 @@ const char* const kStatNames =
 namespace {
 
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
-const char* const kExecutorNames[kExecutors] = {"cpu", "torch", "gpu"};
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 

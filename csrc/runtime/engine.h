@@ -63,7 +63,7 @@ struct Selection {
 };
 
 // Blocks a head reads of a middle of `tokens` tokens in `blocks` blocks: ceil(budget * tokens / blk), at
-// least one, at most all. A thousandth of a block is forgiven, so that a budget which float32 rounds up
+// least one, at most all. A millionth is forgiven, so that a budget which float32 rounds up
 // (0.05) buys none too many.
 int blocks_of_budget(float budget, int tokens, int blk, int blocks);
 

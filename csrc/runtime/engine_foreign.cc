@@ -54,8 +54,9 @@ bool Engine::fail(int64_t claim, const std::string& message) {
   Executor executor;
   if (!queue_.holds(claim, &executor)) return false;
   const Task& t = tasks_[TaskQueue::task_of(claim)];
-  record_failure("The executor " + std::to_string(static_cast<int>(executor)) + " failed on request " +
-                 std::to_string(t.request) + ", KV head " + std::to_string(t.head) + ": " + message);
+  record_failure("The executor \"" + std::string(kExecutorNames[static_cast<int>(executor)]) +
+                 "\" failed on request " + std::to_string(t.request) + ", KV head " + std::to_string(t.head) +
+                 ": " + message);
   totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
   queue_.finish(claim);
   return true;

@@ -9,7 +9,7 @@
 namespace fluxion {
 
 int blocks_of_budget(float budget, int tokens, int blk, int blocks) {
-  const double wanted = std::ceil(static_cast<double>(budget) * tokens / blk - 1e-3);
+  const double wanted = std::ceil(static_cast<double>(budget) * tokens / blk * (1 - 1e-6));
   return static_cast<int>(std::clamp(wanted, 1.0, static_cast<double>(blocks)));
 }
 

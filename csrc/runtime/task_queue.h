@@ -9,6 +9,7 @@ namespace fluxion {
 
 enum class Executor : int { kCpu = 0, kTorch = 1, kGpu = 2 };
 inline constexpr int kExecutors = 3;
+inline constexpr const char* kExecutorNames[kExecutors] = {"cpu", "torch", "gpu"};
 
 // Tasks are the numbers 0..count-1; their order is their priority. The head is one word {round, count, next},
 // so a pop is one fetch_add that tells both which task was taken and of which round: a pop that straddles two

@@ -28,7 +28,9 @@ inline Vec keep(uint32_t bits, Vec x, Vec fill) {
   const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
   return _mm256_blendv_ps(fill, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, lane)));
 }
-inline Vec zero_below(Vec x, Vec limit, Vec v) { return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v); }
+inline Vec zero_below(Vec x, Vec limit, Vec v) {
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v);
+}
 inline Vec exp2_of_rounded(Vec t) {
   const __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
   return _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(0x3f800000)));

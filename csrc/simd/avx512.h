@@ -37,7 +37,8 @@ inline Vec exp2_of_rounded(Vec t) {
 inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
-  // Each step adds two halves of two vectors and so halves their number; the last order of lanes is the order of rows.
+  // Each step adds two halves of two vectors and so halves their number; the last order of lanes is the order
+  // of rows.
   Vec pairs[8], fours[4];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
@@ -47,7 +48,8 @@ inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    fours[i] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   // fours[i]: every 128-bit lane holds partial sums of rows 4i..4i+3.
   const Vec low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88),

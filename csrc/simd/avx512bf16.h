@@ -6,7 +6,8 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Multiplies bf16 as it lies in memory. The instruction reads and writes denormals as 0, far below any tolerance.
+// Multiplies bf16 as it lies in memory. The instruction reads and writes denormals as 0, far below any
+// tolerance.
 template <>
 struct Dot<BF16> {
   using Query = BF16;
@@ -18,9 +19,7 @@ struct Dot<BF16> {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(q)),
                             reinterpret_cast<__m512bh>(_mm512_loadu_si512(k)));
   }
-  static Vec tail(Vec sum, const Query* q, const BF16* k) {
-    return _mm512_dpbf16_ps(sum, half(q), half(k));
-  }
+  static Vec tail(Vec sum, const Query* q, const BF16* k) { return _mm512_dpbf16_ps(sum, half(q), half(k)); }
 
  private:
   static __m512bh half(const BF16* p) {

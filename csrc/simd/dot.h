@@ -2,8 +2,8 @@
 
 #include "simd/types.h"
 
-// How a query is laid out for dot products with rows of T. This is the way of every ISA that multiplies floats; an
-// ISA that multiplies bf16 specialises it.
+// How a query is laid out for dot products with rows of T. This is the way of every ISA that multiplies
+// floats; an ISA that multiplies bf16 specialises it.
 namespace fluxion::FLUXION_ISA {
 namespace {
 

@@ -3,9 +3,10 @@
 #include "simd/types.h"
 
 // The vocabulary of the kernels, here with one lane; the other headers of this folder define the same names.
-// A "pair" is 2 * kLanes consecutive elements held in two vectors. Which element goes to which lane is the ISA's own
-// business (for bf16 the even ones and the odd ones, as that costs one instruction a vector), so only load_pair and
-// store_pair may assume it. min and max are (a < b ? a : b) and (a > b ? a : b): a NaN in either gives b.
+// A "pair" is 2 * kLanes consecutive elements held in two vectors. Which element goes to which lane is the
+// ISA's own business (for bf16 the even ones and the odd ones, as that costs one instruction a vector), so
+// only load_pair and store_pair may assume it. min and max are (a < b ? a : b) and (a > b ? a : b): a NaN in
+// either gives b.
 namespace fluxion::FLUXION_ISA {
 namespace {
 

@@ -2,9 +2,10 @@
 
 #include <cstdint>
 
-// Everything below simd/ and kernels/ that is compiled once an ISA lives in an unnamed namespace inside a namespace
-// named by the ISA, and uses nothing of std: a template or inline function with external linkage would be a weak
-// symbol, of which the linker keeps one copy for the whole library, possibly the one with AVX instructions.
+// Everything below simd/ and kernels/ that is compiled once an ISA lives in an unnamed namespace inside a
+// namespace named by the ISA, and uses nothing of std: a template or inline function with external linkage
+// would be a weak symbol, of which the linker keeps one copy for the whole library, possibly the one with AVX
+// instructions.
 namespace fluxion::FLUXION_ISA {
 namespace {
 

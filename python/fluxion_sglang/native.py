@@ -1,13 +1,15 @@
 """The native library: loading it, and typed wrappers of its functions.
 
-Everything here takes and returns CPU tensors; nothing copies them. The library knows nothing of torch: tensors cross
-as DLPack through apache-tvm-ffi. Sizes in tokens or pages are said in each docstring; a page has 16 tokens.
+Everything here takes and returns CPU tensors; nothing copies them. The library knows nothing of torch:
+tensors cross as DLPack through apache-tvm-ffi. Sizes are in tokens or pages, as each docstring says; a page has 16
+tokens.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,8 +27,8 @@ CLAIM_INDEX_MASK = (1 << 18) - 1
 _LIBRARY = Path(__file__).parent / "_native" / "libfluxion.so"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
-# These wait for other threads, or run long: Python threads go on meanwhile. The others return within microseconds, and
-# giving the lock away could cost them a whole switch interval.
+# These wait for other threads, or run long: Python threads go on meanwhile. The others return within
+# microseconds, and giving the lock away could cost them a whole switch interval.
 _BLOCKING = frozenset(
     {
         "workers_create",
@@ -51,6 +53,26 @@ def library_path() -> Path:
     return Path(os.environ.get("FLUXION_LIBRARY") or _LIBRARY)
 
 
+def _check_complete(path: Path) -> None:
+    """Raises OSError unless an ELF file has all its segments: a truncated one kills the loader (SIGBUS)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            raise OSError("it is no 64-bit ELF library")
+        (table,) = struct.unpack_from("<Q", header, 32)
+        entry, count = struct.unpack_from("<HH", header, 54)
+        file.seek(table)
+        segments = file.read(entry * count)
+    if len(segments) < entry * count:
+        raise OSError("it is truncated")
+    for at in range(0, entry * count, entry):
+        (offset,) = struct.unpack_from("<Q", segments, at + 8)
+        (length,) = struct.unpack_from("<Q", segments, at + 32)
+        if offset + length > size:
+            raise OSError("it is truncated")
+
+
 @cache
 def library() -> tvm_ffi.Module:
     """The loaded library.
@@ -61,22 +83,23 @@ def library() -> tvm_ffi.Module:
     path = library_path()
     if not path.is_file():
         raise NativeLibraryError(
-            f"The native library {path} does not exist; reinstall fluxion-sglang, or set FLUXION_LIBRARY to a built "
-            "libfluxion.so."
+            f"The native library {path} does not exist; reinstall fluxion-sglang, or set FLUXION_LIBRARY to "
+            "a built libfluxion.so."
         )
     try:
+        _check_complete(path)
         module = tvm_ffi.load_module(path)
         version = int(module.get_function("abi_version")())
     except Exception as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise NativeLibraryError(
-            f"The native library {path} cannot be loaded ({reason}); reinstall fluxion-sglang on this machine, or "
-            "unset FLUXION_LIBRARY."
+            f"The native library {path} cannot be loaded ({reason}); reinstall fluxion-sglang on this "
+            "machine, or unset FLUXION_LIBRARY."
         ) from error
     if version != ABI_VERSION:
         raise NativeLibraryError(
-            f"The native library {path} has ABI version {version} and this package needs {ABI_VERSION}; reinstall "
-            "fluxion-sglang so that both come from the same version, or unset FLUXION_LIBRARY."
+            f"The native library {path} has ABI version {version} and this package needs {ABI_VERSION}; "
+            "reinstall fluxion-sglang so that both come from the same version, or unset FLUXION_LIBRARY."
         )
     return module
 
@@ -95,8 +118,8 @@ def topology() -> dict[str, Any]:
     Returns:
         cores (list[int], best first), numa (list of {id, cores}), huge_pages ("always", "madvise", "never",
         "unknown"), cgroup_version (0, 1, 2), cgroup_limit_bytes and cgroup_available_bytes (-1: unlimited),
-        mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas (list[str], best last),
-        isa (the one in use) and isa_error (why none is, or "").
+        mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas (list[str], best
+        last), isa (the one in use) and isa_error (why none is, or "").
     """
     report: dict[str, Any] = json.loads(str(function("topology_json")()))
     return report
@@ -122,7 +145,8 @@ class Workers:
 
     Args:
         count: threads, the caller included.
-        cores: int32 core numbers for the others, thread w on cores[w % len]; None: every core this process may use.
+        cores: int32 core numbers for the others, thread w on cores[w % len]; None: every core this process
+            may use.
 
     Raises:
         ValueError: a bad count, or a core this process may not run on.
@@ -182,18 +206,20 @@ class NativePool:
         return str(function("pool_isa")(self.handle))
 
     def tensor(self, name: str, layer: int) -> torch.Tensor:
-        """A view of a layer's memory, which stays mapped as long as the view lives (H heads, P pages, D head_dim).
+        """A view of a layer's memory, which stays mapped as long as the view lives.
 
-        Args:
+        Args (H KV heads, P pages, D head_dim):
             name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page.
-                "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of 2^j pages;
-                coarse levels live at [last page >> j].
+                "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of
+                2^j pages; coarse levels live at [last page >> j].
                 "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
                 "moments" [H, P, 2 D + 8] float64: sums along the path of k, v, |k|^1..4, |v|^1..4.
         """
         view = self._views.get((name, layer))
         if view is None:
-            view = self._views[name, layer] = torch.from_dlpack(function("pool_tensor")(self.handle, name, layer))
+            view = self._views[name, layer] = torch.from_dlpack(
+                function("pool_tensor")(self.handle, name, layer)
+            )
         return view
 
     def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -222,12 +248,20 @@ class NativePool:
         self._append_decode(self.handle, layer, seq_lens, page_table, k, v)
 
     def fill_window(
-        self, layer: int, windows: torch.Tensor, row: int, n: int, pages: torch.Tensor, sinks: int, window: int
+        self,
+        layer: int,
+        windows: torch.Tensor,
+        row: int,
+        n: int,
+        pages: torch.Tensor,
+        sinks: int,
+        window: int,
     ) -> None:
         """Copy the sinks and window of a request of n tokens into a row of the device windows.
 
         Args:
-            windows: [H, rows * S / 16, 2, 16, D], KV dtype, S = sinks + window + 16. pages: [>= ceil(n / 16)] int32.
+            windows: [H, rows * S / 16, 2, 16, D], KV dtype, S = sinks + window + 16.
+            pages: [>= ceil(n / 16)] int32.
             sinks, window: tokens, multiples of 16.
 
         Raises:
@@ -250,13 +284,14 @@ class NativePool:
 class NativeEngine:
     """Runs the layers of decode steps: resident attention, the task queue, the merge.
 
-    Step, begin and finish belong to one thread; foreign executors may use the queue from any thread. The engine uses
-    the workers of its pool.
+    Step, begin and finish belong to one thread; foreign executors may use the queue from any thread. The
+    engine uses the workers of its pool.
 
     Args:
         q_heads: a multiple of the pool's KV heads, at most 16 times as many (the group, G).
         sinks: tokens, 16 * the pool's sink_pages. window: tokens, a multiple of 16.
-        max_requests, max_pages: capacities to start with (requests of a step, pages of a request); `step` grows them.
+        max_requests, max_pages: capacities to start with (requests of a step, pages of a request); `step`
+            grows them.
         attend_union: a head with a budget also attends to what the other heads of its group chose.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
@@ -278,7 +313,9 @@ class NativeEngine:
         attend_union: bool,
     ) -> None:
         if workers is not pool.workers:
-            raise ValueError("The engine uses the workers of its pool; pass the Workers the pool was created with.")
+            raise ValueError(
+                "The engine uses the workers of its pool; pass the Workers the pool was created with."
+            )
         self.pool = pool
         self.handle = function("engine_create")(
             pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union
@@ -306,7 +343,8 @@ class NativeEngine:
         A request with a length or page id out of range fails every layer of the step, in `layer_finish`.
 
         Args:
-            rows: [B] int32, rows of the device windows, all different. seq_lens: [B] int32, this step's token included.
+            rows: [B] int32, rows of the device windows, all different.
+            seq_lens: [B] int32, this step's token included.
             page_table: [B, M] int32, physical page of every logical page.
         """
         self._step(self.handle, rows, seq_lens, page_table)
@@ -328,8 +366,8 @@ class NativeEngine:
 
         Args:
             q: [B, Hq, D], KV dtype.
-            k, v: [B, H, D], KV dtype, the token at position n - 1: written to its window slot and to the host. None:
-                both places have it already.
+            k, v: [B, H, D], KV dtype, the token at position n - 1: written to its window slot and to the
+                host. None: both places have it already.
             windows: [H, rows * S / 16, 2, 16, D], KV dtype. None: `set_resident` delivers resident attention.
             blk: [B, H] int32, block size in tokens (16, 32, 64, 128), 0 for no task.
             budget: [B, Hq] float32, fraction of the middle each head reads; 0 is a streaming head.
@@ -341,8 +379,9 @@ class NativeEngine:
             The number of tasks.
 
         Raises:
-            ValueError: a shape, dtype or layer that does not fit; no layer is open then. A layer that was begun before
-                and not finished is abandoned.
+            ValueError: a shape, dtype or layer that does not fit; nothing was started.
+
+        A layer that was begun before and not finished is abandoned: nothing of it is written any more.
         """
         empty = self._empty
         in_use = tuple(t for t in (q, k, v, windows, out) if t is not None)
@@ -417,8 +456,9 @@ class NativeEngine:
         return int(self._selection(self.handle, claim, pages, masks))
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, middle_tokens and
-        tokens_read (summed over query heads), tile_bytes and metadata_bytes (of native tasks)."""
+        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, middle_tokens
+        and tokens_read (summed over query heads), tile_bytes and metadata_bytes (of native tasks).
+        """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)
         return dict(zip(self._stat_names, out.tolist(), strict=True))

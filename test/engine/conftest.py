@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cases
-from server import Server
+from server import Completion, Server
 
 
 @pytest.fixture(scope="session")
@@ -16,15 +16,15 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(logs: Path) -> dict[str, list[int]]:
+def reference(logs: Path) -> dict[str, Completion]:
     """Greedy tokens of plain SGLang (torch_native, float32, the flag absent) for every case, and the second turn."""
     answers = {}
     with Server("--chunked-prefill-size", "-1", fluxion=None, log=logs / "reference.log") as server:
         for name, (ids, new) in cases.all_cases().items():
-            answers[name] = server.generate(ids, new).tokens
-            assert len(answers[name]) == new, name
+            answers[name] = server.generate(ids, new)
+            assert len(answers[name].tokens) == new, name
         first = cases.all_cases()["length-2000"][0]
-        turn = cases.second_turn(first, answers["length-2000"])
-        answers["second-turn"] = server.generate(turn, cases.TURN_NEW).tokens
+        turn = cases.second_turn(first, answers["length-2000"].tokens)
+        answers["second-turn"] = server.generate(turn, cases.TURN_NEW)
         server.assert_clean()
     return answers

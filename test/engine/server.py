@@ -31,9 +31,10 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came back: the new token ids, how many prompt tokens were cached, and why it ended."""
+    """What came back: the new token ids and their log probabilities, how many prompt tokens were cached, why it ended."""
 
     tokens: list[int]
+    logprobs: list[float]
     cached: int
     finish: dict[str, Any]
     raw: dict[str, Any] = field(repr=False, compare=False)
@@ -58,6 +59,8 @@ class Server:
     ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
+        # SGLang's own guess of this fraction is negative on a small machine when prefill is not chunked.
+        command += ["--mem-fraction-static", "0.4"]
         command += ["--dtype", dtype, "--device", "cpu", "--skip-server-warmup", "--enable-metrics"]
         if "--max-running-requests" not in flags:
             command += ["--max-running-requests", "16"]
@@ -120,13 +123,15 @@ class Server:
         body = {
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            "return_logprob": True,
             **extra,
         }
         raw = requests.post(self.url + "/generate", json=body, timeout=900).json()
         if "output_ids" not in raw:
-            return Completion([], 0, raw, raw)
+            return Completion([], [], 0, raw, raw)
         meta = raw["meta_info"]
-        return Completion(raw["output_ids"], meta["cached_tokens"], meta["finish_reason"], raw)
+        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]  # none where nothing was generated
+        return Completion(raw["output_ids"], logprobs, meta["cached_tokens"], meta["finish_reason"], raw)
 
     def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
         """The same, concurrently."""

@@ -57,10 +57,6 @@ def surfaces(folder: Path) -> dict[str, Any]:
     for name, record in records.items():
         found[name] = [record.enable_fluxion, record.fluxion_config]
 
-    # The native library is another matter.
-    import fluxion_sglang
-
-    fluxion_sglang.native = sys.modules["fluxion_sglang.native"] = SimpleNamespace(library=lambda: None)  # type: ignore
     records["flags"].resolve_once()
     records["none"].resolve_once()
     resolved = records["flags"].resolved_dict()
@@ -108,25 +104,22 @@ def _help(words: list[str]) -> str:
 
 def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
     """What a scheduler or a rank of one_batch does: unpickle a record, install it, and go on to the pools."""
-    import fluxion_sglang
+    import pkgutil
 
-    fluxion_sglang.native = sys.modules["fluxion_sglang.native"] = SimpleNamespace(library=lambda: None)  # type: ignore
-    from fluxion_sglang.sglang.plugin import HOOKS
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.models import utils
     from sglang.srt.runtime_context import get_context, publish
 
+    from fluxion_sglang.sglang.plugin import HOOKS
+
     def targets() -> list[Any]:
-        return [
-            KVCacheConfigurator._resolve_memory_pool_config,
-            KVCacheConfigurator._build_token_to_kv_pool,
-            utils.enable_fused_set_kv_buffer,
-        ]
+        return [pkgutil.resolve_name(need.path) for need in HOOKS]
+
+    def unchanged(now: list[Any], then: list[Any]) -> bool:
+        return all(a is b for a, b in zip(now, then, strict=True))
 
     originals = targets()
     publish(without, role="scheduler")
     answer: dict[str, Any] = {
-        "untouched without the flag": [now is then for now, then in zip(targets(), originals, strict=True)],
+        "untouched without the flag": unchanged(targets(), originals),
         "hooked without": get_context().config_bag("fluxion").hooked,
     }
     publish(with_flag, role="scheduler")
@@ -134,20 +127,16 @@ def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
     answer |= {
         "record": [with_flag.enable_fluxion, with_flag.fluxion_config],
         "hooked with": get_context().config_bag("fluxion").hooked,
-        "original inside": [now.__wrapped__ is then for now, then in zip(targets(), originals, strict=True)],
+        "original inside": unchanged([target.__wrapped__ for target in targets()], originals),
         "applied": [compat.is_applied(need, hook) for need, hook in HOOKS.items()],
     }
     # Back to a server without the flag in the same process: the hooks stay and pass everything through.
     publish(without, role="scheduler")
-    calls: list[Any] = []
-    plain = SimpleNamespace(server_args=without)
-    for need, hook in HOOKS.items():
-        arguments = () if need is compat.FUSED_KV_WRITE else (plain,)
-        calls.append(hook(lambda *given, **named: [given, named], *arguments))
-    answer["passed through"] = calls == [[(plain,), {}], [(plain,), {}], [(), {}]]
-    answer["modules"] = [
-        m for m in sys.modules if m in ("fluxion_sglang.sglang.pools", "fluxion_sglang.sglang.backend")
-    ]
+    first = SimpleNamespace(server_args=without)
+    calls = [hook(lambda *given, **named: [given, named], first, named=1) for hook in HOOKS.values()]
+    answer["passed through"] = all(call == [(first,), {"named": 1}] for call in calls)
+    heavy = ("pools", "backend", "failures")
+    answer["modules"] = [name for name in heavy if f"fluxion_sglang.sglang.{name}" in sys.modules]
     send.send(answer)
 
 
@@ -173,7 +162,7 @@ def test_activation_is_light_and_in_time(found: dict[str, Any]) -> None:
 
     early = found["at_import"]
     assert early["too late"] is False
-    assert ("PortableCpuPlatform" == early["platform"]) == (not torch.cuda.is_available())
+    assert (early["platform"] == "PortableCpuPlatform") == (not torch.cuda.is_available())
     assert set(early["modules"]) <= {
         "fluxion_sglang",
         "fluxion_sglang.sglang",
@@ -212,9 +201,11 @@ def test_the_flag_decides_backend_and_page_size(found: dict[str, Any]) -> None:
 def test_a_spawned_process_gets_options_and_hooks(found: dict[str, Any]) -> None:
     spawned = found["spawned"]
     assert spawned["record"] == [True, CONFIG]
-    assert spawned["untouched without the flag"] == [True] * 3
+    assert spawned["untouched without the flag"] is True
     assert (spawned["hooked without"], spawned["hooked with"]) == (False, True)
-    assert spawned["applied"] == spawned["original inside"] == [True] * 3
+    assert spawned["original inside"] is True
+    assert spawned["applied"]
+    assert all(spawned["applied"])
     assert spawned["passed through"] is True
     assert spawned["modules"] == []  # pools and backend are imported when a pool is built, not before
 

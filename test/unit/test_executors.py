@@ -30,7 +30,7 @@ def test_full_is_exact_at_every_kind_of_length(executors: str, dtype: torch.dtyp
             assert error(got, want) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     blk=st.sampled_from([16, 32, 64, 128]), budget=st.floats(0.01, 1.0), union=st.booleans(),
     lengths=st.lists(st.integers(337, 1500), min_size=1, max_size=3), seed=st.integers(0, 2**16),
@@ -80,7 +80,7 @@ def test_stale_rows_are_named_and_heal() -> None:
         assert error(got, want) < 1e-5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(start=st.integers(0, 1200), count=st.integers(1, 200), seed=st.integers(0, 2**16))
 def test_extend_over_a_host_prefix_is_exact(start: int, count: int, seed: int) -> None:
     world = World(layers=1, seed=seed)

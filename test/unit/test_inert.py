@@ -1,16 +1,15 @@
 """Without the flag the plug-in leaves no trace in SGLang.
 
-The same script runs in two processes, with the plug-in active and with it kept out (SGLANG_PLUGINS names no
-plug-in),
-and everything it can observe must be equal. Two things are visible, and excepted by name: the two options
-themselves (and "fluxion" as a choice of attention backend), and, on a machine without an accelerator, the CPU
-platform: SGLang alone does not start there. Both processes use that platform, so that there is something to
-    compare.
+The same script runs in two processes, with the plug-in active and with it kept out, and everything it can
+observe must be equal. Two things are visible, and excepted by name: the two options themselves (and "fluxion"
+as a choice of attention backend), and, on a machine without an accelerator, the CPU platform: SGLang alone
+does not start there. Both processes use that platform, so that there is something to compare.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,26 +17,20 @@ from typing import Any
 
 import pytest
 
+from fluxion_sglang.sglang.plugin import HOOKS
+
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 
 
-def observe(active: bool) -> dict[str, Any]:
-    """Runs in a process of its own: what a scheduler process does up to its pools, and what can be seen then.
-    """
+def observe() -> dict[str, Any]:
+    """Runs in a process of its own: what a scheduler does up to its pools, and what can be seen then."""
     import hashlib
+    import importlib
     import inspect
-    import os
     import signal
     import threading
 
     before = {"env": dict(os.environ), "hook": sys.excepthook, "finders": list(map(repr, sys.meta_path))}
-    if not active:
-        import sglang.srt.platforms as platforms
-
-        from fluxion_sglang.sglang.cpu_platform import PortableCpuPlatform
-
-        if platforms.current_platform.device_name in ("", "unknown", None) or not _has_accelerator():
-            platforms._current_platform = PortableCpuPlatform()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -50,10 +43,7 @@ def observe(active: bool) -> dict[str, Any]:
     publish(args, role="scheduler")
     from sglang.srt.arg_groups import overrides
     from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.managers import scheduler
-    from sglang.srt.mem_cache import kv_cache_configurator as configurator
     from sglang.srt.model_executor import model_runner
-    from sglang.srt.models import qwen3_moe, utils
     from sglang.srt.platforms import current_platform
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -82,7 +72,8 @@ def observe(active: bool) -> dict[str, Any]:
                         functions[f"{name}.{method}"] = code(raw)
         return functions
 
-    modules = (configurator, utils, model_runner, attention_registry, overrides, scheduler)
+    modules = [model_runner, attention_registry, overrides]
+    modules += [importlib.import_module(need.module) for need in HOOKS]
     resolved = args.resolved_dict()
     return {
         "resolved": {key: repr(value) for key, value in resolved.items()},
@@ -91,7 +82,6 @@ def observe(active: bool) -> dict[str, Any]:
         "bags": sorted(get_context()._config_bags),
         "platform": type(current_platform).__name__,
         "functions": {module.__name__: module_code(module) for module in modules},
-        "stale bindings": qwen3_moe.enable_fused_set_kv_buffer is utils.enable_fused_set_kv_buffer,
         "attention backends": sorted(attention_registry.ATTENTION_BACKENDS),
         "hooks": sorted(HookRegistry._hooks),
         "patched": sorted(HookRegistry._patched),
@@ -106,31 +96,44 @@ def observe(active: bool) -> dict[str, Any]:
     }
 
 
-def _has_accelerator() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available() or torch.accelerator.is_available())
-
-
 if __name__ == "__main__":
-    print("FOUND" + json.dumps(observe(sys.argv[1] == "active")))
+    print("FOUND" + json.dumps(observe()))
+
+
+PLATFORM_ALONE = """
+from fluxion_sglang.sglang.bootstrap import _CPU_PLATFORM, _has_own_platform
+
+def activate():
+    return None if _has_own_platform() else _CPU_PLATFORM
+"""
 
 
 @pytest.fixture(scope="module")
-def both() -> tuple[dict[str, Any], dict[str, Any]]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     from test_bootstrap import environment
+
+    # A plug-in that brings the CPU platform and nothing else.
+    site = tmp_path_factory.mktemp("site")
+    (site / "platform_alone.py").write_text(PLATFORM_ALONE)
+    info = site / "platform_alone-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: platform-alone\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.platforms]\nplatform-alone = platform_alone:activate\n"
+    )
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
 
     # Together: each is mostly waiting for imports.
     runs = [
         subprocess.Popen(
-            [sys.executable, __file__, mode],
-            # The variable is there both times, or it would be a difference of the environment.
-            env=environment(SGLANG_PLUGINS=plugins),
+            [sys.executable, __file__],
+            # The variables are there both times, or they would be a difference of the environment.
+            env=environment(SGLANG_PLUGINS=plugins, PYTHONPATH=path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for mode, plugins in (("active", "fluxion"), ("absent", "none-of-them"))
+        for plugins in ("fluxion", "platform-alone")
     ]
     results = []
     for run in runs:
@@ -147,8 +150,8 @@ OURS = {"enable_fluxion": "False", "fluxion_config": "None"}
 def test_the_plug_in_was_there_once(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     active, absent = both
     assert set(active["resolved"]) - set(absent["resolved"]) == set(OURS)
-    assert "fluxion_sglang.sglang.bootstrap" in active["modules of ours"]
-    assert "fluxion_sglang.sglang.bootstrap" not in absent["modules of ours"]
+    assert "fluxion_sglang.sglang.server_fields" in active["modules of ours"]
+    assert "fluxion_sglang.sglang.server_fields" not in absent["modules of ours"]
 
 
 def test_every_option_resolves_to_the_same(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -162,7 +165,7 @@ def test_every_option_resolves_to_the_same(both: tuple[dict[str, Any], dict[str,
 @pytest.mark.parametrize(
     "what",
     [
-        *("platform", "functions", "stale bindings", "attention backends", "hooks", "patched", "threads"),
+        *("platform", "functions", "attention backends", "hooks", "patched", "threads"),
         *("environment", "signals", "excepthook", "finders"),
     ],
 )
@@ -173,16 +176,11 @@ def test_nothing_else_differs(both: tuple[dict[str, Any], dict[str, Any]], what:
 
 def test_the_targets_of_the_hooks_are_sglangs_own(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     functions = both[0]["functions"]
-    configurator = functions["sglang.srt.mem_cache.kv_cache_configurator"]
-    for found in (
-        configurator["KVCacheConfigurator._resolve_memory_pool_config"],
-        configurator["KVCacheConfigurator._build_token_to_kv_pool"],
-        functions["sglang.srt.models.utils"]["enable_fused_set_kv_buffer"],
-    ):
-        file, _, _, no_closure, wrapped, _ = found
-        assert file in ("kv_cache_configurator.py", "utils.py")
-        assert no_closure
-        assert not wrapped
+    for need in HOOKS:
+        file, _, _, no_closure, wrapped, _ = functions[need.module][need.name]
+        assert file == need.module.rpartition(".")[2] + ".py"
+        # Only a decorator of SGLang's own may wrap it.
+        assert [no_closure, wrapped] == both[1]["functions"][need.module][need.name][3:5]
 
 
 def test_only_the_light_modules_are_imported(both: tuple[dict[str, Any], dict[str, Any]]) -> None:

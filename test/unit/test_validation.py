@@ -72,15 +72,6 @@ def server_args() -> Any:
     return ServerArgs
 
 
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests need no native library: only that the step which loads it passes."""
-    module: Any = ModuleType("fluxion_sglang.native")
-    module.library = lambda: None
-    monkeypatch.setitem(sys.modules, "fluxion_sglang.native", module)
-    monkeypatch.setattr("fluxion_sglang.native", module, raising=False)
-
-
 @pytest.fixture(autouse=True)
 def _keep_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -93,7 +84,7 @@ def test_every_option_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("field", REFUSED_OPTIONS)
-def test_a_server_with_the_option_does_not_start(field: str, server_args: Any, native: None) -> None:
+def test_a_server_with_the_option_does_not_start(field: str, server_args: Any) -> None:
     value, instead = REFUSED_OPTIONS[field]
     args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, **{field: value})
     with pytest.raises(ConfigError) as caught:
@@ -159,7 +150,7 @@ def test_a_missing_native_library_is_refused(server_args: Any, monkeypatch: pyte
         args.resolve_once()
 
 
-def test_what_follows_from_the_flag(server_args: Any, native: None) -> None:
+def test_what_follows_from_the_flag(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, dtype="float32")
@@ -172,7 +163,7 @@ def test_what_follows_from_the_flag(server_args: Any, native: None) -> None:
 
 
 def test_the_overlap_scheduler_is_off_where_the_host_is_waited_for(
-    server_args: Any, native: None, monkeypatch: pytest.MonkeyPatch
+    server_args: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -317,7 +308,7 @@ def test_a_kv_cache_of_another_type_is_refused(needle: Any) -> None:
         validation.check_model(changed(needle, dtype=torch.float32), args)
 
 
-def test_half_precision_by_default_is_refused_with_what_to_add(server_args: Any, native: None) -> None:
+def test_half_precision_by_default_is_refused_with_what_to_add(server_args: Any) -> None:
     override = '{"dtype": "float16"}'
     args = server_args(
         model_path=NEEDLE, device="cpu", enable_fluxion=True, json_model_override_args=override
@@ -435,9 +426,7 @@ def test_a_name_that_moved_is_refused(need: Need, words: str) -> None:
     assert words in problem
 
 
-def test_a_failed_activation_is_refused(
-    server_args: Any, native: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_activation_is_refused(server_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "activation_problem", "--enable-fluxion is not available.")
     with pytest.raises(CompatError, match="not available"):
         server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True).resolve_once()

@@ -69,11 +69,13 @@ BUILD_POOL = Need(
     ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
 )
 FUSED_KV_WRITE = Need("sglang.srt.models.utils", "enable_fused_set_kv_buffer", ("forward_batch",))
+RUN_BATCH = Need("sglang.srt.managers.tp_worker", "TpModelWorker.forward_batch_generation")
 
 NEEDS = (
     RESOLVE_POOL,
     BUILD_POOL,
     FUSED_KV_WRITE,
+    RUN_BATCH,
     Need("sglang.srt.plugins.hook_registry", "HookRegistry.register"),
     Need("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks"),
     Need("sglang.srt.plugins.hook_registry", "HookType.AROUND"),
@@ -91,6 +93,12 @@ NEEDS = (
     Need("sglang.srt.configs.model_config", "AttentionArch.MHA"),
     Need("sglang.srt.environ", "envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
     Need("sglang.srt.runtime_context", "get_context"),
+    Need("sglang.srt.runtime_context", "get_parallel"),
+    Need("sglang.srt.mem_cache.host_memory", "available_host_memory_bytes", ("allow_cgroup_fallback",)),
+    Need("sglang.srt.mem_cache.memory_pool", "KVCache"),
+    Need("sglang.srt.mem_cache.pool_host.base", "ranks_per_host", ()),
+    Need("sglang.srt.models.utils", "get_token_to_kv_pool", ()),
+    Need("sglang.srt.managers.schedule_batch", "FINISH_ABORT"),
 )
 
 

@@ -8,6 +8,7 @@ the pass computed may enter the radix tree.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -27,10 +28,14 @@ class FailureGuard:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._contained = False
+        self._passes = 0
+        # Fault injection: the number of the pass whose attention fails, counted from 1.
+        self._faulty_pass = int(os.environ.get("FLUXION_FAULT_PASS", "0"))
 
     @contextmanager
     def containing(self) -> Iterator[FailureGuard]:
         self.reason, self._contained = None, True
+        self._passes += 1
         try:
             yield self
         finally:
@@ -42,6 +47,8 @@ class FailureGuard:
             return attention()
         if self.reason is None:
             try:
+                if self._passes == self._faulty_pass:
+                    raise RuntimeError("injected fault")
                 return attention()
             except RuntimeError as error:
                 self.reason = str(error)

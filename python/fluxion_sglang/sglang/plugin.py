@@ -39,6 +39,14 @@ def _enable_fused_set_kv_buffer(original: Callable[..., Any], *args: Any, **kwar
     return pools.enable_fused_set_kv_buffer(original, *args, **kwargs)
 
 
+def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _enabled_here():
+        return original(self, *args, **kwargs)
+    from fluxion_sglang.sglang import failures
+
+    return failures.forward_batch_generation(original, self, *args, **kwargs)
+
+
 def _make_backend(runner: Any) -> Any:
     from fluxion_sglang.sglang.backend import FluxionAttnBackend
 
@@ -49,6 +57,7 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.RESOLVE_POOL: _resolve_memory_pool_config,
     compat.BUILD_POOL: _build_token_to_kv_pool,
     compat.FUSED_KV_WRITE: _enable_fused_set_kv_buffer,
+    compat.RUN_BATCH: _forward_batch_generation,
 }
 
 

@@ -21,7 +21,6 @@ from fluxion_sglang.executor.cpu import create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.sglang import validation
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,6 @@ def resolve_memory_pool_config(
     resolved = original(configurator, pre_model_load_memory)
     if configurator.is_draft_worker:
         return resolved
-    validation.check_model(configurator.model_config, configurator.server_args)
     config, shape = _config(configurator), _shape(configurator)
     placement = Placement(config.sinks, config.window)
     available = available_host_memory_bytes(allow_cgroup_fallback=True) // ranks_per_host()

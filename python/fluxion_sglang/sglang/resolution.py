@@ -39,9 +39,10 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
 
     view = resolving_view(server_args)
     validation.check_options(view)
-    from fluxion_sglang import native
+    from fluxion_sglang import native, openmp
 
     native.library()  # raises NativeLibraryError
+    openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
     declare_resolution(server_args, "fluxion", attention_backend="fluxion", page_size=PAGE)
     if view.device != "cpu" and not view.disable_overlap_schedule:
@@ -68,8 +69,31 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     """The model's configuration is read here; SGLang has settled where it comes from."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-    validation.check_model(model_config_of(server_args), resolving_view(server_args))
+    model, view = model_config_of(server_args), resolving_view(server_args)
+    validation.check_model(model, view)
+    _check_host_pool(model, view)
     previous(server_args)
+
+
+def _check_host_pool(model: Any, view: Any) -> None:
+    """Refuse a host pool that cannot fit before any process is started for it.
+
+    The ranks size it again once the weights are loaded and less memory is left: what is refused here is refused there.
+    """
+    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+
+    from fluxion_sglang.kv.host_pool import KVShape, plan_tokens
+
+    attention_ranks = view.tp_size // (view.dp_size if view.enable_dp_attention else 1)
+    shape = KVShape(
+        layers=max(model.num_attention_layers // view.pp_size, 1),
+        kv_heads=model.get_num_kv_heads(attention_ranks),
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+    )
+    ranks_here = max(view.tp_size * view.pp_size // view.nnodes, 1)
+    available = available_host_memory_bytes(allow_cgroup_fallback=True) // ranks_here
+    plan_tokens(FluxionConfig.parse(view.fluxion_config), shape, available)
 
 
 def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step) -> None:

@@ -1,0 +1,246 @@
+"""Requests over one native pool and engine, kept twice: there, and as plain tensors to check against."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [D], k and v [n, D] -> o [D], LSE, in float64; nothing attended: 0, -inf."""
+    scores = (k.double() @ q.double()) * scale
+    lse = scores.logsumexp(0) if len(scores) else torch.tensor(-math.inf, dtype=torch.float64)
+    return (scores - lse).exp() @ v.double(), lse
+
+
+def block_bounds(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Upper bound of q [D] . k over the keys [n, D] of one block, from their min and max, float64."""
+    lo, hi = keys.double().amin(0), keys.double().amax(0)
+    return torch.maximum(q.double() * lo, q.double() * hi).sum()
+
+
+@dataclass
+class Request:
+    """`keys`, `values`: per layer [n, H, D]. `pages`: physical page of every logical page."""
+
+    row: int
+    pages: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.keys[0].shape[0]
+
+
+@dataclass
+class Plan:
+    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32 of one layer."""
+
+    blk: torch.Tensor
+    budget: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass
+class NativeWorld:
+    """A pool, an engine and windows without the layers above them.
+
+    Pages are dealt out in a shuffled order; windows and outputs start as NaN.
+    """
+
+    layers: int = 1
+    heads: int = 2
+    group: int = 2
+    dim: int = 32
+    dtype: torch.dtype = torch.float32
+    pages: int = 256
+    rows: int = 6
+    workers: int = 2
+    placement: Placement = field(default_factory=lambda: Placement(sinks=32, window=48))
+    attend_union: bool = True
+    isa: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(self.seed)
+        self.scale = self.dim**-0.5
+        pool_workers = Workers(self.workers)
+        self.pool = NativePool(
+            pool_workers,
+            layers=self.layers,
+            kv_heads=self.heads,
+            pages=self.pages,
+            head_dim=self.dim,
+            dtype=self.dtype,
+            sink_pages=self.placement.sink_pages,
+            isa=self.isa,
+        )
+        self.engine = NativeEngine(
+            pool_workers,
+            self.pool,
+            q_heads=self.q_heads,
+            sinks=self.placement.sinks,
+            window=self.placement.window,
+            max_requests=1,
+            max_pages=1,
+            attend_union=self.attend_union,
+        )
+        size = (self.heads, self.rows * self.placement.slot_pages, 2, PAGE, self.dim)
+        self.windows = [torch.full(size, torch.nan, dtype=self.dtype) for _ in range(self.layers)]
+        self.free = (torch.randperm(self.pages - 1, generator=self.random) + 1).tolist()
+        self.free_rows = torch.randperm(self.rows, generator=self.random).tolist()
+
+    @property
+    def q_heads(self) -> int:
+        return self.heads * self.group
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.random).to(self.dtype)
+
+    def add(self, length: int) -> Request:
+        """A request of `length` tokens in the pool, its window filled."""
+        request = Request(self.free_rows.pop(), [], [], [])
+        request.pages = [self.free.pop() for _ in range(-(-length // PAGE))]
+        pages = torch.tensor(request.pages, dtype=torch.int32)
+        for layer in range(self.layers):
+            k, v = self.randn(length, self.heads, self.dim), self.randn(length, self.heads, self.dim)
+            if length:
+                self.pool.append(layer, pages, 0, k, v)
+                self.pool.fill_window(
+                    layer,
+                    self.windows[layer],
+                    request.row,
+                    length,
+                    pages,
+                    self.placement.sinks,
+                    self.placement.window,
+                )
+            request.keys.append(k)
+            request.values.append(v)
+        return request
+
+    def table(self, requests: list[Request]) -> torch.Tensor:
+        """[B, M] int32, padded with an id that must not be read."""
+        width = max(len(r.pages) for r in requests) + 1
+        table = torch.full((len(requests), width), -7, dtype=torch.int32)
+        for b, request in enumerate(requests):
+            table[b, : len(request.pages)] = torch.tensor(request.pages)
+        return table
+
+    def begin_step(self, requests: list[Request]) -> None:
+        """A decode step: every request gets room for one token more."""
+        for request in requests:
+            if request.length % PAGE == 0:
+                request.pages.append(self.free.pop())
+        rows = torch.tensor([r.row for r in requests], dtype=torch.int32)
+        lengths = torch.tensor([r.length + 1 for r in requests], dtype=torch.int32)
+        self.engine.step(rows, lengths, self.table(requests))
+
+    def plan(self, requests: list[Request], blk: int = 16, budget: float = 1.0) -> Plan:
+        batch = len(requests)
+        return Plan(
+            torch.full((batch, self.heads), blk, dtype=torch.int32),
+            torch.full((batch, self.q_heads), budget),
+            torch.zeros(batch, self.heads),
+        )
+
+    def begin_layer(
+        self, requests: list[Request], layer: int, plan: Plan
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Draws q, k, v, adds the token to the truth and starts the layer: (tasks, q, out)."""
+        batch = len(requests)
+        # Rows of one fused projection, as a model gives them: not contiguous over the batch.
+        fused = self.randn(batch, self.q_heads + 2 * self.heads, self.dim)
+        q, k, v = fused.split([self.q_heads, self.heads, self.heads], dim=1)
+        out = torch.full((batch, self.q_heads, self.dim), torch.nan, dtype=self.dtype)
+        tasks = self.engine.layer_begin(
+            layer, q, k, v, self.windows[layer], plan.blk, plan.budget, plan.value, self.scale, out
+        )
+        for b, request in enumerate(requests):
+            request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
+            request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
+        return tasks, q, out
+
+    def selections(self, requests: list[Request], tasks: int) -> dict[tuple[int, int], list[set[int]]]:
+        """Positions that each task of the open layer reads, says the engine: per (b, h), a set a head."""
+        result = {}
+        for i in range(tasks):
+            b, h = divmod(self.engine.task(i), self.heads)
+            request = requests[b]
+            pages = torch.empty(len(request.pages), dtype=torch.int32)
+            masks = torch.empty(len(request.pages), self.group, dtype=torch.uint16)
+            count = self.engine.selection(i, pages, masks)
+            positions: list[set[int]] = [set() for _ in range(self.group)]
+            for page, row in zip(pages[:count].tolist(), masks[:count].tolist(), strict=True):
+                logical = request.pages.index(page)
+                for g, mask in enumerate(row):
+                    positions[g] |= {logical * PAGE + t for t in range(PAGE) if mask >> t & 1}
+            result[b, h] = positions
+        return result
+
+    def expected(
+        self,
+        requests: list[Request],
+        layer: int,
+        q: torch.Tensor,
+        chosen: dict[tuple[int, int], list[set[int]]],
+    ) -> torch.Tensor:
+        """Attention over residents and the chosen positions, float64 [B, Hq, D].
+
+        The requests hold the new token.
+        """
+        out = torch.empty(len(requests), self.q_heads, self.dim, dtype=torch.float64)
+        for b, request in enumerate(requests):
+            n = request.keys[layer].shape[0]
+            start = self.placement.window_start(n)
+            resident = [*range(min(self.placement.sinks, n)), *range(start, n)]
+            for head in range(self.q_heads):
+                h, g = divmod(head, self.group)
+                read = sorted(chosen[b, h][g]) if (b, h) in chosen else []
+                at = torch.tensor(resident + read)
+                keys, values = request.keys[layer][at, h], request.values[layer][at, h]
+                out[b, head], _ = attention(q[b, head], keys, values, self.scale)
+        return out
+
+    def middle(self, request: Request, layer: int = 0) -> list[int]:
+        """Positions of the middle; the request holds the new token."""
+        n = request.keys[layer].shape[0]
+        return list(range(self.placement.sinks, self.placement.window_start(n)))
+
+    def tolerance(self) -> dict[str, float]:
+        return (
+            {"atol": 2e-5, "rtol": 1e-4} if self.dtype == torch.float32 else {"atol": 1.2e-2, "rtol": 1.2e-2}
+        )
+
+    def check(self, out: torch.Tensor, want: torch.Tensor) -> None:
+        torch.testing.assert_close(out.double(), want, **self.tolerance())
+
+    def drain_foreign(
+        self, requests: list[Request], layer: int, q: torch.Tensor, executor: int = 1, limit: int = -1
+    ) -> list[int]:
+        """Pops and computes tasks as a foreign executor would; the indices of those delivered."""
+        done: list[int] = []
+        while len(done) != limit and (claim := self.engine.queue_pop(executor)) >= 0:
+            o, lse = self.compute(requests, layer, q, claim)
+            assert self.engine.task_done(claim, o, lse)
+            done.append(claim & CLAIM_INDEX_MASK)
+        return done
+
+    def compute(
+        self, requests: list[Request], layer: int, q: torch.Tensor, claim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [G, D], lse [G] of a claimed task with a budget of everything, float32."""
+        b, h = divmod(self.engine.task(claim), self.heads)
+        n = len(requests[b].keys[layer])
+        at = slice(self.placement.sinks, self.placement.window_start(n))
+        keys, values = requests[b].keys[layer][at, h], requests[b].values[layer][at, h]
+        parts = [attention(q[b, h * self.group + g], keys, values, self.scale) for g in range(self.group)]
+        return torch.stack([o for o, _ in parts]).float(), torch.stack([lse for _, lse in parts]).float()

@@ -1,0 +1,67 @@
+"""What the kernels compute, in torch float64: short enough to be checked by reading.
+
+Tiles are [P, 2, 16, D] (K, then V), entries [N, 2, D] (min, then max), masks uint16 [n, G] (bit t = token t).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def token_bits(masks: Tensor) -> Tensor:
+    """Masks [n, G] as bool [G, n, 16]."""
+    return ((masks.to(torch.int32)[:, :, None] >> torch.arange(16)) & 1).bool().permute(1, 0, 2)
+
+
+def attend(
+    q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [G, D] over the pages: o [G, D] and natural LSE [G]; over nothing 0 and -inf."""
+    chosen = tiles[pages.long()].double()
+    keys, values = chosen[:, 0], chosen[:, 1]
+    wanted = token_bits(masks) if masks is not None else torch.ones(len(q), len(pages), 16, dtype=torch.bool)
+    scores = torch.einsum("gd,ntd->gnt", q.double(), keys) * scale
+    scores = torch.where(wanted, scores, -math.inf)
+    lse = torch.logsumexp(scores.flatten(1), dim=1)
+    weights = torch.where(wanted, torch.exp(scores - lse[:, None, None]), 0.0)
+    terms = torch.where(wanted[..., None], weights[..., None] * values, 0.0)
+    return terms.sum(dim=(1, 2)), lse
+
+
+def score(q: Tensor, entries: Tensor, index: Tensor) -> Tensor:
+    """sum_d max(q_d * min_d, q_d * max_d), [G, n] (Quest, arXiv 2406.10774)."""
+    products = q.double()[:, None, None, :] * entries[index.long()].double()[None]
+    return products.amax(dim=2).sum(dim=-1)
+
+
+def select(scores: Tensor, k: int) -> Tensor:
+    """bool [n]: the k largest, the lower index first among equals, NaN as -inf."""
+    keys = [-math.inf if math.isnan(x) else x for x in scores.tolist()]
+    order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
+    chosen = torch.zeros(len(keys), dtype=torch.bool)
+    chosen[order[:k]] = True
+    return chosen
+
+
+def page_minmax(tile: Tensor) -> Tensor:
+    return torch.stack([tile[0].amin(dim=0), tile[0].amax(dim=0)])
+
+
+def page_moments(tile: Tensor) -> Tensor:
+    """sum k, sum v, sum |k|^1..4, sum |v|^1..4: float64 [2 * D + 8]."""
+    norms = tile.double().norm(dim=-1)
+    powers = torch.stack([norms**p for p in (1, 2, 3, 4)], dim=-1).sum(dim=1)
+    return torch.cat([tile.double().sum(dim=1).flatten(), powers.flatten()])
+
+
+def merge_state(o_a: Tensor, lse_a: float, o_b: Tensor, lse_b: float) -> tuple[Tensor, float]:
+    """Two partial attentions as one; a side with LSE -inf holds nothing."""
+    if lse_a == lse_b == -math.inf:
+        return torch.zeros_like(o_a, dtype=torch.float64), -math.inf
+    top = max(lse_a, lse_b)
+    a, b = math.exp(lse_a - top), math.exp(lse_b - top)
+    o = (o_a.double() * a if a else 0.0) + (o_b.double() * b if b else 0.0)
+    return o / (a + b), top + math.log(a + b)

@@ -1,0 +1,424 @@
+"""The native engine against float64 attention over plain tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_world import NativeWorld, Plan, Request, attention, block_bounds
+
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.native import topology
+
+ISAS: list[str] = topology()["isas"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+# Lengths before the step around every boundary of sinks 32 and window 48.
+LENGTHS = [0, 1, 15, 16, 31, 32, 33, 47, 48, 63, 79, 80, 81, 95, 96, 97, 127, 128, 143, 250, 511, 512, 607]
+
+
+def run_full(world: NativeWorld, requests: list[Request]) -> None:
+    """One step with budget 1 over all layers, checked."""
+    world.begin_step(requests)
+    for layer in range(world.layers):
+        plan = world.plan(requests)
+        _, q, out = world.begin_layer(requests, layer, plan)
+        world.engine.layer_finish()
+        chosen = {
+            (b, h): [set(world.middle(request, layer))] * world.group
+            for b, request in enumerate(requests)
+            for h in range(world.heads)
+        }
+        world.check(out, world.expected(requests, layer, q, chosen))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_budget_one_is_exact_at_every_length(isa: str, dtype: torch.dtype) -> None:
+    for start in range(0, len(LENGTHS), 5):
+        world = NativeWorld(isa=isa, dtype=dtype, seed=start)
+        assert world.pool.isa == isa
+        run_full(world, [world.add(n) for n in LENGTHS[start : start + 5]])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("heads", "group", "dim"), [(1, 1, 256), (1, 16, 48), (8, 1, 32), (3, 5, 80), (2, 7, 128)]
+)
+def test_every_geometry(heads: int, group: int, dim: int, workers: int) -> None:
+    world = NativeWorld(heads=heads, group=group, dim=dim, layers=2, workers=workers)
+    run_full(world, [world.add(n) for n in (130, 7, 401)])
+
+
+@pytest.mark.parametrize("sinks", [0, 16, 64])
+@pytest.mark.parametrize("window", [16, 80])
+def test_every_placement(sinks: int, window: int) -> None:
+    world = NativeWorld(placement=Placement(sinks, window))
+    requests = [world.add(n) for n in (0, 15, sinks + window, 300)]
+    for _ in range(20):
+        run_full(world, requests)
+
+
+def test_hundreds_of_decoded_tokens() -> None:
+    """Windows wrap many times, pages fill, the middle grows from nothing; requests come and go."""
+    world = NativeWorld(layers=2, pages=200)
+    requests = [world.add(0), world.add(100)]
+    for step in range(300):
+        if step == 60:
+            requests.insert(0, world.add(77))
+        if step == 200:  # its pages and row go to the next request, in any order
+            gone = requests.pop(1)
+            world.free = gone.pages[::2] + gone.pages[1::2] + world.free
+            world.free_rows.append(gone.row)
+            requests.append(world.add(170))
+        run_full(world, requests)
+        if step % 50 == 0:
+            for request in requests:
+                check_window(world, request)
+    assert min(r.length for r in requests) >= 300 - 60
+
+
+def check_window(world: NativeWorld, request: Request) -> None:
+    """Every resident token is in its slot."""
+    n, slots = request.length, world.placement.slots
+    for layer, tiles in enumerate(world.windows):
+        base = request.row * slots
+        start = world.placement.window_start(n)
+        for position in [*range(min(world.placement.sinks, n)), *range(start, n)]:
+            page, offset = divmod(base + world.placement.slot(position), PAGE)
+            assert torch.equal(tiles[:, page, 0, offset], request.keys[layer][position])
+            assert torch.equal(tiles[:, page, 1, offset], request.values[layer][position])
+
+
+def blocks_bought(budget: float, middle: int, blk: int, blocks: int) -> int:
+    """1 is everything, also where the middle's ends cut blocks, so that there are more than tokens / blk."""
+    return blocks if budget >= 1 else min(blocks, max(1, math.ceil(round(budget * middle / blk, 4))))
+
+
+def check_selection(
+    world: NativeWorld, request: Request, plan: Plan, b: int, h: int, q: torch.Tensor, chosen: list[set[int]]
+) -> None:
+    """The chosen blocks of every head are its best by Quest's bound, and as many as its budget says."""
+    middle = world.middle(request)
+    blk = int(plan.blk[b, h])
+    blocks: dict[int, list[int]] = {}
+    for position in middle:
+        blocks.setdefault(position // blk, []).append(position)
+    budgets = plan.budget[b, h * world.group : (h + 1) * world.group].tolist()
+    own: list[set[int]] = []
+    for g, budget in enumerate(budgets):
+        if not budget > 0:  # NaN reads nothing
+            assert chosen[g] == set()
+            continue
+        bounds = {
+            i: float(block_bounds(q[h * world.group + g], request.keys[0][at, h])) for i, at in blocks.items()
+        }
+        count = blocks_bought(budget, len(middle), blk, len(blocks))
+        best = sorted(bounds.values(), reverse=True)
+        slack = 1e-4 * max(1.0, *map(abs, best))
+        must = {i for i, bound in bounds.items() if bound > best[count - 1] + slack}
+        may = {i for i, bound in bounds.items() if bound >= best[count - 1] - slack}
+        got = {position // blk for position in chosen[g]}
+        assert must <= got
+        assert chosen[g] == {position for i in got for position in blocks[i]}, "blocks are read whole"
+        if not world.attend_union:
+            assert got <= may
+            assert len(got) == count
+        own.append({position for i in must for position in blocks[i]})
+    if world.attend_union:
+        readers = [chosen[g] for g, budget in enumerate(budgets) if budget > 0]
+        assert all(reader == readers[0] for reader in readers)
+        # At least what everybody needs, at most what everybody may have asked for.
+        assert set().union(*own) <= readers[0]
+        total = sum(blocks_bought(f, len(middle), blk, len(blocks)) for f in budgets if f > 0)
+        assert len({position // blk for position in readers[0]}) <= total
+
+
+BUDGETS = st.sampled_from([0.0, 0.001, 0.05, 0.2, 0.5, 0.8, 0.999, 1.0, 3.0, -1.0, math.nan])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=15)
+@given(data=st.data(), union=st.booleans(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES))
+def test_any_plan_reads_what_it_says(
+    isa: str, data: st.DataObject, union: bool, seed: int, dtype: torch.dtype
+) -> None:
+    """Any block size and budgets, a batch of mixed lengths: selection, output, priorities and statistics."""
+    world = NativeWorld(isa=isa, seed=seed, dtype=dtype, attend_union=union, group=3, workers=2)
+    lengths = data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))
+    requests = [world.add(n) for n in lengths]
+    for _ in range(data.draw(st.integers(1, 2))):
+        groups, heads = len(requests) * world.heads, len(requests) * world.q_heads
+        plan = world.plan(requests)
+        plan.blk = torch.tensor(
+            data.draw(st.lists(st.sampled_from([0, 16, 32, 64, 128]), min_size=groups, max_size=groups)),
+            dtype=torch.int32,
+        ).view_as(plan.blk)
+        plan.budget = torch.tensor(
+            data.draw(st.lists(BUDGETS, min_size=heads, max_size=heads)), dtype=torch.float32
+        ).view_as(plan.budget)
+        plan.value = world.randn(len(requests), world.heads).float()
+        before = world.engine.stats()
+        world.begin_step(requests)
+        tasks, q, out = world.begin_layer(requests, 0, plan)
+        chosen = world.selections(requests, tasks)
+        values = [float(plan.value[divmod(world.engine.task(i), world.heads)]) for i in range(tasks)]
+        world.engine.layer_finish()
+
+        assert values == sorted(values, reverse=True)
+        budget = plan.budget.view(len(requests), world.heads, world.group)
+        assert set(chosen) == {
+            (b, h)
+            for b, request in enumerate(requests)
+            for h in range(world.heads)
+            if plan.blk[b, h] > 0 and world.middle(request) and bool((budget[b, h] > 0).any())
+        }
+        for (b, h), positions in chosen.items():
+            check_selection(world, requests[b], plan, b, h, q[b], positions)
+        world.check(out, world.expected(requests, 0, q, chosen))
+        after = world.engine.stats()
+        grown = {name: after[name] - before[name] for name in after}
+        assert grown["layers"] == 1
+        assert grown["tasks"] == grown["tasks_cpu"] == tasks
+        assert grown["middle_tokens"] == sum(len(world.middle(r)) for r in requests) * world.q_heads
+        assert grown["tokens_read"] == sum(len(p) for positions in chosen.values() for p in positions)
+
+
+@pytest.mark.parametrize("union", [False, True])
+@pytest.mark.parametrize("blk", [32, 64, 128])
+def test_collisions_change_nothing(blk: int, union: bool) -> None:
+    """Every coarse entry destroyed: the blocks are scored from their pages, with the same result."""
+    outs, selected = [], []
+    for collide in (False, True):
+        world = NativeWorld(seed=5, attend_union=union, pages=512)
+        requests = [world.add(n) for n in (3000, 700)]
+        for j in (1, 2, 3):
+            tags = world.pool.tensor(f"tag{j}", 0)
+            assert int((tags >= 0).sum()) > 0
+            if collide:
+                tags.fill_(-1)
+                world.pool.tensor(f"meta{j}", 0).fill_(torch.nan)
+        world.begin_step(requests)
+        plan = world.plan(requests, blk, 0.3)
+        plan.budget[:, 0] = 0.07
+        tasks, _, out = world.begin_layer(requests, 0, plan)
+        selected.append(world.selections(requests, tasks))
+        world.engine.layer_finish()
+        outs.append(out)
+    assert selected[0] == selected[1]
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_without_windows_the_caller_gives_resident_attention() -> None:
+    world = NativeWorld()
+    requests = [world.add(n) for n in (400, 20)]
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    q, k, v = (
+        world.randn(2, world.q_heads, 32),
+        world.randn(2, world.heads, 32),
+        world.randn(2, world.heads, 32),
+    )
+    out = torch.full_like(q, torch.nan)
+    world.engine.layer_begin(0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
+    o, lse = torch.empty(2, world.q_heads, 32), torch.empty(2, world.q_heads)
+    chosen = {}
+    for b, request in enumerate(requests):
+        request.keys[0] = torch.cat([request.keys[0], k[b : b + 1]])
+        request.values[0] = torch.cat([request.values[0], v[b : b + 1]])
+        n = request.length
+        at = torch.tensor([*range(min(32, n)), *range(world.placement.window_start(n), n)])
+        for head in range(world.q_heads):
+            h = head // world.group
+            o[b, head], lse[b, head] = attention(
+                q[b, head], request.keys[0][at, h], request.values[0][at, h], world.scale
+            )
+            chosen[b, h] = [set(world.middle(request))] * world.group
+    world.engine.set_resident(o, lse)
+    world.engine.layer_finish()
+    world.check(out, world.expected(requests, 0, q, chosen))
+    # k, v went to the host all the same
+    for b, request in enumerate(requests):
+        page, offset = divmod(request.length - 1, PAGE)
+        assert torch.equal(world.pool.tensor("tiles", 0)[:, request.pages[page], 0, offset], k[b])
+
+    world.engine.layer_begin(0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
+    with pytest.raises(RuntimeError, match="set_resident"):
+        world.engine.layer_finish()
+
+
+def test_tokens_that_are_written_already() -> None:
+    """k, v absent: the window and the host hold the token; nothing is appended."""
+    world = NativeWorld()
+    request = world.add(301)
+    rows = torch.tensor([request.row], dtype=torch.int32)
+    world.engine.step(rows, torch.tensor([301], dtype=torch.int32), world.table([request]))
+    plan = world.plan([request])
+    tiles = world.pool.tensor("tiles", 0).clone()
+    q = world.randn(1, world.q_heads, 32)
+    out = torch.full_like(q, torch.nan)
+    world.engine.layer_begin(
+        0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out
+    )
+    world.engine.layer_finish()
+    chosen = {(0, h): [set(world.middle(request))] * world.group for h in range(world.heads)}
+    world.check(out, world.expected([request], 0, q, chosen))
+    assert torch.equal(world.pool.tensor("tiles", 0), tiles)
+
+
+@pytest.mark.parametrize("page", [0, -1, 256, 2**31 - 1, -(2**31)])
+def test_a_bad_page_id_fails_its_layers_and_no_others(page: int) -> None:
+    world = NativeWorld(layers=2)
+    good, bad = world.add(200), world.add(300)
+    right = list(bad.pages)
+    bad.pages[7] = page
+    world.begin_step([good, bad])
+    for layer in range(2):
+        _, q, out = world.begin_layer([good, bad], layer, world.plan([good, bad]))
+        with pytest.raises(
+            RuntimeError, match=rf"Layer {layer}: Request 1 .* page 7 .* id {page}\b.* between 1 and 255"
+        ):
+            world.engine.layer_finish()
+        # the others are computed
+        chosen = {(0, h): [set(world.middle(good, layer))] * world.group for h in range(world.heads)}
+        world.check(out[:1], world.expected([good], layer, q, chosen))
+    bad.pages[:19] = right
+    for layer in range(2):  # the token of the failed step was not written
+        bad.keys[layer], bad.values[layer] = bad.keys[layer][:-1], bad.values[layer][:-1]
+    run_full(world, [bad, good])
+
+
+def test_bad_lengths_rows_and_blocks() -> None:
+    world = NativeWorld()
+    requests = [world.add(100), world.add(90)]
+    table = world.table(requests)
+    plan = world.plan(requests)
+    q, k, v = (
+        world.randn(2, world.q_heads, 32),
+        world.randn(2, world.heads, 32),
+        world.randn(2, world.heads, 32),
+    )
+    out = torch.empty_like(q)
+
+    def layer(rows: list[int], lengths: list[int], plan: Plan) -> None:
+        world.engine.step(
+            torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), table
+        )
+        world.engine.layer_begin(0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, out)
+        world.engine.layer_finish()
+
+    row = [r.row for r in requests]
+    with pytest.raises(RuntimeError, match="Request 0 cannot be computed: it has 0 tokens"):
+        layer(row, [0, 90], plan)
+    with pytest.raises(RuntimeError, match="Request 1 cannot be computed: it has 100000 tokens"):
+        layer(row, [100, 100000], plan)
+    with pytest.raises(RuntimeError, match="Request 1 has the row 6"):
+        layer([row[0], 6], [100, 90], plan)
+    with pytest.raises(ValueError, match="the same row"):
+        layer([row[0], row[0]], [100, 90], plan)
+    odd = world.plan(requests)
+    odd.blk[1, 1] = 24
+    with pytest.raises(RuntimeError, match="KV head 1 asks for blocks of 24 tokens"):
+        layer(row, [100, 90], odd)
+    with pytest.raises(RuntimeError, match="without layer_begin"):
+        world.engine.layer_finish()
+    layer(row, [100, 90], plan)
+
+
+def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
+    world = NativeWorld()
+    requests = [world.add(100), world.add(90)]
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    q, k, v = (
+        world.randn(2, world.q_heads, 32),
+        world.randn(2, world.heads, 32),
+        world.randn(2, world.heads, 32),
+    )
+    good = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "w": world.windows[0],
+        "blk": plan.blk,
+        "budget": plan.budget,
+        "out": q.clone(),
+    }
+    for name, wrong, sentence in [
+        ("q", q[:1], r"q has the shape \[1, 4, 32\] and must have \[2, 4, 32\]"),
+        ("q", q.bfloat16(), "q has the dtype bfloat16 and must have float32"),
+        ("q", q.transpose(0, 1).contiguous().transpose(0, 1), "q must be contiguous in its last 2"),
+        ("v", v[:, :1], "v has the shape"),
+        ("w", world.windows[0][:, :-1], "no multiple of the 6 pages of a row"),
+        ("blk", plan.blk.long(), "blk has the dtype int64"),
+        ("budget", plan.budget[:, :-1], "budget has the shape"),
+        ("out", q[:, :, :-1], "out has the shape"),
+    ]:
+        args = {**good, name: wrong}
+        with pytest.raises(ValueError, match=sentence):
+            world.engine.layer_begin(
+                0,
+                args["q"],
+                args["k"],
+                args["v"],
+                args["w"],
+                args["blk"],
+                args["budget"],
+                plan.value,
+                1.0,
+                args["out"],
+            )
+    with pytest.raises(ValueError, match="no layer 1"):
+        world.engine.layer_begin(
+            1, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone()
+        )
+    with pytest.raises(RuntimeError, match="without layer_begin"):
+        world.engine.layer_finish()
+    for sinks, window, sentence in [
+        (16, 48, "sinks is 16"),
+        (32, 40, "window is 40"),
+        (32, 0, "window is 0"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            type(world.engine)(
+                world.pool.workers,
+                world.pool,
+                q_heads=4,
+                sinks=sinks,
+                window=window,
+                max_requests=1,
+                max_pages=1,
+                attend_union=True,
+            )
+
+
+def test_an_abandoned_layer_does_no_harm() -> None:
+    """A caller that failed between begin and finish begins again."""
+    world = NativeWorld()
+    requests = [world.add(n) for n in (700, 300)]
+    world.begin_step(requests)
+    world.begin_layer(requests, 0, world.plan(requests))
+    claim = world.engine.queue_pop(1)
+    run_full(world, requests)
+    if claim >= 0:
+        assert not world.engine.task_done(claim, torch.full((2, 32), torch.nan), torch.zeros(2))
+    with pytest.raises(RuntimeError, match="no task 0 now"):
+        world.engine.task(0)
+
+
+def test_an_empty_batch() -> None:
+    world = NativeWorld()
+    world.engine.step(
+        *(torch.empty(0, dtype=torch.int32) for _ in range(2)), torch.empty(0, 1, dtype=torch.int32)
+    )
+    plan = world.plan([])
+    q = torch.empty(0, world.q_heads, 32)
+    kv = torch.empty(0, world.heads, 32)
+    tasks = world.engine.layer_begin(
+        0, q, kv, kv, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone()
+    )
+    world.engine.layer_finish()
+    assert tasks == 0

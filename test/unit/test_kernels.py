@@ -1,0 +1,438 @@
+"""Every kernel of every ISA this CPU has, for both KV dtypes, against reference.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fluxion_sglang.native import library
+
+ISAS = str(library().isas()).split(",")
+DTYPES = [torch.float32, torch.bfloat16]
+HEAD_DIMS = [32, 48, 64, 80, 96, 128, 192, 256]
+NAN, INF = math.nan, math.inf
+EVERY = torch.empty(0, 0, dtype=torch.uint16)  # the masks that mean: all tokens
+
+few = settings(max_examples=40)
+isas = pytest.mark.parametrize("isa", ISAS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+seeds = st.integers(0, 2**31 - 1)
+head_dims = st.sampled_from(HEAD_DIMS)
+
+
+def k(name: str) -> Callable[..., Any]:
+    return getattr(library(), "k_" + name)
+
+
+def attend(
+    isa: str, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor = EVERY
+) -> tuple[Tensor, Tensor]:
+    o, lse = torch.full(q.shape, NAN), torch.full(q.shape[:1], NAN)
+    k("attend")(isa, q, scale, tiles, pages, masks, o, lse)
+    return o, lse
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest relative error in norm over the rows; a row of zeros must be matched exactly."""
+    difference = (got.double() - want.double()).norm(dim=-1)
+    size = want.double().norm(dim=-1)
+    return float(torch.where(size > 0, difference / size, difference * INF).nan_to_num(0.0, INF).max())
+
+
+def poisoned(tiles: Tensor, pages: Tensor, masks: Tensor | None = None) -> Tensor:
+    """The tiles with NaN in every token that nobody attends to."""
+    wanted = torch.zeros(len(tiles), 16, dtype=torch.bool)
+    for i, page in enumerate(pages.tolist()):
+        wanted[page] |= True if masks is None else reference.token_bits(masks)[:, i].any(dim=0)
+    return torch.where(wanted[:, None, :, None], tiles, NAN)
+
+
+def draw_masks(style: str, n: int, G: int) -> Tensor:
+    any_tokens = torch.randint(0, 1 << 16, (n, G))
+    match style:
+        case "tokens":
+            masks = any_tokens
+        case "single":
+            masks = 1 << torch.randint(0, 16, (n, G))
+        case "pages":
+            masks = torch.where(torch.rand(n, G) < 0.5, 0xFFFF, 0)
+        case "prefix":
+            masks = ((1 << torch.randint(0, 17, (n, 1))) - 1).expand(n, G)
+        case _:
+            few_tokens = any_tokens & torch.randint(0, 1 << 16, (n, G)) & torch.randint(0, 1 << 16, (n, G))
+            kind = torch.randint(0, 4, (n, G))
+            masks = torch.where(kind == 0, 0xFFFF, torch.where(kind == 1, 0, any_tokens))
+            masks = torch.where(kind == 3, few_tokens, masks)
+            masks[:, torch.randint(0, G, ())] = 0
+    return masks.contiguous().to(torch.uint16)
+
+
+def random_tiles(P: int, D: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(P, 2, 16, D).to(dtype)
+
+
+# ---- attend
+
+
+@isas
+@dtypes
+@few
+@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(1, 12))
+def test_attend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int) -> None:
+    style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "prefix", "mixed"]))
+    torch.manual_seed(seed)
+    q, tiles = torch.randn(G, D).to(dtype), random_tiles(16, D, dtype)
+    pages = torch.randint(0, 16, (n,), dtype=torch.int32)
+    masks = None if style == "every" else draw_masks(style, n, G)
+    tiles = poisoned(tiles, pages, masks)
+    scale = data.draw(st.sampled_from([1.0, 3.0])) / math.sqrt(D)
+
+    o, lse = attend(isa, q, scale, tiles, pages, EVERY if masks is None else masks)
+
+    want_o, want_lse = reference.attend(q, scale, tiles, pages, masks)
+    assert error(o, want_o) < 1e-5
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("D", range(32, 257, 16))
+def test_attend_has_every_shape(isa: str, dtype: torch.dtype, D: int) -> None:
+    torch.manual_seed(D)
+    tiles = random_tiles(5, D, dtype)
+    pages = torch.tensor([4, 1, 2], dtype=torch.int32)
+    for G in range(1, 17):
+        q = torch.randn(G, D).to(dtype)
+        o, lse = attend(isa, q, 0.1, tiles, pages)
+        want_o, want_lse = reference.attend(q, 0.1, tiles, pages)
+        assert error(o, want_o) < 1e-5
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("D", HEAD_DIMS)
+def test_attend_to_nothing(isa: str, dtype: torch.dtype, D: int) -> None:
+    q, tiles = torch.randn(3, D).to(dtype), torch.full((4, 2, 16, D), NAN, dtype=dtype)
+    for n in (0, 1, 3):
+        pages, masks = torch.arange(1, n + 1, dtype=torch.int32), torch.zeros(n, 3, dtype=torch.uint16)
+        o, lse = attend(isa, q, 1.0, tiles, pages, masks)
+        assert (o == 0).all()
+        assert (lse == -INF).all()
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("bits", [0x0010, 0x00FF, 0xFFFF], ids=["sparse", "part", "whole"])
+def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(
+    isa: str, dtype: torch.dtype, part: int, bits: int
+) -> None:
+    tiles = random_tiles(3, 64, dtype)
+    tiles[1, part, 4] = NAN
+    masks = torch.full((2, 5), 0xFFFF)
+    masks[1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits])
+    pages = torch.tensor([2, 1], dtype=torch.int32)
+    o, _ = attend(isa, torch.randn(5, 64).to(dtype), 0.1, tiles, pages, masks.to(torch.uint16))
+    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True]
+
+
+@isas
+@dtypes
+def test_softmax_weights_to_a_few_ulp(isa: str, dtype: torch.dtype) -> None:
+    """One-hot values make the output the weights themselves: this is the accuracy of exp, 0 below e^-87."""
+    tiles = torch.zeros(2, 2, 16, 32).to(dtype)
+    tiles[:, 1, :, :16] = torch.eye(16).to(dtype)
+    q = torch.zeros(1, 32).to(dtype)
+    q[0, 0] = 1
+    for _ in range(100):
+        tiles[1, 0, :, 0] = (-86 * torch.rand(16)).to(dtype)
+        tiles[1, 0, 5, 0] = 0
+        o, _ = attend(isa, q, 1.0, tiles, torch.tensor([1], dtype=torch.int32))
+        want, _ = reference.attend(q, 1.0, tiles, torch.tensor([1], dtype=torch.int32))
+        torch.testing.assert_close(o[:, :16].double(), want[:, :16], rtol=4e-7, atol=0)
+    tiles[1, 0, :, 0] = torch.tensor([0.0, -90, -100, -1e4, -1e30] + [-INF] * 11).to(dtype)
+    o, lse = attend(isa, q, 1.0, tiles, torch.tensor([1], dtype=torch.int32))
+    assert o[0, :16].tolist() == [1.0] + [0.0] * 15
+    assert lse.item() == 0.0
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e10, 1e19, 3e38])
+def test_huge_scores(isa: str, dtype: torch.dtype, size: float) -> None:
+    """The largest score takes all, in whatever order the pages come, also when it overflows float32."""
+    for order in ([1, 2, 3], [3, 2, 1]):
+        tiles = torch.zeros(4, 2, 16, 64).to(dtype)
+        tiles[:, 1] = torch.randn(4, 16, 64).to(dtype)
+        tiles[1:, 0, :, 0] = -size
+        tiles[2, 0, 7, 0] = size
+        q = torch.zeros(2, 64).to(dtype)
+        q[:, 0] = size
+        o, lse = attend(isa, q, 1.0, tiles, torch.tensor(order, dtype=torch.int32))
+        assert (o == tiles[2, 1, 7].float()).all()
+        want = min(float(q[0, 0]) * float(tiles[2, 0, 7, 0]), torch.finfo(torch.float32).max)
+        torch.testing.assert_close(lse, torch.full((2,), want), rtol=1e-6, atol=0)
+
+
+@isas
+@dtypes
+def test_scores_of_minus_infinity_weigh_nothing(isa: str, dtype: torch.dtype) -> None:
+    tiles = random_tiles(3, 32, dtype)
+    tiles[1:, 0] = 0
+    tiles[1:, 0, :, 0] = -INF
+    q = torch.ones(1, 32).to(dtype)
+    o, lse = attend(isa, q, 0.2, tiles, torch.tensor([1, 2], dtype=torch.int32))
+    assert (o == 0).all()
+    assert lse.item() == -INF
+    o, lse = attend(isa, q, 0.2, tiles, torch.tensor([1, 0, 2], dtype=torch.int32))
+    want_o, want_lse = reference.attend(q, 0.2, tiles, torch.tensor([0]))
+    assert error(o, want_o) < 1e-5
+    assert lse.item() == pytest.approx(want_lse.item(), rel=1e-5)
+
+
+@isas
+@dtypes
+def test_attend_over_a_long_list(isa: str, dtype: torch.dtype) -> None:
+    """Rounding must not pile up over a long list, nor where the maximum keeps rising."""
+    tiles = random_tiles(600, 64, dtype)
+    q = torch.randn(2, 64).to(dtype)
+    pages = torch.randperm(600).to(torch.int32)
+    means = (tiles[:, 0].float() @ q[0].float()).amax(dim=1)
+    for order in (pages, means.argsort().to(torch.int32), means.argsort(descending=True).to(torch.int32)):
+        o, lse = attend(isa, q, 0.125, tiles, order)
+        want_o, want_lse = reference.attend(q, 0.125, tiles, order)
+        assert error(o, want_o) < 2e-5
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+# ---- score
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 70), runs=st.booleans())
+def test_score(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, runs: bool) -> None:
+    torch.manual_seed(seed)
+    keys = torch.randn(90, 16, D).to(dtype)
+    entries = torch.stack([keys.amin(dim=1), keys.amax(dim=1)], dim=1)
+    q = torch.randn(G, D).to(dtype)
+    q[:, 0] = torch.tensor([0.0, -0.0])[torch.randint(0, 2, (G,))].to(dtype)
+    index = torch.arange(5, 5 + n) if runs else torch.randint(0, 90, (n,))
+    index = index.to(torch.int32)
+    unread = torch.ones(90, dtype=torch.bool)
+    unread[index.long()] = False
+    entries[unread] = NAN
+    out = torch.full((G, n), NAN)
+
+    k("score")(isa, q, entries, index, out)
+
+    size = (q.double().abs().sum(dim=1, keepdim=True) * 4).clamp(min=1e-30)
+    assert (((out.double() - reference.score(q, entries, index)) / size).abs() < 1e-5).all()
+    true = torch.einsum("gd,ntd->gnt", q.double(), keys[index.long()].double())
+    assert (true <= (out.double() + 1e-5 * size)[:, :, None]).all()
+
+
+# ---- select
+
+
+def check_select(isa: str, scores: Tensor, count: int, bit: int = 4) -> None:
+    heads = torch.full((len(scores),), 0x8001, dtype=torch.int32).to(torch.uint16)
+    k("select")(isa, scores, count, bit, heads)
+    got = heads.to(torch.int32)
+    chosen = reference.select(scores, count)
+    assert torch.equal((got & bit).bool(), chosen)
+    assert ((got | bit) == (0x8001 | bit)).all()
+
+
+@isas
+@few
+@given(
+    scores=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, 2.5, INF, -INF, NAN]) | st.floats(width=32),
+        min_size=1,
+    ),
+    data=st.data(),
+)
+def test_select(isa: str, scores: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(scores)) | st.sampled_from([1, len(scores)]))
+    check_select(isa, torch.tensor(scores, dtype=torch.float32), count)
+
+
+@isas
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 1000, 4099])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "bits", "nothing", "one", "narrow"])
+def test_select_of_many(isa: str, n: int, kind: str) -> None:
+    torch.manual_seed(n)
+    scores = {
+        "normal": lambda: torch.randn(n),
+        "ties": lambda: torch.randint(-3, 3, (n,)).float(),
+        "equal": lambda: torch.full((n,), 7.5),
+        # Any bit pattern: denormals, infinities and NaN of both signs.
+        "bits": lambda: torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(torch.float32),
+        "nothing": lambda: torch.where(torch.rand(n) < 0.5, NAN, -INF),
+        "one": lambda: torch.full((n,), -INF).index_fill(0, torch.tensor([n // 2]), 1.0),
+        "narrow": lambda: (torch.randint(0, 5000, (n,)).to(torch.int32) + 0x3F800000).view(torch.float32),
+    }[kind]()
+    for count in sorted({1, (n + 1) // 2, max(1, n // 20), max(1, n - 1), n}):
+        check_select(isa, scores, count, bit=0x4000)
+
+
+# ---- metadata
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims)
+def test_minmax(isa: str, dtype: torch.dtype, seed: int, D: int) -> None:
+    torch.manual_seed(seed)
+    tiles = random_tiles(3, D, dtype)
+    tiles[:, 1] = NAN
+    entries = torch.full((3, 2, D), NAN).to(dtype)
+    for tile, entry in zip(tiles, entries, strict=True):
+        k("page_minmax")(isa, tile, entry)
+        assert torch.equal(entry, reference.page_minmax(tile))
+    k("merge_minmax")(isa, entries[0], entries[1])
+    assert torch.equal(entries[0], reference.page_minmax(torch.cat([tiles[0], tiles[1]], dim=1)))
+    assert torch.equal(entries[1], reference.page_minmax(tiles[1]))
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, size=st.sampled_from([1.0, 1e-3, 300.0]))
+def test_moments(isa: str, dtype: torch.dtype, seed: int, D: int, size: float) -> None:
+    torch.manual_seed(seed)
+    tile = (size * random_tiles(1, D, dtype)[0]).to(dtype)
+    sums, scalar = torch.full((2, 2 * D + 8), NAN, dtype=torch.float64)
+    k("page_moments")(isa, tile, sums)
+    torch.testing.assert_close(sums, reference.page_moments(tile), rtol=1e-12, atol=size * 1e-12)
+    k("page_moments")("scalar", tile, scalar)
+    assert torch.equal(sums, scalar)
+
+
+# ---- merge_state
+
+
+@isas
+@dtypes
+@few
+@given(
+    seed=seeds,
+    D=head_dims,
+    lse_a=st.floats(-300, 300, width=32) | st.just(-INF),
+    gap=st.floats(-200, 200, width=32) | st.just(-INF),
+)
+def test_merge_state(isa: str, dtype: torch.dtype, seed: int, D: int, lse_a: float, gap: float) -> None:
+    torch.manual_seed(seed)
+    lse_b = float(torch.tensor(gap if lse_a == -INF else lse_a + gap))
+    # A side without tokens must not be read.
+    o_a = torch.full((D,), NAN) if lse_a == -INF else torch.randn(D)
+    o_b = torch.full((D,), NAN) if lse_b == -INF else torch.randn(D)
+    out = torch.full((D,), NAN).to(dtype)
+
+    lse = k("merge_state")(isa, o_a, lse_a, o_b, lse_b, out)
+
+    want, want_lse = reference.merge_state(o_a, lse_a, o_b, lse_b)
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+    assert ((out.double() - want).abs() <= unit * want.abs() + 1e-6).all()
+    assert lse == pytest.approx(want_lse, rel=1e-6, abs=1e-6)
+
+
+@isas
+@dtypes
+def test_merge_state_rounds_as_torch_does(isa: str, dtype: torch.dtype) -> None:
+    o = torch.randint(-(2**31), 2**31, (200, 64)).to(torch.int32).view(torch.float32)
+    o[0, :4] = torch.tensor([NAN, INF, -INF, -NAN])
+    # A NaN of low bits only, which must not round to an infinity; halfway cases, to even in both directions.
+    o[1, :3] = torch.tensor([0x7F800001, 0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
+    for row in o:
+        out = torch.zeros(64).to(dtype)
+        k("merge_state")(isa, row.contiguous(), 1.0, torch.full((64,), NAN), -INF, out)
+        torch.testing.assert_close(out, row.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@isas
+@dtypes
+def test_parts_merge_into_the_whole(isa: str, dtype: torch.dtype) -> None:
+    tiles, q = random_tiles(9, 128, dtype), torch.randn(4, 128).to(dtype)
+    pages = torch.arange(9, dtype=torch.int32)
+    (o_a, lse_a), (o_b, lse_b) = (attend(isa, q, 0.1, tiles, part) for part in (pages[:4], pages[4:]))
+    want_o, want_lse = reference.attend(q, 0.1, tiles, pages)
+    for g in range(4):
+        out = torch.full((128,), NAN).to(dtype)
+        lse = k("merge_state")(isa, o_a[g], lse_a[g].item(), o_b[g], lse_b[g].item(), out)
+        assert lse == pytest.approx(want_lse[g].item(), rel=1e-6)
+        assert error(out, want_o[g]) < (5e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
+# ---- which ISA, and wrong arguments
+
+
+def test_isas() -> None:
+    assert ISAS[0] == "scalar"
+    assert len(set(ISAS)) == len(ISAS)
+    assert set(ISAS) <= {"scalar", "avx2", "avx512", "avx512bf16"}
+
+
+def test_fluxion_isa_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLUXION_ISA", raising=False)
+    assert library().best_isa() == ISAS[-1]
+    monkeypatch.setenv("FLUXION_ISA", "scalar")
+    assert library().best_isa() == "scalar"
+    monkeypatch.setenv("FLUXION_ISA", "sse9")
+    with pytest.raises(RuntimeError, match=r"FLUXION_ISA=sse9 .* use one of scalar"):
+        library().best_isa()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    q, tiles = torch.zeros(2, 64), torch.zeros(4, 2, 16, 64)
+    pages, masks = torch.tensor([1, 2], dtype=torch.int32), torch.ones(2, 2).to(torch.uint16)
+    o, lse = torch.zeros(2, 64), torch.zeros(2)
+    good = ["scalar", q, 1.0, tiles, pages, masks, o, lse]
+    k("attend")(*good)
+    for at, bad, message in [
+        (0, "sse9", "isa sse9 cannot be run"),
+        (1, q.half(), "q is a float16 tensor, which no kernel takes"),
+        (1, q[:, :40].contiguous(), "q has head_dim 40"),
+        (1, torch.zeros(17, 64), "q has 17 heads"),
+        (1, torch.zeros(64, 2).T, "q is a float32 tensor of shape .*, not contiguous; pass"),
+        (3, tiles.bfloat16(), "tiles is a bfloat16 tensor .* of float32 and shape"),
+        (3, tiles[:, :1], "tiles is a float32 tensor of shape"),
+        (4, pages.long(), "pages is a int64 tensor"),
+        (4, pages + 2, "pages holds 4 at index 1; pass ids from 0 to 3"),
+        (4, -pages, "pages holds -1 at index 0"),
+        (5, masks[:, :1].contiguous(), "masks is a uint16 tensor of shape"),
+        (5, masks.to(torch.int16), "masks is a int16 tensor"),
+        (6, o.double(), "o is a float64 tensor"),
+        (7, torch.zeros(3), "lse is a float32 tensor"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            k("attend")(*good[:at], bad, *good[at + 1 :])
+
+    heads = torch.zeros(3).to(torch.uint16)
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"k is {count} of 3 scores"):
+            k("select")("scalar", torch.zeros(3), count, 1, heads)
+    with pytest.raises(ValueError, match="bit is 65536"):
+        k("select")("scalar", torch.zeros(3), 1, 65536, heads)
+    with pytest.raises(ValueError, match="heads is a uint16 tensor"):
+        k("select")("scalar", torch.zeros(4), 1, 1, heads)
+    with pytest.raises(ValueError, match="index holds 4"):
+        k("score")(
+            "scalar", q, tiles[:, :, 0].contiguous(), torch.tensor([4], dtype=torch.int32), torch.zeros(2, 1)
+        )
+    with pytest.raises(ValueError, match="sums is a float32 tensor"):
+        k("page_moments")("scalar", tiles[0], torch.zeros(136))
+    with pytest.raises(ValueError, match="entry is a float32 tensor"):
+        k("page_minmax")("scalar", tiles[0].bfloat16(), torch.zeros(2, 64))

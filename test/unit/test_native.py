@@ -1,0 +1,274 @@
+"""The native library: loading it, its errors, its threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from native_world import NativeWorld
+
+from fluxion_sglang import native
+from fluxion_sglang.native import NativeLibraryError, NativePool, Workers
+
+Load = Callable[[Path], object]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads the library from a path, past the cached one."""
+
+    def load_from(path: Path) -> object:
+        monkeypatch.setenv("FLUXION_LIBRARY", str(path))
+        return native.library.__wrapped__()
+
+    return load_from
+
+
+def one_sentence(error: pytest.ExceptionInfo[NativeLibraryError], path: Path) -> None:
+    text = str(error.value)
+    assert str(path) in text
+    assert "\n" not in text
+    assert text.endswith(".")
+    assert "reinstall" in text
+
+
+def test_a_missing_library(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(NativeLibraryError, match="does not exist") as error:
+        load(tmp_path / "libfluxion.so")
+    one_sentence(error, tmp_path / "libfluxion.so")
+
+
+@pytest.mark.parametrize("content", [b"", b"no library", None], ids=["empty", "text", "truncated"])
+def test_a_corrupted_library(load: Load, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "libfluxion.so"
+    path.write_bytes(native.library_path().read_bytes()[:5000] if content is None else content)
+    with pytest.raises(NativeLibraryError, match="cannot be loaded") as error:
+        load(path)
+    one_sentence(error, path)
+
+
+def build(source: str, path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=source.encode(), check=True
+    )
+
+
+def test_another_library(load: Load, tmp_path: Path) -> None:
+    path = tmp_path / "libother.so"
+    build("int nothing;", path)
+    with pytest.raises(NativeLibraryError, match="cannot be loaded") as error:
+        load(path)
+    one_sentence(error, path)
+
+
+def test_another_abi_version(load: Load, tmp_path: Path) -> None:
+    path = tmp_path / "libfluxion.so"
+    source = """
+    #include <stdint.h>
+    typedef struct { int32_t type; int32_t padding; int64_t value; } Any;
+    int __tvm_ffi_abi_version(void* self, const Any* args, int32_t n, Any* result) {
+      result->type = 1; result->padding = 0; result->value = 999; return 0;
+    }"""
+    build(source, path)
+    with pytest.raises(NativeLibraryError, match="ABI version 999 and this package needs") as error:
+        load(path)
+    one_sentence(error, path)
+
+
+def test_blocking_functions_release_the_gil() -> None:
+    for name in sorted(native._BLOCKING):
+        assert native.function(name).release_gil
+    assert not native.function("engine_queue_pop").release_gil
+
+
+def test_topology() -> None:
+    report = native.topology()
+    assert sorted(report["cores"]) == sorted(os.sched_getaffinity(0))
+    assert sorted(core for node in report["numa"] for core in node["cores"]) == sorted(report["cores"])
+    assert report["isas"][0] == "scalar"
+    assert report["isa"] in report["isas"]
+    assert 0 < report["available_bytes"] <= report["mem_available_bytes"] <= report["mem_total_bytes"]
+    if report["cgroup_limit_bytes"] >= 0:
+        assert report["available_bytes"] <= report["cgroup_available_bytes"] <= report["cgroup_limit_bytes"]
+
+
+def tiny_pool(isa: str | None = None) -> NativePool:
+    return NativePool(
+        Workers(1), layers=1, kv_heads=1, pages=2, head_dim=32, dtype=torch.float32, sink_pages=0, isa=isa
+    )
+
+
+def test_a_wrong_isa_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r'"mmx"; choose one of scalar'):
+        tiny_pool("mmx")
+    monkeypatch.setenv("FLUXION_ISA", "mmx")
+    with pytest.raises(RuntimeError, match=r"mmx.*scalar") as error:
+        tiny_pool()
+    report = native.topology()
+    assert report["isa"] == ""
+    assert report["isa_error"] == str(error.value)
+
+
+def test_the_isa_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUXION_ISA", "scalar")
+    assert tiny_pool().isa == native.topology()["isa"] == "scalar"
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of a fresh Python that ends by itself."""
+    path = os.pathsep.join([str(Path(native.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("count", [0, -1, 5000])
+def test_a_bad_number_of_workers(count: int) -> None:
+    with pytest.raises(ValueError, match=f"number of workers is {count}|must be between 1 and 4096"):
+        Workers(count)
+
+
+def native_threads() -> dict[str, str]:
+    """Thread id -> allowed cores of this process's native workers."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        except OSError:  # ended meanwhile
+            continue
+        if fields["Name"].strip().startswith("fluxion-"):
+            found[status.parent.name] = fields["Cpus_allowed_list"].strip()
+    return found
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_workers_are_pinned_and_end() -> None:
+    before = set(native_threads())
+    affinity = os.sched_getaffinity(0)
+    core = min(affinity)
+    workers = Workers(4, torch.tensor([core], dtype=torch.int32))
+    assert workers.cores == [core]
+    assert eventually(lambda: len(set(native_threads()) - before) == 3)
+    started = set(native_threads()) - before
+    assert {native_threads()[thread] for thread in started} == {str(core)}
+    assert os.sched_getaffinity(0) == affinity, "the caller is never pinned"
+    del workers
+    assert eventually(lambda: not started & set(native_threads()))
+
+
+def test_a_core_that_is_not_ours() -> None:
+    with pytest.raises(ValueError, match="Core 100000 is not among the cores"):
+        Workers(2, torch.tensor([100000], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("layers", 0, "0 layers"),
+        ("kv_heads", 0, "0 KV heads"),
+        ("pages", 1, "1 pages"),
+        ("head_dim", 16, "head_dim is 16"),
+        ("head_dim", 72, "head_dim is 72"),
+        ("head_dim", 512, "head_dim is 512"),
+        ("sink_pages", -1, "is -1"),
+        ("dtype", torch.float16, "torch.float16"),
+    ],
+)
+def test_pools_that_cannot_be(field: str, value: object, sentence: str) -> None:
+    shape = {
+        "layers": 1,
+        "kv_heads": 1,
+        "pages": 4,
+        "head_dim": 64,
+        "dtype": torch.bfloat16,
+        "sink_pages": 0,
+    }
+    with pytest.raises(ValueError, match=sentence):
+        NativePool(Workers(1), **{**shape, field: value})
+
+
+def test_a_pool_too_large_for_the_machine_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"needs .* GiB and .* GiB of memory are available; lower host_tokens"
+    ):
+        NativePool(
+            Workers(1),
+            layers=64,
+            kv_heads=64,
+            pages=1 << 24,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            sink_pages=4,
+        )
+
+
+def test_handles_of_another_kind_are_refused() -> None:
+    workers = Workers(1)
+    with pytest.raises(TypeError, match=r"fluxion\.HostPool"):
+        native.function("pool_tensor")(workers.handle, "tiles", 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_computes_and_exits() -> None:
+    """It has none of the threads: the caller does everything, and the end waits for nobody."""
+    world = NativeWorld(workers=3)
+    request = world.add(300)
+    pages = torch.tensor(request.pages, dtype=torch.int32)
+    k, v = (torch.empty(world.heads, 304, world.dim) for _ in range(2))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            world.pool.gather(0, pages, k, v)
+            world.begin_step([request])
+            _, q, out = world.begin_layer([request], 0, world.plan([request]))
+            world.engine.layer_finish()
+            chosen = {(0, h): [set(world.middle(request))] * world.group for h in range(world.heads)}
+            world.check(out, world.expected([request], 0, q, chosen))
+            workers = world.pool.workers
+            del world.engine, world.pool, workers
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_process_ends_with_everything_alive() -> None:
+    """Views, an open layer and spinning workers at exit."""
+    code = """
+import torch
+from fluxion_sglang.native import NativeEngine, NativePool, Workers
+w = Workers(4)
+p = NativePool(w, layers=1, kv_heads=1, pages=9, head_dim=32, dtype=torch.bfloat16, sink_pages=0)
+view = p.tensor("tiles", 0)
+e = NativeEngine(w, p, q_heads=1, sinks=0, window=16, max_requests=1, max_pages=1, attend_union=True)
+e.step(*(torch.tensor(x, dtype=torch.int32) for x in ([0], [100], [[1, 2, 3, 4, 5, 6, 7]])))
+q = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
+windows = torch.zeros(1, 2, 2, 16, 32, dtype=torch.bfloat16)
+one = torch.ones(1, 1)
+e.layer_begin(0, q, q, q, windows, torch.full((1, 1), 16, dtype=torch.int32), one, one, 1.0, q)
+print("ok")
+"""
+    assert python(code).strip() == "ok"

@@ -1,0 +1,271 @@
+"""One queue for native workers and foreign executors: each task is done exactly once, in any interleaving."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from native_world import NativeWorld, Request
+
+from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine
+
+CPU, TORCH, GPU = 0, 1, 2
+
+
+def make(workers: int, seed: int, layers: int = 1) -> tuple[NativeWorld, list[Request]]:
+    # The slowest kernels: tasks take long enough that others get some.
+    world = NativeWorld(workers=workers, seed=seed, layers=layers, heads=4, pages=600, isa="scalar")
+    lengths = random.Random(seed).choices([60, 200, 500, 900, 1500], k=5)
+    return world, [world.add(n) for n in lengths]
+
+
+def want(world: NativeWorld, requests: list[Request], layer: int, q: torch.Tensor) -> torch.Tensor:
+    chosen = {
+        (b, h): [set(world.middle(request, layer))] * world.group
+        for b, request in enumerate(requests)
+        for h in range(world.heads)
+    }
+    return world.expected(requests, layer, q, chosen)
+
+
+class Puller(threading.Thread):
+    """A foreign executor with a thread of its own, as slow and irregular as `pause` makes it.
+
+    `claim`: one that the caller took for it; the native workers may be done before a Python thread started.
+    """
+
+    def __init__(
+        self,
+        world: NativeWorld,
+        requests: list[Request],
+        q: torch.Tensor,
+        executor: int,
+        claim: int,
+        pause: random.Random,
+    ) -> None:
+        super().__init__()
+        self.world, self.requests, self.q = world, requests, q
+        self.executor, self.claim, self.pause = executor, claim, pause
+        self.done: list[int] = []
+        self.error: BaseException | None = None
+        self.start()
+
+    def pop(self) -> int:
+        claim, self.claim = self.claim, -1
+        return claim if claim >= 0 else self.world.engine.queue_pop(self.executor)
+
+    def run(self) -> None:
+        try:
+            while (claim := self.pop()) >= 0:
+                o, lse = self.world.compute(self.requests, 0, self.q, claim)
+                time.sleep(self.pause.choice([0, 0, 1e-4, 1e-3]))
+                assert self.world.engine.task_done(claim, o, lse)
+                assert not self.world.engine.task_done(claim, o, lse), "a claim is delivered once"
+                self.done.append(claim & CLAIM_INDEX_MASK)
+        except BaseException as error:
+            self.error = error
+
+
+def mixed_step(world: NativeWorld, requests: list[Request], seed: int, executors: list[int]) -> list[int]:
+    """One layer with pullers beside the workers; returns the owners."""
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    plan.value = world.randn(len(requests), world.heads).float()
+    pause = random.Random(seed)
+    tasks, q, out = world.begin_layer(requests, 0, plan)
+    claims = [world.engine.queue_pop(executor) if pause.random() < 0.7 else -1 for executor in executors]
+    pullers = [
+        Puller(world, requests, q, executor, claim, random.Random(pause.random()))
+        for executor, claim in zip(executors, claims, strict=True)
+    ]
+    time.sleep(pause.choice([0, 0, 1e-3]))
+    world.engine.layer_finish()
+    for puller in pullers:
+        puller.join()
+        assert puller.error is None, puller.error
+    owners: list[int] = world.engine.owners().tolist()
+    assert len(owners) == tasks
+    assert -1 not in owners
+    delivered = [i for puller in pullers for i in puller.done]
+    assert len(set(delivered)) == len(delivered)
+    assert sorted(delivered) == [i for i, owner in enumerate(owners) if owner != CPU]
+    for puller in pullers:
+        assert all(owners[i] in executors for i in puller.done)
+    world.check(out, want(world, requests, 0, q))
+    return owners
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_each_task_is_done_once_by_somebody(workers: int) -> None:
+    shared = 0
+    for seed in range(8):
+        world, requests = make(workers, seed)
+        before = world.engine.stats()
+        counts = [0, 0, 0]
+        for step in range(5):
+            executors = [[TORCH], [GPU], [TORCH, GPU], [TORCH, TORCH]][(seed + step) % 4]
+            owners = mixed_step(world, requests, seed * 100 + step, executors)
+            shared += len(set(owners)) > 1
+            for owner in owners:
+                counts[owner] += 1
+        after = world.engine.stats()
+        assert [
+            after[f"tasks_{name}"] - before[f"tasks_{name}"] for name in ("cpu", "torch", "gpu")
+        ] == counts
+        assert after["tasks"] - before["tasks"] == sum(counts)
+        assert after["failed_tasks"] == before["failed_tasks"]
+    assert shared > 0, "no schedule had two executors at work: nothing was tested"
+
+
+@pytest.mark.parametrize("foreign", [0, 1, 7, 1000])
+def test_one_thread_can_do_everything(foreign: int) -> None:
+    """With one worker nothing runs before finish(): the split is ours, and priority decides the order."""
+    world, requests = make(1, 3)
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    plan.value = world.randn(len(requests), world.heads).float()
+    tasks, q, out = world.begin_layer(requests, 0, plan)
+    done = world.drain_foreign(requests, 0, q, TORCH, foreign)
+    world.engine.layer_finish()
+    assert done == list(range(min(foreign, tasks)))
+    assert world.engine.owners().tolist() == [TORCH] * len(done) + [CPU] * (tasks - len(done))
+    world.check(out, want(world, requests, 0, q))
+
+
+def test_nothing_can_be_pulled_outside_a_layer() -> None:
+    world, requests = make(2, 0)
+    assert world.engine.queue_pop(TORCH) == -1
+    world.begin_step(requests)
+    assert world.engine.queue_pop(TORCH) == -1
+    world.begin_layer(requests, 0, world.plan(requests))
+    world.engine.layer_finish()
+    assert world.engine.queue_pop(TORCH) == -1
+    for executor in (-1, 0, 3):
+        with pytest.raises(ValueError, match="no foreign executor"):
+            world.engine.queue_pop(executor)
+
+
+def test_a_failed_task_fails_its_layer_only() -> None:
+    world, requests = make(1, 1)
+    world.begin_step(requests)
+    world.begin_layer(requests, 0, world.plan(requests))
+    claim = world.engine.queue_pop(TORCH)
+    b, h = divmod(world.engine.task(claim), world.heads)
+    assert world.engine.task_failed(claim, "it ran out of memory")
+    assert not world.engine.task_failed(claim, "twice")
+    second = world.engine.queue_pop(GPU)
+    assert world.engine.task_failed(second, "a later failure")
+    with pytest.raises(
+        RuntimeError, match=f"Layer 0: .*torch.* request {b}, KV head {h}: it ran out of memory$"
+    ):
+        world.engine.layer_finish()
+    assert world.engine.stats()["failed_tasks"] == 2
+    mixed_step(world, requests, 0, [TORCH])
+
+
+def with_timeout(world: NativeWorld, monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    monkeypatch.setenv("FLUXION_TASK_TIMEOUT_S", seconds)
+    world.engine = NativeEngine(
+        world.pool.workers,
+        world.pool,
+        q_heads=world.q_heads,
+        sinks=world.placement.sinks,
+        window=world.placement.window,
+        max_requests=8,
+        max_pages=128,
+        attend_union=True,
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_nobody_delivers_is_an_error_and_comes_too_late_for_ever(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, requests = make(workers, 2)
+    with_timeout(world, monkeypatch, "0.05")
+    late: list[int] = []
+    while not late:  # the workers may be faster
+        world.begin_step(requests)
+        world.begin_layer(requests, 0, world.plan(requests))
+        late = [claim for claim in (world.engine.queue_pop(GPU), world.engine.queue_pop(GPU)) if claim >= 0]
+        start = time.monotonic()
+        if late:
+            b, h = divmod(world.engine.task(late[0]), world.heads)
+            where = f"request {b}, KV head {h}"
+            with pytest.raises(
+                RuntimeError,
+                match=rf'{where}\).* "gpu" .* within 0.05 s.*FLUXION_TASK_TIMEOUT_S',
+            ):
+                world.engine.layer_finish()
+            assert 0.05 <= time.monotonic() - start < 30
+        else:
+            world.engine.layer_finish()
+    assert world.engine.stats()["failed_tasks"] == len(late)
+    assert world.engine.owners().tolist().count(-1) == len(late)
+    poison = torch.full((world.group, world.dim), torch.nan)
+    nan = torch.full((world.group,), torch.nan)
+    assert not world.engine.task_done(late[0], poison, nan)
+    # Now while the next layer is open, with the same tasks and the same executor holding some of them.
+    world.begin_step(requests)
+    _, q, out = world.begin_layer(requests, 0, world.plan(requests))
+    claims = [claim for claim in (world.engine.queue_pop(GPU), world.engine.queue_pop(GPU)) if claim >= 0]
+    for claim in late:
+        assert not world.engine.task_done(claim, poison, nan)
+        assert not world.engine.task_failed(claim, "too late")
+        with pytest.raises(RuntimeError, match="There is no task"):
+            world.engine.task(claim)
+    for claim in claims:
+        assert world.engine.task_done(claim, *world.compute(requests, 0, q, claim))
+    world.engine.layer_finish()
+    world.check(out, want(world, requests, 0, q))
+
+
+def test_a_slow_delivery_within_the_time_is_waited_for() -> None:
+    world, requests = make(1, 4)
+    world.begin_step(requests)
+    _, q, out = world.begin_layer(requests, 0, world.plan(requests))
+    claim = world.engine.queue_pop(TORCH)
+    result = world.compute(requests, 0, q, claim)
+    timer = threading.Timer(0.1, lambda: world.engine.task_done(claim, *result))
+    timer.start()
+    start = time.monotonic()
+    world.engine.layer_finish()
+    assert time.monotonic() - start > 0.05
+    timer.join()
+    world.check(out, want(world, requests, 0, q))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "5s"])
+def test_a_bad_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = make(1, 0)
+    with pytest.raises(ValueError, match="FLUXION_TASK_TIMEOUT_S"):
+        with_timeout(world, monkeypatch, text)
+
+
+def test_claims_that_never_were_are_refused() -> None:
+    world, requests = make(1, 0)
+    world.begin_step(requests)
+    world.begin_layer(requests, 0, world.plan(requests))
+    o, lse = torch.zeros(world.group, world.dim), torch.zeros(world.group)
+    for claim in (-1, 0, 5, 1 << 40, (1 << 62) + 3):
+        assert not world.engine.task_done(claim, o, lse)
+    with pytest.raises(ValueError, match="o has the shape"):
+        world.engine.task_done(world.engine.queue_pop(TORCH), o[:1], lse)
+
+
+def test_the_pool_may_be_used_while_a_layer_is_open() -> None:
+    """The workers are taken: the caller copies alone."""
+    world, requests = make(2, 6)
+    world.begin_step(requests)
+    _, q, out = world.begin_layer(requests, 0, world.plan(requests))
+    pages = torch.tensor(requests[0].pages[:2], dtype=torch.int32)
+    k, v = torch.empty(world.heads, 32, world.dim), torch.empty(world.heads, 32, world.dim)
+    world.pool.gather(0, pages, k, v)
+    assert torch.equal(k, requests[0].keys[0][:32].transpose(0, 1))
+    other, _ = make(2, 6)
+    world.engine.layer_finish()
+    world.check(out, want(world, requests, 0, q))
+    assert other.engine.stats()["layers"] == 0

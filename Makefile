@@ -23,7 +23,7 @@ endif
 .PHONY: help demo test lint bench clean install
 
 help:
-	@echo "make demo     serve a small model with Fluxion and without, and compare"
+	@echo "make demo     serve the bundled model with the flag and ask it about a long document"
 	@echo "make test     ruff, mypy, unit tests, end-to-end tests"
 	@echo "make lint     style and types, C++ included"
 	@echo "make bench    the benchmarks (see benchmark/)"

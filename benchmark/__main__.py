@@ -12,9 +12,7 @@ RENDER = ("tables.py", "plot.py")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark", description="Every benchmark, then the tables."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmark", description="Every benchmark, then the tables.")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that all of them run")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing result files")
     args = parser.parse_args()
@@ -28,9 +26,7 @@ def main() -> None:
 
 def _run(script: str, *args: str) -> None:
     print(f"$ python benchmark/{' '.join([script, *args])}", flush=True)
-    code = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), *args], check=False
-    ).returncode
+    code = subprocess.run([sys.executable, str(Path(__file__).parent / script), *args], check=False).returncode
     if code:
         sys.exit(code)
 

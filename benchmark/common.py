@@ -70,9 +70,7 @@ def commit() -> str:
     """The commit that is measured, with a + if code or models differ from it; "unknown" outside of git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git(
-            "status", "--porcelain", "--", "python", "csrc", "models", "benchmark/*.py", "CMakeLists.txt"
-        )
+        changed = _git("status", "--porcelain", "--", "python", "csrc", "models", "benchmark/*.py", "CMakeLists.txt")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+" if changed else "")
@@ -100,9 +98,7 @@ def header(benchmark: str) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
-        "environment": {
-            name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)
-        },
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
     }
 
 

@@ -72,9 +72,7 @@ def evaluate(policy: str, lengths: list[int], documents: int, questions: int) ->
                     answers = [list(q.answer_ids) for q in document.questions[:questions]]
                     prompts = [document.token_ids(i) for i in range(len(answers))]
                     # The first question brings the document in, the others find it in the radix tree.
-                    outputs = serve(engine, prompts[:1], answers[:1]) + serve(
-                        engine, prompts[1:], answers[1:]
-                    )
+                    outputs = serve(engine, prompts[:1], answers[:1]) + serve(engine, prompts[1:], answers[1:])
                     for want, got in zip(answers, outputs, strict=True):
                         whole += score(want, got)
                         read += sum(a == b for a, b in zip(want, got, strict=False))

@@ -113,25 +113,17 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
         if row["input_len"] == cell["length"]
     ]
     if len(rows) != len(BATCHES):
-        raise SystemExit(
-            f"one_batch left out a batch size of {cell}; its output is in {scratch / 'cell.log'}"
-        )
+        raise SystemExit(f"one_batch left out a batch size of {cell}; its output is in {scratch / 'cell.log'}")
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch."
-    )
+    parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--policies", nargs="+", default=POLICIES, help='"off" is SGLang without the flag')
     parser.add_argument("--lengths", nargs="+", type=int)
-    parser.add_argument(
-        "--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="2K and 4K; the result file is not a published one"
-    )
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians")
+    parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
@@ -144,9 +136,7 @@ def main() -> None:
     data = common.resume(path, common.header("one_batch"), common.SAME)
     cells = [
         {"model": model, "policy": policy, "length": length, "round": turn}
-        for turn, model, length, policy in itertools.product(
-            range(args.rounds), args.models, lengths, args.policies
-        )
+        for turn, model, length, policy in itertools.product(range(args.rounds), args.models, lengths, args.policies)
     ]
     done = [{key: row[key] for key in ("model", "policy", "length", "round")} for row in data["rows"]]
     cells = [cell for cell in cells if cell not in done]

@@ -29,9 +29,7 @@ def table(head: list[str], rows: list[list[str]], align: str) -> str:
 
 
 def options(_: Path) -> str:
-    rows = [
-        [f"`{o.key}`", o.type, f"`{o.default}`", o.doc, f"`{o.example}`"] for o in FluxionConfig.options()
-    ]
+    rows = [[f"`{o.key}`", o.type, f"`{o.default}`", o.doc, f"`{o.example}`"] for o in FluxionConfig.options()]
     return table(["key", "type", "default", "what it does", "example"], rows, "lllll")
 
 
@@ -48,9 +46,7 @@ def one_batch(results: Path) -> str:
         rows = []
         for (model, batch, length), cell in sorted(times.items(), key=lambda item: item[0]):
             at = {policy: median(values) for policy, values in cell.items()}
-            gain = (
-                f"{at['off'] / at[sparse]:.1f}x" if "off" in at and sparse in at and sparse != "off" else ""
-            )
+            gain = f"{at['off'] / at[sparse]:.1f}x" if "off" in at and sparse in at and sparse != "off" else ""
             rows.append(
                 [model, str(batch), f"{length:,}"]
                 + [f"{at[policy]:.1f}" if policy in at else "" for policy in policies]
@@ -60,12 +56,8 @@ def one_batch(results: Path) -> str:
         reads = data.get("memory_read_gb_per_s", [])
         note = f"TPOT, median of {_rounds(data)} run(s) of 32 steps. {_where(data)}"
         if reads:
-            note += (
-                f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
-            )
-        out.append(
-            table(head, rows, "lrr" + "r" * (len(policies) + 1)) + f"\n{note} [Data]({_link(path)}).\n"
-        )
+            note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
+        out.append(table(head, rows, "lrr" + "r" * (len(policies) + 1)) + f"\n{note} [Data]({_link(path)}).\n")
     return "\n".join(out) or _nothing("one_batch.py")
 
 
@@ -79,15 +71,12 @@ def needle_accuracy(results: Path) -> str:
         for task, length in dict.fromkeys((task, length) for task, length, _ in found):
             cells = [found.get((task, length, policy)) for policy in policies]
             asked = max(cell["questions"] for cell in cells if cell)
-            rows.append(
-                [task, f"{length:,}", str(asked), *(f"{c['accuracy']:.2f}" if c else "" for c in cells)]
-            )
+            rows.append([task, f"{length:,}", str(asked), *(f"{c['accuracy']:.2f}" if c else "" for c in cells)])
         rows.sort(key=lambda row: row[0])
         align = "lrr" + "r" * len(policies)
         note = f"Share of answers that are right as a whole. {_where(data)}"
         out.append(
-            table(["task", "prompt", "questions", *policies], rows, align)
-            + f"\n{note} [Data]({_link(path)}).\n"
+            table(["task", "prompt", "questions", *policies], rows, align) + f"\n{note} [Data]({_link(path)}).\n"
         )
     return "\n".join(out) or _nothing("needle_accuracy.py")
 
@@ -130,9 +119,7 @@ def _rounds(data: dict[str, Any]) -> int:
 def _where(data: dict[str, Any]) -> str:
     at, of = data["machine"], data["versions"]
     cpu = f"{at['cpu']}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
-    return (
-        f"{cpu}, no GPU; sglang {of['sglang']}, torch {of['torch']}; commit {data['commit']}, {data['date']}."
-    )
+    return f"{cpu}, no GPU; sglang {of['sglang']}, torch {of['torch']}; commit {data['commit']}, {data['date']}."
 
 
 def _link(path: Path) -> str:
@@ -145,9 +132,7 @@ def _nothing(script: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fill the tables of README.md and docs/.")
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 if something would change"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if something would change")
     args = parser.parse_args()
     stale = []
     for name in PAGES:

@@ -380,11 +380,11 @@ int64_t engine_task(EngineRef ref, int64_t claim) {
   return guarded([&] { return static_cast<int64_t>(ref->engine->task(claim)); });
 }
 
-bool engine_task_done(EngineRef ref, int64_t claim, TensorView o, TensorView lse) {
+bool engine_task_done(EngineRef ref, int64_t claim, TensorView o, TensorView lse, int64_t tokens) {
   Engine& engine = *ref->engine;
   expect(o, "o", kFloat32, {engine.group(), engine.pool().shape().head_dim}, 2);
   expect(lse, "lse", kFloat32, {engine.group()}, 1);
-  return guarded([&] { return engine.deliver(claim, data<float>(o), data<float>(lse)); });
+  return guarded([&] { return engine.deliver(claim, data<float>(o), data<float>(lse), tokens); });
 }
 
 bool engine_task_failed(EngineRef ref, int64_t claim, ffi::String message) {

@@ -96,7 +96,6 @@ void Engine::reserve(int requests, int pages) {
   blk_.resize(groups);
   order_.resize(groups);
   tasks_.resize(groups);
-  selected_tokens_ = std::make_unique<std::atomic<int64_t>[]>(groups);
   budget_.resize(states);
   res_lse_.resize(states);
   mid_lse_.resize(states);
@@ -199,7 +198,6 @@ int Engine::make_tasks() {
   for (int i = 0; i < count; ++i) {
     const int packed = static_cast<int>(order_[i] & 0xffffffffu);
     tasks_[i] = {packed / heads, packed % heads};
-    selected_tokens_[i].store(0, std::memory_order_relaxed);
   }
   totals_[kStatMiddleTokens].fetch_add(middle_tokens, std::memory_order_relaxed);
   totals_[kStatTasks].fetch_add(count, std::memory_order_relaxed);

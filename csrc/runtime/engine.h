@@ -99,8 +99,9 @@ class Engine {
   // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
   int64_t pop(Executor executor);
   int task(int64_t claim_or_index);  // b * Hk + h
-  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G].
-  bool deliver(int64_t claim, const float* o, const float* lse);
+  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how many it
+  // read, summed over the heads.
+  bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens);
   bool fail(int64_t claim, const std::string& message);
   // pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
@@ -206,8 +207,6 @@ class Engine {
   std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
   std::mutex selection_mutex_;  // selection_scratch_
   Scratch selection_scratch_;
-  // Per task, of the last selection(): what a foreign executor reads.
-  std::unique_ptr<std::atomic<int64_t>[]> selected_tokens_;
 
   std::atomic<int64_t> totals_[kStatCount] = {};
 };

@@ -31,18 +31,16 @@ int Engine::task(int64_t claim_or_index) {
   return t.request * shape_.kv_heads + t.head;
 }
 
-bool Engine::deliver(int64_t claim, const float* o, const float* lse) {
+bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t tokens) {
   const std::lock_guard lock(foreign_mutex_);
   Executor executor;
   if (!queue_.holds(claim, &executor)) return false;
-  const int i = TaskQueue::task_of(claim);
-  const Task& t = tasks_[i];
+  const Task& t = tasks_[TaskQueue::task_of(claim)];
   const int64_t at = state_at(t.request, t.head);
   std::copy_n(o, static_cast<int64_t>(group_) * shape_.head_dim, &mid_o_[at * shape_.head_dim]);
   std::copy_n(lse, group_, &mid_lse_[at]);
   totals_[kStatTasksCpu + static_cast<int>(executor)].fetch_add(1, std::memory_order_relaxed);
-  totals_[kStatTokensRead].fetch_add(selected_tokens_[i].load(std::memory_order_relaxed),
-                                     std::memory_order_relaxed);
+  totals_[kStatTokensRead].fetch_add(tokens, std::memory_order_relaxed);
   // The layer stays open until finish(): args_ is alive.
   if (args_.window.data != nullptr) part_done(t.request, t.head);
   queue_.finish(claim);
@@ -78,7 +76,6 @@ int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, i
   } else {
     std::fill_n(masks, chosen.count * group_, uint16_t{0xffff});
   }
-  selected_tokens_[i].store(chosen.tokens, std::memory_order_relaxed);
   return chosen.count;
 }
 

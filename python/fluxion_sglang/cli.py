@@ -18,15 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from fluxion_sglang import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="fluxion", description="Long contexts for SGLang: KV in host memory."
-    )
+    parser = argparse.ArgumentParser(prog="fluxion", description="Long contexts for SGLang: KV in host memory.")
     parser.add_argument("--version", action="version", version=f"fluxion-sglang {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    doctor = commands.add_parser(
-        "doctor", help="check whether this machine and environment can serve with Fluxion"
-    )
+    doctor = commands.add_parser("doctor", help="check whether this machine and environment can serve with Fluxion")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.set_defaults(run=_doctor)
 
@@ -47,9 +43,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print(f"{check.status:4}  {check.name:18}  {check.found}")
             if check.advice:
                 print(f"{'':26}{check.advice}")
-        print(
-            "Not ready: see the lines with FAIL." if failed else "Ready: add --enable-fluxion to the server."
-        )
+        print("Not ready: see the lines with FAIL." if failed else "Ready: add --enable-fluxion to the server.")
     return 1 if failed else 0
 
 

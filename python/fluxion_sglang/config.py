@@ -96,9 +96,7 @@ class FluxionConfig:
             if key not in legal:
                 near = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
                 guess = f"; did you mean {near[0]!r}?" if near else ";"
-                raise ConfigError(
-                    f"--fluxion-config has no key {key!r}{guess} The legal keys are {', '.join(legal)}."
-                )
+                raise ConfigError(f"--fluxion-config has no key {key!r}{guess} The legal keys are {', '.join(legal)}.")
         return cls(**{key: _checked(cls, key, value) for key, value in values.items()}).validate()
 
     def validate(self) -> FluxionConfig:
@@ -164,8 +162,7 @@ class FluxionConfig:
                 )
             if int(last or first) >= 1 << 16:
                 raise ConfigError(
-                    f"cores is {self.cores!r}, but no machine has a core {last or first}; see `lscpu` for "
-                    "the ids."
+                    f"cores is {self.cores!r}, but no machine has a core {last or first}; see `lscpu` for the ids."
                 )
             ids.extend(range(int(first), int(last if dash else first) + 1))
         if len(set(ids)) != len(ids):
@@ -251,9 +248,7 @@ def _finite(key: str, value: int) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(
-            f"{key} has {len(str(value))} digits; give a number that a machine can hold."
-        ) from None
+        raise ConfigError(f"{key} has {len(str(value))} digits; give a number that a machine can hold.") from None
 
 
 def _quoted(words: tuple[str, ...]) -> str:

@@ -242,9 +242,7 @@ def run(args: argparse.Namespace) -> bool:
     return all(right)
 
 
-def _one_question(
-    server: Server, document: NeedlePrompt, i: int, client: str, max_tokens: int
-) -> tuple[bool, str]:
+def _one_question(server: Server, document: NeedlePrompt, i: int, client: str, max_tokens: int) -> tuple[bool, str]:
     """Whether the answer is right, and its row of the table."""
     question = document.questions[i]
     reply = ask(server, client, document.text(i), max_tokens)
@@ -276,9 +274,7 @@ def _report(metrics: dict[str, float], tokens: int) -> None:
     print(f" On the device   at most {resident:,} of a request's {tokens:,} tokens ({resident / tokens:.1%})")
     print(f" In the pool     all of them; the host pool holds {pool:,} tokens")
     print(f" Tasks           {tasks:,.0f}: {shares}")
-    print(
-        f" Middle read     {read / middle:.1%} of its tokens by a head in a step, after sharing in the group"
-    )
+    print(f" Middle read     {read / middle:.1%} of its tokens by a head in a step, after sharing in the group")
     print(
         f" Memory read     {(total('tile_bytes') + total('metadata_bytes')) / 2**20:,.1f} MiB by all tasks, "
         f"{total('metadata_bytes') / 2**20:,.1f} of it metadata"

@@ -150,9 +150,7 @@ def _cores(topology: dict[str, Any]) -> Check:
     cores, nodes = topology.get("cores", []), topology.get("numa", [])
     found = f"{len(cores)} cores on {max(1, len(nodes))} NUMA node{'s' if len(nodes) > 1 else ''}"
     if len(cores) < 2:
-        return Check(
-            "cores", WARN, found, "the engine shares its only core with the server; give the process more"
-        )
+        return Check("cores", WARN, found, "the engine shares its only core with the server; give the process more")
     return Check("cores", OK, found)
 
 

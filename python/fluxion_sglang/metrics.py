@@ -7,7 +7,10 @@ from collections.abc import Mapping
 _TASKS = "tasks_"
 _COUNTERS = {
     "layers": ("layers", "Decode steps of one layer."),
-    "middle_tokens": ("middle_tokens", "Tokens of the middle that decode heads could have read, summed over query heads."),
+    "middle_tokens": (
+        "middle_tokens",
+        "Tokens of the middle that decode heads could have read, summed over query heads.",
+    ),
     "tokens_read": ("read_tokens", "Tokens of the middle that decode heads attended to, summed over query heads."),
     "tile_bytes": ("tile_bytes", "Bytes of host tiles read by decode tasks of the native workers."),
     "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks of the native workers."),

@@ -1,8 +1,7 @@
 """The native library: loading it, and typed wrappers of its functions.
 
-Everything here takes and returns CPU tensors; nothing copies them. The library knows nothing of torch:
-tensors cross as DLPack through apache-tvm-ffi. Sizes are in tokens or pages, as each docstring says; a page has 16
-tokens.
+Everything here takes and returns CPU tensors; nothing copies them. The library does not know torch: tensors
+cross as DLPack through apache-tvm-ffi. Sizes are in tokens or in pages of 16 tokens, as each docstring says.
 """
 
 from __future__ import annotations
@@ -217,9 +216,7 @@ class NativePool:
         """
         view = self._views.get((name, layer))
         if view is None:
-            view = self._views[name, layer] = torch.from_dlpack(
-                function("pool_tensor")(self.handle, name, layer)
-            )
+            view = self._views[name, layer] = torch.from_dlpack(function("pool_tensor")(self.handle, name, layer))
         return view
 
     def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -313,9 +310,7 @@ class NativeEngine:
         attend_union: bool,
     ) -> None:
         if workers is not pool.workers:
-            raise ValueError(
-                "The engine uses the workers of its pool; pass the Workers the pool was created with."
-            )
+            raise ValueError("The engine uses the workers of its pool; pass the Workers the pool was created with.")
         self.pool = pool
         self.handle = function("engine_create")(
             pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union
@@ -427,13 +422,16 @@ class NativeEngine:
         """b * H + h of a claim, or of a plain task index of the open layer."""
         return int(self._task(self.handle, claim))
 
-    def task_done(self, claim: int, o: torch.Tensor, lse: torch.Tensor) -> bool:
+    def task_done(self, claim: int, o: torch.Tensor, lse: torch.Tensor, tokens: int) -> bool:
         """Deliver o [G, D] and lse [G] (natural log; -inf for a head that read nothing), float32.
+
+        Args:
+            tokens: how many were read, summed over the heads; for the statistics.
 
         Returns:
             False when the claim no longer holds; the result was dropped.
         """
-        return bool(self._task_done(self.handle, claim, o, lse))
+        return bool(self._task_done(self.handle, claim, o, lse, tokens))
 
     def task_failed(self, claim: int, message: str) -> bool:
         """Fail a claim, and with it the layer; returns as `task_done`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came back: the new token ids and their log probabilities, how many prompt tokens were cached, why it ended."""
+    """What came back: new token ids with their log probabilities, cached prompt tokens, why it ended."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -106,10 +107,8 @@ class Server:
                 except subprocess.TimeoutExpired:
                     continue
         # The scheduler is a grandchild; the session's group takes it along even when the parent is gone.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._log.close()
 
     def __enter__(self) -> Server:

@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cases
 import pytest
 import requests
-
-import cases
 from server import Completion, Server
 
 Reference = dict[str, Completion]
@@ -50,7 +49,9 @@ class TestChunked:
             server.assert_clean()
 
     def test_capacity_line(self, server: Server) -> None:
-        line = re.search(r"Fluxion: host pool of (\d+) tokens, ([\d.]+) GiB .*largest context (\d+) tokens", server.log())
+        line = re.search(
+            r"Fluxion: host pool of (\d+) tokens, ([\d.]+) GiB .*largest context (\d+) tokens", server.log()
+        )
         assert line and (line[1], line[3]) == ("65536", "32768") and float(line[2]) > 0.1
         assert "disable_overlap_schedule=True" not in server.log()
 

@@ -14,15 +14,14 @@ import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
+import cases
 import pytest
+import tiny_model
+from server import Server
 from sglang.test import kl_test_utils
 from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
-
-import cases
-import tiny_model
-from server import Server
 
 
 class TestKits(AbortAllMixin, KLDivergenceMixin, unittest.TestCase):

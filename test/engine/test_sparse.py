@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import sglang as sgl
+from server import Server
 
 from fluxion_sglang.needle import needle_prompt, score
-from server import Server
 
 HOST_TOKENS = 10_000
 DOCUMENT = 6_000
@@ -23,7 +23,9 @@ class TestFixed:
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:
         config = f'{{"policy": "fixed:16:0.25", "host_tokens": {HOST_TOKENS}}}'
-        with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "fixed.log") as server:
+        with Server(
+            "--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "fixed.log"
+        ) as server:
             yield server
             server.assert_clean()
 

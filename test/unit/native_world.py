@@ -11,9 +11,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """q [D], k and v [n, D] -> o [D], LSE, in float64; nothing attended: 0, -inf."""
     scores = (k.double() @ q.double()) * scale
     lse = scores.logsumexp(0) if len(scores) else torch.tensor(-math.inf, dtype=torch.float64)
@@ -152,9 +150,7 @@ class NativeWorld:
             torch.zeros(batch, self.heads),
         )
 
-    def begin_layer(
-        self, requests: list[Request], layer: int, plan: Plan
-    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def begin_layer(self, requests: list[Request], layer: int, plan: Plan) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Draws q, k, v, adds the token to the truth and starts the layer: (tasks, q, out)."""
         batch = len(requests)
         # Rows of one fused projection, as a model gives them: not contiguous over the batch.
@@ -216,9 +212,7 @@ class NativeWorld:
         return list(range(self.placement.sinks, self.placement.window_start(n)))
 
     def tolerance(self) -> dict[str, float]:
-        return (
-            {"atol": 2e-5, "rtol": 1e-4} if self.dtype == torch.float32 else {"atol": 1.2e-2, "rtol": 1.2e-2}
-        )
+        return {"atol": 2e-5, "rtol": 1e-4} if self.dtype == torch.float32 else {"atol": 1.2e-2, "rtol": 1.2e-2}
 
     def check(self, out: torch.Tensor, want: torch.Tensor) -> None:
         torch.testing.assert_close(out.double(), want, **self.tolerance())
@@ -229,18 +223,18 @@ class NativeWorld:
         """Pops and computes tasks as a foreign executor would; the indices of those delivered."""
         done: list[int] = []
         while len(done) != limit and (claim := self.engine.queue_pop(executor)) >= 0:
-            o, lse = self.compute(requests, layer, q, claim)
-            assert self.engine.task_done(claim, o, lse)
+            assert self.engine.task_done(claim, *self.compute(requests, layer, q, claim))
             done.append(claim & CLAIM_INDEX_MASK)
         return done
 
     def compute(
         self, requests: list[Request], layer: int, q: torch.Tensor, claim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [G, D], lse [G] of a claimed task with a budget of everything, float32."""
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """o [G, D], lse [G] of a claimed task with a budget of everything, float32, and the tokens read."""
         b, h = divmod(self.engine.task(claim), self.heads)
         n = len(requests[b].keys[layer])
         at = slice(self.placement.sinks, self.placement.window_start(n))
         keys, values = requests[b].keys[layer][at, h], requests[b].values[layer][at, h]
         parts = [attention(q[b, h * self.group + g], keys, values, self.scale) for g in range(self.group)]
-        return torch.stack([o for o, _ in parts]).float(), torch.stack([lse for _, lse in parts]).float()
+        o, lse = (torch.stack(part).float() for part in zip(*parts, strict=True))
+        return o, lse, self.group * len(keys)

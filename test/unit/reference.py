@@ -16,9 +16,7 @@ def token_bits(masks: Tensor) -> Tensor:
     return ((masks.to(torch.int32)[:, :, None] >> torch.arange(16)) & 1).bool().permute(1, 0, 2)
 
 
-def attend(
-    q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention of q [G, D] over the pages: o [G, D] and natural LSE [G]; over nothing 0 and -inf."""
     chosen = tiles[pages.long()].double()
     keys, values = chosen[:, 0], chosen[:, 1]

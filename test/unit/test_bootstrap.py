@@ -178,9 +178,7 @@ def test_the_options_are_in_the_help(found: dict[str, Any], surface: str) -> Non
     text = found[f"{surface} --help"]
     assert "--enable-fluxion" in text
     assert "--fluxion-config FLUXION_CONFIG" in text
-    assert (
-        "fluxion" in text.split("--attention-backend", 1)[1].split("}", 1)[0]
-    )  # a legal choice of the backend
+    assert "fluxion" in text.split("--attention-backend", 1)[1].split("}", 1)[0]  # a legal choice of the backend
 
 
 @pytest.mark.parametrize("surface", ["flags", "yaml", "keywords"])
@@ -250,9 +248,7 @@ def test_a_failed_activation_stops_who_asks_for_the_flag(broken: pytest.MonkeyPa
     assert "\n" not in str(caught.value.code)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "cpu_engine", "own"), [(True, "0", True), (False, "1", True), (False, "0", False)]
-)
+@pytest.mark.parametrize(("cuda", "cpu_engine", "own"), [(True, "0", True), (False, "1", True), (False, "0", False)])
 def test_the_cpu_platform_is_for_machines_without_another(
     cuda: bool, cpu_engine: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,10 +150,7 @@ def test_what_is_printed_is_read_back(values: dict[str, Any]) -> None:
     assert FluxionConfig.parse(config.to_json()) == config
 
 
-@given(
-    st.text(max_size=40)
-    | st.builds(json.dumps, st.dictionaries(st.text(max_size=8), st.none() | st.floats()))
-)
+@given(st.text(max_size=40) | st.builds(json.dumps, st.dictionaries(st.text(max_size=8), st.none() | st.floats())))
 def test_no_text_breaks_it(text: str) -> None:
     try:
         FluxionConfig.parse(text)

@@ -45,9 +45,7 @@ def test_budget_one_is_exact_at_every_length(isa: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("heads", "group", "dim"), [(1, 1, 256), (1, 16, 48), (8, 1, 32), (3, 5, 80), (2, 7, 128)]
-)
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 1, 256), (1, 16, 48), (8, 1, 32), (3, 5, 80), (2, 7, 128)])
 def test_every_geometry(heads: int, group: int, dim: int, workers: int) -> None:
     world = NativeWorld(heads=heads, group=group, dim=dim, layers=2, workers=workers)
     run_full(world, [world.add(n) for n in (130, 7, 401)])
@@ -79,6 +77,26 @@ def test_hundreds_of_decoded_tokens() -> None:
             for request in requests:
                 check_window(world, request)
     assert min(r.length for r in requests) >= 300 - 60
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype) -> None:
+    """Tiles, metadata, tags and moments, colliding coarse entries included: bit for bit those of append_decode."""
+    world, twin = (NativeWorld(seed=9, dtype=dtype, pages=90, heads=3) for _ in range(2))
+    requests = [world.add(length) for length in (30, 47, 100)]
+    assert [twin.add(r.length).pages for r in requests] == [r.pages for r in requests]
+    for _ in range(250):
+        world.begin_step(requests)
+        plan = world.plan(requests, blk=64, budget=0.5)
+        world.begin_layer(requests, 0, plan)
+        world.engine.layer_finish()
+        lengths = torch.tensor([r.length for r in requests], dtype=torch.int32)
+        k = torch.stack([r.keys[0][-1] for r in requests])
+        v = torch.stack([r.values[0][-1] for r in requests])
+        twin.pool.append_decode(0, lengths, world.table(requests), k, v)
+    for name in ("tiles", "meta0", "meta1", "meta2", "meta3", "tag1", "tag2", "tag3", "moments"):
+        assert torch.equal(world.pool.tensor(name, 0), twin.pool.tensor(name, 0)), name
+    assert int((world.pool.tensor("tag3", 0) >= 0).sum()) > 3
 
 
 def check_window(world: NativeWorld, request: Request) -> None:
@@ -113,9 +131,7 @@ def check_selection(
         if not budget > 0:  # NaN reads nothing
             assert chosen[g] == set()
             continue
-        bounds = {
-            i: float(block_bounds(q[h * world.group + g], request.keys[0][at, h])) for i, at in blocks.items()
-        }
+        bounds = {i: float(block_bounds(q[h * world.group + g], request.keys[0][at, h])) for i, at in blocks.items()}
         count = blocks_bought(budget, len(middle), blk, len(blocks))
         best = sorted(bounds.values(), reverse=True)
         slack = 1e-4 * max(1.0, *map(abs, best))
@@ -143,9 +159,7 @@ BUDGETS = st.sampled_from([0.0, 0.001, 0.05, 0.2, 0.5, 0.8, 0.999, 1.0, 3.0, -1.
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=15)
 @given(data=st.data(), union=st.booleans(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES))
-def test_any_plan_reads_what_it_says(
-    isa: str, data: st.DataObject, union: bool, seed: int, dtype: torch.dtype
-) -> None:
+def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool, seed: int, dtype: torch.dtype) -> None:
     """Any block size and budgets, a batch of mixed lengths: selection, output, priorities and statistics."""
     world = NativeWorld(isa=isa, seed=seed, dtype=dtype, attend_union=union, group=3, workers=2)
     lengths = data.draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))
@@ -260,9 +274,7 @@ def test_tokens_that_are_written_already() -> None:
     tiles = world.pool.tensor("tiles", 0).clone()
     q = world.randn(1, world.q_heads, 32)
     out = torch.full_like(q, torch.nan)
-    world.engine.layer_begin(
-        0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out
-    )
+    world.engine.layer_begin(0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
     world.engine.layer_finish()
     chosen = {(0, h): [set(world.middle(request))] * world.group for h in range(world.heads)}
     world.check(out, world.expected([request], 0, q, chosen))
@@ -304,9 +316,7 @@ def test_bad_lengths_rows_and_blocks() -> None:
     out = torch.empty_like(q)
 
     def layer(rows: list[int], lengths: list[int], plan: Plan) -> None:
-        world.engine.step(
-            torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), table
-        )
+        world.engine.step(torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), table)
         world.engine.layer_begin(0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, out)
         world.engine.layer_finish()
 
@@ -372,9 +382,7 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
                 args["out"],
             )
     with pytest.raises(ValueError, match="no layer 1"):
-        world.engine.layer_begin(
-            1, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone()
-        )
+        world.engine.layer_begin(1, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
     with pytest.raises(RuntimeError, match="without layer_begin"):
         world.engine.layer_finish()
     for sinks, window, sentence in [
@@ -404,21 +412,17 @@ def test_an_abandoned_layer_does_no_harm() -> None:
     claim = world.engine.queue_pop(1)
     run_full(world, requests)
     if claim >= 0:
-        assert not world.engine.task_done(claim, torch.full((2, 32), torch.nan), torch.zeros(2))
+        assert not world.engine.task_done(claim, torch.full((2, 32), torch.nan), torch.zeros(2), 0)
     with pytest.raises(RuntimeError, match="no task 0 now"):
         world.engine.task(0)
 
 
 def test_an_empty_batch() -> None:
     world = NativeWorld()
-    world.engine.step(
-        *(torch.empty(0, dtype=torch.int32) for _ in range(2)), torch.empty(0, 1, dtype=torch.int32)
-    )
+    world.engine.step(*(torch.empty(0, dtype=torch.int32) for _ in range(2)), torch.empty(0, 1, dtype=torch.int32))
     plan = world.plan([])
     q = torch.empty(0, world.q_heads, 32)
     kv = torch.empty(0, world.heads, 32)
-    tasks = world.engine.layer_begin(
-        0, q, kv, kv, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone()
-    )
+    tasks = world.engine.layer_begin(0, q, kv, kv, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
     world.engine.layer_finish()
     assert tasks == 0

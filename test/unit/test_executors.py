@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import World
 
 from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
 from fluxion_sglang.executor.torch_reference import block_pages
 from fluxion_sglang.kv.placement import PAGE
-from world import World
 
 LENGTHS = [1, 15, 64, 65, 319, 320, 335, 336, 337, 500, 1111, 2047]
 
@@ -39,7 +39,7 @@ def test_native_and_torch_select_and_attend_alike(
     blk: int, budget: float, union: bool, lengths: list[int], seed: int
 ) -> None:
     """One worker leaves every task to the torch executor; the native run of the same world must agree with it."""
-    outs = []
+    outs, read = [], []
     for executors in ("cpu", "cpu+torch"):
         world = World(
             policy=f"fixed:{blk}:{budget}", executors=executors, attend_union=union, seed=seed,
@@ -48,6 +48,8 @@ def test_native_and_torch_select_and_attend_alike(
         for row, length in enumerate(lengths, start=1):
             world.extend(row, length)
         outs.append([got for _ in range(3) for got, _ in world.decode(list(range(1, len(lengths) + 1)))])
+        read.append(world.engine.native.stats()["tokens_read"])
+    assert read[0] == read[1]
     for native, torch_ in zip(*outs, strict=True):
         torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
 

@@ -87,9 +87,7 @@ def observe() -> dict[str, Any]:
         "patched": sorted(HookRegistry._patched),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "environment": {k: v for k, v in os.environ.items() if before["env"].get(k) != v},
-        "signals": [
-            str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        ],
+        "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
         "excepthook": sys.excepthook is before["hook"],
         "finders": [repr(finder) for finder in sys.meta_path if repr(finder) not in before["finders"]],
         "modules of ours": sorted(name for name in sys.modules if name.startswith("fluxion_sglang")),
@@ -118,9 +116,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     info = site / "platform_alone-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: platform-alone\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.platforms]\nplatform-alone = platform_alone:activate\n"
-    )
+    (info / "entry_points.txt").write_text("[sglang.srt.platforms]\nplatform-alone = platform_alone:activate\n")
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
 
     # Together: each is mostly waiting for imports.

@@ -133,9 +133,7 @@ def test_attend_to_nothing(isa: str, dtype: torch.dtype, D: int) -> None:
 @dtypes
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [0x0010, 0x00FF, 0xFFFF], ids=["sparse", "part", "whole"])
-def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(
-    isa: str, dtype: torch.dtype, part: int, bits: int
-) -> None:
+def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(isa: str, dtype: torch.dtype, part: int, bits: int) -> None:
     tiles = random_tiles(3, 64, dtype)
     tiles[1, part, 4] = NAN
     masks = torch.full((2, 5), 0xFFFF)
@@ -429,9 +427,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="heads is a uint16 tensor"):
         k("select")("scalar", torch.zeros(4), 1, 1, heads)
     with pytest.raises(ValueError, match="index holds 4"):
-        k("score")(
-            "scalar", q, tiles[:, :, 0].contiguous(), torch.tensor([4], dtype=torch.int32), torch.zeros(2, 1)
-        )
+        k("score")("scalar", q, tiles[:, :, 0].contiguous(), torch.tensor([4], dtype=torch.int32), torch.zeros(2, 1))
     with pytest.raises(ValueError, match="sums is a float32 tensor"):
         k("page_moments")("scalar", tiles[0], torch.zeros(136))
     with pytest.raises(ValueError, match="entry is a float32 tensor"):

@@ -58,9 +58,7 @@ def build(source: str, path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=source.encode(), check=True
-    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=source.encode(), check=True)
 
 
 def test_another_library(load: Load, tmp_path: Path) -> None:
@@ -210,9 +208,7 @@ def test_pools_that_cannot_be(field: str, value: object, sentence: str) -> None:
 
 
 def test_a_pool_too_large_for_the_machine_is_refused() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"needs .* GiB and .* GiB of memory are available; lower host_tokens"
-    ):
+    with pytest.raises(RuntimeError, match=r"needs .* GiB and .* GiB of memory are available; lower host_tokens"):
         NativePool(
             Workers(1),
             layers=64,

@@ -28,7 +28,19 @@ def test_specs(spec: str, blk: int, budget: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "ful", "full:1", "fixed", "fixed:16", "fixed:24:0.1", "fixed:16:0", "fixed:16:1.5", "fixed:a:b", "fixed:16:nan"]
+    "spec",
+    [
+        "",
+        "ful",
+        "full:1",
+        "fixed",
+        "fixed:16",
+        "fixed:24:0.1",
+        "fixed:16:0",
+        "fixed:16:1.5",
+        "fixed:a:b",
+        "fixed:16:nan",
+    ],
 )
 def test_bad_specs_are_refused_in_one_sentence(spec: str) -> None:
     with pytest.raises(ValueError, match=r'use "full" or "fixed:BLK:BUDGET"') as error:

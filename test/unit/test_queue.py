@@ -60,10 +60,10 @@ class Puller(threading.Thread):
     def run(self) -> None:
         try:
             while (claim := self.pop()) >= 0:
-                o, lse = self.world.compute(self.requests, 0, self.q, claim)
+                o, lse, tokens = self.world.compute(self.requests, 0, self.q, claim)
                 time.sleep(self.pause.choice([0, 0, 1e-4, 1e-3]))
-                assert self.world.engine.task_done(claim, o, lse)
-                assert not self.world.engine.task_done(claim, o, lse), "a claim is delivered once"
+                assert self.world.engine.task_done(claim, o, lse, tokens)
+                assert not self.world.engine.task_done(claim, o, lse, tokens), "a claim is delivered once"
                 self.done.append(claim & CLAIM_INDEX_MASK)
         except BaseException as error:
             self.error = error
@@ -112,9 +112,7 @@ def test_each_task_is_done_once_by_somebody(workers: int) -> None:
             for owner in owners:
                 counts[owner] += 1
         after = world.engine.stats()
-        assert [
-            after[f"tasks_{name}"] - before[f"tasks_{name}"] for name in ("cpu", "torch", "gpu")
-        ] == counts
+        assert [after[f"tasks_{name}"] - before[f"tasks_{name}"] for name in ("cpu", "torch", "gpu")] == counts
         assert after["tasks"] - before["tasks"] == sum(counts)
         assert after["failed_tasks"] == before["failed_tasks"]
     assert shared > 0, "no schedule had two executors at work: nothing was tested"
@@ -158,9 +156,7 @@ def test_a_failed_task_fails_its_layer_only() -> None:
     assert not world.engine.task_failed(claim, "twice")
     second = world.engine.queue_pop(GPU)
     assert world.engine.task_failed(second, "a later failure")
-    with pytest.raises(
-        RuntimeError, match=f"Layer 0: .*torch.* request {b}, KV head {h}: it ran out of memory$"
-    ):
+    with pytest.raises(RuntimeError, match=f"Layer 0: .*torch.* request {b}, KV head {h}: it ran out of memory$"):
         world.engine.layer_finish()
     assert world.engine.stats()["failed_tasks"] == 2
     mixed_step(world, requests, 0, [TORCH])
@@ -207,13 +203,13 @@ def test_a_task_nobody_delivers_is_an_error_and_comes_too_late_for_ever(
     assert world.engine.owners().tolist().count(-1) == len(late)
     poison = torch.full((world.group, world.dim), torch.nan)
     nan = torch.full((world.group,), torch.nan)
-    assert not world.engine.task_done(late[0], poison, nan)
+    assert not world.engine.task_done(late[0], poison, nan, 0)
     # Now while the next layer is open, with the same tasks and the same executor holding some of them.
     world.begin_step(requests)
     _, q, out = world.begin_layer(requests, 0, world.plan(requests))
     claims = [claim for claim in (world.engine.queue_pop(GPU), world.engine.queue_pop(GPU)) if claim >= 0]
     for claim in late:
-        assert not world.engine.task_done(claim, poison, nan)
+        assert not world.engine.task_done(claim, poison, nan, 0)
         assert not world.engine.task_failed(claim, "too late")
         with pytest.raises(RuntimeError, match="There is no task"):
             world.engine.task(claim)
@@ -251,9 +247,9 @@ def test_claims_that_never_were_are_refused() -> None:
     world.begin_layer(requests, 0, world.plan(requests))
     o, lse = torch.zeros(world.group, world.dim), torch.zeros(world.group)
     for claim in (-1, 0, 5, 1 << 40, (1 << 62) + 3):
-        assert not world.engine.task_done(claim, o, lse)
+        assert not world.engine.task_done(claim, o, lse, 0)
     with pytest.raises(ValueError, match="o has the shape"):
-        world.engine.task_done(world.engine.queue_pop(TORCH), o[:1], lse)
+        world.engine.task_done(world.engine.queue_pop(TORCH), o[:1], lse, 0)
 
 
 def test_the_pool_may_be_used_while_a_layer_is_open() -> None:

@@ -162,14 +162,10 @@ def test_what_follows_from_the_flag(server_args: Any) -> None:
     assert (args.attention_backend, args.page_size) == (None, None)  # the record stays what the operator gave
 
 
-def test_the_overlap_scheduler_is_off_where_the_host_is_waited_for(
-    server_args: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
+def test_other_devices_are_refused(server_args: Any) -> None:
     args = server_args(model_path=NEEDLE, device="cuda", enable_fluxion=True)
-    resolution.run("handle_missing_default_values", args, lambda args: None)
-    assert resolving_view(args).disable_overlap_schedule is True
+    with pytest.raises(ConfigError, match=r"serves on the CPU in this version, and SGLang would use cuda"):
+        resolution.run("handle_missing_default_values", args, lambda args: None)
 
 
 # --- what resolution made of it
@@ -310,9 +306,7 @@ def test_a_kv_cache_of_another_type_is_refused(needle: Any) -> None:
 
 def test_half_precision_by_default_is_refused_with_what_to_add(server_args: Any) -> None:
     override = '{"dtype": "float16"}'
-    args = server_args(
-        model_path=NEEDLE, device="cpu", enable_fluxion=True, json_model_override_args=override
-    )
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, json_model_override_args=override)
     with pytest.raises(ConfigError, match="add --dtype bfloat16"):
         args.resolve_once()
 

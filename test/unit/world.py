@@ -106,6 +106,4 @@ class World:
         """Full attention of q [Hq, D] over the row's tokens, float64: [Hq, D]."""
         k = self.keys[row][layer].double().repeat_interleave(self.group, 1)
         v = self.values[row][layer].double().repeat_interleave(self.group, 1)
-        return torch.einsum(
-            "hs,shd->hd", (torch.einsum("hd,shd->hs", q.double(), k) * self.scale).softmax(-1), v
-        )
+        return torch.einsum("hs,shd->hd", (torch.einsum("hd,shd->hs", q.double(), k) * self.scale).softmax(-1), v)

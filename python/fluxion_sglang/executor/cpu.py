@@ -10,21 +10,12 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.native import Workers
 
 
-def parse_cores(text: str) -> list[int]:
-    """Core numbers of a list such as "0-3,8"; FluxionConfig has validated the syntax."""
-    cores: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return cores
-
-
 def create_workers(config: FluxionConfig) -> Workers:
     """The worker pool that `config` asks for: by default one thread a core that this process may run on.
 
     The calling thread counts as a worker and is never pinned; the others are pinned to `config.cores`, or to the
     process's own cores.
     """
-    cores = parse_cores(config.cores) if config.cores else sorted(os.sched_getaffinity(0))
+    cores = config.core_list() or sorted(os.sched_getaffinity(0))
     count = config.workers or len(cores)
     return Workers(count, torch.tensor(cores, dtype=torch.int32))

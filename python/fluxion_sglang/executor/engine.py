@@ -67,10 +67,8 @@ class DecodeEngine:
         self._step: DecodeStep | None = None
 
     def begin_step(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> DecodeStep:
-        """A new decode step: rows [B], seq_lens [B] (this step's token included), page_table [B, M] int32, on the CPU."""
-        step = DecodeStep.build(
-            rows, seq_lens, page_table, self.pool.placement, self.pool.shape.kv_heads, self.q_heads
-        )
+        """A new decode step: rows [B], seq_lens [B] (this token included), page_table [B, M] int32, on the CPU."""
+        step = DecodeStep.build(rows, seq_lens, page_table, self.pool.placement, self.pool.shape.kv_heads, self.q_heads)
         self.native.step(step.rows, step.seq_lens, step.page_table)
         self.policy.begin_step(step)
         self._step = step

@@ -23,8 +23,7 @@ def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
     """
     span, stop = blk // PAGE, sink_pages + middle // PAGE
     return [
-        range(max(b * span, sink_pages), min((b + 1) * span, stop))
-        for b in range(sink_pages // span, -(-stop // span))
+        range(max(b * span, sink_pages), min((b + 1) * span, stop)) for b in range(sink_pages // span, -(-stop // span))
     ]
 
 
@@ -64,14 +63,14 @@ class TorchReferenceExecutor(Executor):
     def drain(self, work: LayerWork) -> None:
         while (task := work.pop(self.id)) is not None:
             try:
-                o, lse = self.compute(work, *work.request_and_head(task))
+                o, lse, tokens = self.compute(work, *work.request_and_head(task))
             except Exception as error:  # a pulled task must be accounted for, or the layer would wait for it
                 work.native.task_failed(task, f"the torch executor failed: {error}")
             else:
-                work.native.task_done(task, o, lse)
+                work.native.task_done(task, o, lse, tokens)
 
-    def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [G, D] and lse [G], float32, of the task of request `b` and KV head `h`."""
+    def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """o [G, D] and lse [G], float32, of the task of request `b` and KV head `h`, and the tokens read."""
         group = work.group
         heads = slice(h * group, (h + 1) * group)
         q = work.q[b, heads].float()
@@ -87,7 +86,7 @@ class TorchReferenceExecutor(Executor):
             scores = (k.reshape(-1, q.shape[1]) @ q[g]) * work.scale
             lse[g] = scores.logsumexp(0)
             o[g] = (scores - lse[g]).exp() @ v.reshape(-1, q.shape[1])
-        return o, lse
+        return o, lse, PAGE * sum(map(len, chosen))
 
     def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
         """Logical pages that each head of the group attends to, in ascending order."""

@@ -80,7 +80,7 @@ def task_value(middle: torch.Tensor, blk: torch.Tensor, budget: torch.Tensor) ->
         [B, H] float32.
     """
     tokens = middle.to(torch.float32).unsqueeze(1)
-    per_group = budget.clamp(max=1.0).unflatten(1, (blk.shape[1], -1)).sum(-1)
+    per_group = budget.clamp(max=1.0).view(*blk.shape, -1).sum(-1)
     return 2 * tokens / blk.clamp(min=1) + 2 * tokens * per_group
 
 

@@ -60,9 +60,7 @@ class Need:
 
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
-RESOLVE_POOL = Need(
-    _CONFIGURATOR, "KVCacheConfigurator._resolve_memory_pool_config", ("self", "pre_model_load_memory")
-)
+RESOLVE_POOL = Need(_CONFIGURATOR, "KVCacheConfigurator._resolve_memory_pool_config", ("self", "pre_model_load_memory"))
 BUILD_POOL = Need(
     _CONFIGURATOR,
     "KVCacheConfigurator._build_token_to_kv_pool",
@@ -116,9 +114,7 @@ def sglang_version() -> str:
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        raise CompatError(
-            "sglang is not installed; install it with: pip install 'sglang>=0.5.22,<0.5.24'"
-        ) from None
+        raise CompatError("sglang is not installed; install it with: pip install 'sglang>=0.5.22,<0.5.24'") from None
 
 
 def version_problem(version: str) -> str | None:
@@ -192,9 +188,7 @@ def assert_hooks_applied() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     if BACKEND not in ATTENTION_BACKENDS:
-        raise CompatError(
-            f"--enable-fluxion could not register the attention backend {BACKEND!r}; see the log."
-        )
+        raise CompatError(f"--enable-fluxion could not register the attention backend {BACKEND!r}; see the log.")
 
 
 def _content(cell: Any) -> Any:

@@ -111,9 +111,7 @@ def _least_over_ranks(value: int) -> int:
     return value
 
 
-def resolve_memory_pool_config(
-    original: Callable[..., Any], configurator: Any, pre_model_load_memory: int
-) -> Any:
+def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, pre_model_load_memory: int) -> Any:
     """AROUND KVCacheConfigurator._resolve_memory_pool_config: capacity in host tokens, rows that fit the device."""
     resolved = original(configurator, pre_model_load_memory)
     if configurator.is_draft_worker:

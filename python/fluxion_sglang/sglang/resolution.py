@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -11,8 +10,6 @@ from typing import Any
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat, validation
-
-logger = logging.getLogger(__name__)
 
 _Step = Callable[[Any], None]
 
@@ -44,12 +41,8 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     native.library()  # raises NativeLibraryError
     openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
+    validation.check_device(view.device)
     declare_resolution(server_args, "fluxion", attention_backend="fluxion", page_size=PAGE)
-    if view.device != "cpu" and not view.disable_overlap_schedule:
-        # The backend waits for queries to reach the host, in the scheduler's thread: nothing is left to
-        # overlap with.
-        logger.info("Fluxion: the overlap scheduler is off on %s.", view.device)
-        declare_resolution(server_args, "fluxion", disable_overlap_schedule=True)
 
 
 def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:
@@ -84,7 +77,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
 
     from fluxion_sglang.kv.host_pool import KVShape, plan_tokens
 
-    attention_ranks = view.tp_size // (view.dp_size if view.enable_dp_attention else 1)
+    attention_ranks = view.tp_size // view.attn_dp_size
     shape = KVShape(
         layers=max(model.num_attention_layers // view.pp_size, 1),
         kv_heads=model.get_num_kv_heads(attention_ranks),

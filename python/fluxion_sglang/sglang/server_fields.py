@@ -23,8 +23,7 @@ class Fluxion(msgspec.Struct):
 
     enable_fluxion: A[
         bool,
-        "Keep the KV cache in host memory and only sinks and a window of every request on the device "
-        "(Fluxion).",
+        "Keep the KV cache in host memory and only sinks and a window of every request on the device (Fluxion).",
     ] = False
     fluxion_config: A[
         # Optional[str], as in SGLang's own namespaces: its command-line deriver reads this spelling.

@@ -87,9 +87,7 @@ OPTIONS: tuple[OptionRefusal, ...] = (
     OptionRefusal("speculative_algorithm", _given, "its decode steps have one token a request"),
     OptionRefusal("enable_hierarchical_cache", _given, _OWN_HOST_CACHE),
     OptionRefusal("enable_hisparse", _given, "both replace the attention and the KV pool"),
-    OptionRefusal(
-        "enable_unified_memory", _given, "the KV pool is in host memory, which is not unified with weights"
-    ),
+    OptionRefusal("enable_unified_memory", _given, "the KV pool is in host memory, which is not unified with weights"),
     OptionRefusal("enable_page_major_kv_layout", _given, "host KV has a layout of its own"),
     OptionRefusal("enable_lmcache", _given, _OWN_HOST_CACHE),
     OptionRefusal("enable_flexkv", _given, _OWN_HOST_CACHE),
@@ -102,14 +100,10 @@ OPTIONS: tuple[OptionRefusal, ...] = (
         "use --disaggregation-mode null, which prefills and decodes in one server",
     ),
     OptionRefusal("disaggregation_decode_enable_offload_kvcache", _given, _OWN_HOST_CACHE),
-    OptionRefusal(
-        "decoupled_spec_role", _other_than(None, "null"), "its decode steps have one token a request"
-    ),
+    OptionRefusal("decoupled_spec_role", _other_than(None, "null"), "its decode steps have one token a request"),
     OptionRefusal("encoder_only", _given, "an encoder has no KV cache"),
     OptionRefusal("enable_pdmux", _given, "prefill and decode share one attention backend and one host pool"),
-    OptionRefusal(
-        "dcp_size", _other_than(1), "every rank holds whole requests of its KV heads", "use --dcp-size 1"
-    ),
+    OptionRefusal("dcp_size", _other_than(1), "every rank holds whole requests of its KV heads", "use --dcp-size 1"),
     OptionRefusal(
         "attn_cp_size",
         _other_than(1),
@@ -118,23 +112,15 @@ OPTIONS: tuple[OptionRefusal, ...] = (
     ),
     OptionRefusal("enable_prefill_cp", _given, "every rank holds whole requests of its KV heads"),
     OptionRefusal("enable_kv_cache_sharding", _given, "every rank holds whole requests of its KV heads"),
-    OptionRefusal(
-        "enable_two_batch_overlap", _given, "its attention backend keeps the state of one batch at a time"
-    ),
+    OptionRefusal("enable_two_batch_overlap", _given, "its attention backend keeps the state of one batch at a time"),
     OptionRefusal("enable_memory_saver", _given, "host memory is not released and restored with the GPU's"),
     OptionRefusal("prefill_only_disable_kv_cache", _given, "it exists to keep a KV cache"),
-    OptionRefusal(
-        "enable_deterministic_inference", _given, "its attention depends on which pages are selected"
-    ),
+    OptionRefusal("enable_deterministic_inference", _given, "its attention depends on which pages are selected"),
     OptionRefusal("enable_mis", _given, "multi-item scoring needs masks that its attention does not have"),
     OptionRefusal("dllm_algorithm", _given, "diffusion models decode many tokens a step"),
-    OptionRefusal(
-        "enable_return_routed_experts", _given, "SGLang would size a device buffer by the host pool"
-    ),
+    OptionRefusal("enable_return_routed_experts", _given, "SGLang would size a device buffer by the host pool"),
     OptionRefusal("enable_return_indexer_topk", _given, "SGLang would size a device buffer by the host pool"),
-    OptionRefusal(
-        "kv_canary", _other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"
-    ),
+    OptionRefusal("kv_canary", _other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"),
 )
 
 
@@ -162,6 +148,15 @@ def check_options(args: Any) -> None:
         raise ConfigError(
             f"--enable-fluxion does not work with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING={shown}, because the "
             "size of the host pool does not depend on CUDA graphs; unset the variable."
+        )
+
+
+def check_device(device: str) -> None:
+    """Refuse every device but the CPU: this version has no code for another one. Raises ConfigError."""
+    if device != "cpu":
+        raise ConfigError(
+            f"--enable-fluxion serves on the CPU in this version, and SGLang would use {device}; hide the accelerator "
+            '(CUDA_VISIBLE_DEVICES="") and add --device cpu, or leave the option out.'
         )
 
 
@@ -264,9 +259,7 @@ MODELS: tuple[ModelRefusal, ...] = (
         "it is multimodal, and SGLang would size input buffers by the host pool; serve its language model "
         "alone with --language-model-only where SGLang supports that, or serve it without --enable-fluxion",
     ),
-    ModelRefusal(
-        _is_linear, "it has linear-attention or state-space layers, which have no KV to page; {other}"
-    ),
+    ModelRefusal(_is_linear, "it has linear-attention or state-space layers, which have no KV to page; {other}"),
     ModelRefusal(
         _is_latent,
         "its attention is {attention_arch.name} and not multi-head (it stores no key per KV head); {other}",
@@ -276,9 +269,7 @@ MODELS: tuple[ModelRefusal, ...] = (
         lambda model, args: bool(model.has_attention_sinks),
         "it has learned attention sinks, a term of the softmax that belongs to no token; {other}",
     ),
-    ModelRefusal(
-        _has_local_layers, "it has sliding-window or chunked-attention layers, which read no middle; {other}"
-    ),
+    ModelRefusal(_has_local_layers, "it has sliding-window or chunked-attention layers, which read no middle; {other}"),
     ModelRefusal(
         lambda model, args: bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
         "it caps attention logits, which the kernels do not; {other}",
@@ -298,8 +289,7 @@ MODELS: tuple[ModelRefusal, ...] = (
     ),
     ModelRefusal(
         lambda model, args: model.v_head_dim != model.head_dim,
-        "its keys have {head_dim} elements and its values {v_head_dim}, and tiles hold both in one size; "
-        "{other}",
+        "its keys have {head_dim} elements and its values {v_head_dim}, and tiles hold both in one size; {other}",
     ),
     ModelRefusal(
         lambda model, args: model.head_dim not in HEAD_DIMS,
@@ -354,8 +344,7 @@ LAYERS: tuple[tuple[Callable[[RadixAttention], bool], str], ...] = (
     (lambda layer: layer.qk_head_dim not in HEAD_DIMS, "has a head dimension of {qk_head_dim}"),
     (
         lambda layer: (
-            layer.tp_q_head_num % layer.tp_k_head_num != 0
-            or layer.tp_q_head_num // layer.tp_k_head_num > LARGEST_GROUP
+            layer.tp_q_head_num % layer.tp_k_head_num != 0 or layer.tp_q_head_num // layer.tp_k_head_num > LARGEST_GROUP
         ),
         "has {tp_q_head_num} query heads for {tp_k_head_num} KV heads, no whole groups of at most "
         + str(LARGEST_GROUP),
@@ -377,9 +366,7 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     if not layers:
-        raise ConfigError(
-            "--enable-fluxion cannot serve this model, because it has no attention; serve it without."
-        )
+        raise ConfigError("--enable-fluxion cannot serve this model, because it has no attention; serve it without.")
     for layer in layers:
         for refused, what in LAYERS:
             try:
@@ -400,8 +387,7 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
         )
     if len({layer.layer_id for layer in layers}) < len(layers):
         raise ConfigError(
-            "--enable-fluxion cannot serve this model, because some of its layers share one KV cache; "
-            f"{_OTHER_MODEL}."
+            f"--enable-fluxion cannot serve this model, because some of its layers share one KV cache; {_OTHER_MODEL}."
         )
     return layers
 

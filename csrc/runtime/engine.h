@@ -99,8 +99,8 @@ class Engine {
   // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
   int64_t pop(Executor executor);
   int task(int64_t claim_or_index);  // b * Hk + h
-  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how many it
-  // read, summed over the heads.
+  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how
+  // many it read, summed over the heads.
   bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens);
   bool fail(int64_t claim, const std::string& message);
   // pages: [max]; masks: [max][G]. Returns how many pages were written.

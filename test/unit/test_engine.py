@@ -81,7 +81,7 @@ def test_hundreds_of_decoded_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype) -> None:
-    """Tiles, metadata, tags and moments, colliding coarse entries included: bit for bit those of append_decode."""
+    """Tiles, metadata, tags and moments, colliding entries included: bit for bit those of append_decode."""
     world, twin = (NativeWorld(seed=9, dtype=dtype, pages=90, heads=3) for _ in range(2))
     requests = [world.add(length) for length in (30, 47, 100)]
     assert [twin.add(r.length).pages for r in requests] == [r.pages for r in requests]

@@ -42,7 +42,8 @@ def block_bounds(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.T
 def blocks_to_read(budget: float, middle: int, blk: int, blocks: int) -> int:
     """Blocks that a budget buys: ceil(budget * middle / blk), at least one, at most all; a budget of 1 buys all.
 
-    The middle's first and last block may be cut, so there can be more blocks than middle / blk. A millionth is forgiven, so that a budget which float32 rounds up (0.05) buys no block too many.
+    The middle's first and last block may be cut, so there can be more blocks than middle / blk. A millionth is
+    forgiven, so that a budget which float32 rounds up (0.05) buys no block too many.
     """
     if budget >= 1:
         return blocks

@@ -26,14 +26,6 @@ _ENVIRONMENT = ("OMP_", "MKL_", "GOMP_", "FLUXION_ISA", "SGLANG_")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 
-def passive_openmp() -> None:
-    """Set what the demo sets, for plain SGLang too: spinning OpenMP threads disturb pinned workers.
-
-    Before torch is imported, here and in child processes; the user's own setting stays.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def machine() -> dict[str, Any]:
     """Facts of this machine that timings depend on."""
     info = _read("/proc/cpuinfo")

@@ -21,6 +21,7 @@ from typing import Any
 import common
 from tqdm import tqdm
 
+from fluxion_sglang import openmp
 from fluxion_sglang.needle import Task, needle_prompt, score
 
 POLICIES = ("full", "fixed:16:0.05", "fixed:32:0.02", "fixed:16:0.10", "fixed:16:0.25")
@@ -114,7 +115,7 @@ def main() -> None:
 
     name = "needle_accuracy_quick.json" if args.quick else "needle_accuracy.json"
     path = common.RESULTS / args.machine / name
-    common.passive_openmp()
+    openmp.wait_passively()  # for plain SGLang too
     if args.fresh:
         path.unlink(missing_ok=True)
     data = common.resume(path, common.header("needle_accuracy"), common.SAME)

@@ -24,6 +24,7 @@ from typing import Any
 import common
 from tqdm import tqdm
 
+from fluxion_sglang import openmp
 from fluxion_sglang.needle import needle_prompt
 
 POLICIES = ("off", "full", "fixed:16:0.05")
@@ -130,7 +131,7 @@ def main() -> None:
 
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     path = common.RESULTS / args.machine / ("one_batch_quick.json" if args.quick else "one_batch.json")
-    common.passive_openmp()
+    openmp.wait_passively()  # for plain SGLang too
     if args.fresh:
         path.unlink(missing_ok=True)
     data = common.resume(path, common.header("one_batch"), common.SAME)

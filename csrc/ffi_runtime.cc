@@ -28,7 +28,7 @@ namespace ffi = tvm::ffi;
 using ffi::TensorView;
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 1;
+constexpr int64_t kAbiVersion = 2;
 
 class WorkersObj : public ffi::Object {
  public:
@@ -380,6 +380,8 @@ int64_t engine_task(EngineRef ref, int64_t claim) {
   return guarded([&] { return static_cast<int64_t>(ref->engine->task(claim)); });
 }
 
+void engine_abandon(EngineRef ref) { ref->engine->abandon(); }
+
 bool engine_task_done(EngineRef ref, int64_t claim, TensorView o, TensorView lse, int64_t tokens) {
   Engine& engine = *ref->engine;
   expect(o, "o", kFloat32, {engine.group(), engine.pool().shape().head_dim}, 2);
@@ -438,6 +440,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_set_resident, fluxion::engine_set_resident)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_finish, fluxion::engine_layer_finish);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_queue_pop, fluxion::engine_queue_pop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task, fluxion::engine_task);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_abandon, fluxion::engine_abandon);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_done, fluxion::engine_task_done);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_failed, fluxion::engine_task_failed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_selection, fluxion::engine_selection);

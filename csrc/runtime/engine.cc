@@ -75,7 +75,9 @@ Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
   reserve(config.max_requests, config.max_pages);
 }
 
-Engine::~Engine() { drain(false); }
+Engine::~Engine() { abandon(); }
+
+void Engine::abandon() { drain(/*abandoned=*/true); }
 
 void Engine::reserve(int requests, int pages) {
   if (requests <= max_requests_ && pages <= max_pages_) return;
@@ -85,8 +87,10 @@ void Engine::reserve(int requests, int pages) {
            ").");
   }
   const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
-  max_requests_ = std::max(requests, max_requests_);
-  max_pages_ = std::max(pages, max_pages_);
+  // By half more at a time, so that a request that grows by a page every 16 steps seldom pays for it.
+  const auto grown = [](int need, int have) { return need <= have ? have : std::max(need, have + have / 2); };
+  max_requests_ = std::min<int>(grown(requests, max_requests_), TaskQueue::kMaxTasks / shape_.kv_heads);
+  max_pages_ = grown(pages, max_pages_);
   const size_t groups = static_cast<size_t>(max_requests_) * shape_.kv_heads;
   const size_t states = static_cast<size_t>(max_requests_) * config_.q_heads;
   requests_.resize(max_requests_);
@@ -123,7 +127,7 @@ void Engine::resize(Scratch* s) const {
 
 void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
                   int64_t table_stride, int64_t columns) {
-  drain(false);
+  abandon();
   batch_ = 0;
   step_failure_.clear();
   int longest = 1;
@@ -205,7 +209,7 @@ int Engine::make_tasks() {
 }
 
 int Engine::layer_begin(const LayerArgs& args) {
-  drain(false);
+  abandon();
   pool_->check_layer(args.layer);
   if (args.window.data != nullptr && args.k.data != nullptr && !rows_differ_) {
     refuse("Two requests of the step have the same row; every request writes to a row of its own.");
@@ -229,7 +233,7 @@ int Engine::layer_begin(const LayerArgs& args) {
   launched_ = count + items_ > 0;
   if (launched_ && !pool_->workers().launch(&Engine::worker_main, this)) {
     launched_ = false;
-    drain(false);
+    abandon();
     throw std::runtime_error("The workers run another layer; finish it before this one begins.");
   }
   return count;
@@ -251,7 +255,7 @@ void Engine::layer_finish() {
   if (!open_.load(std::memory_order_acquire)) {
     throw std::runtime_error("layer_finish was called without layer_begin; begin a layer first.");
   }
-  drain(true);
+  drain(/*abandoned=*/false);
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
   if (args_.window.data == nullptr) {
     if (!resident_given_ && batch_ > 0)
@@ -263,18 +267,24 @@ void Engine::layer_finish() {
   if (!failure_.empty()) throw std::runtime_error("Layer " + std::to_string(args_.layer) + ": " + failure_);
 }
 
-// Ends the open layer, if there is one: afterwards nobody reads or writes what args_ points to.
-void Engine::drain(bool wait_for_foreign) {
+// Ends the open layer, if there is one: afterwards nobody reads or writes what args_ points to. An abandoned
+// layer starts no work that it has not started: its pages and rows may belong to somebody else by now.
+void Engine::drain(bool abandoned) {
   if (!open_.load(std::memory_order_acquire)) return;
+  if (abandoned) {
+    next_item_.store(items_, std::memory_order_relaxed);
+    const std::lock_guard lock(foreign_mutex_);
+    queue_.close();
+  }
   if (launched_) pool_->workers().join();
   launched_ = false;
-  wait_or_revoke(wait_for_foreign);
+  wait_or_revoke(!abandoned);
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
     queue_.close();
     open_.store(false, std::memory_order_release);
   }
-  seal_coarse();
+  if (!abandoned) seal_coarse();
   for (Scratch& s : scratch_) {
     for (int i = 0; i < kStatCount; ++i) {
       if (s.stats[i] == 0) continue;
@@ -303,7 +313,7 @@ void Engine::wait_or_revoke(bool wait) {
   const std::lock_guard lock(foreign_mutex_);
   for (int i = 0; i < queue_.count(); ++i) {
     Executor executor;
-    if (!queue_.revoke(i, &executor)) continue;
+    if (!queue_.revoke(i, &executor) || !wait) continue;
     totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
     record_failure("Task " + std::to_string(i) + " (request " + std::to_string(tasks_[i].request) +
                    ", KV head " + std::to_string(tasks_[i].head) + ") was taken by the executor \"" +

@@ -95,6 +95,8 @@ class Engine {
   // Throws std::runtime_error with the layer's first failure; the engine is ready for the next layer either
   // way.
   void layer_finish();
+  // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
+  void abandon();
 
   // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
   int64_t pop(Executor executor);
@@ -162,7 +164,7 @@ class Engine {
   void part_done(int request, int head);
   void merge(int request, int head);
 
-  void drain(bool wait_for_foreign);
+  void drain(bool abandoned);
   void wait_or_revoke(bool wait);
   void seal_coarse();
   void record_failure(const std::string& sentence);

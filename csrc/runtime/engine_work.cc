@@ -101,7 +101,7 @@ void Engine::merge(int request, int head) {
   }
 }
 
-// Upper bounds of every block of the middle for every head of the group: scratch->scores[g * max_pages_ + i].
+// Upper bounds of every block of the middle for every head of the group: scratch->scores[g * stride + i].
 void Engine::score_blocks(const Task& task, int level, int first_block, int blocks, Scratch* s,
                           Selection* out) const {
   const int D = shape_.head_dim, end = requests_[task.request].window_page;
@@ -110,7 +110,7 @@ void Engine::score_blocks(const Task& task, int level, int first_block, int bloc
   const char* q = query(task.request, task.head);
   int merged = 0;
   const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-  // Blocks without an entry of their own get one here. Their scores are written last, over those of entry 0.
+  // Blocks without an entry of their own get one here, and their scores in batches.
   constexpr int32_t kIota[kMergeBatch] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
   const auto score_merged = [&] {
@@ -181,6 +181,8 @@ Selection Engine::select(const Task& task, Scratch* s) const {
     wanted[g] = budget[g] >= 1 ? blocks : blocks_of_budget(budget[g], tokens, blk, blocks);
     if (wanted[g] == blocks) whole |= 1u << g;
   }
+  // With the union, one head that reads everything decides for all: no scan.
+  if (config_.attend_union && whole != 0) whole = active;
   std::fill_n(s->chosen.data(), blocks, whole);
   if (whole != active) {
     score_blocks(task, level, first_block, blocks, s, &out);

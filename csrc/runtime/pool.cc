@@ -17,10 +17,10 @@ int64_t lay_out(const PoolShape& s, Visit visit) {
     offset += round_up(bytes, kSmallPage);
   };
   for (int l = 0; l < s.layers; ++l) {
-    section(l, 0, s.kv_heads * s.pages * s.tile_bytes());
+    section(l, 0, s.head_pages() * s.tile_bytes());
     for (int j = 0; j < kLevels; ++j) section(l, 1 + j, s.kv_heads * s.entries(j) * s.entry_bytes());
     for (int j = 1; j < kLevels; ++j) section(l, 4 + j, s.entries(j) * sizeof(int32_t));
-    section(l, 8, s.kv_heads * s.pages * s.moments_len() * sizeof(double));
+    section(l, 8, s.head_pages() * s.moments_len() * sizeof(double));
   }
   return round_up(offset, kHugePage);
 }
@@ -105,7 +105,7 @@ void HostPool::first_touch(int worker) const {
 }
 
 std::string HostPool::check_pages(const int32_t* pages, int64_t count) const {
-  // One comparison covers both ends, so the loop vectorises: ids below 1 wrap to huge numbers.
+  // One comparison covers both ends, so there is no branch: ids below 1 wrap to huge numbers.
   const uint32_t limit = static_cast<uint32_t>(shape_.pages) - 1;
   bool good = true;
   for (int64_t i = 0; i < count; ++i) good &= static_cast<uint32_t>(pages[i]) - 1u < limit;
@@ -160,8 +160,8 @@ void HostPool::seal_blocks(int layer, int head, const int32_t* pages, int logica
     if (logical < shape_.sink_pages) return;  // a block of sinks only is never looked up
     const int first = std::max(logical + 1 - (1 << j), shape_.sink_pages);
     char* to = entry(layer, head, j, pages[logical]);
-    std::memcpy(to, entry(layer, head, 0, pages[logical]), shape_.entry_bytes());
-    for (int i = first; i < logical; ++i) {
+    std::memcpy(to, entry(layer, head, 0, pages[first]), shape_.entry_bytes());
+    for (int i = first + 1; i <= logical; ++i) {
       kernels_->merge_minmax(to, entry(layer, head, 0, pages[i]), shape_.head_dim);
     }
   }

@@ -22,6 +22,8 @@ struct PoolShape {
   DType dtype;
   int sink_pages;  // logical pages below this number count into no coarse entry and no moments
 
+  // Pages of all heads: the first product of every size, and the one that must not be an int.
+  int64_t head_pages() const { return int64_t{kv_heads} * pages; }
   int64_t element() const { return dtype == DType::kBF16 ? 2 : 4; }
   int64_t token_bytes() const { return head_dim * element(); }
   int64_t tile_bytes() const { return 2 * kPage * token_bytes(); }
@@ -74,8 +76,10 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // A page is "full" when its 16 tokens are written; then its metadata and moments are computed, and the coarse
 // entry of level j when it is the last of its block. A coarse entry lives at [last page >> j] and is tagged
 // with that page: the later writer wins a collision and the loser is scored from its pages, bit-identically.
-// A stale tag is never believed: a block is looked up by a page that is full and last of it on the request's
-// path, and such a page rewrote the entry when it became full.
+// (Not quite after two requests prefilled the same prefix at once and SGLang rebound one to the other's
+// pages: entries and moments made before that describe its own copies of the same tokens, which rounding may
+// set apart.) A stale tag is never believed: a block is looked up by a page that is full and last of it on
+// the request's path, and such a page rewrote the entry when it became full.
 //
 // append and append_decode must not run together with readers of the same layer. The engine, which does both
 // in one step, uses the three parts below them.
@@ -90,7 +94,7 @@ class HostPool {
   WorkerPool& workers() const { return *workers_; }
 
   char* tiles(int layer, int head) const {
-    return layer_[layer].tiles + head * shape_.pages * shape_.tile_bytes();
+    return layer_[layer].tiles + static_cast<int64_t>(head) * shape_.pages * shape_.tile_bytes();
   }
   char* tile(int layer, int head, int page) const { return tiles(layer, head) + page * shape_.tile_bytes(); }
   char* entries(int layer, int head, int level) const {

@@ -21,7 +21,9 @@ inline constexpr const char* kExecutorNames[kExecutors] = {"cpu", "torch", "gpu"
 class TaskQueue {
  public:
   static constexpr int kBits = 18;
-  static constexpr int64_t kMaxTasks = (int64_t{1} << kBits) - 1;
+  static constexpr int64_t kTaskMask = (int64_t{1} << kBits) - 1;
+  // Room for one pop past the end by every thread there can be, so that `next` never carries into `count`.
+  static constexpr int64_t kMaxTasks = kTaskMask - 4096;
 
   void reserve(int64_t tasks) {
     if (tasks <= capacity_) return;
@@ -58,7 +60,7 @@ class TaskQueue {
     return static_cast<int64_t>(round << kBits | task);
   }
 
-  static int task_of(int64_t claim) { return static_cast<int>(claim & kMaxTasks); }
+  static int task_of(int64_t claim) { return static_cast<int>(claim & kTaskMask); }
 
   // Whether the claim still holds, and whose it is. To be called, with finish(), under the lock that revoke()
   // takes; native workers, which run only while nothing is revoked, need neither.
@@ -104,8 +106,8 @@ class TaskQueue {
   enum State : uint64_t { kReady = 1, kClaimed, kDone, kVoid };
   static constexpr uint64_t kRoundMask = (uint64_t{1} << (64 - 2 * kBits)) - 1;
 
-  static uint64_t next_of(uint64_t head) { return head & kMaxTasks; }
-  static uint64_t count_of(uint64_t head) { return head >> kBits & kMaxTasks; }
+  static uint64_t next_of(uint64_t head) { return head & kTaskMask; }
+  static uint64_t count_of(uint64_t head) { return head >> kBits & kTaskMask; }
   // State word: round, executor (4 bits), state (4 bits).
   static uint64_t pack(uint64_t round, Executor executor, State state) {
     return round << 8 | static_cast<uint64_t>(executor) << 4 | state;

@@ -3,10 +3,13 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
+#include <system_error>
 
 #include "kernels/table.h"
 
@@ -37,13 +40,14 @@ std::vector<int> parse_list(const std::string& text) {
   return out;
 }
 
-std::vector<int> allowed_cores() {
+// Cores that thread `tid` (0: the caller) may run on; none when it cannot be asked.
+std::vector<int> cores_of_thread(pid_t tid) {
   // cpu_set_t stops at 1024; the dynamic form follows the kernel's own limit.
   for (int count = 1024; count <= 65536; count *= 2) {
     cpu_set_t* set = CPU_ALLOC(count);
     const size_t bytes = CPU_ALLOC_SIZE(count);
     CPU_ZERO_S(bytes, set);
-    const bool ok = sched_getaffinity(0, bytes, set) == 0;
+    const bool ok = sched_getaffinity(tid, bytes, set) == 0;
     std::vector<int> cores;
     for (int c = 0; ok && c < count; ++c) {
       if (CPU_ISSET_S(c, bytes, set)) cores.push_back(c);
@@ -51,7 +55,21 @@ std::vector<int> allowed_cores() {
     CPU_FREE(set);
     if (ok) return cores;
   }
-  return {0};
+  return {};
+}
+
+// Of the whole process: whoever binds OpenMP threads to cores, one each, binds the calling thread with them.
+std::vector<int> allowed_cores() {
+  std::set<int> cores;
+  std::error_code error;
+  for (const fs::directory_entry& thread : fs::directory_iterator("/proc/self/task", error)) {
+    for (int c : cores_of_thread(std::atoi(thread.path().filename().c_str()))) cores.insert(c);
+  }
+  if (cores.empty()) {
+    for (int c : cores_of_thread(0)) cores.insert(c);
+  }
+  if (cores.empty()) return {0};
+  return {cores.begin(), cores.end()};
 }
 
 // Position of a core among the hardware threads of its physical core.

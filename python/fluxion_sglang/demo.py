@@ -141,8 +141,6 @@ def running_server(command: list[str], port: int) -> Iterator[Server]:
     """
     # The demo's device is always the CPU, and the CPU platform stands aside where SGLang sees a GPU.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    # Idle OpenMP threads that spin take cores from the engine's workers: tenfold TPOT on a busy machine.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

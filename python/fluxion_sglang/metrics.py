@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 _TASKS = "tasks_"
 _COUNTERS = {
@@ -41,7 +42,9 @@ class EngineMetrics:
             "resident_tokens_per_request": resident_tokens_per_request,
         }
         for name, text in _GAUGES.items():
-            Gauge(f"fluxion_{name}", text, multiprocess_mode="mostrecent").set(values[name])
+            # Every rank has a pool of its own bytes; tokens are the same for all.
+            mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
+            Gauge(f"fluxion_{name}", text, multiprocess_mode=mode).set(values[name])
         self._last: dict[str, int] = {}
 
     def update(self, stats: Mapping[str, int]) -> None:

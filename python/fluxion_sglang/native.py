@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -322,6 +322,7 @@ class NativeEngine:
         self._queue_pop = function("engine_queue_pop")
         self._task = function("engine_task")
         self._task_done = function("engine_task_done")
+        self._abandon = function("engine_abandon")
         self._task_failed = function("engine_task_failed")
         self._selection = function("engine_selection")
         self._stats = function("engine_stats")
@@ -376,10 +377,12 @@ class NativeEngine:
         Raises:
             ValueError: a shape, dtype or layer that does not fit; nothing was started.
 
-        A layer that was begun before and not finished is abandoned: nothing of it is written any more.
+        A layer that was begun before and not finished is abandoned first.
         """
         empty = self._empty
         in_use = tuple(t for t in (q, k, v, windows, out) if t is not None)
+        # Before the call: the workers may read these from its first moment on, and an interrupt may follow it.
+        self._in_use += in_use
         self._tasks = self._layer_begin(
             self.handle,
             layer,
@@ -410,6 +413,11 @@ class NativeEngine:
             self._layer_finish(self.handle)
         finally:
             self._in_use = ()
+
+    def abandon(self) -> None:
+        """End an open layer without its result: work that nobody has begun is not done, claims no longer hold."""
+        self._abandon(self.handle)
+        self._in_use = ()
 
     def queue_pop(self, executor: int) -> int:
         """Claim the next task for a foreign executor (1 torch, 2 gpu); -1 when there is none.

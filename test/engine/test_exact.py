@@ -53,7 +53,7 @@ class TestChunked:
             r"Fluxion: host pool of (\d+) tokens, ([\d.]+) GiB .*largest context (\d+) tokens", server.log()
         )
         assert line and (line[1], line[3]) == ("65536", "32768") and float(line[2]) > 0.1
-        assert "disable_overlap_schedule=True" not in server.log()
+        assert "'disable_overlap_schedule': False" in server.log()
 
     @pytest.mark.parametrize("length", cases.LENGTHS)
     def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
@@ -117,7 +117,7 @@ class TestChunked:
         ids, new = ALL["length-300"]
         assert_same(server.generate(ids, new), reference["length-300"])
 
-    def test_prompt_longer_than_the_pool_is_refused(self, server: Server, reference: Reference) -> None:
+    def test_prompt_longer_than_the_context_is_refused(self, server: Server, reference: Reference) -> None:
         got = server.generate([5] * 70000, 4)
         assert not got.tokens and "70000" in str(got.finish), got.finish
         ids, new = ALL["length-50"]
@@ -166,9 +166,9 @@ class TestPressure:
         for _ in range(2):
             check_group(server, reference, "crowd")
             check_group(server, reference, "relatives")
-        assert re.search(r"[Rr]etract", server.log()), "no request was retracted: the test lost its point"
+        assert re.search(r"Testing retraction|Retract requests", server.log()), "nothing was retracted"
         evicted = [value for name, value in server.metrics().items() if "evicted_tokens_total" in name]
-        assert sum(evicted) > 0, "nothing was evicted: the test lost its point"
+        assert sum(evicted) > 0, "nothing was evicted"
 
     def test_prompt_longer_than_the_pool_is_refused(self, server: Server, reference: Reference) -> None:
         got = server.generate(cases.prompt(3000, 5), 4)
@@ -215,8 +215,9 @@ class TestFailure:
         ids, new = ALL["length-2000"]
         failed = server.generate(ids, new)
         assert "injected fault" in str(failed.finish), failed.finish
-        again = server.generate(ids, new)
-        assert_same(again, reference["length-2000"])
-        assert again.cached < 2048, "nothing of the failed pass may be in the tree"
-        assert_same(server.generate(ids, new), reference["length-2000"])
-        assert "memory leak detected" not in server.log()
+        # What the failed request had decoded, had it been kept, would make a hit longer than the prompt.
+        conversation = ids + reference["length-2000"].tokens
+        assert server.generate(conversation, 1).cached == 0, "something of the failed request is in the tree"
+        for _ in range(2):
+            assert_same(server.generate(ids, new), reference["length-2000"])
+        server.assert_idle()

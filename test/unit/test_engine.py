@@ -417,6 +417,24 @@ def test_an_abandoned_layer_does_no_harm() -> None:
         world.engine.task(0)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_abandoned_layer_writes_nothing_afterwards(workers: int) -> None:
+    """Its page and row may be another request's by then: whatever is written to them must stay."""
+    world = NativeWorld(workers=workers)
+    requests = [world.add(n) for n in (703, 351)]
+    world.begin_step(requests)
+    world.begin_layer(requests, 0, world.plan(requests))
+    world.engine.abandon()
+    tensors = [world.pool.tensor(name, 0) for name in ("tiles", "meta0", "meta1", "tag1", "moments")]
+    tensors.append(world.windows[0])
+    for tensor in tensors:
+        tensor.fill_(5)
+    world.begin_step(requests)
+    with pytest.raises(RuntimeError, match="begin a layer first"):
+        world.engine.layer_finish()
+    assert all((tensor == 5).all() for tensor in tensors)
+
+
 def test_an_empty_batch() -> None:
     world = NativeWorld()
     world.engine.step(*(torch.empty(0, dtype=torch.int32) for _ in range(2)), torch.empty(0, 1, dtype=torch.int32))

@@ -13,6 +13,18 @@ from fluxion_sglang.kv.host_pool import AUTO_FRACTION, EXPLICIT_FRACTION, GIB, K
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 8, 16, 64, 128])
+def test_large_models_are_sized_right(kv_heads: int) -> None:
+    """The search probes pools of any size: nothing on the way may overflow."""
+    shape = KVShape(layers=32, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16)
+    tokens = plan_tokens(FluxionConfig(), shape, 40 * GIB)
+    # K and V, and at least the metadata of level 0 and the moments of every page.
+    least = 32 * kv_heads * (2 * 128 * 2 + (2 * 128 * 2 + (2 * 128 + 8) * 8) / 16)
+    assert 0.9 * 20 * GIB < tokens * least < 20 * GIB
+    with pytest.raises(ConfigError, match="pass host_tokens="):
+        plan_tokens(FluxionConfig(host_tokens=10**9), shape, 40 * GIB)
+
+
 @settings(deadline=None)
 @given(st.floats(0.01, 2000))
 def test_the_default_takes_its_share_and_no_more(gib: float) -> None:

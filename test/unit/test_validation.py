@@ -42,6 +42,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "enable_pdmux": (True, "leave --enable-pdmux out"),
     "dcp_size": (2, "--dcp-size 1"),
     "attn_cp_size": (2, "--attn-cp-size 1"),
+    "attn_dp_size": (2, "--dp-size for replicas"),
     "enable_prefill_cp": (True, "leave --enable-prefill-cp out"),
     "enable_kv_cache_sharding": (True, "leave --enable-kv-cache-sharding out"),
     "enable_two_batch_overlap": (True, "leave --enable-two-batch-overlap out"),

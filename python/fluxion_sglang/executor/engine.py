@@ -9,6 +9,7 @@ import torch
 from fluxion_sglang.executor.base import Executor, LayerWork
 from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
 from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine
 from fluxion_sglang.policy.base import DecodeStep, Policy
@@ -33,7 +34,8 @@ class DecodeEngine:
 
     Args:
         q_heads: query heads of this process.
-        max_requests: most requests of a batch. max_tokens: longest request.
+        max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
+            a step needs it.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class DecodeEngine:
             sinks=placement.sinks,
             window=placement.window,
             max_requests=max_requests,
-            max_pages=-(-max_tokens // 16),
+            max_pages=-(-max_tokens // PAGE),
             attend_union=attend_union,
         )
         self._step: DecodeStep | None = None
@@ -93,7 +95,12 @@ class DecodeEngine:
             layer, q, k, v, self.windows.layers[layer], plan.blk, plan.budget, plan.value, scale, out
         )
         work = LayerWork(self.native, self._step, plan, layer, q, scale)
-        for executor in self.executors:
-            executor.drain(work)
+        try:
+            for executor in self.executors:
+                executor.drain(work)
+        except BaseException:
+            # The pages and rows of this layer may be another request's soon: nothing more may be written to them.
+            self.native.abandon()
+            raise
         self.native.layer_finish()
         return out

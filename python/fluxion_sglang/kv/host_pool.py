@@ -18,8 +18,8 @@ from fluxion_sglang.native import NativePool, Workers, pool_bytes
 
 GIB = 1 << 30
 
-MAX_PAGES = 1 << 29
-"""More pages than any pool has; page ids are int32."""
+MAX_PAGES = (1 << 27) - 1
+"""Most pages of a pool: SGLang's request table holds slots, 16 to a page, as int32."""
 
 AUTO_FRACTION = 0.5
 """Share of the available host memory that the pool takes when the user names no size."""
@@ -91,7 +91,7 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
     if tokens < floor:
         raise ConfigError(
             f"{asked} would hold {tokens} tokens, fewer than one request's sinks and window ({floor}), because only "
-            f"{available / GIB:.2f} GiB of host memory are available; free memory or use a smaller model."
+            f"{available / GIB:.2f} GiB of host memory are available; free memory, lower window, or use another model."
         )
     return tokens
 

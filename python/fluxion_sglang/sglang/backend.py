@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 
 class FluxionAttnBackend(AttentionBackend):
@@ -44,15 +41,15 @@ class FluxionAttnBackend(AttentionBackend):
         layers = validation.check_attention_layers(runner.model)
         self.pool = pool
         self.table = runner.req_to_token_pool
-        self.device = runner.device
         self.engine = DecodeEngine(
             pool.host,
             pool.windows,
             parse_spec(pool.config.policy),
             foreign_executors(pool.config, pool.host),
             q_heads=layers[0].tp_q_head_num,
-            max_requests=self.table.size,
-            max_tokens=min(self.table.max_context_len, pool.size),
+            # To start with: the engine grows with what it is given.
+            max_requests=min(self.table.size, 64),
+            max_tokens=min(self.table.max_context_len, pool.size, 1 << 16),
             attend_union=pool.config.attend_union,
         )
         self.metrics: EngineMetrics | None = None
@@ -68,9 +65,9 @@ class FluxionAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            self._begin_decode(forward_batch)
+            self.failures.run(lambda: self._begin_decode(forward_batch))
         elif mode.is_extend():
-            self._begin_extend(forward_batch)
+            self.failures.run(lambda: self._begin_extend(forward_batch))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -113,8 +110,8 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = self.failures.run(lambda: self._extend(self._index(layer), q, k, v, layer.scaling), like=q)
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+        out = self.failures.run(lambda: self._extend(self._index(layer), q, k, v, layer.scaling))
+        return self._flat(out, q)
 
     def forward_decode(
         self,
@@ -129,10 +126,15 @@ class FluxionAttnBackend(AttentionBackend):
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         index = self._index(layer)
-        out = self.failures.run(lambda: self.engine.decode(index, q, k, v, layer.scaling), like=q)
+        out = self.failures.run(lambda: self.engine.decode(index, q, k, v, layer.scaling))
         if self.metrics is not None and index == self.pool.layer_num - 1:
             self.metrics.update(self.engine.native.stats())
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+        return self._flat(out, q)
+
+    @staticmethod
+    def _flat(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+        """[T, Hq * D]: the result, or zeros in place of one that failed."""
+        return (torch.zeros_like(q) if out is None else out).flatten(1)
 
     def _index(self, layer: RadixAttention) -> int:
         """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""
@@ -142,9 +144,8 @@ class FluxionAttnBackend(AttentionBackend):
         out = torch.empty_like(q)
         for request in self._extends:
             tokens = request.tokens
-            if tokens.start == tokens.stop:
-                continue
-            out[tokens] = extend_attention(self.pool.host, layer, request, q[tokens], k[tokens], v[tokens], scale)
-            self.pool.host.append(layer, request.pages, request.start, k[tokens], v[tokens])
+            if request.stop > request.start:
+                out[tokens] = extend_attention(self.pool.host, layer, request, q[tokens], k[tokens], v[tokens], scale)
+                self.pool.host.append(layer, request.pages, request.start, k[tokens], v[tokens])
             self.pool.windows.fill(layer, request.row, request.stop, request.pages)
         return out

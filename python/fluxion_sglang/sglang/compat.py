@@ -67,7 +67,20 @@ BUILD_POOL = Need(
     ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
 )
 FUSED_KV_WRITE = Need("sglang.srt.models.utils", "enable_fused_set_kv_buffer", ("forward_batch",))
-RUN_BATCH = Need("sglang.srt.managers.tp_worker", "TpModelWorker.forward_batch_generation")
+RUN_BATCH = Need(
+    "sglang.srt.managers.tp_worker",
+    "TpModelWorker.forward_batch_generation",
+    (
+        "self",
+        "batch",
+        "forward_batch",
+        "pp_proxy_tensors",
+        "is_verify",
+        "skip_attn_backend_init",
+        "capture_hidden_mode",
+        "return_kv_loc_plan",
+    ),
+)
 
 NEEDS = (
     RESOLVE_POOL,
@@ -94,7 +107,6 @@ NEEDS = (
     Need("sglang.srt.runtime_context", "get_parallel"),
     Need("sglang.srt.mem_cache.host_memory", "available_host_memory_bytes", ("allow_cgroup_fallback",)),
     Need("sglang.srt.mem_cache.memory_pool", "KVCache"),
-    Need("sglang.srt.mem_cache.pool_host.base", "ranks_per_host", ()),
     Need("sglang.srt.models.utils", "get_token_to_kv_pool", ()),
     Need("sglang.srt.managers.schedule_batch", "FINISH_ABORT"),
 )

@@ -2,7 +2,8 @@
 
 SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
 less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
-the pass computed may enter the radix tree.
+the pass computed may enter the radix tree. A prompt whose chunk failed ends after its last chunk, as an aborted one
+does.
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class FailureGuard:
     """Contains the failures of one forward pass, where somebody has promised to report them.
 
     Outside `containing()` (SGLang's offline benchmarks call the model without a scheduler) a failure is raised.
+
+    Attributes:
+        reason: the first failure of the pass; None while there is none.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self._contained = False
         self._passes = 0
-        # Fault injection: the number of the pass whose attention fails, counted from 1.
-        self._faulty_pass = int(os.environ.get("FLUXION_FAULT_PASS", "0"))
+        # Fault injection for tests: the number of the pass whose attention fails, counted from 1.
+        fault = os.environ.get("FLUXION_FAULT_PASS", "")
+        self._faulty_pass = int(fault) if fault.isdecimal() else 0
 
     @contextmanager
     def containing(self) -> Iterator[FailureGuard]:
@@ -41,25 +46,28 @@ class FailureGuard:
         finally:
             self._contained = False
 
-    def run(self, attention: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """The result of `attention`, or zeros like `like` once something of this pass has failed."""
+    def run(self, step: Callable[[], T]) -> T | None:
+        """The result of `step`; None when it, or a step of this pass before it, has failed."""
         if not self._contained:
-            return attention()
+            return step()
         if self.reason is None:
             try:
                 if self._passes == self._faulty_pass:
                     raise RuntimeError("injected fault")
-                return attention()
-            except RuntimeError as error:
-                self.reason = str(error)
-                logger.error("Fluxion: a decode or prefill step failed and its requests are ended: %s", self.reason)
-        return torch.zeros_like(like)
+                return step()
+            except Exception as error:
+                self.reason = str(error) or type(error).__name__
+                logger.exception("Fluxion: attention failed, and the requests of this pass are ended")
+        return None
 
 
 def forward_batch_generation(
     original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND TpModelWorker.forward_batch_generation: hand a contained failure to the requests of the batch."""
+    """AROUND TpModelWorker.forward_batch_generation: hand a contained failure to the requests of the batch.
+
+    A request whose last token is still being processed may get the error in its place: it cannot be told here.
+    """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.runtime_context import get_parallel
 
@@ -71,6 +79,8 @@ def forward_batch_generation(
         result = original(worker, batch, *args, **kwargs)
     if guard.reason is not None:
         for request in batch.reqs:
+            if not hasattr(request, "to_finish") or not hasattr(request, "skip_radix_cache_insert"):
+                raise RuntimeError(f"attention failed and SGLang's request cannot be told: {guard.reason}")
             request.skip_radix_cache_insert = True
             request.to_finish = FINISH_ABORT(
                 f"attention failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import KVCache
-from sglang.srt.mem_cache.pool_host.base import ranks_per_host
 from sglang.srt.models.utils import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_parallel
 
@@ -21,6 +19,7 @@ from fluxion_sglang.executor.cpu import create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.sglang import capacity
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,15 @@ class FluxionKVPool(KVCache):
     """
 
     def __init__(
-        self, shape: KVShape, tokens: int, rows: int, config: FluxionConfig, device: str, start_layer: int
+        self,
+        shape: KVShape,
+        tokens: int,
+        rows: int,
+        config: FluxionConfig,
+        device: str,
+        start_layer: int,
+        rank: int,
+        ranks: int,
     ) -> None:
         super().__init__(
             size=tokens,
@@ -52,7 +59,7 @@ class FluxionKVPool(KVCache):
         self.head_num = shape.kv_heads
         self.head_dim = self.v_head_dim = shape.head_dim
         placement = Placement(config.sinks, config.window)
-        self.host = HostPool(shape, tokens, placement, create_workers(config))
+        self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks))
         self.windows = Windows(self.host, rows, device)
         self.mem_usage = self.windows.nbytes / GIB
 
@@ -85,10 +92,6 @@ class FluxionKVPool(KVCache):
         self._refuse("Loading KV by slot")
 
 
-def _config(configurator: Any) -> FluxionConfig:
-    return FluxionConfig.parse(configurator.server_args.fluxion_config)
-
-
 def _shape(configurator: Any) -> KVShape:
     model = configurator.model_config
     parallel = get_parallel()
@@ -116,19 +119,21 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     resolved = original(configurator, pre_model_load_memory)
     if configurator.is_draft_worker:
         return resolved
-    config, shape = _config(configurator), _shape(configurator)
+    config, shape = capacity.rank_config(configurator.server_args), _shape(configurator)
     placement = Placement(config.sinks, config.window)
-    available = available_host_memory_bytes(allow_cgroup_fallback=True) // ranks_per_host()
+    available = capacity.available_bytes(configurator.server_args)
 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
-    rows = resolved.max_total_num_tokens // placement.slots - 1
+    # One row more than requests: row 0 is SGLang's padding.
+    rows, limit = resolved.max_total_num_tokens // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
     if configurator.device == "cpu":
-        rows = min(rows, int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement))
-        available -= min(rows, resolved.max_running_requests) * shape.window_bytes(placement)
+        fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1
+        rows, limit = min((rows, limit), (fitting, "the free memory"))
+        available -= (min(rows, resolved.max_running_requests) + 1) * shape.window_bytes(placement)
     if rows < 1:
         raise ConfigError(
-            f"the device has room for {resolved.max_total_num_tokens} tokens, fewer than the sinks and window "
-            f"({placement.slots} tokens) of two request rows; raise --mem-fraction-static or --max-total-tokens."
+            f"the device has no room for the sinks and window ({placement.slots} tokens) of a single request; lower "
+            f"sinks or window in --fluxion-config, or raise {limit}."
         )
     tokens = _least_over_ranks(plan_tokens(config, shape, available))
     resolved.max_running_requests = _least_over_ranks(min(resolved.max_running_requests, rows))
@@ -156,9 +161,11 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         kwargs["sizes"].max_total_num_tokens,
         # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
         rows=kwargs["req_to_token_pool"].req_to_token.shape[0],
-        config=_config(configurator),
+        config=capacity.rank_config(configurator.server_args),
         device=str(configurator.device),
         start_layer=configurator.layer_info.start_layer,
+        rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+        ranks=capacity.ranks_on_host(configurator.server_args),
     )
 
 

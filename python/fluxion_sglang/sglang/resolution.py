@@ -9,7 +9,7 @@ from typing import Any
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import compat, validation
+from fluxion_sglang.sglang import capacity, compat, validation
 
 _Step = Callable[[Any], None]
 
@@ -73,20 +73,15 @@ def _check_host_pool(model: Any, view: Any) -> None:
 
     The ranks size it again once the weights are loaded and less memory is left: what is refused here is refused there.
     """
-    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
-
     from fluxion_sglang.kv.host_pool import KVShape, plan_tokens
 
-    attention_ranks = view.tp_size // view.attn_dp_size
     shape = KVShape(
         layers=max(model.num_attention_layers // view.pp_size, 1),
-        kv_heads=model.get_num_kv_heads(attention_ranks),
+        kv_heads=model.get_num_kv_heads(view.tp_size),
         head_dim=model.head_dim,
         dtype=model.dtype,
     )
-    ranks_here = max(view.tp_size * view.pp_size // view.nnodes, 1)
-    available = available_host_memory_bytes(allow_cgroup_fallback=True) // ranks_here
-    plan_tokens(FluxionConfig.parse(view.fluxion_config), shape, available)
+    plan_tokens(capacity.rank_config(view), shape, capacity.available_bytes(view))
 
 
 def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step) -> None:

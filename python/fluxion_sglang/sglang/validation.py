@@ -110,6 +110,12 @@ OPTIONS: tuple[OptionRefusal, ...] = (
         "every rank holds whole requests of its KV heads",
         "use --attn-cp-size 1",
     ),
+    OptionRefusal(
+        "attn_dp_size",
+        _other_than(1),
+        "its padded batches name rows and pages that nobody owns",
+        "use --dp-size for replicas",
+    ),
     OptionRefusal("enable_prefill_cp", _given, "every rank holds whole requests of its KV heads"),
     OptionRefusal("enable_kv_cache_sharding", _given, "every rank holds whole requests of its KV heads"),
     OptionRefusal("enable_two_batch_overlap", _given, "its attention backend keeps the state of one batch at a time"),

@@ -55,6 +55,8 @@ class BuildNative(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         if not _skipped():
+            # A fresh clone has no such folder, and setuptools copies without making one.
+            (ROOT / "python" / Path(*LIBRARY.split(".")[:-1])).mkdir(parents=True, exist_ok=True)
             super().copy_extensions_to_source()
 
     def get_outputs(self) -> list[str]:

@@ -98,6 +98,13 @@ class Server:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    def wait_for_log(self, pattern: str, since: int) -> None:
+        """Block until the log, from character `since` on, matches `pattern`."""
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, self.log()[since:]):
+            assert time.monotonic() < deadline, f"the log never said {pattern!r}"
+            time.sleep(0.02)
+
     def stop(self) -> None:
         for sig in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
@@ -126,11 +133,14 @@ class Server:
             **extra,
         }
         raw = requests.post(self.url + "/generate", json=body, timeout=900).json()
-        if "output_ids" not in raw:
+        if "meta_info" not in raw:  # refused before it became a request
             return Completion([], [], 0, raw, raw)
         meta = raw["meta_info"]
-        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]  # none where nothing was generated
-        return Completion(raw["output_ids"], logprobs, meta["cached_tokens"], meta["finish_reason"], raw)
+        # An aborted request may have generated nothing, and then it has neither tokens nor logprobs.
+        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
+        return Completion(
+            raw.get("output_ids") or [], logprobs, meta.get("cached_tokens", 0), meta["finish_reason"], raw
+        )
 
     def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
         """The same, concurrently."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,16 +103,17 @@ class TestChunked:
     def test_abort(self, server: Server, reference: Reference, when: str) -> None:
         server.flush()
         ids = cases.prompt(30000, 77) if when == "prefill" else ALL["length-2000"][0]
-        done: list[dict] = []
-        rid = f"abort-{when}"
+        done: list[Completion] = []
+        rid, before = f"abort-{when}", len(server.log())
         thread = threading.Thread(
-            target=lambda: done.append(server.generate(ids, 20 if when == "prefill" else 8000, rid=rid).finish)
+            target=lambda: done.append(server.generate(ids, 20 if when == "prefill" else 8000, rid=rid))
         )
         thread.start()
-        time.sleep(1.0 if when == "prefill" else 2.5)
+        server.wait_for_log(r"Prefill batch.*#pending-token: [1-9]" if when == "prefill" else "Decode batch", before)
         requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
         thread.join(timeout=120)
-        assert done and done[0].get("type") == "abort", done
+        assert done and done[0].finish.get("type") == "abort", done
+        assert bool(done[0].tokens) == (when == "decode")
         ids, new = ALL["length-300"]
         assert_same(server.generate(ids, new), reference["length-300"])
 

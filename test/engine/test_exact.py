@@ -215,9 +215,10 @@ class TestFailure:
         ids, new = ALL["length-2000"]
         failed = server.generate(ids, new)
         assert "injected fault" in str(failed.finish), failed.finish
-        # What the failed request had decoded, had it been kept, would make a hit longer than the prompt.
+        # The prompt, prefilled before the fault, is rightly in the tree; had the 25 decoded tokens been kept, the hit
+        # would be a page longer.
         conversation = ids + reference["length-2000"].tokens
-        assert server.generate(conversation, 1).cached == 0, "something of the failed request is in the tree"
+        assert server.generate(conversation, 1).cached <= len(ids), "something of the failed pass is in the tree"
         for _ in range(2):
             assert_same(server.generate(ids, new), reference["length-2000"])
         server.assert_idle()

@@ -1,21 +1,15 @@
 // The runtime's C ABI. Argument checks live here: what the classes below it receive has the right shape and
 // dtype.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/object.h>
-#include <tvm/ffi/string.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "ffi_common.h"
+#include "kernels/feature_index.h"
 #include "runtime/engine.h"
 #include "runtime/pool.h"
 #include "runtime/topology.h"
@@ -24,37 +18,8 @@
 namespace fluxion {
 namespace {
 
-namespace ffi = tvm::ffi;
-using ffi::TensorView;
-
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 2;
-
-class WorkersObj : public ffi::Object {
- public:
-  explicit WorkersObj(std::shared_ptr<WorkerPool> p) : pool(std::move(p)) {}
-  std::shared_ptr<WorkerPool> pool;
-  static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Workers", WorkersObj, ffi::Object);
-};
-class Workers : public ffi::ObjectRef {
- public:
-  explicit Workers(ffi::ObjectPtr<WorkersObj> object) : ffi::ObjectRef(std::move(object)) {}
-  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Workers, ffi::ObjectRef, WorkersObj);
-};
-
-class PoolObj : public ffi::Object {
- public:
-  explicit PoolObj(std::shared_ptr<HostPool> p) : pool(std::move(p)) {}
-  std::shared_ptr<HostPool> pool;
-  static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.HostPool", PoolObj, ffi::Object);
-};
-class Pool : public ffi::ObjectRef {
- public:
-  explicit Pool(ffi::ObjectPtr<PoolObj> object) : ffi::ObjectRef(std::move(object)) {}
-  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Pool, ffi::ObjectRef, PoolObj);
-};
+constexpr int64_t kAbiVersion = 4;
 
 class EngineObj : public ffi::Object {
  public:
@@ -68,87 +33,6 @@ class EngineRef : public ffi::ObjectRef {
   explicit EngineRef(ffi::ObjectPtr<EngineObj> object) : ffi::ObjectRef(std::move(object)) {}
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(EngineRef, ffi::ObjectRef, EngineObj);
 };
-
-// Raise("ValueError") << "...": throws at the end of the statement. TVM_FFI_THROW would read the debug
-// information of every loaded library for a C++ backtrace, which takes seconds and tells the user nothing.
-class Raise {
- public:
-  explicit Raise(const char* kind) : kind_(kind) {}
-  [[noreturn]] ~Raise() noexcept(false) { throw ffi::Error(kind_, text_.str(), ""); }
-  template <typename T>
-  Raise& operator<<(const T& part) {
-    text_ << part;
-    return *this;
-  }
-
- private:
-  const char* kind_;
-  std::ostringstream text_;
-};
-
-// C++ exceptions become the Python exceptions of the same meaning.
-template <typename Body>
-auto guarded(Body body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const std::invalid_argument& e) {
-    Raise("ValueError") << e.what();
-  } catch (const ffi::Error&) {
-    throw;
-  } catch (const std::exception& e) {
-    Raise("RuntimeError") << e.what();
-  }
-  TVM_FFI_UNREACHABLE();
-}
-
-constexpr DLDataType kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1}, kInt8{kDLInt, 8, 1},
-    kFloat32{kDLFloat, 32, 1}, kFloat64{kDLFloat, 64, 1}, kBFloat16{kDLBfloat, 16, 1},
-    kUInt16{kDLUInt, 16, 1};
-
-DLDataType kv_type(const HostPool& pool) { return pool.shape().dtype == DType::kBF16 ? kBFloat16 : kFloat32; }
-
-bool same(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string out = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    out += (i ? ", " : "") + (shape[i] < 0 ? std::string("any") : std::to_string(shape[i]));
-  }
-  return out + "]";
-}
-
-// Checks a host tensor: dtype, shape (-1: any), and that its last `dense` dimensions are contiguous.
-void expect(const TensorView& t, const char* name, DLDataType dtype, std::initializer_list<int64_t> want,
-            int dense) {
-  const std::vector<int64_t> shape(want);
-  const std::vector<int64_t> got(t.shape().begin(), t.shape().end());
-  bool fits = got.size() == shape.size();
-  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || shape[i] == got[i];
-  if (!fits) {
-    Raise("ValueError") << name << " has the shape " << shape_text(got) << " and must have "
-                        << shape_text(shape) << ".";
-  }
-  if (!same(t.dtype(), dtype)) {
-    Raise("ValueError") << name << " has the dtype " << ffi::DLDataTypeToString(t.dtype())
-                        << " and must have " << ffi::DLDataTypeToString(dtype) << ".";
-  }
-  const int device = t.device().device_type;
-  if (device != kDLCPU && device != kDLCUDAHost) {
-    Raise("ValueError") << name << " is on a device; pass a tensor in host memory.";
-  }
-  int64_t stride = 1;
-  for (int i = t.ndim() - 1; i >= t.ndim() - dense && t.numel() > 0; --i) {
-    if (t.size(i) != 1 && t.stride(i) != stride) {
-      Raise("ValueError") << name << " must be contiguous in its last " << dense << " dimensions.";
-    }
-    stride *= t.size(i);
-  }
-}
-
-template <typename T>
-T* data(const TensorView& t) {
-  return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
-}
 
 // [tokens, heads, D], D contiguous
 TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {
@@ -326,6 +210,27 @@ void engine_step(EngineRef engine, TensorView rows, TensorView seq_lens, TensorV
   });
 }
 
+void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
+                           TensorView window, double scale, TensorView parts) {
+  Engine& engine = *ref->engine;
+  const HostPool& pool = engine.pool();
+  const int64_t B = engine.batch(), Hq = engine.config().q_heads;
+  expect(q, "q", kv_type(pool), {B, Hq, pool.shape().head_dim}, 2);
+  expect(parts, "parts", kFloat32, {B, Hq, kParts}, 3);
+  ResidentArgs args{};
+  args.layer = static_cast<int>(layer);
+  args.q = data<char>(q);
+  args.q_stride = q.stride(0) * pool.shape().element();
+  if (k.numel() > 0) {
+    args.k = token_view(pool, k, "k", B);
+    args.v = token_view(pool, v, "v", B);
+  }
+  args.window = window_view(pool, window, engine.config().sinks, engine.config().window);
+  args.scale = static_cast<float>(scale);
+  args.parts = data<float>(parts);
+  guarded([&] { engine.layer_resident(args); });
+}
+
 int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
                            TensorView window, TensorView blk, TensorView budget, TensorView value,
                            double scale, TensorView out) {
@@ -382,11 +287,31 @@ int64_t engine_task(EngineRef ref, int64_t claim) {
 
 void engine_abandon(EngineRef ref) { ref->engine->abandon(); }
 
-bool engine_task_done(EngineRef ref, int64_t claim, TensorView o, TensorView lse, int64_t tokens) {
+void engine_result(EngineRef ref, TensorView out) {
+  Engine& engine = *ref->engine;
+  expect(out, "out", kFloat32, {engine.batch(), engine.config().q_heads, engine.pool().shape().head_dim}, 3);
+  guarded([&] { engine.result(data<float>(out)); });
+}
+
+void engine_reads(EngineRef ref, TensorView out) {
+  Engine& engine = *ref->engine;
+  const int64_t heads = engine.pool().shape().kv_heads;
+  expect(out, "out", kInt64, {engine.batch(), heads, 2}, 3);
+  const Reads* reads = guarded([&] { return engine.reads(); });
+  for (int64_t i = 0; i < engine.batch() * heads; ++i) {
+    data<int64_t>(out)[2 * i] = reads[i].tile_bytes;
+    data<int64_t>(out)[2 * i + 1] = reads[i].metadata_bytes;
+  }
+}
+
+bool engine_task_done(EngineRef ref, int64_t claim, TensorView o, TensorView lse, int64_t tokens,
+                      int64_t tile_bytes, int64_t metadata_bytes) {
   Engine& engine = *ref->engine;
   expect(o, "o", kFloat32, {engine.group(), engine.pool().shape().head_dim}, 2);
   expect(lse, "lse", kFloat32, {engine.group()}, 1);
-  return guarded([&] { return engine.deliver(claim, data<float>(o), data<float>(lse), tokens); });
+  return guarded([&] {
+    return engine.deliver(claim, data<float>(o), data<float>(lse), tokens, {tile_bytes, metadata_bytes});
+  });
 }
 
 bool engine_task_failed(EngineRef ref, int64_t claim, ffi::String message) {
@@ -435,6 +360,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_fill_window, fluxion::pool_fill_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_gather, fluxion::pool_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_create, fluxion::engine_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_step, fluxion::engine_step);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_resident, fluxion::engine_layer_resident);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_begin, fluxion::engine_layer_begin);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_set_resident, fluxion::engine_set_resident);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_finish, fluxion::engine_layer_finish);
@@ -442,6 +368,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_queue_pop, fluxion::engine_queue_pop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task, fluxion::engine_task);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_abandon, fluxion::engine_abandon);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_done, fluxion::engine_task_done);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_result, fluxion::engine_result);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_reads, fluxion::engine_reads);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_failed, fluxion::engine_task_failed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_selection, fluxion::engine_selection);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stat_names, fluxion::engine_stat_names);

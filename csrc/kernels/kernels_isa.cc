@@ -5,10 +5,13 @@
 #include "simd/dot.h"
 // clang-format on
 #include "kernels/attend.h"
+#include "kernels/features.h"
 #include "kernels/metadata.h"
+#include "kernels/mlp.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
 #include "kernels/table.h"
+#include "kernels/walk.h"
 
 #define FLUXION_STRING_OF(x) #x
 #define FLUXION_STRING(x) FLUXION_STRING_OF(x)
@@ -20,12 +23,18 @@ template <class T>
 constexpr KernelTable make_table() {
   return {FLUXION_STRING(FLUXION_ISA),
           score<T>,
+          score_tokens<T>,
           select,
           attend<T>,
           page_minmax<T>,
           merge_minmax<T>,
           page_moments<T>,
-          merge_state<T>};
+          merge_state<T>,
+          features<T>,
+          page_values<T>,
+          add_rows,
+          add_value<T>,
+          dense};
 }
 
 }  // namespace

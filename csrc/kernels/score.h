@@ -88,5 +88,28 @@ void score(const void* q, int G, int D, const void* entries, const int32_t* inde
   }
 }
 
+// Exact scores of tokens. A measure of what block bounds lose, not a fast path: it reads every key.
+template <class T>
+void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t* pages, int n, float* out,
+                  int64_t out_stride) {
+  const T* queries = static_cast<const T*>(q);
+  const T* base = static_cast<const T*>(tiles);
+  alignas(64) typename Dot<T>::Query packed[kMaxGroup * kMaxHeadDim];
+  for (int g = 0; g < G; ++g) Dot<T>::pack(queries + g * D, D, packed + g * D);
+  const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
+  for (int i = 0; i < n; ++i) {
+    const T* keys = base + pages[i] * tile_size;
+    const char* next = reinterpret_cast<const char*>(base + pages[i + 1 < n ? i + 1 : i] * tile_size);
+    for (int64_t b = 0; b < tile_size / 2 * static_cast<int64_t>(sizeof(T)); b += kLine)
+      __builtin_prefetch(next + b, 0, 2);
+    for (int g = 0; g < G; ++g) {
+      for (int t = 0; t < kPage; t += kLanes) {
+        const StridedRows<T> rows{keys + t * D, D};
+        store(out + g * out_stride + i * kPage + t, dot_rows<T>(packed + g * D, rows, D, [] {}));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fluxion::FLUXION_ISA

@@ -10,7 +10,27 @@ inline constexpr int kMinHeadDim = 32;
 inline constexpr int kMaxHeadDim = 256;  // head_dim is a multiple of 16
 inline constexpr int kMaxGroup = 16;     // query heads that share a KV head
 
+inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
+
 enum class DType : int { kF32 = 0, kBF16 = 1 };
+
+// What `features` reads and writes, of B = batch requests. Rows of the three anchor tensors belong to
+// requests: that of request b is rows[b].
+struct FeatureArgs {
+  int batch, q_heads, kv_heads, head_dim;
+  int layer;
+  int sinks, window;        // tokens, multiples of 16
+  float scale;              // multiplies q.k
+  const void* q;            // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t q_stride;         // bytes
+  const float* parts;       // [B][Hq][kParts] (feature_index.h)
+  const int32_t* rows;      // [B]
+  const int32_t* seq_lens;  // [B], at least 1
+  const float* anchor;      // [R][Hq][kAnchorFeatures]
+  const void* anchor_q;     // [R][Hq][D] KV dtype
+  const float* mean_k;      // [R][Hk][D]
+  float* out;               // [B][Hq][kFeatures]
+};
 
 // The kernels of one instruction set for one KV dtype. A tile is K[16][D] then V[16][D], contiguous. Pointers
 // need no alignment. No function allocates, locks or throws; the callers have checked every size and id.
@@ -22,6 +42,11 @@ struct KernelTable {
   // out[g * out_stride + i]: float32.
   void (*score)(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float* out,
                 int64_t out_stride);
+
+  // q.k of every token of the listed tiles, unscaled. q: KV dtype [G][D]; tiles and pages as for attend.
+  // out[g * out_stride + i * 16 + t]: float32, token t of tile i.
+  void (*score_tokens)(const void* q, int G, int D, const void* tiles, const int32_t* pages, int n,
+                       float* out, int64_t out_stride);
 
   // heads[i] |= bit for the k largest of scores[n], 1 <= k <= n. Equal scores: the lower index first; -0
   // equals 0; NaN counts as -inf. The result is the same on every ISA. scratch: select_scratch_bytes(n)
@@ -53,6 +78,29 @@ struct KernelTable {
   // Merges two partial attentions into out (KV dtype [D]) and returns the merged LSE. A side whose LSE is
   // -inf is not read; both -inf: out = 0 and -inf.
   float (*merge_state)(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out);
+
+  // What the predictor is asked with, for every head of a step: the part of the anchor query, copied, and the
+  // part of this query (predictor/features.py has every formula). Bit-identical on every ISA.
+  void (*features)(const FeatureArgs& args);
+
+  // The share that every token has in an attention of known LSE, and the values of every page summed by it.
+  // scores: what score_tokens wrote for the same tiles. weights[g * stride + i * 16 + t] = exp(scale * score
+  // - lse[g]), at most 1; out[g * out_stride + i * D + d] = sum over the tokens of tile i of weight * v.
+  void (*page_values)(const float* scores, int64_t stride, int G, int D, float scale, const float* lse,
+                      const void* tiles, const int32_t* pages, int n, float* weights, float* out,
+                      int64_t out_stride);
+
+  // sum += rows[0..n) - weight * target, [D] each; returns |sum|^2.
+  float (*add_rows)(const float* rows, int n, float weight, const float* target, int D, float* sum);
+
+  // sum += weight * (value - target); returns |sum|^2. value: KV dtype [D].
+  float (*add_value)(const void* value, float weight, const float* target, int D, float* sum);
+
+  // y = x W^T + b, then max(0, .) with relu, of `rows` rows with stride x_stride and y_stride elements.
+  // weights: [panels][in][16], output o of input i at [o / 16][i][o % 16]; bias [panels * 16]. Writes
+  // panels * 16 outputs a row. A row's outputs do not depend on the other rows; NaN stays NaN.
+  void (*dense)(const float* x, int64_t x_stride, int rows, int in, const float* weights, const float* bias,
+                int panels, bool relu, float* y, int64_t y_stride);
 };
 
 // The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16"), or nullptr when it is not compiled in or

@@ -43,6 +43,10 @@ std::string number(double value) {
   return text;
 }
 
+[[noreturn]] void throw_busy() {
+  throw std::runtime_error("The workers run another layer; finish it before this one begins.");
+}
+
 // An unsigned number that orders as the float does, NaN lowest.
 uint32_t ordered(float value) {
   if (std::isnan(value)) return 0;
@@ -53,7 +57,11 @@ uint32_t ordered(float value) {
 }  // namespace
 
 Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
-    : pool_(std::move(pool)), config_(config), shape_(pool_->shape()), kernels_(pool_->kernels()) {
+    : pool_(std::move(pool)),
+      config_(config),
+      shape_(pool_->shape()),
+      kernels_(pool_->kernels()),
+      exact_(*kernel_table(kernels_.isa, DType::kF32)) {
   if (config.q_heads < 1 || config.q_heads % shape_.kv_heads != 0 ||
       config.q_heads / shape_.kv_heads > kMaxGroup) {
     refuse("The model has " + std::to_string(config.q_heads) + " query heads and " +
@@ -77,7 +85,10 @@ Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
 
 Engine::~Engine() { abandon(); }
 
-void Engine::abandon() { drain(/*abandoned=*/true); }
+void Engine::abandon() {
+  drain(/*abandoned=*/true);
+  held_layer_ = -1;
+}
 
 void Engine::reserve(int requests, int pages) {
   if (requests <= max_requests_ && pages <= max_pages_) return;
@@ -89,17 +100,19 @@ void Engine::reserve(int requests, int pages) {
   const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
   // By half more at a time, so that a request that grows by a page every 16 steps seldom pays for it.
   const auto grown = [](int need, int have) { return need <= have ? have : std::max(need, have + have / 2); };
-  max_requests_ = std::min<int>(grown(requests, max_requests_), TaskQueue::kMaxTasks / shape_.kv_heads);
-  max_pages_ = grown(pages, max_pages_);
-  const size_t groups = static_cast<size_t>(max_requests_) * shape_.kv_heads;
-  const size_t states = static_cast<size_t>(max_requests_) * config_.q_heads;
-  requests_.resize(max_requests_);
-  skip_.resize(max_requests_);
-  sorted_rows_.resize(max_requests_);
-  table_.resize(static_cast<size_t>(max_requests_) * max_pages_);
+  const int max_requests =
+      std::min<int>(grown(requests, max_requests_), TaskQueue::kMaxTasks / shape_.kv_heads);
+  const int max_pages = grown(pages, max_pages_);
+  const size_t groups = static_cast<size_t>(max_requests) * shape_.kv_heads;
+  const size_t states = static_cast<size_t>(max_requests) * config_.q_heads;
+  requests_.resize(max_requests);
+  skip_.resize(max_requests);
+  sorted_rows_.resize(max_requests);
+  table_.resize(static_cast<size_t>(max_requests) * max_pages);
   blk_.resize(groups);
   order_.resize(groups);
   tasks_.resize(groups);
+  reads_.resize(groups);
   budget_.resize(states);
   res_lse_.resize(states);
   mid_lse_.resize(states);
@@ -107,27 +120,39 @@ void Engine::reserve(int requests, int pages) {
   mid_o_.resize(states * shape_.head_dim);
   parts_ = std::make_unique<std::atomic<uint8_t>[]>(groups);
   queue_.reserve(static_cast<int64_t>(groups));
-  for (Scratch& s : scratch_) resize(&s);
-  resize(&selection_scratch_);
+  for (Scratch& s : scratch_) resize(&s, max_pages, max_tokens_);
+  resize(&selection_scratch_, max_pages, max_tokens_);
+  // Last: where memory ran out half-way there is room for the old sizes, and only for these.
+  max_requests_ = max_requests;
+  max_pages_ = max_pages;
 }
 
-void Engine::resize(Scratch* s) const {
+// Room to rank the single tokens of a middle this long: 16 times that of its pages, so only where asked for.
+void Engine::reserve_tokens(int tokens) {
+  if (tokens <= max_tokens_) return;
+  const std::lock_guard lock(selection_mutex_);
+  const int max_tokens = std::max(tokens, max_tokens_ + max_tokens_ / 2);
+  for (Scratch& s : scratch_) resize(&s, max_pages_, max_tokens);
+  resize(&selection_scratch_, max_pages_, max_tokens);
+  max_tokens_ = max_tokens;  // last, as in reserve()
+}
+
+void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   // The resident pages use the same arrays as the middle's.
-  const size_t pages = std::max(max_pages_, (config_.sinks + config_.window) / kPage + 1);
-  s->scores.resize(pages * group_);
-  s->index.resize(pages);
-  s->chosen.resize(pages);
+  const size_t pages = std::max(max_pages, (config_.sinks + config_.window) / kPage + 1);
+  const size_t units = std::max<size_t>(pages, max_tokens);
+  s->scores.resize(units * group_);
+  s->chosen.resize(units);
   s->pages.resize(pages);
   s->masks.resize(pages * group_);
-  s->select.resize(select_scratch_bytes(static_cast<int>(pages)) / sizeof(float) + 1);
-  s->merged.resize(kMergeBatch * shape_.entry_bytes());
-  s->merged_block.resize(kMergeBatch);
-  s->merged_score.resize(kMergeBatch * group_);
+  s->select.resize(select_scratch_bytes(static_cast<int>(units)) / sizeof(float) + 1);
+  s->scorer.resize(static_cast<int>(pages), group_, shape_.entry_bytes());
 }
 
 void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
                   int64_t table_stride, int64_t columns) {
   abandon();
+  finished_ = false;
   batch_ = 0;
   step_failure_.clear();
   int longest = 1;
@@ -176,6 +201,7 @@ void Engine::check_requests(const LayerArgs& args) {
 int Engine::make_tasks() {
   const int heads = shape_.kv_heads;
   int count = 0;
+  int single_tokens = 0;  // the longest middle that is ranked token by token
   int64_t middle_tokens = 0;
   for (int b = 0; b < batch_; ++b) {
     if (skip_[b]) continue;
@@ -186,18 +212,20 @@ int Engine::make_tasks() {
       parts_[i].store(1, std::memory_order_relaxed);
       const int blk = blk_[i];
       if (blk == 0) continue;
-      if (blk != 16 && blk != 32 && blk != 64 && blk != 128) {
+      if (blk != 1 && blk != 16 && blk != 32 && blk != 64 && blk != 128) {
         record_failure("Request " + std::to_string(b) + ", KV head " + std::to_string(h) +
                        " asks for blocks of " + std::to_string(blk) +
-                       " tokens; a block has 16, 32, 64 or 128 (0 for no task).");
+                       " tokens; a block has 1, 16, 32, 64 or 128 (0 for no task).");
         continue;
       }
       const float* budget = &budget_[state_at(b, h)];
       if (middle == 0 || std::none_of(budget, budget + group_, [](float f) { return f > 0; })) continue;
+      if (blk == 1) single_tokens = std::max(single_tokens, middle);
       parts_[i].store(2, std::memory_order_relaxed);
       order_[count++] = static_cast<uint64_t>(~ordered(args_.value[i])) << 32 | static_cast<uint32_t>(i);
     }
   }
+  reserve_tokens(single_tokens);
   std::sort(order_.begin(), order_.begin() + count);
   for (int i = 0; i < count; ++i) {
     const int packed = static_cast<int>(order_[i] & 0xffffffffu);
@@ -208,21 +236,58 @@ int Engine::make_tasks() {
   return count;
 }
 
-int Engine::layer_begin(const LayerArgs& args) {
-  abandon();
-  pool_->check_layer(args.layer);
-  if (args.window.data != nullptr && args.k.data != nullptr && !rows_differ_) {
+void Engine::check_rows(const WindowView& window, const TokenView& k) const {
+  if (window.data != nullptr && k.data != nullptr && !rows_differ_) {
     refuse("Two requests of the step have the same row; every request writes to a row of its own.");
   }
+}
+
+void Engine::layer_resident(const ResidentArgs& args) {
+  abandon();
+  finished_ = false;
+  pool_->check_layer(args.layer);
+  check_rows(args.window, args.k);
+  args_ = LayerArgs{};
+  args_.layer = args.layer;
+  args_.q = args.q;
+  args_.q_stride = args.q_stride;
+  args_.k = args.k;
+  args_.v = args.v;
+  args_.window = args.window;
+  args_.scale = args.scale;
+  parts_out_ = args.parts;
+  check_requests(args_);
+  appended_ = args.k.data != nullptr;
+  items_ = batch_ * shape_.kv_heads;
+  next_item_.store(0, std::memory_order_relaxed);
+  if (items_ > 0) {
+    if (!pool_->workers().launch(&Engine::parts_main, this)) throw_busy();
+    pool_->workers().join();
+  }
+  held_layer_ = args.layer;
+}
+
+int Engine::layer_begin(const LayerArgs& args) {
+  const bool held = held_layer_ == args.layer && args.k.data == nullptr && args.window.data == nullptr;
+  abandon();
+  finished_ = false;
+  pool_->check_layer(args.layer);
+  check_rows(args.window, args.k);
   args_ = args;
-  check_requests(args);
+  held_ = held;
+  // Of a held layer, these are as layer_resident() left them.
+  if (!held) {
+    check_requests(args);
+    appended_ = args.k.data != nullptr;
+  }
   const size_t groups = static_cast<size_t>(batch_) * shape_.kv_heads;
   std::copy_n(args.blk, groups, blk_.data());
   std::copy_n(args.budget, static_cast<size_t>(batch_) * config_.q_heads, budget_.data());
-  // A group without a task merges with nothing.
+  // A group without a task reads nothing and merges with nothing.
+  std::fill_n(reads_.data(), groups, Reads{});
   std::fill_n(mid_lse_.data(), static_cast<size_t>(batch_) * config_.q_heads, kMinusInf);
   const int count = make_tasks();
-  items_ = args.window.data != nullptr || args.k.data != nullptr ? static_cast<int>(groups) : 0;
+  items_ = held || args.window.data != nullptr || args.k.data != nullptr ? static_cast<int>(groups) : 0;
   next_item_.store(0, std::memory_order_relaxed);
   resident_given_ = false;
   {
@@ -234,13 +299,13 @@ int Engine::layer_begin(const LayerArgs& args) {
   if (launched_ && !pool_->workers().launch(&Engine::worker_main, this)) {
     launched_ = false;
     abandon();
-    throw std::runtime_error("The workers run another layer; finish it before this one begins.");
+    throw_busy();
   }
   return count;
 }
 
 void Engine::set_resident(const float* o, const float* lse) {
-  if (!open_.load(std::memory_order_acquire) || args_.window.data != nullptr) {
+  if (!open_.load(std::memory_order_acquire) || merges_itself()) {
     throw std::runtime_error(
         "Resident results belong between layer_begin without a window and layer_finish; none are expected "
         "now.");
@@ -257,7 +322,7 @@ void Engine::layer_finish() {
   }
   drain(/*abandoned=*/false);
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
-  if (args_.window.data == nullptr) {
+  if (!merges_itself()) {
     if (!resident_given_ && batch_ > 0)
       record_failure("No resident results were given; call set_resident first.");
     for (int b = 0; b < batch_ && failure_.empty(); ++b) {
@@ -265,6 +330,28 @@ void Engine::layer_finish() {
     }
   }
   if (!failure_.empty()) throw std::runtime_error("Layer " + std::to_string(args_.layer) + ": " + failure_);
+  finished_ = true;
+}
+
+void Engine::check_finished() const {
+  if (finished_) return;
+  throw std::runtime_error(
+      "There is no result: no layer of this step was finished, or the last one failed; ask after a "
+      "layer_finish that threw nothing.");
+}
+
+const Reads* Engine::reads() const {
+  check_finished();
+  return reads_.data();
+}
+
+void Engine::result(float* out) const {
+  check_finished();
+  const int64_t D = shape_.head_dim, states = static_cast<int64_t>(batch_) * config_.q_heads;
+  for (int64_t i = 0; i < states; ++i) {
+    exact_.merge_state(&res_o_[i * D], res_lse_[i], &mid_o_[i * D], mid_lse_[i], shape_.head_dim,
+                       out + i * D);
+  }
 }
 
 // Ends the open layer, if there is one: afterwards nobody reads or writes what args_ points to. An abandoned
@@ -324,7 +411,7 @@ void Engine::wait_or_revoke(bool wait) {
 }
 
 void Engine::seal_coarse() {
-  if (args_.k.data == nullptr) return;
+  if (!appended_) return;
   for (int b = 0; b < batch_; ++b) {
     const int length = requests_[b].length;
     // Half of the full pages end no coarse block.

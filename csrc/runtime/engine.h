@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/block_scores.h"
 #include "runtime/pool.h"
 #include "runtime/task_queue.h"
 #include "runtime/worker_pool.h"
@@ -31,12 +32,23 @@ struct LayerArgs {
   int64_t q_stride;    // bytes
   TokenView k, v;      // [B][Hk][D]: the token at position n-1 of each request; absent: it is written already
   WindowView window;   // absent: set_resident() gives the resident results
-  const int32_t* blk;  // [B][Hk]: 0 (no task), 16, 32, 64, 128
+  const int32_t* blk;  // [B][Hk]: 0 (no task), 1 (single tokens), 16, 32, 64, 128
   const float* budget;  // [B][Hq]: fraction of the middle a head reads
   const float* value;   // [B][Hk]: priority, largest first
   float scale;          // multiplies q.k
   char* out;            // [B][Hq][D] KV dtype, the last two contiguous
   int64_t out_stride;   // bytes
+};
+
+// What layer_resident() reads and writes, by the time it returns. The same as in LayerArgs, but for parts.
+struct ResidentArgs {
+  int layer;
+  const char* q;
+  int64_t q_stride;
+  TokenView k, v;     // absent: the token is written already
+  WindowView window;  // present
+  float scale;
+  float* parts;  // [B][Hq][kParts] (kernels/feature_index.h)
 };
 
 enum Stat {
@@ -46,20 +58,27 @@ enum Stat {
   kStatTasksTorch,
   kStatTasksGpu,
   kStatFailedTasks,
-  kStatMiddleTokens,   // summed over the query heads of every layer, streaming ones included
-  kStatTokensRead,     // summed over heads: what they attended to in the middle
-  kStatTileBytes,      // of native tasks
-  kStatMetadataBytes,  // of native tasks
+  kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included
+  kStatTokensRead,    // summed over heads: what they attended to in the middle
+  kStatTileBytes,     // see Reads
+  kStatMetadataBytes,
   kStatCount
 };
 extern const char* const kStatNames;  // comma separated, in the order of Stat
+
+// Bytes that a task read of the middle. Of blocks the whole tiles, of single tokens (blk 1) the rows of K and
+// V attended to, each once a group; the keys that single tokens were chosen by are not counted.
+struct Reads {
+  int64_t tile_bytes = 0;
+  int64_t metadata_bytes = 0;
+};
 
 // What one task reads: scratch.pages[0..count) and, when masked, scratch.masks[count][G].
 struct Selection {
   int count = 0;
   bool masked = false;
   int64_t tokens = 0;  // summed over heads
-  int64_t metadata_bytes = 0;
+  Reads reads;
 };
 
 // Blocks a head reads of a middle of `tokens` tokens in `blocks` blocks: ceil(budget * tokens / blk), at
@@ -67,8 +86,8 @@ struct Selection {
 // (0.05) buys none too many.
 int blocks_of_budget(float budget, int tokens, int blk, int blocks);
 
-// Threads: step, layer_begin, set_resident and layer_finish belong to one thread at a time. The foreign
-// functions may be called from any thread at any time.
+// Threads: step, layer_resident, layer_begin, set_resident and layer_finish belong to one thread at a time.
+// The foreign functions may be called from any thread at any time.
 //
 // Phases of a layer. Between begin and finish each page that fills gets its own metadata and moments
 // (seal_page) from the item that appends to it: nobody reads that page, because it is in no request's middle
@@ -88,6 +107,12 @@ class Engine {
             int64_t table_stride, int64_t columns);
   int batch() const { return batch_; }
 
+  // Appends the step's token and computes the resident attention of a layer, before anything is planned. The
+  // layer_begin that comes next uses both if it is of the same layer and brings neither k nor a window, and
+  // otherwise drops the attention; so do step() and abandon(). Bad requests are left out, with parts of
+  // nothing (-inf and 0), and fail the layer in layer_finish(). Throws as layer_begin() does, and abandons an
+  // open layer as it does.
+  void layer_resident(const ResidentArgs& args);
   // Returns the number of tasks. A layer that was begun and not finished is abandoned first.
   int layer_begin(const LayerArgs& args);
   // o: [B][Hq][D], lse: [B][Hq], both contiguous. Copies them.
@@ -95,6 +120,11 @@ class Engine {
   // Throws std::runtime_error with the layer's first failure; the engine is ready for the next layer either
   // way.
   void layer_finish();
+  // Of the last layer: its output before it was rounded to the KV dtype, [B][Hq][D], and what each task read,
+  // [B][Hk] (0 where there was none). They throw std::runtime_error unless the layer was finished without a
+  // failure, and no step or layer was begun since.
+  void result(float* out) const;
+  const Reads* reads() const;
   // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
   void abandon();
 
@@ -103,7 +133,7 @@ class Engine {
   int task(int64_t claim_or_index);  // b * Hk + h
   // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how
   // many it read, summed over the heads.
-  bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens);
+  bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads);
   bool fail(int64_t claim, const std::string& message);
   // pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
@@ -127,23 +157,27 @@ class Engine {
     int32_t request;
     int32_t head;
   };
-  static constexpr int kMergeBatch = 32;
+  // Heads of a group that read something, and that read everything; how many blocks each wants.
+  struct Wanted {
+    uint16_t active = 0;
+    uint16_t whole = 0;
+    int count[kMaxGroup];
+  };
   struct Scratch {
-    std::vector<float> scores;     // [G][max_pages]
-    std::vector<int32_t> index;    // [max_pages]
-    std::vector<uint16_t> chosen;  // [max_pages]: heads that chose a block
+    std::vector<float> scores;     // [G][units]: of blocks, or of tokens
+    std::vector<uint16_t> chosen;  // [units]: heads that chose a block or token
     std::vector<int32_t> pages;    // [max_pages]
     std::vector<uint16_t> masks;   // [max_pages][G]
     std::vector<float> select;
-    std::vector<char> merged;  // [kMergeBatch] entries of blocks that have none
-    std::vector<int> merged_block;
-    std::vector<float> merged_score;  // [G][kMergeBatch]
+    BlockScorer scorer;
     int64_t stats[kStatCount] = {};
     char padding[64];  // a worker's counters share no cache line with its neighbour
   };
 
   void reserve(int requests, int pages);
-  void resize(Scratch* scratch) const;
+  void reserve_tokens(int tokens);
+  void resize(Scratch* scratch, int pages, int tokens) const;
+  void check_finished() const;
   const int32_t* pages_of(int request) const {
     return table_.data() + static_cast<int64_t>(request) * max_pages_;
   }
@@ -153,14 +187,21 @@ class Engine {
                    int head) const;  // first of the group's states in res_lse_, mid_lse_; * D in the o's
 
   void check_requests(const LayerArgs& args);
+  void check_rows(const WindowView& window, const TokenView& k) const;
+  // Whether the layer's parts are merged as they come, and not with what set_resident() brings.
+  bool merges_itself() const { return held_ || args_.window.data != nullptr; }
   int make_tasks();
   static void worker_main(void* self, int worker);
   void work(int worker);
+  static void parts_main(void* self, int worker);
   void resident_item(int item, Scratch* scratch);
+  void parts_item(int item, Scratch* scratch);
+  void append_token(int request, int head);
+  int resident_pages(int request, int first, int end, int32_t* pages) const;
   void run_task(int i, Scratch* scratch);
   Selection select(const Task& task, Scratch* scratch) const;
-  void score_blocks(const Task& task, int level, int first_block, int blocks, Scratch* scratch,
-                    Selection* out) const;
+  Selection select_tokens(const Task& task, Scratch* scratch) const;
+  Wanted wanted_of(const Task& task, int tokens, int blk, int blocks) const;
   void part_done(int request, int head);
   void merge(int request, int head);
 
@@ -174,12 +215,14 @@ class Engine {
   EngineConfig config_;
   const PoolShape shape_;
   const KernelTable& kernels_;
+  const KernelTable& exact_;  // the same ISA's of float32
   int group_;
   double timeout_s_;
 
   // This step.
   int batch_ = 0;
   int max_requests_ = 0, max_pages_ = 0;
+  int max_tokens_ = 0;  // room for the scores of single tokens; 0 until a layer asks for them
   std::vector<Request> requests_;
   std::vector<int32_t> table_;  // [max_requests][max_pages]
   std::vector<int32_t> sorted_rows_;
@@ -190,12 +233,18 @@ class Engine {
   std::atomic<bool> open_{false};
   bool launched_ = false;
   bool resident_given_ = false;
+  int held_layer_ = -1;    // whose resident attention layer_resident() left in res_o_, res_lse_
+  bool held_ = false;      // this layer began with it
+  bool appended_ = false;  // this layer wrote the step's token
+  float* parts_out_ = nullptr;
+  bool finished_ = false;  // the last layer, without a failure
   LayerArgs args_{};
   std::vector<uint8_t> skip_;  // [B]: a bad request
   std::vector<int32_t> blk_;
   std::vector<float> budget_;
   std::vector<uint64_t> order_;
   std::vector<Task> tasks_;
+  std::vector<Reads> reads_;                              // [B][Hk]
   std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
   std::unique_ptr<std::atomic<uint8_t>[]> parts_;         // [B][Hk]: results a group still waits for
   int items_ = 0;                                         // resident items: B * Hk, or 0

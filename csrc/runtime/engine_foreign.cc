@@ -31,7 +31,7 @@ int Engine::task(int64_t claim_or_index) {
   return t.request * shape_.kv_heads + t.head;
 }
 
-bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t tokens) {
+bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads) {
   const std::lock_guard lock(foreign_mutex_);
   Executor executor;
   if (!queue_.holds(claim, &executor)) return false;
@@ -41,8 +41,11 @@ bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t to
   std::copy_n(lse, group_, &mid_lse_[at]);
   totals_[kStatTasksCpu + static_cast<int>(executor)].fetch_add(1, std::memory_order_relaxed);
   totals_[kStatTokensRead].fetch_add(tokens, std::memory_order_relaxed);
+  totals_[kStatTileBytes].fetch_add(reads.tile_bytes, std::memory_order_relaxed);
+  totals_[kStatMetadataBytes].fetch_add(reads.metadata_bytes, std::memory_order_relaxed);
+  reads_[t.request * shape_.kv_heads + t.head] = reads;
   // The layer stays open until finish(): args_ is alive.
-  if (args_.window.data != nullptr) part_done(t.request, t.head);
+  if (merges_itself()) part_done(t.request, t.head);
   queue_.finish(claim);
   return true;
 }

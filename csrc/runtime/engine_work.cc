@@ -3,8 +3,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "runtime/engine.h"
+#include "runtime/resident.h"
 
 namespace fluxion {
 
@@ -32,42 +34,87 @@ void Engine::work(int worker) {
   }
 }
 
-// Appends this step's token of one request and KV head, then attends to the sinks and the window.
+void Engine::parts_main(void* self_ptr, int worker) {
+  Engine* self = static_cast<Engine*>(self_ptr);
+  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;)
+    self->parts_item(i, &self->scratch_[worker]);
+}
+
+// This step's token of one request and KV head: to the host and to the window.
+void Engine::append_token(int b, int h) {
+  if (args_.k.data == nullptr) return;
+  const Request& r = requests_[b];
+  const int position = r.length - 1, logical = position / kPage, offset = position % kPage;
+  const char *k = args_.k.at(b, h), *v = args_.v.at(b, h);
+  pool_->write_token(args_.layer, h, pages_of(b)[logical], offset, k, v);
+  if (offset == kPage - 1) pool_->seal_page(args_.layer, h, pages_of(b), logical);
+  const WindowView& w = args_.window;
+  if (w.data == nullptr) return;
+  const int64_t bytes = shape_.token_bytes();
+  char* to = w.data + h * w.head_stride + w.slot(r.row, logical) * shape_.tile_bytes() + offset * bytes;
+  std::memcpy(to, k, bytes);
+  std::memcpy(to + kPage * bytes, v, bytes);
+}
+
+// The window's pages that hold logical pages first..end-1; how many there are.
+int Engine::resident_pages(int request, int first, int end, int32_t* pages) const {
+  int count = 0;
+  for (int p = first; p < end; ++p)
+    pages[count++] = static_cast<int32_t>(args_.window.slot(requests_[request].row, p));
+  return count;
+}
+
+// Appends the token of one request and KV head, then attends to the sinks and the window. Where
+// layer_resident() did both, the item only takes its turn in the merge.
 void Engine::resident_item(int item, Scratch* scratch) {
   const int b = item / shape_.kv_heads, h = item % shape_.kv_heads;
   if (skip_[b]) return;
-  const Request& r = requests_[b];
-  const int position = r.length - 1, logical = position / kPage, offset = position % kPage;
+  if (held_) return part_done(b, h);
+  append_token(b, h);
   const WindowView& w = args_.window;
-  char* window = w.data == nullptr ? nullptr : w.data + h * w.head_stride;
-  if (args_.k.data != nullptr) {
-    const char *k = args_.k.at(b, h), *v = args_.v.at(b, h);
-    pool_->write_token(args_.layer, h, pages_of(b)[logical], offset, k, v);
-    if (offset == kPage - 1) pool_->seal_page(args_.layer, h, pages_of(b), logical);
-    if (window != nullptr) {
-      const int64_t bytes = shape_.token_bytes();
-      char* to = window + w.slot(r.row, logical) * shape_.tile_bytes() + offset * bytes;
-      std::memcpy(to, k, bytes);
-      std::memcpy(to + kPage * bytes, v, bytes);
-    }
-  }
-  if (window == nullptr) return;
-  int count = 0;
+  if (w.data == nullptr) return;
+  const Request& r = requests_[b];
+  const int tokens = (r.length - 1) % kPage + 1, end = (r.length - 1) / kPage + 1;
   int32_t* pages = scratch->pages.data();
-  for (int p = 0; p <= logical && p < w.sink_pages; ++p)
-    pages[count++] = static_cast<int32_t>(w.slot(r.row, p));
-  for (int p = r.window_page; p <= logical; ++p) pages[count++] = static_cast<int32_t>(w.slot(r.row, p));
+  int count = resident_pages(b, 0, std::min(end, w.sink_pages), pages);
+  count += resident_pages(b, r.window_page, end, pages + count);
   const uint16_t* masks = nullptr;
-  if (offset != kPage - 1) {
+  if (tokens != kPage) {
     std::fill_n(scratch->masks.data(), (count - 1) * group_, uint16_t{0xffff});
     std::fill_n(scratch->masks.data() + (count - 1) * group_, group_,
-                static_cast<uint16_t>((2u << offset) - 1));
+                static_cast<uint16_t>((1u << tokens) - 1));
     masks = scratch->masks.data();
   }
   const int64_t at = state_at(b, h);
-  kernels_.attend(query(b, h), group_, shape_.head_dim, args_.scale, window, pages, masks, count,
-                  &res_o_[at * shape_.head_dim], &res_lse_[at]);
+  kernels_.attend(query(b, h), group_, shape_.head_dim, args_.scale, w.data + h * w.head_stride, pages, masks,
+                  count, &res_o_[at * shape_.head_dim], &res_lse_[at]);
   part_done(b, h);
+}
+
+// The same for layer_resident(), with sinks and window apart.
+void Engine::parts_item(int item, Scratch* scratch) {
+  const int b = item / shape_.kv_heads, h = item % shape_.kv_heads;
+  const int64_t at = state_at(b, h);
+  float* parts = parts_out_ + at * kParts;
+  if (skip_[b]) {
+    constexpr float kNone = -std::numeric_limits<float>::infinity();
+    for (int g = 0; g < group_; ++g, parts += kParts) {
+      std::fill_n(parts, kParts, 0.0f);
+      parts[kPartLseSink] = parts[kPartLseLocal] = kNone;
+    }
+    return;
+  }
+  append_token(b, h);
+  const WindowView& w = args_.window;
+  const Request& r = requests_[b];
+  const int tokens = (r.length - 1) % kPage + 1, end = (r.length - 1) / kPage + 1;
+  const char* tiles = w.data + h * w.head_stride;
+  int32_t* pages = scratch->pages.data();
+  const int sinks = resident_pages(b, 0, std::min(end, w.sink_pages), pages);
+  const int local = resident_pages(b, r.window_page, end, pages + sinks);
+  resident_parts(kernels_, exact_, query(b, h), group_, shape_.head_dim, args_.scale,
+                 {tiles, pages, sinks, local > 0 ? kPage : tokens}, {tiles, pages + sinks, local, tokens},
+                 scratch->masks.data(), &res_o_[at * shape_.head_dim], &res_lse_[at], parts);
 }
 
 void Engine::run_task(int i, Scratch* scratch) {
@@ -80,9 +127,10 @@ void Engine::run_task(int i, Scratch* scratch) {
                   &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
   scratch->stats[kStatTasksCpu] += 1;
   scratch->stats[kStatTokensRead] += chosen.tokens;
-  scratch->stats[kStatTileBytes] += chosen.count * shape_.tile_bytes();
-  scratch->stats[kStatMetadataBytes] += chosen.metadata_bytes;
-  if (args_.window.data != nullptr) part_done(task.request, task.head);
+  scratch->stats[kStatTileBytes] += chosen.reads.tile_bytes;
+  scratch->stats[kStatMetadataBytes] += chosen.reads.metadata_bytes;
+  reads_[task.request * shape_.kv_heads + task.head] = chosen.reads;
+  if (merges_itself()) part_done(task.request, task.head);
 }
 
 // The later of a group's resident item and task merges the two.
@@ -101,95 +149,82 @@ void Engine::merge(int request, int head) {
   }
 }
 
-// Upper bounds of every block of the middle for every head of the group: scratch->scores[g * stride + i].
-void Engine::score_blocks(const Task& task, int level, int first_block, int blocks, Scratch* s,
-                          Selection* out) const {
-  const int D = shape_.head_dim, end = requests_[task.request].window_page;
-  const int32_t* pages = pages_of(task.request);
-  const int32_t* tags = level == 0 ? nullptr : pool_->tags(args_.layer, level);
-  const char* q = query(task.request, task.head);
-  int merged = 0;
-  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-  // Blocks without an entry of their own get one here, and their scores in batches.
-  constexpr int32_t kIota[kMergeBatch] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                          16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-  const auto score_merged = [&] {
-    kernels_.score(q, group_, D, s->merged.data(), kIota, merged, s->merged_score.data(), kMergeBatch);
+Engine::Wanted Engine::wanted_of(const Task& task, int tokens, int blk, int blocks) const {
+  Wanted wanted;
+  const float* budget = &budget_[state_at(task.request, task.head)];
+  for (int g = 0; g < group_; ++g) {
+    if (!(budget[g] > 0)) continue;
+    wanted.active |= 1u << g;
+    wanted.count[g] = budget[g] >= 1 ? blocks : blocks_of_budget(budget[g], tokens, blk, blocks);
+    if (wanted.count[g] == blocks) wanted.whole |= 1u << g;
+  }
+  return wanted;
+}
+
+// Single tokens by their exact scores. Each head reads its own choice, whatever attend_union says: of all
+// sets of so many tokens, the one with the most attention weight.
+Selection Engine::select_tokens(const Task& task, Scratch* s) const {
+  Selection out;
+  const int first = sink_pages(), pages = requests_[task.request].window_page - first, tokens = pages * kPage;
+  const int32_t* page = pages_of(task.request) + first;
+  const Wanted wanted = wanted_of(task, tokens, 1, tokens);
+  std::fill_n(s->chosen.data(), tokens, wanted.whole);
+  if (wanted.whole != wanted.active) {
+    const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+    kernels_.score_tokens(query(task.request, task.head), group_, shape_.head_dim,
+                          pool_->tiles(args_.layer, task.head), page, pages, s->scores.data(), stride);
     for (int g = 0; g < group_; ++g) {
-      for (int m = 0; m < merged; ++m)
-        s->scores[g * stride + s->merged_block[m]] = s->merged_score[g * kMergeBatch + m];
+      if (!((wanted.active & ~wanted.whole) >> g & 1)) continue;
+      kernels_.select(s->scores.data() + g * stride, tokens, wanted.count[g], static_cast<uint16_t>(1u << g),
+                      s->chosen.data(), s->select.data());
     }
-    merged = 0;
-  };
-  const auto has_entry = [&](int i) {
-    const int last = ((first_block + i + 1) << level) - 1;
-    if (last >= end) return false;
-    return level == 0 || tags[pages[last] >> level] == pages[last];
-  };
-  for (int i = 0; i < blocks; ++i) {
-    s->index[i] = has_entry(i) ? pages[((first_block + i + 1) << level) - 1] >> level : -1;
   }
-  const int entries = static_cast<int>(
-      std::count_if(s->index.begin(), s->index.begin() + blocks, [](int e) { return e >= 0; }));
-  out->metadata_bytes += entries * shape_.entry_bytes();
-  if (entries == blocks) {
-    kernels_.score(q, group_, D, pool_->entries(args_.layer, task.head, level), s->index.data(), blocks,
-                   s->scores.data(), stride);
-    return;
-  }
-  // Runs of blocks that have an entry, and the others merged in between.
-  for (int i = 0; i < blocks;) {
-    if (s->index[i] >= 0) {
-      int run = i;
-      while (run < blocks && s->index[run] >= 0) ++run;
-      kernels_.score(q, group_, D, pool_->entries(args_.layer, task.head, level), &s->index[i], run - i,
-                     s->scores.data() + i, stride);
-      i = run;
-      continue;
+  out.masked = true;
+  int64_t rows = 0;
+  for (int p = 0; p < pages; ++p) {
+    uint16_t* masks = &s->masks[out.count * group_];
+    std::fill_n(masks, group_, uint16_t{0});
+    uint16_t readers = 0;
+    for (int t = 0; t < kPage; ++t) {
+      const uint16_t chosen = s->chosen[p * kPage + t];
+      readers |= chosen;
+      rows += chosen != 0;
+      for (unsigned heads = chosen; heads != 0; heads &= heads - 1)
+        masks[std::countr_zero(heads)] |= static_cast<uint16_t>(1u << t);
+      out.tokens += std::popcount(chosen);
     }
-    const int first = std::max((first_block + i) << level, sink_pages());
-    const int last = std::min((first_block + i + 1) << level, end);
-    char* entry = s->merged.data() + merged * shape_.entry_bytes();
-    std::memcpy(entry, pool_->entry(args_.layer, task.head, 0, pages[first]), shape_.entry_bytes());
-    for (int p = first + 1; p < last; ++p) {
-      kernels_.merge_minmax(entry, pool_->entry(args_.layer, task.head, 0, pages[p]), D);
-    }
-    out->metadata_bytes += (last - first) * shape_.entry_bytes();
-    s->merged_block[merged++] = i++;
-    if (merged == kMergeBatch) score_merged();
+    if (readers != 0) s->pages[out.count++] = page[p];
   }
-  if (merged > 0) score_merged();
+  out.reads.tile_bytes = rows * 2 * shape_.token_bytes();
+  return out;
 }
 
 Selection Engine::select(const Task& task, Scratch* s) const {
+  const int blk = blk_[task.request * shape_.kv_heads + task.head];
+  if (blk == 1) return select_tokens(task, s);
   Selection out;
   const Request& r = requests_[task.request];
   const int first = sink_pages(), end = r.window_page;
   const int tokens = (end - first) * kPage;
-  const int blk = blk_[task.request * shape_.kv_heads + task.head];
-  const int level = std::countr_zero(static_cast<unsigned>(blk / kPage));
-  const int first_block = first >> level, blocks = ((end - 1) >> level) - first_block + 1;
-  const float* budget = &budget_[state_at(task.request, task.head)];
+  const Blocks at(blk, first, end);
+  const int blocks = at.count;
   const int32_t* pages = pages_of(task.request);
 
   const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
-  uint16_t active = 0, whole = 0;  // heads that read something, that read everything
-  int wanted[kMaxGroup];
-  for (int g = 0; g < group_; ++g) {
-    if (!(budget[g] > 0)) continue;
-    active |= 1u << g;
-    wanted[g] = budget[g] >= 1 ? blocks : blocks_of_budget(budget[g], tokens, blk, blocks);
-    if (wanted[g] == blocks) whole |= 1u << g;
-  }
+  const Wanted wanted = wanted_of(task, tokens, blk, blocks);
+  const uint16_t active = wanted.active;
+  uint16_t whole = wanted.whole;
   // With the union, one head that reads everything decides for all: no scan.
   if (config_.attend_union && whole != 0) whole = active;
   std::fill_n(s->chosen.data(), blocks, whole);
   if (whole != active) {
-    score_blocks(task, level, first_block, blocks, s, &out);
     const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+    out.reads.metadata_bytes +=
+        s->scorer.score(*pool_, args_.layer, task.head, at, pages, query(task.request, task.head), group_,
+                        s->scores.data(), stride);
     for (int g = 0; g < group_; ++g) {
       if (!((active & ~whole) >> g & 1)) continue;
-      kernels_.select(s->scores.data() + g * stride, blocks, wanted[g], static_cast<uint16_t>(1u << g),
+      kernels_.select(s->scores.data() + g * stride, blocks, wanted.count[g], static_cast<uint16_t>(1u << g),
                       s->chosen.data(), s->select.data());
     }
   }
@@ -197,8 +232,7 @@ Selection Engine::select(const Task& task, Scratch* s) const {
     const uint16_t chosen = s->chosen[i];
     if (chosen == 0) continue;
     const uint16_t readers = config_.attend_union ? active : chosen;
-    const int from = std::max((first_block + i) << level, first),
-              to = std::min((first_block + i + 1) << level, end);
+    const int from = at.from(i), to = at.to(i);
     out.tokens += static_cast<int64_t>(to - from) * kPage * std::popcount(readers);
     if (readers != everyone && !out.masked) {
       out.masked = true;  // what came before was for everyone
@@ -211,6 +245,7 @@ Selection Engine::select(const Task& task, Scratch* s) const {
       s->pages[out.count++] = pages[p];
     }
   }
+  out.reads.tile_bytes = out.count * shape_.tile_bytes();
   return out;
 }
 

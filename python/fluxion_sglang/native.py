@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 2
+ABI_VERSION = 4
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -36,7 +36,9 @@ _BLOCKING = frozenset(
         "pool_append_decode",
         "pool_fill_window",
         "pool_gather",
+        "measure",
         "engine_step",
+        "engine_layer_resident",
         "engine_layer_finish",
         "engine_selection",
     }
@@ -316,12 +318,15 @@ class NativeEngine:
             pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union
         )
         self._step = function("engine_step")
+        self._layer_resident = function("engine_layer_resident")
         self._layer_begin = function("engine_layer_begin")
         self._layer_finish = function("engine_layer_finish")
         self._set_resident = function("engine_set_resident")
         self._queue_pop = function("engine_queue_pop")
         self._task = function("engine_task")
         self._task_done = function("engine_task_done")
+        self._result = function("engine_result")
+        self._reads = function("engine_reads")
         self._abandon = function("engine_abandon")
         self._task_failed = function("engine_task_failed")
         self._selection = function("engine_selection")
@@ -345,6 +350,44 @@ class NativeEngine:
         """
         self._step(self.handle, rows, seq_lens, page_table)
 
+    def layer_resident(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        windows: torch.Tensor,
+        scale: float,
+        parts: torch.Tensor,
+    ) -> None:
+        """Append the step's token and compute the resident attention of a layer, before anything is planned.
+
+        The `layer_begin` that comes next uses both, if it is of the same layer and brings neither k, v nor windows;
+        any other one, `step` and `abandon` drop the attention. Waits for the workers.
+
+        Args:
+            q, k, v, windows, scale: as in `layer_begin`; k, v None: window and host have the token already.
+            parts: [B, Hq, 5] float32, written: the LSE (natural log) of the sinks and of the window with the query's
+                own token, the norms |O| of both, and the norm of the two merged. Of no tokens: -inf and 0.
+
+        Raises:
+            ValueError: a shape, dtype or layer that does not fit; nothing was written.
+            RuntimeError: the workers run another engine's layer.
+
+        A request that cannot be computed gets the parts of no tokens, and fails the layer in `layer_finish`.
+        """
+        self._layer_resident(
+            self.handle,
+            layer,
+            q,
+            self._empty if k is None else k,
+            self._empty if v is None else v,
+            windows,
+            scale,
+            parts,
+        )
+        self._in_use = ()  # of a layer that was open: abandoned
+
     def layer_begin(
         self,
         layer: int,
@@ -364,8 +407,10 @@ class NativeEngine:
             q: [B, Hq, D], KV dtype.
             k, v: [B, H, D], KV dtype, the token at position n - 1: written to its window slot and to the
                 host. None: both places have it already.
-            windows: [H, rows * S / 16, 2, 16, D], KV dtype. None: `set_resident` delivers resident attention.
-            blk: [B, H] int32, block size in tokens (16, 32, 64, 128), 0 for no task.
+            windows: [H, rows * S / 16, 2, 16, D], KV dtype. None: `layer_resident` computed the resident attention
+                (then k and v are None too), or `set_resident` delivers it.
+            blk: [B, H] int32, block size in tokens (16, 32, 64, 128), 0 for no task; 1 selects single tokens by
+                their exact scores, each head its own (`attend_union` means blocks).
             budget: [B, Hq] float32, fraction of the middle each head reads; 0 is a streaming head.
             value: [B, H] float32, priority; larger runs earlier.
             scale: multiplies q.k.
@@ -414,6 +459,25 @@ class NativeEngine:
         finally:
             self._in_use = ()
 
+    def result(self, out: torch.Tensor) -> None:
+        """The output of the last layer, before it was rounded to the KV dtype: [B, Hq, D] float32, written.
+
+        After a `layer_finish` that raised nothing, until the next `layer_begin` or `step`.
+
+        Raises:
+            RuntimeError: at any other time.
+        """
+        self._result(self.handle, out)
+
+    def reads(self, out: torch.Tensor) -> None:
+        """Bytes that each task of the last layer read: [B, H, 2] int64, written: tile bytes, metadata bytes.
+
+        Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
+        each once a group. The keys that single tokens were chosen by are not counted. Valid as `result` is, and raises
+        as it does.
+        """
+        self._reads(self.handle, out)
+
     def abandon(self) -> None:
         """End an open layer without its result: work that nobody has begun is not done, claims no longer hold."""
         self._abandon(self.handle)
@@ -430,16 +494,25 @@ class NativeEngine:
         """b * H + h of a claim, or of a plain task index of the open layer."""
         return int(self._task(self.handle, claim))
 
-    def task_done(self, claim: int, o: torch.Tensor, lse: torch.Tensor, tokens: int) -> bool:
+    def task_done(
+        self,
+        claim: int,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        tokens: int,
+        tile_bytes: int = 0,
+        metadata_bytes: int = 0,
+    ) -> bool:
         """Deliver o [G, D] and lse [G] (natural log; -inf for a head that read nothing), float32.
 
         Args:
             tokens: how many were read, summed over the heads; for the statistics.
+            tile_bytes, metadata_bytes: as in `reads`.
 
         Returns:
             False when the claim no longer holds; the result was dropped.
         """
-        return bool(self._task_done(self.handle, claim, o, lse, tokens))
+        return bool(self._task_done(self.handle, claim, o, lse, tokens, tile_bytes, metadata_bytes))
 
     def task_failed(self, claim: int, message: str) -> bool:
         """Fail a claim, and with it the layer; returns as `task_done`."""
@@ -463,7 +536,7 @@ class NativeEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, middle_tokens
-        and tokens_read (summed over query heads), tile_bytes and metadata_bytes (of native tasks).
+        and tokens_read (summed over query heads), tile_bytes and metadata_bytes (see `reads`).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)

@@ -35,6 +35,11 @@ def score(q: Tensor, entries: Tensor, index: Tensor) -> Tensor:
     return products.amax(dim=2).sum(dim=-1)
 
 
+def score_tokens(q: Tensor, tiles: Tensor, pages: Tensor) -> Tensor:
+    """q.k of every token of the pages, [G, n, 16]."""
+    return torch.einsum("gd,ntd->gnt", q.double(), tiles[pages.long(), 0].double())
+
+
 def select(scores: Tensor, k: int) -> Tensor:
     """bool [n]: the k largest, the lower index first among equals, NaN as -inf."""
     keys = [-math.inf if math.isnan(x) else x for x in scores.tolist()]

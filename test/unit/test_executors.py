@@ -54,6 +54,74 @@ def test_native_and_torch_select_and_attend_alike(
         torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
 
 
+@settings(max_examples=20)
+@given(
+    budget=st.floats(0.0005, 1.0), union=st.booleans(),
+    lengths=st.lists(st.integers(300, 1500), min_size=1, max_size=3),
+    group=st.sampled_from([1, 4, 7]), dim=st.sampled_from([32, 64, 80]), seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_native_and_torch_find_the_same_best_tokens(
+    budget: float, union: bool, lengths: list[int], group: int, dim: int, seed: int, dtype: torch.dtype
+) -> None:
+    """On integers, where the oracle's choice is determined, ties included: same reads, same outputs."""
+    outs, read = [], []
+    for executors in ("cpu", "cpu+torch"):
+        world = World(
+            policy=f"oracle:{budget}", executors=executors, attend_union=union, seed=seed, whole=True, dtype=dtype,
+            group=group, dim=dim, workers=2 if executors == "cpu" else 1,
+        )  # fmt: skip
+        for row, length in enumerate(lengths, start=1):
+            world.extend(row, length)
+        outs.append([got for _ in range(2) for got, _ in world.decode(list(range(1, len(lengths) + 1)))])
+        stats = world.engine.native.stats()
+        read.append([stats[name] for name in ("middle_tokens", "tokens_read", "tile_bytes", "metadata_bytes")])
+        if executors == "cpu+torch":
+            assert stats["tasks_cpu"] == 0
+    assert read[0] == read[1]
+    tolerance = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 1.6e-2, "rtol": 1.6e-2}
+    for native, torch_ in zip(*outs, strict=True):
+        torch.testing.assert_close(native, torch_, **tolerance)
+
+
+@pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
+def test_the_oracle_reads_one_token_at_least_and_everything_at_one(executors: str) -> None:
+    for budget in (1e-9, 1.0):
+        world = World(policy=f"oracle:{budget}", executors=executors, layers=1)
+        for row, length in enumerate((334, 335, 350, 900), start=1):  # middles of 0, 16, 16 and 576 tokens
+            world.extend(row, length)
+        ((got, want),) = world.decode([1, 2, 3, 4])
+        heads = world.heads * world.group
+        middles = [world.placement.middle(n) for n in (335, 336, 351, 901)]
+        assert middles == [0, 16, 16, 576]
+        read = world.engine.native.stats()["tokens_read"]
+        assert read == (heads * sum(middles) if budget == 1.0 else 3 * heads)
+        assert error(got[0], want[0]) < 1e-5
+        assert (error(got[3], want[3]) < 1e-5) == (budget == 1.0)
+
+
+@pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
+def test_streaming_is_attention_to_what_is_resident(executors: str) -> None:
+    world = World(policy="streaming", executors=executors)
+    for row, length in enumerate((100, 336, 1500), start=1):
+        world.extend(row, length)
+    for layer, (got, want) in enumerate(world.decode([1, 2, 3])):
+        assert error(got[0], want[0]) < 1e-5, "nothing but residents yet"
+        for b, row in enumerate((1, 2, 3)):
+            n = world.length(row)
+            start = world.placement.window_start(n)
+            at = [*range(min(world.placement.sinks, n)), *range(start, n)]
+            keys, values = world.keys[row], world.values[row]
+            world.keys[row] = [k[at] for k in keys]
+            world.values[row] = [v[at] for v in values]
+            q = world.queries[layer][b]
+            assert error(got[b], world.exact(row, layer, q)) < 1e-5
+            world.keys[row], world.values[row] = keys, values
+    stats = world.engine.native.stats()
+    assert stats["tasks"] == stats["tokens_read"] == stats["tile_bytes"] == stats["metadata_bytes"] == 0
+    assert stats["middle_tokens"] > 0
+
+
 def test_the_engine_recovers_from_a_failed_layer() -> None:
     world = World()
     world.extend(1, 700)

@@ -240,6 +240,24 @@ def test_score(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, 
     assert (true <= (out.double() + 1e-5 * size)[:, :, None]).all()
 
 
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 20))
+def test_score_tokens(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
+    torch.manual_seed(seed)
+    tiles, q = random_tiles(30, D, dtype), torch.randn(G, D).to(dtype)
+    pages = torch.randint(0, 30, (n,), dtype=torch.int32)
+    tiles[:, 1] = NAN  # no value is read
+    out = torch.full((G, n, 16), NAN)
+
+    k("score_tokens")(isa, q, tiles, pages, out)
+
+    want = reference.score_tokens(q, tiles, pages)
+    size = q.double().norm(dim=1)[:, None, None] * tiles[pages.long(), 0].double().norm(dim=-1)
+    assert (((out.double() - want) / size.clamp(min=1e-30)).abs() < 1e-5).all()
+
+
 # ---- select
 
 

@@ -1,0 +1,119 @@
+// The predictor's C ABI. Argument checks live here.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/object.h>
+#include <tvm/ffi/string.h>
+
+#include <initializer_list>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/predictor.h"
+
+namespace fluxion {
+namespace {
+
+namespace ffi = tvm::ffi;
+using ffi::TensorView;
+
+class PredictorObj : public ffi::Object {
+ public:
+  explicit PredictorObj(std::unique_ptr<Predictor> p) : predictor(std::move(p)) {}
+  std::unique_ptr<Predictor> predictor;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Predictor", PredictorObj, ffi::Object);
+};
+class PredictorRef : public ffi::ObjectRef {
+ public:
+  explicit PredictorRef(ffi::ObjectPtr<PredictorObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(PredictorRef, ffi::ObjectRef, PredictorObj);
+};
+
+constexpr DLDataType kInt32{kDLInt, 32, 1}, kFloat32{kDLFloat, 32, 1};
+
+// Without the backtrace of TVM_FFI_THROW, which takes seconds (see ffi_runtime.cc).
+[[noreturn]] void raise(const char* kind, const std::string& text) { throw ffi::Error(kind, text, ""); }
+
+// A contiguous host tensor of this dtype and shape (-1: any).
+void expect(const TensorView& t, const char* name, DLDataType dtype, std::initializer_list<int64_t> shape) {
+  bool fits = t.ndim() == static_cast<int32_t>(shape.size());
+  std::string given, wanted;
+  int axis = 0;
+  for (int64_t size : shape) {
+    fits = fits && (size < 0 || t.size(axis) == size);
+    wanted += (axis++ ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
+  }
+  for (int32_t i = 0; i < t.ndim(); ++i) given += (i ? ", " : "") + std::to_string(t.size(i));
+  const DLDataType got = t.dtype();
+  const int device = t.device().device_type;
+  if (fits && got.code == dtype.code && got.bits == dtype.bits && got.lanes == dtype.lanes &&
+      (device == kDLCPU || device == kDLCUDAHost) && (t.numel() == 0 || t.IsContiguous()))
+    return;
+  raise("ValueError", std::string(name) + " is a " + std::string(ffi::DLDataTypeToString(got)) +
+                          " tensor of shape [" + given +
+                          "] and must be a contiguous tensor in host memory of " +
+                          std::string(ffi::DLDataTypeToString(dtype)) + " and shape [" + wanted + "].");
+}
+
+template <typename T>
+T* data(const TensorView& t) {
+  return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+}
+
+PredictorRef predictor_create(ffi::String isa, TensorView widths, TensorView mean, TensorView std,
+                              TensorView parameters) {
+  expect(widths, "widths", kInt32, {-1});
+  const int32_t* w = data<int32_t>(widths);
+  const int64_t features = widths.size(0) > 0 ? w[0] : 0;
+  expect(mean, "mean", kFloat32, {features});
+  expect(std, "std", kFloat32, {features});
+  expect(parameters, "parameters", kFloat32, {-1});
+  try {
+    return PredictorRef(ffi::make_object<PredictorObj>(std::make_unique<Predictor>(
+        std::string(isa), std::vector<int>(w, w + widths.size(0)), data<float>(mean), data<float>(std),
+        data<float>(parameters), parameters.size(0))));
+  } catch (const std::invalid_argument& e) {
+    raise("ValueError", e.what());
+  } catch (const std::exception& e) {
+    raise("RuntimeError", e.what());
+  }
+}
+
+ffi::String predictor_isa(PredictorRef ref) { return ffi::String(ref->predictor->isa()); }
+
+void predictor_forward(PredictorRef ref, TensorView x, TensorView out) {
+  expect(x, "x", kFloat32, {-1, ref->predictor->features()});
+  expect(out, "out", kFloat32, {x.size(0), kPredictions});
+  ref->predictor->forward(data<float>(x), x.size(0), data<float>(out));
+}
+
+void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold, TensorView blk,
+                    TensorView budget, TensorView value) {
+  expect(middle, "middle", kInt32, {-1});
+  const int64_t B = middle.size(0);
+  expect(budget, "budget", kFloat32, {B, -1});
+  const int64_t heads = budget.size(1);
+  if (kv_heads < 1 || heads % kv_heads != 0 || heads / kv_heads > kMaxGroup || heads < kv_heads) {
+    raise("ValueError", "budget has " + std::to_string(heads) + " heads and kv_heads is " +
+                            std::to_string(kv_heads) + "; 1 to " + std::to_string(kMaxGroup) +
+                            " heads must share each KV head.");
+  }
+  expect(pred, "pred", kFloat32, {B * heads, kPredictions});
+  expect(blk, "blk", kInt32, {B, kv_heads});
+  expect(value, "value", kFloat32, {B, kv_heads});
+  plan_groups(data<float>(pred), data<int32_t>(middle), B, static_cast<int>(kv_heads),
+              static_cast<int>(heads / kv_heads), static_cast<float>(threshold), data<int32_t>(blk),
+              data<float>(budget), data<float>(value));
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_create, predictor_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_isa, predictor_isa);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_forward, predictor_forward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_plan, predictor_plan);
+
+}  // namespace
+}  // namespace fluxion

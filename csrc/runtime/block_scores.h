@@ -1,0 +1,53 @@
+// Scores of the blocks of a middle: what the engine selects by, and what least budgets are measured with.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+#include "runtime/pool.h"
+
+namespace fluxion {
+
+// The blocks of a middle that is not empty: aligned to absolute positions, the first and the last cut where
+// the middle ends.
+struct Blocks {
+  int level;
+  int first_page, end_page;  // logical pages of the middle
+  int first, count;          // blocks: the first one's number, counted from position 0
+
+  Blocks(int blk, int sink_pages, int window_page)
+      : level(std::countr_zero(static_cast<unsigned>(blk / kPage))),
+        first_page(sink_pages),
+        end_page(window_page),
+        first(sink_pages >> level),
+        count(((window_page - 1) >> level) - first + 1) {}
+
+  // Logical pages [from, to) of block i, and the last one it would have uncut.
+  int from(int i) const { return std::max((first + i) << level, first_page); }
+  int to(int i) const { return std::min((first + i + 1) << level, end_page); }
+  int last(int i) const { return ((first + i + 1) << level) - 1; }
+};
+
+class BlockScorer {
+ public:
+  // Room for a middle of this many pages. May throw std::bad_alloc, and then has the old room.
+  void resize(int pages, int group, int64_t entry_bytes);
+
+  // Upper bounds of every block for every head of the group: scores[g * stride + i]. pages: physical page of
+  // every logical page. Returns the bytes of metadata read. Blocks without an entry of their own (cut, or
+  // lost to another block in a collision) are scored from their pages, with the same bits.
+  int64_t score(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
+                const char* q, int group, float* scores, int64_t stride);
+
+ private:
+  static constexpr int kMergeBatch = 32;
+
+  std::vector<int32_t> index_;  // [pages]
+  std::vector<char> merged_;    // [kMergeBatch] entries of blocks that have none
+  std::vector<int> merged_block_;
+  std::vector<float> merged_score_;  // [G][kMergeBatch]
+};
+
+}  // namespace fluxion

@@ -1,0 +1,518 @@
+#include "runtime/measure.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "runtime/block_scores.h"
+#include "runtime/resident.h"
+
+namespace fluxion {
+
+namespace {
+
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+
+[[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
+
+// Uninitialised: a worker's room is touched by that worker, and only when it works.
+template <class T>
+std::unique_ptr<T[]> room(int64_t count) {
+  return std::make_unique_for_overwrite<T[]>(static_cast<size_t>(count));
+}
+
+float norm(const float* x, int D) {
+  double square = 0.0;
+  for (int d = 0; d < D; ++d) square += static_cast<double>(x[d]) * x[d];
+  return static_cast<float>(std::sqrt(square));
+}
+
+float element(const char* row, int d, DType dtype) {
+  if (dtype == DType::kF32) return reinterpret_cast<const float*>(row)[d];
+  return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[d]) << 16);
+}
+
+double norm_of_row(const char* row, int D, DType dtype) {
+  double square = 0.0;
+  for (int d = 0; d < D; ++d) {
+    const double x = element(row, d, dtype);
+    square += x * x;
+  }
+  return std::sqrt(square);
+}
+
+// Mean, variance, skewness and kurtosis of a population, from its central moments.
+void write_shape(double mean, double m2, double m3, double m4, float* out) {
+  const bool flat = !(m2 > 1e-12 * mean * mean);
+  out[0] = static_cast<float>(mean);
+  out[1] = static_cast<float>(std::max(m2, 0.0));
+  out[2] = flat ? 0.0f : static_cast<float>(m3 / (m2 * std::sqrt(m2)));
+  out[3] = flat ? 0.0f : static_cast<float>(m4 / (m2 * m2));
+}
+
+// sums: of the first four powers of n numbers.
+void shape_of_sums(const double* sums, double n, float* out) {
+  const double mean = sums[0] / n, square = sums[1] / n, cube = sums[2] / n, fourth = sums[3] / n;
+  const double mean2 = mean * mean;
+  write_shape(mean, square - mean2, cube - 3 * mean * square + 2 * mean * mean2,
+              fourth - 4 * mean * cube + 6 * mean2 * square - 3 * mean2 * mean2, out);
+}
+
+void shape_of_scores(const float* scores, int n, double factor, float* out) {
+  double sum = 0.0;
+  for (int i = 0; i < n; ++i) sum += scores[i];
+  const double mean = sum / n;
+  double m2 = 0.0, m3 = 0.0, m4 = 0.0;
+  for (int i = 0; i < n; ++i) {
+    const double x = scores[i] - mean, square = x * x;
+    m2 += square;
+    m3 += square * x;
+    m4 += square * square;
+  }
+  const double f2 = factor * factor;
+  write_shape(mean * factor, m2 / n * f2, m3 / n * f2 * factor, m4 / n * f2 * f2, out);
+}
+
+// Indices of scores, the largest score first and of equal ones the lower index, as KernelTable::select
+// chooses them (NaN is -inf, -0 is 0). Sorted as far as somebody asks, in pieces that double.
+class Order {
+ public:
+  Order(const float* scores, int n, uint64_t* keys) : keys_(keys), n_(n) {
+    for (int i = 0; i < n; ++i)
+      keys[i] = static_cast<uint64_t>(~rank(scores[i])) << 32 | static_cast<uint32_t>(i);
+  }
+
+  // The i-th; i goes up by one from 0.
+  int operator[](int i) {
+    if (i >= sorted_) {
+      const int end = std::min(n_, std::max(256, 2 * sorted_));
+      if (end < n_) std::nth_element(keys_ + sorted_, keys_ + end, keys_ + n_);
+      std::sort(keys_ + sorted_, keys_ + end);
+      sorted_ = end;
+    }
+    return static_cast<int>(keys_[i] & 0xffffffffu);
+  }
+  // The i-th, or the last that is in order.
+  int ahead(int i) const { return static_cast<int>(keys_[std::min(i, sorted_ - 1)] & 0xffffffffu); }
+
+ private:
+  static uint32_t rank(float score) {
+    const uint32_t bits = std::isnan(score) ? 0xff800000u : std::bit_cast<uint32_t>(score + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+  }
+
+  uint64_t* keys_;
+  int n_;
+  int sorted_ = 0;
+};
+
+class Measurement {
+ public:
+  Measurement(const HostPool& pool, const MeasureArgs& args);
+  void run();
+
+ private:
+  struct Scratch {
+    std::unique_ptr<uint16_t[]> masks;
+    std::unique_ptr<float[]> scores, weights;  // [G][tokens]
+    std::unique_ptr<float[]> block_scores;     // [G][pages]
+    std::unique_ptr<float[]> page_values;      // [G][pages][D]
+    std::unique_ptr<double[]> page_weights;    // [G][pages]
+    std::unique_ptr<uint64_t[]> keys;          // [tokens]
+    BlockScorer scorer;
+  };
+  // One head on its way through the blocks: sum = sum over what it has read of weight * (v - o), so that its
+  // output differs from o by sum / weight.
+  struct Walk {
+    float sum[kMaxHeadDim];
+    double weight;
+    uint32_t open;  // criteria not met yet
+  };
+
+  void check() const;
+  void phase(void (Measurement::*item)(int, Scratch*));
+  void survey(int item, Scratch* s);
+  void rank(int item, Scratch* s);
+  void sink_norms(int n, int head, double* k, double* v) const;
+  void walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s);
+  void walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s);
+  bool start(int state, int size, Walk* walk) const;
+  void step(int state, int size, int count, int tokens, int blk, int blocks, float square, Walk* walk) const;
+  void finish(int state, int size, const Walk& walk) const;
+
+  int window_page(int query) const {
+    return window_start_page(args_.lengths[query], shape_.sink_pages, args_.window);
+  }
+  const char* query(int query, int head) const {
+    return args_.q + query * args_.q_stride + static_cast<int64_t>(head) * G_ * shape_.token_bytes();
+  }
+  Criterion kind(int c) const { return static_cast<Criterion>(static_cast<int>(args_.criteria[2 * c])); }
+  float threshold(int c) const { return args_.criteria[2 * c + 1]; }
+  float* budget(int state, int c, int size) const {
+    return args_.budgets + (static_cast<int64_t>(state) * args_.criterion_count + c) * kBlockSizes + size;
+  }
+
+  const HostPool& pool_;
+  const MeasureArgs& args_;
+  const PoolShape& shape_;
+  const KernelTable& kernels_;
+  const int D_, G_;
+  int64_t max_pages_ = 0;  // of a middle
+  std::vector<Scratch> scratch_;
+  // [N][Hq], times D where it says o: a state is a query's head.
+  std::vector<float> resident_o_, resident_lse_, o_, lse_, o_norm_, largest_;
+  std::vector<double> total_;  // weight of everything, in units of exp(lse_): 1 but for rounding
+  void (Measurement::*item_)(int, Scratch*) = nullptr;
+  std::atomic<int> next_{0};
+};
+
+Measurement::Measurement(const HostPool& pool, const MeasureArgs& args)
+    : pool_(pool),
+      args_(args),
+      shape_(pool.shape()),
+      kernels_(pool.kernels()),
+      D_(shape_.head_dim),
+      G_(args.q_heads / shape_.kv_heads) {
+  check();
+  for (int i = 0; i < args_.queries; ++i) {
+    max_pages_ = std::max<int64_t>(max_pages_, window_page(i) - shape_.sink_pages);
+  }
+  const int64_t states = static_cast<int64_t>(args_.queries) * args_.q_heads, tokens = max_pages_ * kPage;
+  for (std::vector<float>* v : {&resident_lse_, &lse_, &o_norm_}) v->resize(states);
+  for (std::vector<float>* v : {&resident_o_, &o_}) v->resize(states * D_);
+  total_.resize(states);
+  largest_.resize(args_.queries);
+  scratch_.resize(pool_.workers().size());
+  for (Scratch& s : scratch_) {
+    s.masks = room<uint16_t>((std::max(shape_.sink_pages, args_.window / kPage + 1) + 1) * int64_t{G_});
+    s.scores = room<float>(G_ * tokens);
+    s.weights = room<float>(G_ * tokens);
+    s.block_scores = room<float>(G_ * max_pages_);
+    s.page_values = room<float>(G_ * max_pages_ * D_);
+    s.page_weights = room<double>(G_ * max_pages_);
+    s.keys = room<uint64_t>(tokens);
+    s.scorer.resize(static_cast<int>(max_pages_), G_, shape_.entry_bytes());
+  }
+}
+
+void Measurement::check() const {
+  pool_.check_layer(args_.layer);
+  if (args_.q_heads < 1 || args_.q_heads % shape_.kv_heads != 0 || G_ > kMaxGroup) {
+    refuse("The queries have " + std::to_string(args_.q_heads) + " heads and the pool has " +
+           std::to_string(shape_.kv_heads) + " KV heads; the first must be 1 to 16 times the second.");
+  }
+  if (args_.window < kPage || args_.window % kPage != 0) {
+    refuse("window is " + std::to_string(args_.window) + "; it must be a multiple of 16, at least 16.");
+  }
+  if (args_.criterion_count < 1 || args_.criterion_count > 32) {
+    refuse(std::to_string(args_.criterion_count) + " criteria were given; give 1 to 32.");
+  }
+  for (int c = 0; c < args_.criterion_count; ++c) {
+    const float k = args_.criteria[2 * c], t = args_.criteria[2 * c + 1];
+    if (!(k == 0 || k == 1 || k == 2) || !std::isfinite(t)) {
+      refuse("Criterion " + std::to_string(c) + " has the kind " + std::to_string(k) + " and the threshold " +
+             std::to_string(t) + "; kinds are 0, 1 and 2, and thresholds are finite.");
+    }
+  }
+  int longest = 0;
+  for (int i = 0; i < args_.queries; ++i) {
+    const int n = args_.lengths[i];
+    if (n < 1 || n > args_.page_count * kPage) {
+      refuse("Query " + std::to_string(i) + " has the length " + std::to_string(n) + ", but the " +
+             std::to_string(args_.page_count) + " pages given hold 1 to " +
+             std::to_string(args_.page_count * kPage) + " tokens.");
+    }
+    longest = std::max(longest, n);
+  }
+  const std::string wrong = pool_.check_pages(args_.pages, (int64_t{longest} + kPage - 1) / kPage);
+  if (!wrong.empty()) refuse("The request cannot be measured: " + wrong + ".");
+}
+
+void Measurement::phase(void (Measurement::*item)(int, Scratch*)) {
+  item_ = item;
+  next_.store(0);
+  const WorkerPool::Fn body = [](void* arg, int worker) {
+    auto* m = static_cast<Measurement*>(arg);
+    const int items = m->args_.queries * m->shape_.kv_heads;
+    for (int i; (i = m->next_.fetch_add(1, std::memory_order_relaxed)) < items;) {
+      (m->*m->item_)(i, &m->scratch_[worker]);
+    }
+  };
+  WorkerPool& workers = pool_.workers();
+  if (workers.launch(body, this)) {
+    workers.join();
+  } else {
+    body(this, 0);
+  }
+}
+
+void Measurement::run() {
+  if (args_.queries == 0) return;
+  phase(&Measurement::survey);
+  for (int i = 0; i < args_.queries; ++i) {
+    // Over all heads of the query, so between the phases.
+    const int64_t at = static_cast<int64_t>(i) * args_.q_heads;
+    float largest = 0.0f, largest_resident = 0.0f;
+    for (int h = 0; h < args_.q_heads; ++h) {
+      largest = std::max(largest, o_norm_[at + h]);
+      largest_resident = std::max(largest_resident, args_.parts[(at + h) * kParts + 4]);
+    }
+    largest_[i] = largest;
+    for (int h = 0; h < args_.q_heads; ++h) {
+      float& error = args_.result[(at + h) * kResults + 1];  // survey left it as a distance
+      if (error > 0.0f) error /= largest;
+      args_.anchor[(at + h) * kAnchorFeatures + 27] = largest_resident;
+    }
+  }
+  phase(&Measurement::rank);
+}
+
+void Measurement::sink_norms(int n, int head, double* k, double* v) const {
+  *k = *v = 0.0;
+  const int sinks = std::min(n, shape_.sink_pages * kPage);
+  for (int t = 0; t < sinks; ++t) {
+    const char* row =
+        pool_.tile(args_.layer, head, args_.pages[t / kPage]) + t % kPage * shape_.token_bytes();
+    *k += norm_of_row(row, D_, shape_.dtype) / sinks;
+    *v += norm_of_row(row + kPage * shape_.token_bytes(), D_, shape_.dtype) / sinks;
+  }
+}
+
+// Full attention of one query and group, in its parts, and everything that does not need its ranking.
+void Measurement::survey(int item, Scratch* s) {
+  const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
+  const int n = args_.lengths[i], sinks = shape_.sink_pages, start = window_page(i);
+  const int pages = (n + kPage - 1) / kPage, middle = start - sinks;
+  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
+  const char* tiles = pool_.tiles(args_.layer, head);
+  const char* q = query(i, head);
+  float* o = &resident_o_[state * D_];
+  float* lse = &resident_lse_[state];
+  float* parts = args_.parts + state * kParts;
+  const int last = n - (pages - 1) * kPage;
+  const TileRun local{tiles, args_.pages + start, std::max(pages - start, 0), last};
+  const TileRun resident{tiles, args_.pages, std::min(pages, sinks), local.count > 0 ? kPage : last};
+  resident_parts(kernels_, *kernel_table(kernels_.isa, DType::kF32), q, G_, D_, args_.scale, resident, local,
+                 s->masks.get(), o, lse, parts);
+  float middle_o[kMaxGroup * kMaxHeadDim], middle_lse[kMaxGroup];
+  kernels_.attend(q, G_, D_, args_.scale, tiles, args_.pages + sinks, nullptr, middle, middle_o, middle_lse);
+
+  double sink_k, sink_v;
+  sink_norms(n, head, &sink_k, &sink_v);
+  float shapes[8] = {};
+  float mean_norms[2] = {};
+  float* mean_k = args_.mean_k + static_cast<int64_t>(item) * D_;
+  std::fill_n(mean_k, D_, 0.0f);
+  if (middle > 0) {
+    const double* sums = pool_.moments(args_.layer, head, args_.pages[start - 1]);
+    const double tokens = middle * kPage;
+    float mean_v[kMaxHeadDim];
+    for (int d = 0; d < D_; ++d) {
+      mean_k[d] = static_cast<float>(sums[d] / tokens);
+      mean_v[d] = static_cast<float>(sums[D_ + d] / tokens);
+    }
+    mean_norms[0] = norm(mean_k, D_);
+    mean_norms[1] = norm(mean_v, D_);
+    shape_of_sums(sums + 2 * D_, tokens, shapes);
+    shape_of_sums(sums + 2 * D_ + 4, tokens, shapes + 4);
+  }
+
+  const KernelTable& exact = *kernel_table(kernels_.isa, DType::kF32);
+  const auto feature = [](float x) { return x == kMinusInf ? kEmptyLse : x; };
+  for (int g = 0; g < G_; ++g) {
+    const int64_t at = state + g;
+    float* full = &o_[at * D_];
+    lse_[at] = exact.merge_state(o + g * D_, lse[g], middle_o + g * D_, middle_lse[g], D_, full);
+    o_norm_[at] = norm(full, D_);
+    double square = 0.0;
+    for (int d = 0; d < D_; ++d) {
+      const double x = static_cast<double>(o[g * D_ + d]) - full[d];
+      square += x * x;
+    }
+    float* result = args_.result + at * kResults;
+    result[0] = o_norm_[at];
+    result[1] = static_cast<float>(std::sqrt(square));
+    result[2] = middle_lse[g] == kMinusInf ? 0.0f : std::min(1.0f, std::exp(middle_lse[g] - lse_[at]));
+    float* anchor = args_.anchor + at * kAnchorFeatures;
+    const float* part = parts + g * kParts;
+    anchor[0] = static_cast<float>(sink_k);
+    anchor[1] = static_cast<float>(sink_v);
+    std::copy_n(mean_norms, 2, anchor + 2);
+    std::copy_n(shapes, 8, anchor + 4);
+    std::fill_n(anchor + 12, 4, 0.0f);  // of the scores: rank()
+    anchor[16] = feature(part[0]);
+    anchor[17] = feature(middle_lse[g]);
+    anchor[18] = feature(part[1]);
+    anchor[19] = part[2];
+    anchor[20] = norm(middle_o + g * D_, D_);
+    anchor[21] = part[3];
+    anchor[22] = static_cast<float>(norm_of_row(q + g * shape_.token_bytes(), D_, shape_.dtype));
+    std::fill_n(anchor + 23, 4, 0.0f);  // budgets: rank()
+  }
+}
+
+// The scores of one query and group, and the budgets that follow from their order.
+void Measurement::rank(int item, Scratch* s) {
+  const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
+  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
+  const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
+  if (pages == 0) {
+    std::fill_n(budget(static_cast<int>(state), 0, 0), int64_t{G_} * args_.criterion_count * kBlockSizes,
+                0.0f);
+    return;
+  }
+  const int32_t* middle = args_.pages + shape_.sink_pages;
+  const char* tiles = pool_.tiles(args_.layer, head);
+  kernels_.score_tokens(query(i, head), G_, D_, tiles, middle, pages, s->scores.get(), tokens);
+  kernels_.page_values(s->scores.get(), tokens, G_, D_, args_.scale, &lse_[state], tiles, middle, pages,
+                       s->weights.get(), s->page_values.get(), int64_t{pages} * D_);
+  for (int g = 0; g < G_; ++g) {
+    float* anchor = args_.anchor + (state + g) * kAnchorFeatures;
+    const double length = anchor[22];
+    if (length > 0.0)
+      shape_of_scores(&s->scores[int64_t{g} * tokens], tokens, args_.scale / length, anchor + 12);
+    total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - lse_[state + g]);
+    for (int p = 0; p < pages; ++p) {
+      const float* weights = &s->weights[int64_t{g} * tokens + p * kPage];
+      double sum = 0.0;
+      for (int t = 0; t < kPage; ++t) sum += weights[t];
+      s->page_weights[g * pages + p] = sum;
+      total_[state + g] += sum;
+    }
+    walk_tokens(static_cast<int>(state) + g, head, g, middle, tokens, s);
+  }
+  for (int size = 1; size < kBlockSizes; ++size) {
+    const Blocks at(kMeasuredBlocks[size], shape_.sink_pages, window_page(i));
+    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, s->block_scores.get(),
+                    pages);
+    for (int g = 0; g < G_; ++g) {
+      const int64_t one = state + g;
+      walk_blocks(static_cast<int>(one), g, size, at, s);
+      args_.anchor[one * kAnchorFeatures + 22 + size] = *budget(static_cast<int>(one), 0, size);
+    }
+  }
+}
+
+// The empty selection. False when it is enough for every criterion.
+bool Measurement::start(int state, int size, Walk* walk) const {
+  const float* resident = &resident_o_[int64_t{state} * D_];
+  const float* o = &o_[int64_t{state} * D_];
+  walk->weight = std::exp(static_cast<double>(resident_lse_[state]) - lse_[state]);
+  const float weight = static_cast<float>(walk->weight);
+  for (int d = 0; d < D_; ++d) walk->sum[d] = weight * (resident[d] - o[d]);
+  walk->open = 0;
+  const float error = args_.result[int64_t{state} * kResults + 1];  // relative to the largest head
+  const float largest = largest_[state / args_.q_heads];
+  for (int c = 0; c < args_.criterion_count; ++c) {
+    bool met = false;
+    switch (kind(c)) {
+      case Criterion::kGroupError:
+        met = error <= threshold(c);
+        break;
+      case Criterion::kHeadError:
+        met = error * largest <= threshold(c) * o_norm_[state];
+        break;
+      case Criterion::kMass:
+        met = walk->weight >= threshold(c) * total_[state];
+        break;
+    }
+    if (met) *budget(state, c, size) = 0.0f;
+    if (!met) walk->open |= 1u << c;
+  }
+  return walk->open != 0;
+}
+
+// After `count` blocks; square = |sum|^2.
+void Measurement::step(int state, int size, int count, int tokens, int blk, int blocks, float square,
+                       Walk* walk) const {
+  const double error = std::sqrt(static_cast<double>(square));
+  for (uint32_t open = walk->open; open != 0; open &= open - 1) {
+    const int c = std::countr_zero(open);
+    bool met = false;
+    switch (kind(c)) {
+      case Criterion::kGroupError:
+        met = error <= threshold(c) * walk->weight * largest_[state / args_.q_heads];
+        break;
+      case Criterion::kHeadError:
+        met = error <= threshold(c) * walk->weight * o_norm_[state];
+        break;
+      case Criterion::kMass:
+        met = walk->weight >= threshold(c) * total_[state];
+        break;
+    }
+    // Where everything read so far has no weight that float32 knows, the error is not known either.
+    if (!met || !(walk->weight > 0.0)) continue;
+    walk->open &= ~(1u << c);
+    *budget(state, c, size) = budget_of_blocks(count, tokens, blk, blocks);
+  }
+}
+
+void Measurement::finish(int state, int size, const Walk& walk) const {
+  for (uint32_t open = walk.open; open != 0; open &= open - 1)
+    *budget(state, std::countr_zero(open), size) = 1.0f;
+}
+
+void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s) {
+  Walk walk;
+  if (!start(state, size, &walk)) return;
+  const int middle = at.end_page - at.first_page, blk = kMeasuredBlocks[size];
+  const float* values = &s->page_values[int64_t{g} * middle * D_];
+  const double* weights = &s->page_weights[int64_t{g} * middle];
+  const float* o = &o_[int64_t{state} * D_];
+  Order order(&s->block_scores[int64_t{g} * middle], at.count, s->keys.get());
+  // All of them need no arithmetic: finish().
+  for (int count = 1; count < at.count && walk.open != 0; ++count) {
+    const int block = order[count - 1];
+    const int from = at.from(block) - at.first_page, to = at.to(block) - at.first_page;
+    double weight = 0.0;
+    for (int p = from; p < to; ++p) weight += weights[p];
+    walk.weight += weight;
+    const float square = kernels_.add_rows(values + int64_t{from} * D_, to - from, static_cast<float>(weight),
+                                           o, D_, walk.sum);
+    step(state, size, count, middle * kPage, blk, at.count, square, &walk);
+  }
+  finish(state, size, walk);
+}
+
+void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s) {
+  constexpr int kAhead = 8;  // tokens between the one fetched and the one in use
+  constexpr int kLine = 64;
+  Walk walk;
+  if (!start(state, 0, &walk)) return;
+  const float* weights = &s->weights[int64_t{g} * tokens];
+  const float* o = &o_[int64_t{state} * D_];
+  const int64_t row_bytes = shape_.token_bytes();
+  Order order(&s->scores[int64_t{g} * tokens], tokens, s->keys.get());
+  const auto value = [&](int token) {
+    return pool_.tile(args_.layer, head, pages[token / kPage]) + (kPage + token % kPage) * row_bytes;
+  };
+  for (int count = 1; count < tokens && walk.open != 0; ++count) {
+    const int token = order[count - 1];
+    const char* next = value(order.ahead(count - 1 + kAhead));
+    for (int64_t b = 0; b < row_bytes; b += kLine) __builtin_prefetch(next + b);
+    walk.weight += weights[token];
+    const float square = kernels_.add_value(value(token), weights[token], o, D_, walk.sum);
+    step(state, 0, count, tokens, 1, tokens, square, &walk);
+  }
+  finish(state, 0, walk);
+}
+
+}  // namespace
+
+float budget_of_blocks(int count, int tokens, int blk, int blocks) {
+  if (count <= 0) return 0.0f;
+  if (count >= blocks) return 1.0f;
+  // Cut blocks can leave some out though the others have as many tokens as the middle, counted as whole ones.
+  const float budget = static_cast<float>(static_cast<double>(count) * blk / tokens);
+  return std::min(budget, std::nextafter(1.0f, 0.0f));
+}
+
+void measure(const HostPool& pool, const MeasureArgs& args) { Measurement(pool, args).run(); }
+
+}  // namespace fluxion

@@ -1,0 +1,59 @@
+// What a head needs to read of the middle, found out by reading all of it: the labels that predictors of
+// budgets learn from, and what they know of a request's anchor query.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/feature_index.h"
+#include "runtime/pool.h"
+
+namespace fluxion {
+
+inline constexpr int kResults = 3;
+inline constexpr int kMeasuredBlocks[] = {1, 16, 32, 64, 128};
+inline constexpr int kBlockSizes = 5;
+
+// When a selection is good enough. o is the head's exact output, o' what it gets of the residents and the
+// selection.
+enum class Criterion : int {
+  kGroupError = 0,  // |o' - o| / max over the heads of |o| <= threshold (Fluxion, Eq. 2)
+  kHeadError = 1,   // |o' - o| / |o| <= threshold
+  kMass = 2,        // share of the attention mass that is read >= threshold
+};
+inline constexpr int kCriteria = 3;
+
+// N queries, all of one request. Outputs are contiguous float32, written whole; Hq query heads, Hk KV heads.
+struct MeasureArgs {
+  int layer;
+  const int32_t* pages;  // physical page of every logical page
+  int64_t page_count;
+  const int32_t* lengths;  // [N]: tokens of the request when the query was the last one, itself included
+  int queries;             // N
+  const char* q;           // [N][Hq][D] KV dtype, the last two contiguous
+  int64_t q_stride;        // bytes
+  int q_heads;
+  float scale;            // multiplies q.k
+  int window;             // tokens, a multiple of 16
+  const float* criteria;  // [C][2]: kind, threshold
+  int criterion_count;    // C, at least 1
+
+  float* anchor;  // [N][Hq][28]: see predictor/measure.py
+  float* mean_k;  // [N][Hk][D]: of the middle; 0 where it is empty
+  float* parts;   // [N][Hq][5]: lse_sink, lse_local, |O_sink|, |O_local|, |O of both|; an empty part: -inf, 0
+  float*
+      result;  // [N][Hq][3]: |o|, error of the residents alone (kGroupError), the middle's share of the mass
+  float* budgets;  // [N][Hq][C][5]: least budget for blocks of 1, 16, 32, 64, 128 tokens
+};
+
+// The budget with which blocks_of_budget() buys exactly `count` of the blocks; 1 for all of them alone.
+float budget_of_blocks(int count, int tokens, int blk, int blocks);
+
+// Blocks are tried in the order in which the engine selects them without attend_union: none, then the best,
+// then the two best, and so on; the first prefix that meets a criterion is the budget. All of them always
+// meet it.
+//
+// Reads only tokens below each length. Runs on the pool's workers, in the caller alone while they are busy;
+// the layer's pages must not be written meanwhile. Throws std::invalid_argument before anything is written.
+void measure(const HostPool& pool, const MeasureArgs& args);
+
+}  // namespace fluxion

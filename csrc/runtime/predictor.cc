@@ -1,0 +1,139 @@
+#include "runtime/predictor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace fluxion {
+namespace {
+
+constexpr float kClip = 8;
+// Rows whose activations stay in the cache between the layers.
+constexpr int kRowBlock = 32;
+
+constexpr int kBlockSizes = 4;
+constexpr int kFirstLog2 = 4;  // 16 tokens
+
+const KernelTable* table_for(const std::string& isa) {
+  if (isa.empty()) return best_kernel_table(DType::kF32);
+  if (const KernelTable* table = kernel_table(isa.c_str(), DType::kF32)) return table;
+  throw std::invalid_argument("isa " + isa + " cannot be run by this CPU; leave it empty for the best.");
+}
+
+void check_finite(const float* values, int64_t n, const char* what) {
+  if (!std::all_of(values, values + n, [](float v) { return std::isfinite(v); })) {
+    throw std::invalid_argument(std::string(what) +
+                                " of the predictor holds a value that is not finite; train it again.");
+  }
+}
+
+int panels_of(int outputs) { return (outputs + kDensePanel - 1) / kDensePanel; }
+
+}  // namespace
+
+Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, const float* mean,
+                     const float* std, const float* parameters, int64_t count)
+    : kernels_(table_for(isa)) {
+  if (widths.size() < 2 || widths.back() != kPredictions)
+    throw std::invalid_argument("The last layer of the predictor must have 3 outputs.");
+  int64_t wanted = 0;
+  stride_ = 0;
+  for (size_t l = 0; l < widths.size(); ++l) {
+    if (widths[l] < 1 || widths[l] > 1 << 16)
+      throw std::invalid_argument("A layer of the predictor is " + std::to_string(widths[l]) + " wide.");
+    stride_ = std::max<int64_t>(stride_, panels_of(widths[l]) * kDensePanel);
+    if (l > 0) wanted += (static_cast<int64_t>(widths[l - 1]) + 1) * widths[l];
+  }
+  if (count != wanted) {
+    throw std::invalid_argument("The predictor has " + std::to_string(count) +
+                                " parameters, but its layers " + "need " + std::to_string(wanted) + ".");
+  }
+  features_ = widths.front();
+  check_finite(mean, features_, "The mean");
+  check_finite(std, features_, "The standard deviation");
+  check_finite(parameters, count, "A layer");
+  mean_.assign(mean, mean + features_);
+  for (int f = 0; f < features_; ++f) {
+    const float inverse = 1 / std[f];
+    if (!(std[f] > 0) || !std::isfinite(inverse))
+      throw std::invalid_argument("A standard deviation of the predictor is not positive; train it again.");
+    inverse_std_.push_back(inverse);
+  }
+  for (size_t l = 1; l < widths.size(); ++l) {
+    const int in = widths[l - 1], out = widths[l];
+    Layer layer{in, panels_of(out), {}, {}};
+    layer.weights.assign(static_cast<size_t>(layer.panels) * in * kDensePanel, 0);
+    layer.bias.assign(static_cast<size_t>(layer.panels) * kDensePanel, 0);
+    for (int o = 0; o < out; ++o) {
+      float* panel = layer.weights.data() + static_cast<int64_t>(o / kDensePanel) * in * kDensePanel;
+      for (int i = 0; i < in; ++i) panel[i * kDensePanel + o % kDensePanel] = *parameters++;
+    }
+    std::copy_n(parameters, out, layer.bias.begin());
+    parameters += out;
+    layers_.push_back(std::move(layer));
+  }
+  now_.resize(kRowBlock * stride_);
+  next_.resize(kRowBlock * stride_);
+}
+
+void Predictor::forward(const float* x, int64_t rows, float* out) {
+  for (int64_t first = 0; first < rows; first += kRowBlock) {
+    const int n = static_cast<int>(std::min<int64_t>(kRowBlock, rows - first));
+    float* now = now_.data();
+    float* next = next_.data();
+    for (int r = 0; r < n; ++r) {
+      const float* row = x + (first + r) * features_;
+      for (int f = 0; f < features_; ++f) {
+        const float z = (row[f] - mean_[f]) * inverse_std_[f];
+        now[r * stride_ + f] = z < -kClip ? -kClip : z > kClip ? kClip : z;  // NaN stays NaN
+      }
+    }
+    for (const Layer& layer : layers_) {
+      const bool last = &layer == &layers_.back();
+      kernels_->dense(now, stride_, n, layer.in, layer.weights.data(), layer.bias.data(), layer.panels, !last,
+                      next, stride_);
+      std::swap(now, next);
+    }
+    for (int r = 0; r < n; ++r)
+      std::copy_n(now + r * stride_, kPredictions, out + (first + r) * kPredictions);
+  }
+}
+
+void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
+                 int32_t* blk, float* budget, float* value) {
+  for (int64_t i = 0; i < B * H; ++i, pred += G * kPredictions, budget += G) {
+    const double tokens = middle[i / H];
+    blk[i] = 0;
+    value[i] = 0;
+    std::fill_n(budget, G, 0.0f);
+    if (!(tokens > 0)) continue;
+    // Float32 budgets, sums in double: every sum here is exact, so that a tie is one on every machine and in
+    // any order of the heads. V / (2 L) has its minimum where V has it.
+    double best = 0;
+    for (int j = kBlockSizes - 1; j >= 0; --j) {
+      const int log2 = kFirstLog2 + j;
+      const double size = 1 << log2;
+      float budgets[kMaxGroup] = {};
+      double sum = 0;
+      bool any = false;
+      for (int g = 0; g < G; ++g) {
+        const float* head = pred + g * kPredictions;
+        if (head[2] > threshold) continue;
+        any = true;
+        const double line = head[0] + static_cast<double>(head[1]) * log2;
+        const double least = std::min(1.0, size / tokens);
+        budgets[g] = static_cast<float>(line < least ? least : line <= 1 ? line : 1.0);
+        sum += budgets[g];
+      }
+      if (!any) break;
+      const double cost = 1 / size + sum;
+      if (blk[i] != 0 && !(cost < best)) continue;
+      best = cost;
+      blk[i] = 1 << log2;
+      value[i] = static_cast<float>(2 * tokens * cost);
+      std::copy_n(budgets, G, budget);
+    }
+  }
+}
+
+}  // namespace fluxion

@@ -1,0 +1,62 @@
+// The head predictor (Fluxion, section 5.2) and the choice of block size and budgets from what it says
+// (section 5.3, Eq. 3).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/table.h"
+
+namespace fluxion {
+
+// Of one query head: least budget of single tokens, its growth with log2 of the block size, streaming logit.
+inline constexpr int kPredictions = 3;
+
+// A multilayer perceptron in float32: features standardised and clipped to +-8, ReLU between the layers. One
+// object belongs to one thread at a time, as it holds the scratch of a block of rows.
+class Predictor {
+ public:
+  // widths: features, hidden layers, kPredictions. mean, std: [features]. parameters: of each layer in turn
+  // the weight [out][in] and the bias [out], `count` floats in all; copied. isa: "" for the best. Throws
+  // std::invalid_argument for sizes that do not fit, values that are not finite or a std that is not
+  // positive.
+  Predictor(const std::string& isa, const std::vector<int>& widths, const float* mean, const float* std,
+            const float* parameters, int64_t count);
+
+  // x [rows][features] to out [rows][kPredictions]; runs on the calling thread and does not allocate. A NaN
+  // among a row's features makes its predictions NaN.
+  void forward(const float* x, int64_t rows, float* out);
+
+  int features() const { return features_; }
+  const char* isa() const { return kernels_->isa; }
+
+ private:
+  struct Layer {
+    int in;
+    int panels;
+    std::vector<float> weights;  // as KernelTable::dense takes them
+    std::vector<float> bias;
+  };
+
+  const KernelTable* kernels_;
+  int features_;
+  std::vector<float> mean_, inverse_std_;
+  std::vector<Layer> layers_;
+  int64_t stride_;                 // floats of a scratch row
+  std::vector<float> now_, next_;  // scratch: activations of a block of rows
+};
+
+// Block size, budgets and priority of every group from the predictions, by Eq. 3: the block size of
+// 16, 32, 64, 128 with the least V(blk) = 2 L / blk + 2 L sum_h bgt_h(blk), of equals the larger.
+//
+// pred [B][H * G][kPredictions]; middle [B]: tokens L of each request's middle. A head whose logit is above
+// the threshold is a streaming head: budget 0. Of the others bgt_h(blk) = bgt0 + k log2(blk), at least one
+// block and at most 1; what is not a number is 1. A group without others, or without a middle, gets blk 0,
+// budgets 0 and value 0.
+//
+// blk, value: [B][H]; budget: [B][H * G]. value = V of the chosen block size.
+void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
+                 int32_t* blk, float* budget, float* value);
+
+}  // namespace fluxion

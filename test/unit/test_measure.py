@@ -1,0 +1,422 @@
+"""Least budgets and anchor statistics against float64 attention over plain tensors, and against the engine itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_world import NativeWorld, Request
+
+from fluxion_sglang.executor.torch_reference import blocks_to_read
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.native import topology
+from fluxion_sglang.policy.base import Deviation
+from fluxion_sglang.predictor.labels import (
+    block_positions,
+    budget_of_count,
+    fit,
+    least_budgets,
+    order_of,
+    prefixes,
+)
+from fluxion_sglang.predictor.measure import (
+    ANCHOR_COLUMNS,
+    BLOCK_SIZES,
+    EMPTY_LSE,
+    Measurement,
+    measure,
+    measure_into,
+)
+
+ISAS: list[str] = topology()["isas"]
+CRITERIA = [(Deviation.LAYER, 0.1), (Deviation.HEAD, 0.1), (Deviation.COVERAGE, 0.95), (Deviation.COVERAGE, 0.5)]
+NEAR = 1e-4  # a criterion this close to its threshold may be met or not
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+@dataclass
+class GridWorld(NativeWorld):
+    """Numbers on a grid of quarters: every score and every bound is exact in float32, so an order is either right or
+    wrong, and some scores are equal.
+    """
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return (torch.randn(*size, generator=self.random) * 4).round().div(4).to(self.dtype)
+
+    def measure(
+        self, request: Request, lengths: list[int], q: torch.Tensor, criteria: list[tuple[Deviation, float]] = CRITERIA
+    ) -> Measurement:
+        pages = torch.tensor(request.pages, dtype=torch.int32)
+        at = torch.tensor(lengths, dtype=torch.int32)
+        return measure(self.pool, 0, pages, at, q, self.sharp, self.placement.window, criteria)
+
+    @property
+    def sharp(self) -> float:
+        """A scale that leaves a few tokens most of the attention."""
+        return 2 * self.dim**-0.5
+
+
+def shape(x: torch.Tensor) -> list[torch.Tensor]:
+    mean = x.mean()
+    m2, m3, m4 = ((x - mean).pow(p).mean() for p in (2, 3, 4))
+    if not m2 > 1e-12 * mean**2:
+        return [mean, m2, torch.zeros(()), torch.zeros(())]
+    return [mean, m2, m3 / m2**1.5, m4 / m2**2]
+
+
+def piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and LSE over [n, D]; nothing: 0 and -inf."""
+    scores = (k @ q) * scale
+    if not len(k):
+        return torch.zeros_like(q), torch.tensor(-math.inf)
+    return scores.softmax(0) @ v, scores.logsumexp(0)
+
+
+def statistics(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """anchor without its budgets (NaN there), mean_k, parts and result of one query, float64.
+
+    q: [Hq, D]. k, v: [n, H, D].
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    n, heads, dim = k.shape
+    group = len(q) // heads
+    start, sinks = min(placement.window_start(n), n), min(placement.sinks, n)
+    anchor = torch.full((len(q), 41), math.nan, dtype=torch.float64)
+    mean_k = torch.zeros(heads, dim, dtype=torch.float64)
+    parts = torch.empty(len(q), 5, dtype=torch.float64)
+    result = torch.empty(len(q), 3, dtype=torch.float64)
+    outputs, residents = [], []
+    for head in range(len(q)):
+        h = head // group
+        one, key, value = q[head], k[:, h], v[:, h]
+        row = anchor[head]
+        o_sink, lse_sink = piece(one, key[:sinks], value[:sinks], scale)
+        o_local, lse_local = piece(one, key[start:], value[start:], scale)
+        o_cpu, lse_cpu = piece(one, key[sinks:start], value[sinks:start], scale)
+        near = torch.cat([torch.arange(sinks), torch.arange(start, n)])
+        resident, _ = piece(one, key[near], value[near], scale)
+        full, lse = piece(one, key, value, scale)
+        row[4] = key[:sinks].norm(dim=-1).mean() if sinks else 0
+        row[5] = value[:sinks].norm(dim=-1).mean() if sinks else 0
+        row[6:21] = 0
+        if start > sinks:
+            mean_k[h] = key[sinks:start].mean(0)
+            row[6], row[7] = mean_k[h].norm(), value[sinks:start].mean(0).norm()
+            row[8:12] = torch.stack(shape(key[sinks:start].norm(dim=-1)))
+            row[12:16] = torch.stack(shape(value[sinks:start].norm(dim=-1)))
+            if one.norm() > 0:
+                row[17:21] = torch.stack(shape((key[sinks:start] @ one) * scale / one.norm()))
+        row[24:27] = torch.stack([lse_sink, lse_cpu, lse_local]).clamp(min=EMPTY_LSE)
+        row[29:32] = torch.stack([o_sink.norm(), o_cpu.norm(), o_local.norm()])
+        row[33] = one.norm()
+        parts[head] = torch.stack([lse_sink, lse_local, o_sink.norm(), o_local.norm(), resident.norm()])
+        outputs.append(full)
+        residents.append(resident)
+        result[head, 0], result[head, 2] = full.norm(), (lse_cpu - lse).exp()
+    largest = torch.stack(outputs).norm(dim=-1).max()
+    distance = (torch.stack(residents) - torch.stack(outputs)).norm(dim=-1)
+    result[:, 1] = distance / largest if largest > 0 else 0
+    anchor[:, 40] = parts[:, 4].max()
+    return anchor[:, list(ANCHOR_COLUMNS)], mean_k, parts, result
+
+
+def check(world: GridWorld, request: Request, lengths: list[int], q: torch.Tensor, got: Measurement) -> None:
+    """Everything of a measurement under CRITERIA."""
+    bgt = [ANCHOR_COLUMNS.index(i) for i in range(35, 39)]
+    scale = world.sharp
+    others = [i for i in range(len(ANCHOR_COLUMNS)) if i not in bgt]
+    assert torch.equal(got.anchor[..., bgt], got.budgets[:, :, 0, 1:])
+    for i, n in enumerate(lengths):
+        k, v = request.keys[0][:n], request.values[0][:n]
+        anchor, mean_k, parts, result = statistics(q[i], k, v, scale, world.placement)
+        torch.testing.assert_close(got.anchor[i][:, others].double(), anchor[:, others], **TOLERANCE)
+        torch.testing.assert_close(got.mean_k[i].double(), mean_k, **TOLERANCE)
+        torch.testing.assert_close(got.parts[i].double(), parts, **TOLERANCE)
+        torch.testing.assert_close(got.result[i].double(), result, **TOLERANCE)
+        check_budgets(world, q[i], k, v, scale, got.budgets[i], result[:, 0])
+
+
+def check_budgets(
+    world: NativeWorld,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    budgets: torch.Tensor,
+    norms: torch.Tensor,
+) -> None:
+    """Each is the first prefix that meets its criterion: it does, and none before it does, but for NEAR."""
+    middle = world.placement.middle(len(k))
+    for head in range(len(q)):
+        for size, blk in enumerate(BLOCK_SIZES):
+            h = head // world.group
+            walk = prefixes(q[head], k[:, h], v[:, h], scale, world.placement, blk)
+            blocks = len(walk.mass) - 1
+            for c, (kind, threshold) in enumerate(CRITERIA):
+                budget = budgets[head, c, size].item()
+                count = bought(budget, middle, blk, blocks)
+                assert budget == torch.tensor(budget_of_count(count, middle, blk, blocks)).item()
+                values = walk.values(kind, norms[head].item(), norms.max().item())
+                good = (values - threshold) if kind == Deviation.COVERAGE else (threshold - values)
+                assert (good[:count] < NEAR).all(), (head, blk, kind)
+                assert count == blocks or good[count] > -NEAR, (head, blk, kind)
+
+
+def bought(budget: float, middle: int, blk: int, blocks: int) -> int:
+    """Blocks that serving reads: a head with no budget is a streaming one."""
+    return blocks_to_read(budget, middle, blk, blocks) if budget > 0 else 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_length_on_every_isa(isa: str, dtype: torch.dtype) -> None:
+    """Middle empty, fewer tokens than sinks, lengths within a page, blocks cut at both ends."""
+    lengths = [1, 15, 16, 31, 32, 33, 79, 80, 95, 96, 97, 143, 144, 250, 401, 607]
+    world = GridWorld(isa=isa, dtype=dtype)
+    request = world.add(max(lengths))
+    q = world.randn(len(lengths), world.q_heads, world.dim)
+    check(world, request, lengths, q, world.measure(request, lengths, q))
+
+
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 4), (3, 2), (1, 16), (1, 7)]))
+    dim = data.draw(st.sampled_from([32, 48, 64, 80, 128, 256]))
+    placement = Placement(data.draw(st.sampled_from([0, 16, 48, 64])), data.draw(st.sampled_from([16, 48, 128])))
+    lengths = data.draw(st.lists(st.integers(1, 520), min_size=1, max_size=3))
+    world = GridWorld(
+        heads=heads,
+        group=group,
+        dim=dim,
+        placement=placement,
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        isa=data.draw(st.sampled_from(ISAS)),
+        workers=data.draw(st.sampled_from([1, 2, 4])),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    request = world.add(max(lengths) + data.draw(st.integers(0, 40)))
+    q = world.randn(len(lengths), world.q_heads, dim)
+    check(world, request, lengths, q, world.measure(request, lengths, q))
+
+
+def test_reference_budgets() -> None:
+    """`least_budgets` itself, where no criterion is near its threshold."""
+    world = GridWorld(dim=64)
+    request = world.add(430)
+    q = world.randn(1, world.q_heads, 64)
+    want = least_budgets(q[0], request.keys[0], request.values[0], world.sharp, world.placement, CRITERIA)
+    got = world.measure(request, [430], q).budgets[0]
+    assert torch.equal(got, want)
+    assert 0 < got[:, 0].mean() < 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_same_bits_with_any_number_of_workers_and_into_any_tensors(workers: int) -> None:
+    """Every element of the outputs is written, whatever was there."""
+    lengths = [100, 7, 380, 381]
+
+    def run(workers: int) -> tuple[GridWorld, Request, torch.Tensor, Measurement]:
+        world = GridWorld(workers=workers, heads=3)
+        request = world.add(400)
+        q = world.randn(len(lengths), world.q_heads, world.dim)
+        return world, request, q, world.measure(request, lengths, q)
+
+    world, request, q, got = run(workers)
+    poisoned = Measurement(**{name: torch.full_like(t, math.nan) for name, t in vars(got).items()})
+    pages, at = torch.tensor(request.pages, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    criteria = torch.tensor([[float(kind), threshold] for kind, threshold in CRITERIA])
+    fused = torch.cat([q, torch.full_like(q, math.nan)], 1)[:, : world.q_heads]  # not contiguous over the queries
+    measure_into(world.pool, 0, pages, at, fused, world.sharp, world.placement.window, criteria, poisoned)
+    for name, tensor in vars(run(1)[3]).items():
+        assert torch.equal(getattr(got, name), tensor), name
+        assert torch.equal(getattr(poisoned, name), tensor), name
+
+
+def test_tokens_from_the_length_on_are_not_seen() -> None:
+    """Neither those in the length's own page nor later ones: here they are NaN."""
+    world, twin = GridWorld(), GridWorld()
+    request, alone = world.add(389), twin.add(389)
+    pages = torch.tensor([*request.pages, *world.free[-9:]], dtype=torch.int32)
+    poison = torch.full((120, world.heads, world.dim), math.nan)
+    world.pool.append(0, pages, 389, poison, poison)
+    request.pages = pages.tolist()
+    q = world.randn(1, world.q_heads, world.dim)
+    for name, tensor in vars(world.measure(request, [389], q)).items():
+        assert torch.equal(tensor, getattr(twin.measure(alone, [389], q), name)), name
+        assert not tensor.isnan().any(), name
+
+
+def test_entries_lost_in_collisions() -> None:
+    """A pool so small that coarse entries collide: blocks are ranked by the same scores from their pages."""
+    world = GridWorld(pages=64)
+    first, second = world.add(480), world.add(500)
+    tags = world.pool.tensor("tag3", 0)
+    lost = [page for page in first.pages[7::8] + second.pages[7::8] if tags[page >> 3] != page]
+    assert lost
+    for request in (first, second):
+        q = world.randn(1, world.q_heads, world.dim)
+        n = request.length
+        check(world, request, [n], q, world.measure(request, [n], q))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_serving_reads_what_was_measured(dtype: torch.dtype) -> None:
+    """With these budgets the engine reads the measured blocks, its error is the predicted one and within the threshold;
+    with one block less it is not, for some head that needs any.
+    """
+    tau = 0.1
+    world = GridWorld(dtype=dtype, dim=64, heads=2, group=4, attend_union=False, pages=128)
+    n = 907
+    request = world.add(n)
+    q = world.randn(1, world.q_heads, 64)
+    budgets = world.measure(request, [n], q).budgets[0, :, 0]
+    middle = world.placement.middle(n)
+    full = []
+    for head in range(world.q_heads):
+        k, v = request.keys[0][:, head // 4].double(), request.values[0][:, head // 4].double()
+        full.append(piece(q[0, head].double(), k, v, world.sharp)[0])
+    exact = torch.stack(full)
+    largest = exact.norm(dim=-1).max()
+    cut = 0
+    for size, blk in enumerate(BLOCK_SIZES):
+        groups = block_positions(middle, blk, world.placement.sinks)
+        for less in (0, 1):
+            counts = [max(bought(b, middle, blk, len(groups)) - less, 0) for b in budgets[:, size].tolist()]
+            rows = torch.tensor([request.row], dtype=torch.int32)
+            world.engine.step(rows, torch.tensor([n], dtype=torch.int32), world.table([request]))
+            plan = world.plan([request], blk)
+            plan.budget[0] = torch.tensor([budget_of_count(c, middle, blk, len(groups)) for c in counts])
+            if not less:
+                assert torch.equal(plan.budget[0], budgets[:, size])
+            out = torch.full_like(q, torch.nan)
+            tasks = world.engine.layer_begin(
+                0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.sharp, out
+            )
+            chosen = world.selections([request], tasks)
+            world.engine.layer_finish()
+            output = torch.empty(1, world.q_heads, 64)
+            world.engine.result(output)
+            error = (output[0].double() - exact).norm(dim=-1) / largest
+            for head, count in enumerate(counts):
+                h, g = divmod(head, 4)
+                k, v = request.keys[0][:, h], request.values[0][:, h]
+                order = order_of(q[0, head], k, groups)
+                read = chosen[0, h][g] if (0, h) in chosen else set()
+                assert read == {p for i in order[:count] for p in groups[i]}
+                walk = prefixes(q[0, head], k, v, world.sharp, world.placement, blk)
+                assert error[head].item() == pytest.approx(walk.distance[count].item() / largest.item(), abs=1e-5)
+                if not less:
+                    assert error[head] <= tau + NEAR
+                elif budgets[head, size] > 0:
+                    assert error[head] > tau - NEAR
+                    cut += 1
+    assert cut > 10
+
+
+def test_budgets_of_counts_round_trip() -> None:
+    """In the engine, for every count of every middle: what `budget_of_count` promises."""
+    for sinks in (0, 16, 64):
+        for pages in range(1, 40):
+            middle = pages * PAGE
+            for blk in BLOCK_SIZES:
+                blocks = len(block_positions(middle, blk, sinks))
+                for count in range(blocks + 1):
+                    budget = torch.tensor(budget_of_count(count, middle, blk, blocks)).item()
+                    assert bought(budget, middle, blk, blocks) == count
+                    assert (budget == 1) == (count == blocks)
+
+
+def test_thresholds_that_nothing_or_everything_meets() -> None:
+    world = GridWorld()
+    request = world.add(330)
+    q = world.randn(1, world.q_heads, world.dim)
+    criteria = [
+        (Deviation.LAYER, -1.0),
+        (Deviation.HEAD, 1e6),
+        (Deviation.COVERAGE, 2.0),
+        (Deviation.COVERAGE, 0.0),
+    ]
+    budgets = world.measure(request, [330], q, criteria).budgets[0]
+    assert budgets.transpose(0, 1).flatten(1).unique(dim=1).tolist() == [[1.0], [0.0], [1.0], [0.0]]
+
+
+def test_a_query_and_values_of_zero() -> None:
+    """No norm to divide by: every statistic is a number, and nothing needs to be read."""
+    world = GridWorld()
+    request = world.add(330)
+    for tensor in (world.pool.tensor("tiles", 0)[:, :, 1],):
+        tensor.zero_()
+    world.pool.tensor("moments", 0)[..., world.dim : 2 * world.dim] = 0
+    got = world.measure(request, [330], torch.zeros(1, world.q_heads, world.dim))
+    for name, tensor in vars(got).items():
+        assert tensor.isfinite().all(), name
+    assert (got.budgets[:, :, :2] == 0).all()
+    assert (got.result[..., :2] == 0).all()
+
+
+def test_scores_far_apart() -> None:
+    """The residents' weight vanishes in float32: they alone are not taken for a perfect answer."""
+    world = GridWorld(heads=1, group=1)
+    request = world.add(330)
+    q = world.randn(1, 1, world.dim)
+    pages, at = torch.tensor(request.pages, dtype=torch.int32), torch.tensor([330], dtype=torch.int32)
+    best = (request.keys[0][32:272, 0].double() @ q[0, 0].double()).argmax().item()
+    request.keys[0][32 + best, 0] += 8 * q[0, 0]
+    k, v = request.keys[0], request.values[0]
+    world.pool.append(0, pages, 0, k, v)
+    got = measure(world.pool, 0, pages, at, q, 40.0, world.placement.window, CRITERIA)
+    assert got.budgets[0, 0, 0, 0].item() == pytest.approx(1 / world.placement.middle(330))
+    assert got.result[0, 0, 2] == 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    world = GridWorld()
+    request = world.add(100)
+    q = world.randn(1, world.q_heads, world.dim)
+    pages, at = torch.tensor(request.pages, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
+    good = {"layer": 0, "pages": pages, "lengths": at, "q": q, "scale": 1.0, "window": 48, "criteria": CRITERIA}
+    bad = pages.clone()
+    bad[3] = 0
+    for change, sentence in [
+        ({"lengths": at + 100}, "Query 0 has the length 200"),
+        ({"lengths": at * 0}, "Query 0 has the length 0"),
+        ({"lengths": at.long()}, "lengths has the dtype int64"),
+        ({"pages": bad}, "page 3 has the page id 0"),
+        ({"q": q[:, :3]}, "have 3 heads and the pool has 2 KV heads"),
+        ({"q": q[..., :16]}, "q has the shape"),
+        ({"q": q.bfloat16()}, "q has the dtype bfloat16"),
+        ({"window": 40}, "window is 40"),
+        ({"criteria": []}, "0 criteria"),
+        ({"criteria": [(3, 0.5)]}, "Criterion 0 has the kind 3"),
+        ({"criteria": [(0, math.nan)]}, "Criterion 0 has the kind 0"),
+        ({"layer": 1}, "no layer 1"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            measure(world.pool, **{**good, **change})  # type: ignore[arg-type]
+    none = measure(world.pool, 0, pages, at[:0], q[:0], 1.0, 48, CRITERIA)
+    assert none.budgets.shape == (0, world.q_heads, 4, 5)
+
+
+def test_fit() -> None:
+    """Both forms recover a line, and the fixed one goes through the budget of single tokens."""
+    x = torch.tensor(BLOCK_SIZES).log2()
+    start, slope = torch.rand(4, 3), torch.rand(4, 3) * 0.1
+    line = start[..., None] + slope[..., None] * x
+    for fixed in (True, False):
+        bgt0, k, residual = fit(line, fixed=fixed)
+        torch.testing.assert_close(bgt0, start)
+        torch.testing.assert_close(k, slope)
+        assert (residual < 1e-6).all()
+    noisy = line + 0.05 * torch.randn(4, 3, 5)
+    bgt0, k, residual = fit(noisy)
+    assert torch.equal(bgt0, noisy[..., 0])
+    for other in (k - 0.01, k + 0.01):  # no other slope is better
+        assert (((noisy - bgt0[..., None] - other[..., None] * x) ** 2).mean(-1).sqrt() >= residual).all()
+    assert (fit(noisy, fixed=False)[2] <= residual + 1e-6).all()

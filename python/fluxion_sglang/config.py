@@ -41,7 +41,26 @@ class Option:
 class FluxionConfig:
     """The options of one server. Instances made by `parse` are valid; `validate` checks one made by hand."""
 
-    policy: str = _option("full", "What each head reads of the middle, as a policy spec.", '"fixed:16:0.05"')
+    policy: str = _option(
+        "auto",
+        "What each head reads of the middle, as a policy spec; auto is fluxion where a predictor fits the model, and "
+        "anchor where none does.",
+        '"fixed:16:0.05"',
+    )
+    tau: float | None = _option(
+        None,
+        "Error that a head may make, of the layer's largest output: for fluxion one of the predictor's (by default the "
+        "calibrated one), for anchor any (by default 0.10).",
+        "0.10",
+    )
+    predictor: str | None = _option(
+        None,
+        "Folder of a predictor that `fluxion train` made; by default `fluxion` in the model's folder, if it is there.",
+        '"/models/llama/fluxion"',
+    )
+    request_policies: bool = _option(
+        True, "Requests may bring a policy of their own; with false, one that does is ended with an error.", "false"
+    )
     host_tokens: int | None = _option(
         None, "Size of the host pool in tokens; by default it follows from the free host memory.", "1000000"
     )
@@ -64,6 +83,17 @@ class FluxionConfig:
         '"0-3,8"',
     )
     executors: str = _option("auto", f"Who computes tasks: {', '.join(EXECUTORS)}.", '"cpu"')
+    audit: str | None = _option(
+        None,
+        "File to append an audit of every decode step to: bytes read and error against exact attention, at twice the "
+        "work.",
+        '"/tmp/audit.npy"',
+    )
+    record: str | None = _option(
+        None,
+        "Folder for training samples of requests that ask for it in their custom_params; `fluxion train` sets it.",
+        '"/tmp/samples"',
+    )
 
     @classmethod
     def parse(cls, text: str | None) -> FluxionConfig:
@@ -143,6 +173,7 @@ class FluxionConfig:
         if self.executors not in EXECUTORS:
             raise ConfigError(f"executors is {self.executors!r}; use one of {_quoted(EXECUTORS)}.")
         self._check_policy()
+        self._check_audit()
         return self
 
     def core_list(self) -> list[int]:
@@ -190,12 +221,28 @@ class FluxionConfig:
 
     def _check_policy(self) -> None:
         # Imported late: policies bring torch, and this module is read where that would cost seconds.
-        from fluxion_sglang.policy import parse_spec
+        from fluxion_sglang.policy import AUTO, check_spec
 
         try:
-            parse_spec(self.policy)
+            if self.policy != AUTO:
+                check_spec(self.policy)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
+        if self.tau is not None and not 0 < self.tau <= 1:
+            raise ConfigError(
+                f"tau is {self.tau:g}, but it is the error that a head may make, as a share of the layer's largest "
+                "output; give a number above 0 and up to 1, such as 0.10."
+            )
+
+    def _check_audit(self) -> None:
+        if self.audit is None:
+            return
+        path = Path(os.path.expanduser(self.audit))
+        if not self.audit or path.is_dir() or not path.parent.is_dir():
+            what = "is a folder" if self.audit and path.is_dir() else "is in no folder that exists"
+            raise ConfigError(
+                f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
+            )
 
 
 def _load_object(text: str, source: str) -> dict[str, Any]:

@@ -13,8 +13,11 @@ _COUNTERS = {
         "Tokens of the middle that decode heads could have read, summed over query heads.",
     ),
     "tokens_read": ("read_tokens", "Tokens of the middle that decode heads attended to, summed over query heads."),
-    "tile_bytes": ("tile_bytes", "Bytes of host tiles read by decode tasks of the native workers."),
-    "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks of the native workers."),
+    "tile_bytes": (
+        "tile_bytes",
+        "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted.",
+    ),
+    "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks."),
 }
 """The engine's statistic -> name and text of its counter."""
 _GAUGES = {

@@ -27,8 +27,8 @@ def refusal(text: str) -> str:
 def test_the_flag_alone_gives_the_defaults(text: str | None) -> None:
     config = FluxionConfig.parse(text)
     assert config == FluxionConfig()
-    assert (config.policy, config.sinks, config.window, config.attend_union) == ("full", 64, 256, True)
-    assert config.executors == "auto"
+    assert (config.policy, config.sinks, config.window, config.attend_union) == ("auto", 64, 256, True)
+    assert config.executors == "auto" and config.request_policies
 
 
 def test_every_option_is_documented() -> None:
@@ -68,7 +68,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("3", ["a JSON integer"]),
         ("[" * 100_000, ["nested"]),
         ('{"window": 256, "window": 512}', ["'window' twice"]),
-        ('{"windw": 256}', ["'windw'", "'window'", "policy, host_tokens"]),
+        ('{"windw": 256}', ["'windw'", "'window'", "policy, tau, predictor, request_policies, host_tokens"]),
         ('{"nonsense": 1}', ["'nonsense'", "legal keys are policy"]),
         ('{"window": true}', ["window is true", "integer"]),
         ('{"window": 256.0}', ["window is 256.0", "integer"]),
@@ -105,7 +105,14 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"cores": "\\u0661"}', ["not a core"]),
         ('{"executors": "cpu+gpu"}', ["cpu+gpu", "this version", '"cpu+torch"']),
         ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+torch"']),
-        ('{"policy": "ful"}', ["'ful'"]),
+        ('{"policy": "ful"}', ["'ful'", 'or "auto"']),
+        ('{"tau": 0}', ["tau is 0", "such as 0.10"]),
+        ('{"tau": 1.5}', ["tau is 1.5", "up to 1"]),
+        ('{"predictor": 1}', ["predictor is 1", "string or null"]),
+        ('{"audit": ""}', ["audit is ''", "no folder"]),
+        ('{"audit": "/"}', ["audit is '/'", "is a folder"]),
+        ('{"audit": "/no/such/folder/a.npy"}', ["no folder that exists", "/tmp/audit.npy"]),
+        ('{"audit": true}', ["audit is true", "string or null"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(text: str, words: list[str]) -> None:
@@ -128,9 +135,10 @@ def test_cores_are_read_in_order() -> None:
 @st.composite
 def valid(draw: st.DrawFn) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "policy": draw(st.sampled_from(["full", "fixed:16:0.05", "fixed:128:1"])),
+        "policy": draw(st.sampled_from(["full", "streaming", "fixed:16:0.05", "fixed:128:1", "oracle:0.01"])),
         "sinks": draw(st.integers(1, 64)) * 16,
         "window": draw(st.integers(1, 256)) * 16,
+        "request_policies": draw(st.booleans()),
         "attend_union": draw(st.booleans()),
         "workers": draw(st.none() | st.integers(1, 512)),
         "executors": draw(st.sampled_from(["auto", "cpu", "cpu+torch"])),

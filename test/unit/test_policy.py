@@ -8,23 +8,36 @@ import torch
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import DecodeStep, task_value
+from fluxion_sglang.policy.mixed import MixedPolicy, compose
 
 
 def step(*lengths: int) -> DecodeStep:
     n = torch.tensor(lengths, dtype=torch.int32)
-    pages = torch.zeros(len(lengths), 400, dtype=torch.int32)
-    return DecodeStep.build(torch.arange(1, len(lengths) + 1), n, pages, Placement(), kv_heads=2, q_heads=8)
+    return DecodeStep.build(torch.arange(1, len(lengths) + 1), n, Placement(), kv_heads=2, q_heads=8)
 
 
 @pytest.mark.parametrize(
-    ("spec", "blk", "budget"), [("full", 16, 1.0), ("fixed:16:0.05", 16, 0.05), ("fixed:128:1", 128, 1.0)]
+    ("spec", "blk", "budget"),
+    [
+        ("full", 16, 1.0),
+        ("streaming", 0, 0.0),
+        ("fixed:16:0.05", 16, 0.05),
+        ("fixed:128:1", 128, 1.0),
+        ("oracle:0.05", 1, 0.05),
+        ("oracle:1", 1, 1.0),
+        ("oracle:.5", 1, 0.5),
+        ("fixed:16:5E-2", 16, 0.05),
+        ("oracle:1e-45", 1, 1e-45),
+    ],
 )
 def test_specs(spec: str, blk: int, budget: float) -> None:
     policy = parse_spec(spec)
+    assert policy.spec == spec
     policy.begin_step(step(100, 1000))
     plan = policy.plan(0, torch.zeros(2, 8, 64))
     assert plan.blk.tolist() == [[blk, blk]] * 2 and plan.blk.dtype == torch.int32
     assert plan.budget.shape == (2, 8) and torch.allclose(plan.budget, torch.tensor(budget))
+    assert bool((plan.budget > 0).all()) == (budget > 0)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +53,32 @@ def test_specs(spec: str, blk: int, budget: float) -> None:
         "fixed:16:1.5",
         "fixed:a:b",
         "fixed:16:nan",
+        "fixed:16.0:0.5",
+        "fixed:1:0.5",
+        "streaming:0",
+        "oracle",
+        "oracle:0",
+        "oracle:2",
+        "oracle:16:0.05",
+        "oracle:inf",
+        "oracle:0.0_5",
+        "oracle: 0.5",
+        "oracle:0.5\n",
+        "oracle:-0.5",
+        "oracle:+0.5",
+        "oracle:\u0660.\u0665",
+        "oracle:.",
+        "oracle:0x1",
+        "oracle:1e-46",  # 0 in the float32 of a plan
+        "fixed:16:1e-46",
+        "fixed:16:1e-999",
+        "x" * 100_000,
     ],
 )
 def test_bad_specs_are_refused_in_one_sentence(spec: str) -> None:
-    with pytest.raises(ValueError, match=r'use "full" or "fixed:BLK:BUDGET"') as error:
+    with pytest.raises(ValueError, match='use "full", "streaming", "fixed:BLK:BUDGET", "oracle:') as error:
         parse_spec(spec)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_a_plan_follows_its_step() -> None:
@@ -68,3 +101,25 @@ def test_longer_requests_are_worth_more() -> None:
     policy.begin_step(step(500, 5000))
     value = policy.plan(0, torch.zeros(2, 8, 64)).value
     assert (value[1] > value[0]).all()
+
+
+def test_requests_that_share_a_policy_need_no_mixture() -> None:
+    policy = parse_spec("fixed:16:0.05")
+    assert compose([policy, policy, policy]) is policy
+
+
+def test_a_mixture_is_what_each_policy_says_of_its_own_requests() -> None:
+    specs = ["full", "oracle:0.5", "streaming", "full", "fixed:64:0.25"]
+    lengths = [1000, 2000, 700, 100, 1500]
+    shared = {spec: parse_spec(spec) for spec in specs}
+    mixed = compose([shared[spec] for spec in specs])
+    assert isinstance(mixed, MixedPolicy)
+    mixed.begin_step(step(*lengths))
+    plan = mixed.plan(0, torch.zeros(5, 8, 64))
+    for b, (spec, length) in enumerate(zip(specs, lengths, strict=True)):
+        alone = parse_spec(spec)
+        alone.begin_step(step(length))
+        want = alone.plan(0, torch.zeros(1, 8, 64))
+        for got, expected in zip((plan.blk, plan.budget, plan.value), (want.blk, want.budget, want.value), strict=True):
+            assert got.dtype == expected.dtype and torch.equal(got[b : b + 1], expected)
+    assert mixed.plan(1, torch.zeros(5, 8, 64)) is plan, "plans that do not change are put together once a step"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from fluxion_sglang.audit import AuditLog
+from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
@@ -13,14 +19,15 @@ from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
-from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.policy import Policy, parse_spec
 
 
 @dataclass
 class World:
     """Requests live in rows 1..; pages are dealt out in a shuffled order, as a busy allocator would.
 
-    `keys[row]`, `values[row]`: per layer a list of [H, D] tokens, the truth.
+    `keys[row]`, `values[row]`: per layer a list of [H, D] tokens, the truth. `queries`: [B, Hq, D] of every layer of
+    the last step.
     """
 
     layers: int = 2
@@ -35,6 +42,8 @@ class World:
     executors: str = "cpu"
     attend_union: bool = True
     seed: int = 0
+    audit: Path | None = None
+    whole: bool = False  # numbers are small integers: every score is exact, and many are equal
     placement: Placement = field(default_factory=Placement)
 
     def __post_init__(self) -> None:
@@ -45,7 +54,8 @@ class World:
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
-        self.engine = DecodeEngine(
+        make: Any = DecodeEngine if self.audit is None else partial(AuditedEngine, AuditLog(self.audit))
+        self.engine: DecodeEngine = make(
             self.pool, self.windows, parse_spec(self.policy), foreign,
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
             attend_union=self.attend_union,
@@ -55,8 +65,14 @@ class World:
         self.pages: dict[int, list[int]] = {}
         self.keys: dict[int, list[torch.Tensor]] = {}
         self.values: dict[int, list[torch.Tensor]] = {}
+        self.queries: list[torch.Tensor] = []
+        # Of the last token of a chunk, a layer each. Drawn apart: the other numbers do not depend on who looks at them.
+        self.anchors: dict[int, list[torch.Tensor]] = {}
+        self._anchor_random = torch.Generator().manual_seed(self.seed + 1)
 
     def randn(self, *size: int) -> torch.Tensor:
+        if self.whole:
+            return torch.randint(-2, 3, size, generator=self.random).to(self.dtype)
         return torch.randn(*size, generator=self.random).to(self.dtype)
 
     def page_list(self, row: int, tokens: int) -> torch.Tensor:
@@ -69,6 +85,12 @@ class World:
     def length(self, row: int) -> int:
         return self.keys[row][0].shape[0] if row in self.keys else 0
 
+    def share(self, row: int, other: int, pages: int) -> None:
+        """A new request in `row` whose first pages are those of `other`, as after a radix hit."""
+        self.pages[row] = self.pages[other][:pages]
+        self.keys[row] = [keys[: pages * PAGE] for keys in self.keys[other]]
+        self.values[row] = [values[: pages * PAGE] for values in self.values[other]]
+
     def extend(self, row: int, count: int) -> None:
         """Append `count` random tokens as a prefill chunk would, and refill the row's window."""
         start = self.length(row)
@@ -79,19 +101,26 @@ class World:
             k, v = self.randn(count, self.heads, self.dim), self.randn(count, self.heads, self.dim)
             self.pool.append(layer, pages, start, k, v)
             self.windows.fill(layer, row, start + count, pages)
+            q = torch.randn(self.heads * self.group, self.dim, generator=self._anchor_random).to(self.dtype)
+            self.engine.anchors.note(layer, row, start + count, q)
+            self.anchors.setdefault(row, [q] * self.layers)[layer] = q
             keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
 
-    def decode(self, rows: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def decode(
+        self, rows: list[int], policies: Sequence[Policy] | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """One decode step; per layer (what the engine says, exact attention over the truth), [B, Hq, D] each."""
         tables = [self.page_list(row, self.length(row) + 1) for row in rows]
         table = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
         for b, pages in enumerate(tables):
             table[b, : len(pages)] = pages
         lengths = torch.tensor([self.length(row) + 1 for row in rows])
-        self.engine.begin_step(torch.tensor(rows), lengths, table)
+        self.engine.begin_step(torch.tensor(rows), lengths, table, policies)
         results = []
+        self.queries = []
         for layer in range(self.layers):
             q = self.randn(len(rows), self.heads * self.group, self.dim)
+            self.queries.append(q)
             k, v = self.randn(len(rows), self.heads, self.dim), self.randn(len(rows), self.heads, self.dim)
             got = self.engine.decode(layer, q, k, v, self.scale)
             want = []

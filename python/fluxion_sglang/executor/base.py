@@ -34,12 +34,14 @@ class LayerWork:
     """A layer's queue as an executor sees it, valid until the layer finishes.
 
     Attributes:
+        page_table: [B, M] int32 on the CPU, physical page of every logical page.
         layer: index into the pool's layers.
         q: [B, Hq, D] on the CPU. scale: multiplies q.k.
     """
 
     native: NativeEngine
     step: DecodeStep
+    page_table: torch.Tensor
     plan: LayerPlan
     layer: int
     q: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,12 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine
-from fluxion_sglang.policy.base import DecodeStep, Policy
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Needs, Observed, Policy
+from fluxion_sglang.policy.mixed import compose
+from fluxion_sglang.predictor.anchors import Anchors
+from fluxion_sglang.predictor.features import COUNT
+from fluxion_sglang.predictor.kernel import features as decode_features
+from fluxion_sglang.predictor.measure import measure
 
 if TYPE_CHECKING:
     from fluxion_sglang.config import FluxionConfig
@@ -29,10 +35,11 @@ class DecodeEngine:
     """Runs decode steps over the host pool and the device windows.
 
     Every layer: the new token goes to its window slot and to the host, then resident attention and the queue's tasks
-    run side by side, then `merge_state` joins the two. A failing worker fails the layer with a RuntimeError; the
-    engine stays usable.
+    run side by side, then `merge_state` joins the two. A policy that wants to see the heads first gets the resident
+    attention computed before the plan. A failing worker fails the layer with a RuntimeError; the engine stays usable.
 
     Args:
+        policy: what requests follow that have none of their own.
         q_heads: query heads of this process.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
@@ -66,14 +73,38 @@ class DecodeEngine:
             max_pages=-(-max_tokens // PAGE),
             attend_union=attend_union,
         )
+        self.anchors = Anchors(pool, windows.rows, q_heads)
         self._step: DecodeStep | None = None
+        self._page_table = torch.empty(0, 0, dtype=torch.int32)
+        self._policy = policy
+        self._policies: Sequence[Policy] = ()
+        self._needs = Needs.NOTHING
 
-    def begin_step(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> DecodeStep:
-        """A new decode step: rows [B], seq_lens [B] (this token included), page_table [B, M] int32, on the CPU."""
-        step = DecodeStep.build(rows, seq_lens, page_table, self.pool.placement, self.pool.shape.kv_heads, self.q_heads)
-        self.native.step(step.rows, step.seq_lens, step.page_table)
-        self.policy.begin_step(step)
-        self._step = step
+    def begin_step(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        policies: Sequence[Policy] | None = None,
+    ) -> DecodeStep:
+        """A new decode step.
+
+        Args:
+            rows: [B]. seq_lens: [B], this token included. page_table: [B, M] int32. All on the CPU.
+            policies: that of each request; None: the engine's for all of them.
+
+        Raises:
+            ValueError: there are more or fewer policies than requests.
+        """
+        step = DecodeStep.build(rows, seq_lens, self.pool.placement, self.pool.shape.kv_heads, self.q_heads)
+        if policies is not None and len(policies) != step.batch:
+            raise ValueError(f"the step has {step.batch} requests and {len(policies)} policies; give one a request.")
+        self.native.step(step.rows, step.seq_lens, page_table)
+        self._policies = policies or [self.policy] * step.batch
+        self._needs = max((policy.needs for policy in self._policies), default=Needs.NOTHING)
+        self._policy = compose(self._policies) if policies else self.policy
+        self._policy.begin_step(step)
+        self._step, self._page_table = step, page_table
         return step
 
     def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -89,12 +120,13 @@ class DecodeEngine:
             RuntimeError: a task failed; the message names the first failure.
         """
         assert self._step is not None, "decode() before begin_step()"
-        plan = self.policy.plan(layer, q)
         out = torch.empty_like(q)
-        self.native.layer_begin(
-            layer, q, k, v, self.windows.layers[layer], plan.blk, plan.budget, plan.value, scale, out
-        )
-        work = LayerWork(self.native, self._step, plan, layer, q, scale)
+        seen = self._needs is not Needs.NOTHING
+        plan = self._policy.plan(layer, q, self._observe(layer, q, k, v, scale) if seen else UNSEEN)
+        # What was looked at first has the token and its residents behind it.
+        new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])
+        self.native.layer_begin(layer, q, new_k, new_v, windows, plan.blk, plan.budget, plan.value, scale, out)
+        work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:
             for executor in self.executors:
                 executor.drain(work)
@@ -104,3 +136,51 @@ class DecodeEngine:
             raise
         self.native.layer_finish()
         return out
+
+    def _observe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Observed:
+        """Take the step's token in, attend to what is resident, and see what the policies need to know."""
+        step, placement = self._step, self.pool.placement
+        assert step is not None
+        parts = torch.empty(step.batch, self.q_heads, 5)
+        self.native.layer_resident(layer, q, k, v, self.windows.layers[layer], scale, parts)
+        rows, lengths = step.rows.tolist(), step.seq_lens.tolist()
+        features = budgets = None
+        criteria = [policy.criterion if policy.needs is Needs.FEATURES else None for policy in self._policies]
+        if any(criteria):
+            self.anchors.refresh(layer, rows, lengths, self._page_table, q, scale, criteria)
+            features = torch.empty(step.batch, self.q_heads, COUNT)
+            decode_features(
+                q,
+                parts,
+                step.rows,
+                step.seq_lens,
+                self.anchors.statistics[layer],
+                self.anchors.queries[layer],
+                self.anchors.mean_k[layer],
+                layer,
+                placement.sinks,
+                placement.window,
+                scale,
+                features,
+            )
+        if self._needs is Needs.BUDGETS:
+            budgets = torch.zeros(step.batch, self.q_heads, 5)
+            for i, policy in enumerate(self._policies):
+                if policy.needs is Needs.BUDGETS:
+                    length = step.seq_lens[i : i + 1]
+                    found = measure(
+                        self.pool.native,
+                        layer,
+                        self._page_table[i],
+                        length,
+                        q[i : i + 1],
+                        scale,
+                        placement.window,
+                        [policy.criterion],
+                    )
+                    budgets[i] = found.budgets[0, :, 0]
+        return Observed(features, budgets)
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts of what decoding did (`NativeEngine.stats`)."""
+        return self.native.stats()

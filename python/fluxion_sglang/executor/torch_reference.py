@@ -7,6 +7,7 @@ beside them on one queue it also shows that a task may be computed by anybody.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -66,39 +67,62 @@ class TorchReferenceExecutor(Executor):
     def drain(self, work: LayerWork) -> None:
         while (task := work.pop(self.id)) is not None:
             try:
-                o, lse, tokens = self.compute(work, *work.request_and_head(task))
+                result = self.compute(work, *work.request_and_head(task))
             except Exception as error:  # a pulled task must be accounted for, or the layer would wait for it
                 work.native.task_failed(task, f"the torch executor failed: {error}")
             else:
-                work.native.task_done(task, o, lse, tokens)
+                work.native.task_done(task, *result)
 
-    def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """o [G, D] and lse [G], float32, of the task of request `b` and KV head `h`, and the tokens read."""
+    def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
+        """What `NativeEngine.task_done` takes of the task of request `b` and KV head `h`: o [G, D] and lse [G],
+        float32, the tokens read, and the bytes of tiles and of metadata.
+
+        The metadata is what this executor scans, that of every page. The native engine needs less of it: one entry a
+        coarse block, and none where every head reads everything.
+        """
         group = work.group
         heads = slice(h * group, (h + 1) * group)
         q = work.q[b, heads].float()
-        chosen = self.select(work, b, h, q)
-        pages = work.step.page_table[b].long()
+        tokens = work.plan.blk[b, h] == 1
+        chosen = self.select_tokens(work, b, h, q) if tokens else self.select(work, b, h, q)
         o = torch.zeros_like(q)
         lse = torch.full((group,), -torch.inf)
-        tiles = self.pool.tiles(work.layer)[h]
-        for g, logical in enumerate(chosen):
-            if not logical:
+        for g, positions in enumerate(chosen):
+            if not positions:
                 continue
-            k, v = tiles[pages[logical]].float().unbind(1)
-            scores = (k.reshape(-1, q.shape[1]) @ q[g]) * work.scale
+            k, v = self.rows(work, b, h, positions)
+            scores = (k.float() @ q[g]) * work.scale
             lse[g] = scores.logsumexp(0)
-            o[g] = (scores - lse[g]).exp() @ v.reshape(-1, q.shape[1])
-        return o, lse, PAGE * sum(map(len, chosen))
+            o[g] = (scores - lse[g]).exp() @ v.float()
+        pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
+        tile_bytes = len(set().union(*chosen)) * pair
+        metadata_bytes = 0 if tokens else int(work.step.middle[b]) // PAGE * pair
+        return o, lse, sum(map(len, chosen)), tile_bytes, metadata_bytes
+
+    def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens of a request, [n, D] each."""
+        at = torch.as_tensor(positions)
+        pages = work.page_table[b].long()[at // PAGE]
+        k, v = self.pool.tiles(work.layer)[h][pages, :, at % PAGE].unbind(1)
+        return k, v
+
+    def select_tokens(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
+        """Positions of the tokens with the largest q.k for each head of the group, of equal ones the earlier."""
+        middle, first = int(work.step.middle[b]), self.pool.placement.sinks
+        keys, _ = self.rows(work, b, h, range(first, first + middle))
+        order = torch.sort(q @ keys.float().T, dim=1, descending=True, stable=True).indices + first
+        budgets = work.plan.budget[b, h * work.group : (h + 1) * work.group].tolist()
+        counts = [blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0 for budget in budgets]
+        return [sorted(row[:count].tolist()) for row, count in zip(order, counts, strict=True)]
 
     def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
-        """Logical pages that each head of the group attends to, in ascending order."""
+        """Positions of the blocks that each head of the group attends to, in ascending order."""
         group = work.group
         blk = int(work.plan.blk[b, h])
         middle = int(work.step.middle[b])
         budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
         blocks = block_pages(middle, blk, self.pool.placement.sink_pages)
-        pages = work.step.page_table[b].long()
+        pages = work.page_table[b].long()
         lo, hi = self.pool.page_metadata(work.layer)[h].unbind(1)
         bounds = block_bounds(
             q,
@@ -116,4 +140,4 @@ class TorchReferenceExecutor(Executor):
         if self.attend_union:
             union = set().union(*chosen)
             chosen = [union if budget > 0 else set() for budget in budgets]
-        return [sorted(pages) for pages in chosen]
+        return [[page * PAGE + t for page in sorted(pages) for t in range(PAGE)] for pages in chosen]

@@ -1,31 +1,152 @@
-"""What to read. `parse_spec` turns the spec string of `--fluxion-config`, the CLI and the benchmarks into a policy."""
+"""What to read. `parse_spec` turns a spec string (`--fluxion-config`, a request, the benchmarks) into a policy."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import torch
+
 from fluxion_sglang.kv.placement import BLOCKS
-from fluxion_sglang.policy.base import DecodeStep, LayerPlan, Policy
+from fluxion_sglang.policy.anchor import AnchorPolicy
+from fluxion_sglang.policy.base import Criterion, DecodeStep, Deviation, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
+from fluxion_sglang.policy.fluxion import FluxionPolicy
+from fluxion_sglang.policy.labels import LabelsPolicy
+from fluxion_sglang.policy.oracle import OraclePolicy
+from fluxion_sglang.policy.streaming import StreamingPolicy
 
-__all__ = ["DecodeStep", "LayerPlan", "Policy", "parse_spec", "FixedPolicy"]
+if TYPE_CHECKING:
+    from fluxion_sglang.predictor.artifact import LoadedPredictor
 
-_LEGAL = '"full" or "fixed:BLK:BUDGET" (BLK 16, 32, 64 or 128 tokens; BUDGET a fraction in (0, 1], as in fixed:16:0.05)'
+__all__ = [
+    "AUTO",
+    "BARE",
+    "DecodeStep",
+    "LayerPlan",
+    "Needs",
+    "Observed",
+    "Policy",
+    "Context",
+    "check_spec",
+    "parse_spec",
+    "FixedPolicy",
+    "OraclePolicy",
+    "StreamingPolicy",
+]
+
+AUTO: Final = "auto"
+"""The spec that a server resolves at its start: `fluxion` where a predictor fits, `anchor` where none does."""
+
+_LEGAL = (
+    '"full", "streaming", "fixed:BLK:BUDGET", "oracle:BUDGET", "fluxion", "anchor", "labels" (each of the three also '
+    'as NAME:TAU), "score95", "output10", "labels:score95" or "labels:output10" (BLK 16, 32, 64 or 128 tokens; BUDGET '
+    "and TAU fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10)"
+)
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+"""A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
+_SHOWN = 60
+"""Characters of a wrong spec that its error repeats: it may come from a client."""
+
+_ABLATIONS = {
+    "score95": Criterion(Deviation.COVERAGE, 0.95),
+    "output10": Criterion(Deviation.HEAD, 0.10),
+}
+"""The criteria of the paper's ablation (Fluxion, section 8.3)."""
 
 
-def parse_spec(spec: str) -> Policy:
-    """Build the policy that `spec` names.
+def _no_predictor(tau: float | None) -> LoadedPredictor:
+    raise ValueError(
+        'policy "fluxion" needs a predictor that was trained for this model, and none is loaded; train one with '
+        '`fluxion train`, name it in the option predictor, or use "anchor", which needs none.'
+    )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What specs refer to beside their own arguments.
+
+    Attributes:
+        tau: of specs that name none.
+        predictor: the predictor for a tau, or its default one for None; raises ValueError where there is none.
+    """
+
+    tau: float = 0.10
+    predictor: Callable[[float | None], LoadedPredictor] = _no_predictor
+
+
+BARE: Final = Context()
+"""A context without a predictor."""
+
+Build = Callable[[Context], Policy]
+
+
+def check_spec(spec: str) -> None:
+    """Raises ValueError, one sentence naming the legal specs, for a string that is none; needs no predictor."""
+    _build(spec)
+
+
+def parse_spec(spec: str, context: Context = BARE) -> Policy:
+    """Build the policy that `spec` names; its `spec` is that string.
 
     Raises:
-        ValueError: one sentence naming the legal specs.
+        ValueError: one sentence naming the legal specs, or what the policy lacks.
     """
-    name, *args = spec.split(":")
-    if name == "full" and not args:
-        # Everything is the whole middle at any block size; the executors skip the scan at budget 1.
-        return FixedPolicy(BLOCKS[0], 1.0)
-    if name == "fixed" and len(args) == 2:
-        try:
-            blk, budget = int(args[0]), float(args[1])
-        except ValueError:
-            blk, budget = 0, 0.0
-        if blk in BLOCKS and 0.0 < budget <= 1.0:
-            return FixedPolicy(blk, budget)
-    raise ValueError(f"policy {spec!r} is not one that this version knows; use {_LEGAL}.")
+    policy = _build(spec)(context)
+    policy.spec = spec
+    return policy
+
+
+def _build(spec: str) -> Build:
+    build = _named(*spec.split(":"))
+    if build is None:
+        shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
+        raise ValueError(f"policy {shown!r} is not one that this version knows; use {_LEGAL}.")
+    return build
+
+
+def _named(name: str, *args: str) -> Build | None:
+    match name, *args:
+        case ("full",):
+            # Everything is the whole middle at any block size; the executors skip the scan at budget 1.
+            return lambda _: FixedPolicy(BLOCKS[0], 1.0)
+        case ("streaming",):
+            return lambda _: StreamingPolicy()
+        case "fixed", blk, budget:
+            if blk not in map(str, BLOCKS):
+                return None
+            return _given(_fraction(budget), lambda share, _: FixedPolicy(int(blk), share))
+        case "oracle", budget:
+            return _given(_fraction(budget), lambda share, _: OraclePolicy(share))
+        case (("score95" | "output10") as ablation,):
+            return lambda _: AnchorPolicy(_ABLATIONS[ablation])
+        case "labels", ("score95" | "output10") as ablation:
+            return lambda _: LabelsPolicy(_ABLATIONS[ablation])
+        case (("fluxion" | "anchor" | "labels") as name,):
+            return lambda context: _by_tau(name, context, None)
+        case ("fluxion" | "anchor" | "labels") as name, tau:
+            return _given(_fraction(tau), lambda limit, context: _by_tau(name, context, limit))
+    return None
+
+
+def _given(fraction: float | None, build: Callable[[float, Context], Policy]) -> Build | None:
+    return None if fraction is None else partial(build, fraction)
+
+
+def _by_tau(name: str, context: Context, tau: float | None) -> Policy:
+    if name == "fluxion":
+        return FluxionPolicy(context.predictor(tau))
+    criterion = Criterion(Deviation.LAYER, context.tau if tau is None else tau)
+    return AnchorPolicy(criterion) if name == "anchor" else LabelsPolicy(criterion)
+
+
+def _fraction(text: str) -> float | None:
+    """The fraction in (0, 1] that `text` spells, or None."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    fraction = float(text)
+    # A plan holds float32: a budget that is 0 there would read nothing.
+    return fraction if fraction <= 1.0 and torch.tensor(fraction, dtype=torch.float32) > 0 else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -22,14 +24,12 @@ class DecodeStep:
     Attributes:
         rows: [B] int32, request rows (they name the device window).
         seq_lens: [B] int32, tokens of each request, this step's included.
-        page_table: [B, M] int32, physical page of every logical page.
         middle: [B] int32, tokens of each request's middle.
         kv_heads: KV heads of this process; q_heads: query heads of this process.
     """
 
     rows: torch.Tensor
     seq_lens: torch.Tensor
-    page_table: torch.Tensor
     middle: torch.Tensor
     kv_heads: int
     q_heads: int
@@ -39,15 +39,12 @@ class DecodeStep:
         cls,
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
         placement: Placement,
         kv_heads: int,
         q_heads: int,
     ) -> DecodeStep:
         middle = torch.tensor([placement.middle(int(n)) for n in seq_lens], dtype=torch.int32)
-        return cls(
-            rows.to(torch.int32), seq_lens.to(torch.int32), page_table, middle, kv_heads=kv_heads, q_heads=q_heads
-        )
+        return cls(rows.to(torch.int32), seq_lens.to(torch.int32), middle, kv_heads=kv_heads, q_heads=q_heads)
 
     @property
     def batch(self) -> int:
@@ -59,7 +56,8 @@ class LayerPlan:
     """What a layer reads; contiguous CPU tensors.
 
     Attributes:
-        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task.
+        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; 1 selects single
+            tokens by their exact scores, each head its own.
         budget: [B, Hq] float32, fraction of the middle's tokens that each head reads; >= 1 is everything, 0 a
             streaming head.
         value: [B, H] float32, the task's priority: larger runs earlier.
@@ -84,13 +82,70 @@ def task_value(middle: torch.Tensor, blk: torch.Tensor, budget: torch.Tensor) ->
     return 2 * tokens / blk.clamp(min=1) + 2 * tokens * per_group
 
 
+class Deviation(IntEnum):
+    """How the error of a head that reads part of the middle is measured; the values are the native library's."""
+
+    LAYER = 0
+    """||o_h(part) - o_h||_2 / max_h' ||o_h'||_2 (Fluxion, Eq. 2)."""
+    HEAD = 1
+    """||o_h(part) - o_h||_2 / ||o_h||_2: as the former, blind to what a head contributes."""
+    COVERAGE = 2
+    """Share of the attention mass that is read: at least the limit, not at most."""
+
+
+class Criterion(NamedTuple):
+    """What a budget has to achieve: the deviation within `limit` (for COVERAGE: the share at least `limit`)."""
+
+    deviation: Deviation = Deviation.LAYER
+    limit: float = 0.10
+
+
+class Needs(IntEnum):
+    """What a policy has to see of a layer before it plans."""
+
+    NOTHING = 0
+    FEATURES = 1
+    """The 41 features of every head, which rest on the anchor query and on attention to sinks and window."""
+    BUDGETS = 2
+    """The least budgets of this very step. They take reading everything: for measurements, not for serving."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is known of a layer's heads before it is planned, for a batch of B requests.
+
+    Rows of requests whose policy does not need a part hold anything.
+
+    Attributes:
+        features: [B, Hq, 41] float32 (`predictor/features.py`); None unless a policy needs them.
+        budgets: [B, Hq, 5] float32, least budgets for blocks of 1, 16, 32, 64 and 128 tokens under the policy's
+            criterion; None unless a policy needs them.
+    """
+
+    features: torch.Tensor | None = None
+    budgets: torch.Tensor | None = None
+
+
+UNSEEN = Observed()
+
+
 class Policy(ABC):
-    """Decides what each group reads in each layer of a decode step."""
+    """Decides what each group reads in each layer of a decode step.
+
+    Attributes:
+        spec: the string that names it; "" when it was not made from one.
+        needs: what `plan` has to be given.
+        criterion: of the budgets in what it is given.
+    """
+
+    spec: str = ""
+    needs: Needs = Needs.NOTHING
+    criterion: Criterion = Criterion()
 
     @abstractmethod
     def begin_step(self, step: DecodeStep) -> None:
         """A new step begins; called once before its layers."""
 
     @abstractmethod
-    def plan(self, layer: int, q: torch.Tensor) -> LayerPlan:
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         """What `layer` of the current step reads. q: [B, Hq, D] on the CPU."""

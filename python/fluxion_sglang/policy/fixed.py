@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from fluxion_sglang.policy.base import DecodeStep, LayerPlan, Policy, task_value
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy, task_value
 
 
 class FixedPolicy(Policy):
-    """Every head of every layer reads `budget` of the middle in blocks of `blk` tokens.
+    """Every head of every layer chooses `budget` of the middle in blocks of `blk` tokens.
+
+    With the option `attend_union` it attends to what any head of its group chose, so to more than its budget.
 
     Args:
-        blk: 16, 32, 64 or 128 tokens.
-        budget: fraction of the middle in (0, 1].
+        blk: 16, 32, 64 or 128 tokens; 1 is single tokens by their exact scores (`oracle`), 0 makes no task
+            (`streaming`).
+        budget: fraction of the middle in [0, 1].
     """
 
     def __init__(self, blk: int, budget: float) -> None:
@@ -30,6 +33,6 @@ class FixedPolicy(Policy):
         # Nothing here depends on the layer or the query: one plan serves the whole step.
         self._plan = LayerPlan(blk, budget, task_value(step.middle, blk, budget))
 
-    def plan(self, layer: int, q: torch.Tensor) -> LayerPlan:
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         assert self._plan is not None, "plan() before begin_step()"
         return self._plan

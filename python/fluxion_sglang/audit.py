@@ -1,0 +1,138 @@
+"""The audit file: what each decode step of a server read, and how far its attention was from exact.
+
+A server writes it when the option `audit` names a file; `read` follows it. The file is a sequence of arrays in numpy's
+own format (`numpy.save`), one a decode step, each with a record per (layer, request).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+_MAGIC = b"\x93NUMPY"
+
+
+def record_dtype(q_heads: int) -> np.dtype:
+    """A layer of a request in a decode step.
+
+    policy: spec of the request's policy, cut at 32 bytes. layer: index. length: tokens of the request, this step's
+    included. middle: those that are not resident. tile_bytes: bytes of K and V of the middle that were read, summed
+    over groups: whole tiles of selected blocks, once for all heads of a group; of single tokens (`oracle`) the rows
+    attended to, not the keys scanned to find them. metadata_bytes: block metadata scanned. kv_bytes: K and V of the
+    whole middle, all groups. error [q_heads]: ||o_h - o_h_full||_2 / max_h' ||o_h'_full||_2 of every query head
+    (Fluxion, Eq. 2; the maximum is over the layer's heads).
+    """
+    return np.dtype(
+        [
+            ("policy", "S32"),
+            ("layer", "<i4"),
+            ("length", "<i4"),
+            ("middle", "<i4"),
+            ("tile_bytes", "<i8"),
+            ("metadata_bytes", "<i8"),
+            ("kv_bytes", "<i8"),
+            ("error", "<f4", (q_heads,)),
+        ]
+    )
+
+
+class AuditLog:
+    """Appends arrays to an audit file; it is made if it does not exist.
+
+    Half an array at the end of one that does, which a server that was killed leaves, is cut off: readers could not
+    tell what follows it.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+        ValueError: there is a file, and it is no audit file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = Path(path).expanduser()
+        # Without a buffer: what could not be written must not be tried again later. Appending: the file may be emptied
+        # by its reader while it is open here.
+        self._file = path.open("ab", buffering=0)
+        # Pipes and devices have no end to go back to.
+        self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        if self._regular:
+            self._file.truncate(_end_of_whole_arrays(path))
+
+    def append(self, records: np.ndarray) -> None:
+        """Append one step: the array is in the file when this returns, and nothing of it when this raises OSError."""
+        # numpy would write header and data apart; in one piece a reader seldom meets half an array.
+        buffer = io.BytesIO()
+        np.save(buffer, records, allow_pickle=False)
+        rest = buffer.getbuffer()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            if self._regular:
+                with suppress(OSError):
+                    self._file.truncate(end)
+            raise
+
+
+def _end_of_whole_arrays(path: Path) -> int:
+    """Where the last whole array of an audit file ends; raises ValueError where its first is none."""
+    done = 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while done < size:
+            file.seek(done)
+            start = file.read(len(_MAGIC))
+            file.seek(done)
+            try:
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            except ValueError:
+                foreign = not _MAGIC.startswith(start)
+            else:
+                foreign = dtype.names != record_dtype(1).names
+                end = file.tell() + math.prod(shape) * dtype.itemsize
+                if not foreign and end <= size:
+                    done = end
+                    continue
+            if foreign and done == 0:
+                raise ValueError(f"{path} is a file of another kind; give a new file, or one that an audit began.")
+            break
+    return done
+
+
+def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[np.ndarray], int]:
+    """The arrays that were appended since `offset`, and the offset to go on from.
+
+    An array that is still being written is left for the next call, and so is what is no array.
+
+    Args:
+        offset: 0, or what an earlier call returned.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there is no array at the offset: it is no audit file, or the offset is not one of its arrays.
+    """
+    with Path(path).expanduser().open("rb") as file:
+        file.seek(offset)
+        data = io.BytesIO(file.read())
+    arrays: list[np.ndarray] = []
+    size = data.getbuffer().nbytes
+    done = 0
+    while done < size:
+        start = data.getbuffer()[done : done + len(_MAGIC)].tobytes()
+        if not _MAGIC.startswith(start):
+            if arrays:
+                break
+            raise ValueError(f"{path} has no array at byte {offset + done}; give a file that the option audit named.")
+        try:
+            arrays.append(np.load(data, allow_pickle=False))
+        except (ValueError, EOFError):
+            break  # its end is not there yet
+        done = data.tell()
+    return arrays, offset + done

@@ -1,0 +1,37 @@
+"""anchor: the least budgets of the request's anchor query, for all of its decode steps. Needs no training.
+
+The query of a request's last prefilled token is measured once a layer: the least budget at every block size that keeps
+the criterion, by reading everything. The paper has these numbers as features (Fluxion, appendix A: "budget
+estimation"); here they are the decision. It is the better the more the later queries of a head are like its anchor's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.policy.selector import plan_measured
+from fluxion_sglang.predictor.features import BUDGETS
+
+
+class AnchorPolicy(Policy):
+    """Every head reads what its anchor query would have had to read; a head that needed nothing streams.
+
+    Args:
+        criterion: what the budgets achieve for the anchor query. Eq. 2 is `anchor`; the paper's ablations `score95`
+            and `output10` have others.
+    """
+
+    needs = Needs.FEATURES
+
+    def __init__(self, criterion: Criterion) -> None:
+        self.criterion = criterion
+        self._step: DecodeStep | None = None
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self._step = step
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        assert self._step is not None, "plan() before begin_step()"
+        assert observed.features is not None
+        return plan_measured(observed.features[..., BUDGETS], self._step.middle, self._step.kv_heads)

@@ -1,0 +1,45 @@
+"""fluxion: a learned predictor says at every step what each head needs (Fluxion, sections 5 and 6)."""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Deviation, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.features import COUNT
+from fluxion_sglang.predictor.native import NativePredictor, plan_groups
+
+
+class FluxionPolicy(Policy):
+    """Streaming heads read nothing; of the others Eq. 1 gives a budget for every block size, and Eq. 3 the block size.
+
+    Args:
+        predictor: trained for this model, sinks, window and the criterion's tau.
+    """
+
+    needs = Needs.FEATURES
+
+    def __init__(self, predictor: LoadedPredictor) -> None:
+        self.criterion = Criterion(Deviation.LAYER, predictor.tau)
+        self.predictor = NativePredictor(predictor.network)
+        self.threshold = predictor.threshold
+        self._step: DecodeStep | None = None
+        self._predicted = torch.empty(0, 3)
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self._step = step
+        if self._predicted.shape[0] != step.batch * step.q_heads:
+            self._predicted = torch.empty(step.batch * step.q_heads, 3)
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        assert self._step is not None, "plan() before begin_step()"
+        assert observed.features is not None
+        step = self._step
+        self.predictor.forward(observed.features.view(-1, COUNT), self._predicted)
+        plan = LayerPlan(
+            torch.empty(step.batch, step.kv_heads, dtype=torch.int32),
+            torch.empty(step.batch, step.q_heads),
+            torch.empty(step.batch, step.kv_heads),
+        )
+        plan_groups(self._predicted, step.middle, step.kv_heads, self.threshold, plan.blk, plan.budget, plan.value)
+        return plan

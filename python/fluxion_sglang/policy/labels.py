@@ -1,0 +1,35 @@
+"""labels: the least budgets of every step itself, found by reading everything. For quality tables only.
+
+What a predictor without error would decide: the row that separates what a predictor loses from what the criterion and
+the selection by blocks can give.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.policy.selector import plan_measured
+
+
+class LabelsPolicy(Policy):
+    """Every head reads the least that keeps the criterion at this very step.
+
+    Args:
+        criterion: as of `AnchorPolicy`.
+    """
+
+    needs = Needs.BUDGETS
+
+    def __init__(self, criterion: Criterion) -> None:
+        self.criterion = criterion
+        self._step: DecodeStep | None = None
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self._step = step
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        assert self._step is not None, "plan() before begin_step()"
+        assert observed.budgets is not None
+        # The first is that of single tokens, which serving does not select.
+        return plan_measured(observed.budgets[..., 1:], self._step.middle, self._step.kv_heads)

@@ -1,0 +1,59 @@
+"""A batch whose requests have policies of their own: each part to its policy, one plan out of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy
+
+
+def compose(policies: Sequence[Policy]) -> Policy:
+    """One policy for a batch, given that of each request: the policy itself where all have the same object."""
+    if all(policy is policies[0] for policy in policies):
+        return policies[0]
+    return MixedPolicy(policies)
+
+
+class MixedPolicy(Policy):
+    """Lets every policy plan the requests that are its own, as if there were no others in the batch.
+
+    Args:
+        policies: one a request, in the order of the batch. Requests with the same object form one part.
+    """
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        parts: dict[int, tuple[Policy, list[int]]] = {}
+        for i, policy in enumerate(policies):
+            parts.setdefault(id(policy), (policy, []))[1].append(i)
+        self._parts = [(policy, torch.tensor(indices)) for policy, indices in parts.values()]
+        self._plans: list[LayerPlan] = []
+        self._whole: LayerPlan | None = None
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self._whole = None
+        for policy, at in self._parts:
+            policy.begin_step(replace(step, rows=step.rows[at], seq_lens=step.seq_lens[at], middle=step.middle[at]))
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        plans = [policy.plan(layer, q[at], _part(observed, at)) for policy, at in self._parts]
+        # Policies that plan a step once give the same object for every layer.
+        if self._whole is None or any(new is not old for new, old in zip(plans, self._plans, strict=True)):
+            self._plans, self._whole = plans, self._scatter(plans, q.shape[0])
+        return self._whole
+
+    def _scatter(self, plans: list[LayerPlan], batch: int) -> LayerPlan:
+        first = plans[0]
+        whole = LayerPlan(
+            *(torch.empty(batch, part.shape[1], dtype=part.dtype) for part in (first.blk, first.budget, first.value))
+        )
+        for (_, at), plan in zip(self._parts, plans, strict=True):
+            whole.blk[at], whole.budget[at], whole.value[at] = plan.blk, plan.budget, plan.value
+        return whole
+
+
+def _part(observed: Observed, at: torch.Tensor) -> Observed:
+    features, budgets = (None if tensor is None else tensor[at] for tensor in (observed.features, observed.budgets))
+    return Observed(features, budgets)

@@ -1,0 +1,63 @@
+"""The granularity-budget selector (Fluxion, section 5.3): one block size a group, one budget a head.
+
+For a group of G heads over a middle of L tokens the data volume in blocks of blk tokens is
+
+    V(blk) = 2 L / blk + 2 L * sum_h bgt_h(blk)                                                    (Eq. 3)
+
+metadata and KV, and the block size of 16, 32, 64, 128 with the least V wins; of equal ones the larger, whose tiles lie
+in longer runs. Streaming heads read nothing and do not count; every other head reads at least one block.
+
+Budgets are rounded to float32 first, as the engine takes them, and summed in float64: those sums are exact, so ties
+are ties on every machine. `predictor.native.plan_groups` is the native form of `select_granularity`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.policy.base import LayerPlan, task_value
+
+LOG2_BLOCKS = tuple(blk.bit_length() - 1 for blk in BLOCKS)
+"""log2 of the block sizes."""
+
+
+def select_granularity(pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float) -> LayerPlan:
+    """Plan a layer from predictions: budgets on the line bgt0 + k log2(blk) (Eq. 1).
+
+    Args:
+        pred: [B * Hq, 3] or [B, Hq, 3] float32: bgt0, k, streaming logit. Budgets that are no number become 1.
+        middle: [B] int32, tokens of each middle; 0 makes no task.
+        threshold: logits above it are streaming heads.
+    """
+    pred = pred.view(len(middle), -1, 3)
+    lines = pred[..., :1].double() + pred[..., 1:2].double() * torch.tensor(LOG2_BLOCKS, dtype=torch.float64)
+    return _select(lines, pred[..., 2] > threshold, middle, kv_heads)
+
+
+def plan_measured(budgets: torch.Tensor, middle: torch.Tensor, kv_heads: int) -> LayerPlan:
+    """Plan a layer from budgets that were measured at each block size, without a line fitted through them.
+
+    Args:
+        budgets: [B, Hq, 4] float32, least budgets in blocks of 16, 32, 64, 128 tokens; all four 0: a streaming head.
+        middle: [B] int32, tokens of each middle; 0 makes no task.
+    """
+    return _select(budgets.double(), (budgets == 0).all(-1), middle, kv_heads)
+
+
+def _select(budgets: torch.Tensor, streaming: torch.Tensor, middle: torch.Tensor, kv_heads: int) -> LayerPlan:
+    """budgets: [B, Hq, 4] float64, by block size. streaming: [B, Hq] bool."""
+    batch, q_heads = streaming.shape
+    blocks = torch.tensor(BLOCKS, dtype=torch.float64)
+    tokens = middle.to(torch.float64).view(-1, 1, 1)
+    one_block = (blocks / tokens.clamp(min=1)).clamp(max=1.0)
+    budgets = torch.minimum(torch.maximum(budgets.nan_to_num(nan=1.0), one_block), torch.ones(()).double())
+    budgets = torch.where(streaming.unsqueeze(-1) | (tokens <= 0), 0.0, budgets).float()
+    # V / (2 L): a minimum where V has one. From the largest block size down, the first of equals is the larger.
+    groups = budgets.view(batch, kv_heads, q_heads // kv_heads, len(BLOCKS))
+    best = len(BLOCKS) - 1 - (1 / blocks + groups.double().sum(2)).flip(-1).argmin(-1)
+    empty = (groups == 0).all(-1).all(-1)
+    chosen = best.unsqueeze(-1).expand(groups.shape[:3]).unsqueeze(-1)
+    budget = groups.gather(-1, chosen).view(batch, q_heads)
+    blk = torch.where(empty, 0, torch.tensor(BLOCKS, dtype=torch.int32)[best]).to(torch.int32)
+    return LayerPlan(blk, budget.contiguous(), torch.where(empty, 0.0, task_value(middle, blk, budget)))

@@ -1,0 +1,88 @@
+"""What is kept of every request's anchor query: the query of its last prefilled token, and what was measured for it.
+
+The query is noted when a chunk is prefilled, and measured when the request first decodes under a policy that asks for
+it. So nothing has to know which chunk is a prompt's last, requests under other policies cost a copy of one query, and
+a radix hit, an appended turn or a re-prefill after retraction makes a new anchor like any other prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.policy.base import Criterion
+from fluxion_sglang.predictor.features import ANCHOR
+from fluxion_sglang.predictor.measure import measure
+
+
+class Anchors:
+    """Anchors of `rows` request rows, in tables that the features kernel reads by row.
+
+    Memory is taken page by page as rows are used: [rows, Hq, 28 + D] and [rows, H, D] numbers a layer.
+
+    Attributes:
+        statistics: per layer [rows, Hq, 28] float32, the anchor features.
+        queries: per layer [rows, Hq, D], KV dtype.
+        mean_k: per layer [rows, H, D] float32.
+    """
+
+    def __init__(self, pool: HostPool, rows: int, q_heads: int) -> None:
+        self.pool = pool
+        shape = pool.shape
+        layers = range(shape.layers)
+        self.statistics = [torch.empty(rows, q_heads, len(ANCHOR)) for _ in layers]
+        self.queries = [torch.empty(rows, q_heads, shape.head_dim, dtype=shape.dtype) for _ in layers]
+        self.mean_k = [torch.empty(rows, shape.kv_heads, shape.head_dim) for _ in layers]
+        self._lengths = [[0] * rows for _ in layers]  # tokens up to the query; 0: none is known
+        self._measured: list[list[Criterion | None]] = [[None] * rows for _ in layers]
+
+    def note(self, layer: int, row: int, length: int, query: torch.Tensor) -> None:
+        """The query [Hq, D] of token `length` - 1 of the request in `row`, whose tokens are all in the host pool."""
+        self.queries[layer][row] = query
+        self._lengths[layer][row] = length
+        self._measured[layer][row] = None
+
+    def forget(self, row: int) -> None:
+        """The row has another request, which came without a prefill: its next decoded query becomes the anchor."""
+        for lengths in self._lengths:
+            lengths[row] = 0
+
+    def refresh(
+        self,
+        layer: int,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        pages: torch.Tensor,
+        q: torch.Tensor,
+        scale: float,
+        criteria: Sequence[Criterion | None],
+    ) -> None:
+        """Measure the anchors of requests that have none under their criterion.
+
+        Args:
+            rows, lengths, criteria: a request each; None: its policy asks for no anchor. Its token of this step is in
+                the pool.
+            pages: [B, M] int32. q: [B, Hq, D], the queries of this step.
+        """
+        for i, (row, criterion) in enumerate(zip(rows, criteria, strict=True)):
+            if criterion is None:
+                continue
+            if self._lengths[layer][row] == 0:
+                self.note(layer, row, lengths[i], q[i])
+            if self._measured[layer][row] == criterion:
+                continue
+            found = measure(
+                self.pool.native,
+                layer,
+                pages[i],
+                torch.tensor([self._lengths[layer][row]], dtype=torch.int32),
+                self.queries[layer][row].unsqueeze(0),
+                scale,
+                self.pool.placement.window,
+                [criterion],
+            )
+            self.statistics[layer][row] = found.anchor[0]
+            self.mean_k[layer][row] = found.mean_k[0]
+            self._measured[layer][row] = criterion

@@ -1,0 +1,326 @@
+"""The files of a trained predictor: a folder with `predictor.json` and one safetensors file a threshold tau.
+
+A predictor belongs to one model, with one number of sinks and one window: its labels were measured with them. Loading
+it for anything else is refused, and so is a file that is not what was saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from fluxion_sglang.predictor.network import HeadPredictor
+
+FORMAT = 1
+"""Version of the layout below; raised when a reader of the version before could not read it rightly."""
+
+JSON_NAME = "predictor.json"
+_KIND = "fluxion-predictor"
+_VERSIONED = ("fluxion-sglang", "torch", "safetensors", "transformers")
+
+
+class PredictorError(ValueError):
+    """A predictor cannot be used: one sentence that says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a predictor was trained for.
+
+    Attributes:
+        architecture: class name of the model, as in its config.json.
+        layers, q_heads, kv_heads, head_dim, hidden_size, vocab_size, rope_theta: of the whole model.
+        weights: fingerprint of the model's weights, made by the caller.
+        sinks, window: tokens that stay resident.
+    """
+
+    architecture: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    rope_theta: float
+    weights: str
+    sinks: int
+    window: int
+
+
+class Trained(NamedTuple):
+    """One tau of an artifact, to save: threshold is the streaming logit's, metrics hold plain JSON values."""
+
+    network: HeadPredictor
+    threshold: float
+    metrics: Mapping[str, Any]
+
+
+class LoadedPredictor(NamedTuple):
+    """One tau of an artifact, as loaded; network is in evaluation mode on the CPU."""
+
+    network: HeadPredictor
+    tau: float
+    threshold: float
+    metrics: dict[str, Any]
+
+
+def file_name(tau: float) -> str:
+    """predictor-0.10.safetensors for 0.1; more digits where tau has them."""
+    return f"predictor-{_tau_key(tau)}.safetensors"
+
+
+def save(
+    folder: str | os.PathLike[str],
+    trained: Mapping[float, Trained],
+    *,
+    identity: Identity,
+    features: Sequence[str],
+    calibrated: float,
+) -> None:
+    """Write an artifact; files of the same names are replaced, predictor.json last.
+
+    Args:
+        folder: made where it is missing.
+        trained: by tau.
+        features: names of the 41 features in their order.
+        calibrated: the tau that is used where none is asked for; one of `trained`.
+
+    Raises:
+        PredictorError: nothing to save, or weights that could not be loaded again.
+        OSError: the folder cannot be written.
+    """
+    if calibrated not in trained:
+        raise PredictorError(
+            f"The calibrated tau {calibrated:g} is not among those trained ({_listed(trained)}); train it too or "
+            "name one of them."
+        )
+    files: dict[str, dict[str, Any]] = {}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for tau, entry in sorted(trained.items()):
+        if not (math.isfinite(tau) and tau > 0):
+            raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
+        _check_finite(entry.network, f"The network for tau {tau:g}", "train it again with a lower learning rate")
+        if not math.isfinite(entry.threshold):
+            raise PredictorError(f"The streaming threshold for tau {tau:g} is {entry.threshold}; train it again.")
+        state = {name: value.detach().cpu().contiguous() for name, value in entry.network.state_dict().items()}
+        content = save_tensors(state)
+        _write(folder / file_name(tau), content)
+        files[_tau_key(tau)] = {
+            "file": file_name(tau),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "threshold": entry.threshold,
+            "metrics": dict(entry.metrics),
+        }
+    fields = dataclasses.asdict(identity)
+    document = {
+        "kind": _KIND,
+        "format": FORMAT,
+        "sinks": fields.pop("sinks"),
+        "window": fields.pop("window"),
+        "model": fields,
+        "calibrated": _tau_key(calibrated),
+        "taus": files,
+        "features": list(features),
+        "versions": {name: _version(name) for name in _VERSIONED},
+    }
+    _write(folder / JSON_NAME, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    features: Sequence[str],
+    tau: float | None = None,
+    expect: Identity | None = None,
+) -> LoadedPredictor:
+    """Read one tau of an artifact.
+
+    Args:
+        features: names of the features that will be computed, in their order.
+        tau: None: the one the artifact was calibrated for.
+        expect: the model, sinks and window it will serve; None accepts any (tools that only look).
+
+    Raises:
+        PredictorError: one sentence that says what is wrong and what to do.
+    """
+    folder = Path(folder)
+    document = _read_document(folder)
+    identity = _identity(folder, document)
+    if expect is not None:
+        _check_identity(folder, identity, expect)
+    _check_features(folder, _get(folder, document, "features", list), features)
+    taus = _get(folder, document, "taus", dict)
+    key = _get(folder, document, "calibrated", str) if tau is None else _tau_key(tau)
+    if key not in taus:
+        listed = ", ".join(sorted(taus)) or "none"
+        raise PredictorError(
+            f"The predictor in {folder} has no tau {key}, only {listed}; choose one of these or train it with that tau."
+        )
+    entry = taus[key]
+    if not isinstance(entry, dict):
+        raise _broken(folder, f"its entry for tau {key} is no object")
+    threshold = entry.get("threshold")
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        raise _broken(folder, f"its streaming threshold for tau {key} is {threshold!r}, which is no finite number")
+    name = _get(folder, entry, "file", str)
+    if Path(name).name != name:
+        raise _broken(folder, f"its file for tau {key} is {name!r}, which is not in the folder")
+    network = _read_network(folder / name, _get(folder, entry, "sha256", str))
+    return LoadedPredictor(network, float(key), float(threshold), _get(folder, entry, "metrics", dict))
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    path = folder / JSON_NAME
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise PredictorError(f"The predictor {folder} {what}; give the folder that `fluxion train` wrote.")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PredictorError(
+            f"The folder {folder} has no {JSON_NAME}; give the folder that `fluxion train` wrote."
+        ) from None
+    except OSError as error:
+        raise PredictorError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from None
+    except (ValueError, RecursionError) as error:
+        raise PredictorError(f"{path} is not JSON ({error}); copy the folder again or train again.") from None
+    if not isinstance(document, dict) or document.get("kind") != _KIND:
+        raise PredictorError(f"{path} is not a predictor of this project; give the folder that `fluxion train` wrote.")
+    if document.get("format") != FORMAT:
+        raise PredictorError(
+            f"{path} has format {document.get('format')!r} and this version reads format {FORMAT}; train again, or "
+            "install the version of fluxion-sglang that wrote it."
+        )
+    return document
+
+
+def _identity(folder: Path, document: dict[str, Any]) -> Identity:
+    model = _get(folder, document, "model", dict)
+    values = {**model, "sinks": document.get("sinks"), "window": document.get("window")}
+    names = [field.name for field in dataclasses.fields(Identity)]
+    missing = [name for name in names if values.get(name) is None]
+    if missing:
+        raise _broken(folder, f"it does not say the {', '.join(missing)} it was trained for")
+    return Identity(**{name: values[name] for name in names})
+
+
+def _check_identity(folder: Path, identity: Identity, expect: Identity) -> None:
+    for field in dataclasses.fields(Identity):
+        has, needs = getattr(identity, field.name), getattr(expect, field.name)
+        if has == needs:
+            continue
+        if field.name in ("sinks", "window"):
+            raise PredictorError(
+                f"The predictor in {folder} was trained with {field.name} {has} and this server has {field.name} "
+                f"{needs}; set {field.name} to {has} or train a predictor with {needs}."
+            )
+        raise PredictorError(
+            f"The predictor in {folder} was trained for another model: its {field.name} is {has} and that of the model "
+            f"served is {needs}; give the predictor of this model or train one."
+        )
+
+
+def _check_features(folder: Path, has: list[Any], needs: Sequence[str]) -> None:
+    if has == list(needs):
+        return
+    at = next((i for i, (a, b) in enumerate(zip(has, needs, strict=False)) if a != b), min(len(has), len(needs)))
+    a, b = (names[at] if at < len(names) else "nothing" for names in (has, needs))
+    raise PredictorError(
+        f"The predictor in {folder} was trained on other features: feature {at} is {a} there and {b} in this version; "
+        "train it again with this version."
+    )
+
+
+def _read_network(path: Path, digest: str) -> HeadPredictor:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise PredictorError(
+            f"The weights {path} do not exist, although {JSON_NAME} names them; copy the whole folder or train again."
+        ) from None
+    except OSError as error:
+        raise PredictorError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from None
+    try:
+        state = load_tensors(content)
+    except safetensors.SafetensorError as error:
+        raise PredictorError(
+            f"{path} is truncated or no safetensors file ({error}); copy the folder again or train again."
+        ) from None
+    network = HeadPredictor()
+    wanted = network.state_dict()
+    for name in sorted(wanted.keys() | state.keys()):
+        has, needs = (_described(tensors.get(name)) for tensors in (state, wanted))
+        if has != needs:
+            raise PredictorError(
+                f"{path} holds another network than this version's: {name} is {has} and should be {needs}; train it "
+                "again with this version."
+            )
+    network.load_state_dict(state)
+    _check_finite(network, str(path), "copy the folder again or train again")
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise PredictorError(
+            f"{path} is not the file that was saved with this {JSON_NAME} (its SHA-256 differs); copy the whole folder "
+            "again or train again."
+        )
+    return network.eval().requires_grad_(False)
+
+
+def _check_finite(network: HeadPredictor, what: str, advice: str) -> None:
+    for name, value in network.state_dict().items():
+        if not bool(value.isfinite().all()):
+            raise PredictorError(f"{what} has a value in {name} that is not finite; {advice}.")
+    if not bool((network.std > 0).all()):
+        raise PredictorError(f"{what} has a value in std that is not positive; {advice}.")
+
+
+def _get(folder: Path, document: dict[str, Any], key: str, kind: type) -> Any:
+    value = document.get(key)
+    if not isinstance(value, kind):
+        raise _broken(folder, f"its {key} is {'missing' if value is None else 'not what it should be'}")
+    return value
+
+
+def _broken(folder: Path, what: str) -> PredictorError:
+    return PredictorError(f"{folder / JSON_NAME} is damaged: {what}; copy the folder again or train again.")
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "not there"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _tau_key(tau: float) -> str:
+    return f"{tau:.2f}" if round(tau, 2) == tau else f"{tau:g}"
+
+
+def _listed(taus: Mapping[float, Any]) -> str:
+    return ", ".join(map(_tau_key, sorted(taus))) or "none"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    # A reader sees the old file or the new one, never half of one.
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    part.replace(path)

@@ -1,0 +1,166 @@
+"""Least budgets written straight from their definition, in torch float64, and the curve that is learnt of them.
+
+The oracle of `predictor.measure`: it shares nothing with the native code. Slow; for tests and small studies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.executor.torch_reference import block_pages
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.policy.base import Deviation
+from fluxion_sglang.predictor.measure import BLOCK_SIZES
+
+
+def block_positions(middle: int, blk: int, sinks: int) -> list[range]:
+    """Positions of every block of a middle of `middle` tokens, in order; blk 1: of every token."""
+    start = sinks
+    if blk == 1:
+        return [range(p, p + 1) for p in range(start, start + middle)]
+    if middle == 0:
+        return []
+    return [range(p.start * PAGE, p.stop * PAGE) for p in block_pages(middle, blk, sinks // PAGE)]
+
+
+def order_of(q: torch.Tensor, k: torch.Tensor, groups: Sequence[range]) -> list[int]:
+    """Indices of the blocks, the best first and of equal ones the lower; q [D], k [n, D], both as stored."""
+    if not groups:
+        return []
+    if len(groups[0]) == 1 and len(groups[-1]) == 1:
+        scores = k[groups[0].start : groups[-1].stop].double() @ q.double()
+    else:
+        lo = torch.stack([k[list(group)].amin(0) for group in groups]).double()
+        hi = torch.stack([k[list(group)].amax(0) for group in groups]).double()
+        scores = block_bounds64(q, lo, hi)
+    order: list[int] = torch.sort(scores, descending=True, stable=True).indices.tolist()
+    return order
+
+
+def block_bounds64(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """`torch_reference.block_bounds` of one query in float64: q [D], lo and hi [n, D] -> [n]."""
+    q = q.double()
+    return q.clamp(min=0) @ hi.double().T + q.clamp(max=0) @ lo.double().T
+
+
+def budget_of_count(count: int, middle: int, blk: int, blocks: int) -> float:
+    """The budget with which serving reads exactly `count` of `blocks` blocks: min(1, count * blk / middle).
+
+    1 is kept for all of them: where cut blocks let fewer reach it, the float32 below it is returned.
+    """
+    if count == 0:
+        return 0.0
+    return 1.0 if count == blocks else min(count * blk / middle, 1 - 2.0**-24)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What every prefix of the ranked blocks of one head gives; entry c is that of the c best, 0 to blocks.
+
+    Attributes:
+        distance: [blocks + 1] float64, |o' - o|.
+        mass: [blocks + 1] float64, share of the attention mass that is read.
+    """
+
+    distance: torch.Tensor
+    mass: torch.Tensor
+
+    def values(self, kind: int, norm: float, largest: float) -> torch.Tensor:
+        """What criterion `kind` compares with its threshold: [blocks + 1]. norm: |o|; largest: the heads' greatest."""
+        if kind == Deviation.COVERAGE:
+            return self.mass
+        by = largest if kind == Deviation.LAYER else norm
+        return self.distance / by if by > 0 else torch.where(self.distance > 0, math.inf, 0.0)
+
+    def first(self, kind: int, threshold: float, norm: float, largest: float) -> int:
+        """The least number of blocks that meets the criterion; all of them always do."""
+        values = self.values(kind, norm, largest)
+        met = values >= threshold if kind == Deviation.COVERAGE else values <= threshold
+        met[-1] = True
+        return int(met.int().argmax())
+
+
+def prefixes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement, blk: int
+) -> Prefixes:
+    """The walk of one head over the blocks of its middle, each prefix from scratch.
+
+    Args:
+        q: [D], k, v: [n, D], the request's tokens up to the query's own.
+    """
+    n = len(k)
+    middle = placement.middle(n)
+    scores = (k.double() @ q.double()) * scale
+    weights = (scores - scores.logsumexp(0)).exp()
+    exact = weights @ v.double()
+    groups = block_positions(middle, blk, placement.sinks)
+    read = torch.ones(n, dtype=torch.bool)
+    read[placement.sinks : placement.sinks + middle] = False
+    distance, mass = [], []
+    for index in [None, *order_of(q, k, groups)]:
+        if index is not None:
+            read[list(groups[index])] = True
+        total = weights[read].sum()
+        output = (weights[read] / total) @ v.double()[read]
+        distance.append((output - exact).norm())
+        mass.append(total)
+    return Prefixes(torch.stack(distance), torch.stack(mass))
+
+
+def least_budgets(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    placement: Placement,
+    criteria: Sequence[tuple[int, float]],
+) -> torch.Tensor:
+    """`Measurement.budgets` of one query.
+
+    Args:
+        q: [Hq, D]. k, v: [n, H, D], the request's tokens up to the query's own.
+
+    Returns:
+        [Hq, C, 5] float32.
+    """
+    group = len(q) // k.shape[1]
+    middle = placement.middle(len(k))
+    keys, values = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    shares = (torch.einsum("hd,nhd->hn", q.double(), keys) * scale).softmax(-1)
+    norms = torch.einsum("hn,nhd->hd", shares, values).norm(dim=-1).tolist()
+    out = torch.zeros(len(q), len(criteria), len(BLOCK_SIZES))
+    for head in range(len(q)):
+        for size, blk in enumerate(BLOCK_SIZES):
+            walk = prefixes(q[head], k[:, head // group], v[:, head // group], scale, placement, blk)
+            blocks = len(walk.mass) - 1
+            for c, (kind, threshold) in enumerate(criteria):
+                count = walk.first(kind, threshold, norms[head], max(norms))
+                out[head, c, size] = budget_of_count(count, middle, blk, blocks)
+    return out
+
+
+def fit(budgets: torch.Tensor, *, fixed: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Least squares of Fluxion's Eq. 1, bgt(blk) = bgt0 + k log2 blk, over BLOCK_SIZES.
+
+    Args:
+        budgets: [..., 5], as `Measurement.budgets`.
+        fixed: bgt0 is the budget for blocks of one token, as in the paper, and k alone is fitted; otherwise both are.
+
+    Returns:
+        bgt0 [...], k [...], residual [...]: the root of the mean squared difference over the five sizes. In the
+        dtype of `budgets`.
+    """
+    x = torch.tensor(BLOCK_SIZES, dtype=budgets.dtype, device=budgets.device).log2()
+    if fixed:
+        bgt0 = budgets[..., 0]
+        k = ((budgets - bgt0[..., None]) * x).sum(-1) / x.square().sum()
+    else:
+        centred = x - x.mean()
+        k = (budgets * centred).sum(-1) / centred.square().sum()
+        bgt0 = budgets.mean(-1) - k * x.mean()
+    residual = (bgt0[..., None] + k[..., None] * x - budgets).square().mean(-1).sqrt()
+    return bgt0, k, residual

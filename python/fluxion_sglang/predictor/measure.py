@@ -1,0 +1,115 @@
+"""Exact least budgets and anchor statistics of queries, from the host pool: the same for training and serving.
+
+Words: N queries of one request; Hq query heads, H KV heads, D head_dim; n tokens of the request when a query was its
+last token, that token included; L tokens of the middle of those n (kv/placement.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.native import NativePool, function
+
+BLOCK_SIZES = (1, 16, 32, 64, 128)
+"""Tokens of a block, in the order of `Measurement.budgets`; 1 is single tokens."""
+
+EMPTY_LSE = -30.0
+"""The LSE of an empty segment, as a feature."""
+
+ANCHOR_COLUMNS = (*range(4, 16), *range(17, 21), 24, 25, 26, 29, 30, 31, 33, *range(35, 39), 40)
+"""The 28 of the predictor's 41 features that `Measurement.anchor` holds, by their index there."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What `measure` found, all float32.
+
+    Attributes:
+        anchor: [N, Hq, 28], the features `ANCHOR_COLUMNS` with each query as the anchor. Of the middle: norm of the
+            mean key and value; mean, variance, skewness and kurtosis (population; m4 / m2^2) of |k|, |v| and of
+            z_i = <q, k_i> * scale / |q|; skewness and kurtosis are 0 when the variance is below 1e-12 mean^2. An LSE
+            of nothing is EMPTY_LSE. Budgets are those of the first criterion for blocks of 16 to 128 tokens.
+        mean_k: [N, H, D], mean key of the middle; 0 where it is empty.
+        parts: [N, Hq, 5]: LSE of the sinks, LSE of the window, norms of the attention to the sinks, to the window and
+            to both. LSE natural, -inf for an empty part; its norm is 0.
+        result: [N, Hq, 3]: |o|; the error of the residents alone, relative to the largest |o| of the query's heads;
+            the middle's share of the attention mass.
+        budgets: [N, Hq, C, 5], least budget under each criterion for blocks of BLOCK_SIZES tokens: the share of the
+            middle that count blocks make, min(1, count * blk / L), where count is the first number of best blocks that
+            meets the criterion; 0 when the residents do. Exactly 1 means all blocks; where cut blocks would let fewer
+            reach 1, the number below it is given, so that the engine buys exactly count blocks for it.
+    """
+
+    anchor: torch.Tensor
+    mean_k: torch.Tensor
+    parts: torch.Tensor
+    result: torch.Tensor
+    budgets: torch.Tensor
+
+
+def measure(
+    pool: NativePool,
+    layer: int,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    q: torch.Tensor,
+    scale: float,
+    window: int,
+    criteria: torch.Tensor | Sequence[tuple[int, float]],
+) -> Measurement:
+    """Read everything, and find out what would have been enough.
+
+    Blocks are tried in the order in which the engine selects them without `attend_union`: none, the best, the two best,
+    and so on; of equal scores the lower index. Blocks of 16 tokens and more are ranked by the bounds that the engine
+    computes, single tokens by their exact scores. The first prefix that meets a criterion is its budget (a longer one
+    may fail it again: errors need not fall monotonically). Sinks are those of the pool.
+
+    Tokens from a length on are not read, so the pool may hold more of the request than the longest length. No layer may
+    be writing to the pool meanwhile. Runs on the pool's workers.
+
+    Args:
+        pages: [>= ceil(max n / 16)] int32, the request's pages from its first.
+        lengths: [N] int32, n of each query.
+        q: [N, Hq, D], KV dtype, the last two dimensions contiguous. Hq is 1 to 16 times the pool's KV heads.
+        scale: multiplies q.k.
+        window: tokens, a multiple of 16.
+        criteria: [C, 2] float32 or pairs: (Deviation, limit); 1 to 32 of them.
+
+    Raises:
+        ValueError: a shape, dtype, length, page id or criterion that cannot be; nothing was computed.
+    """
+    if not isinstance(criteria, torch.Tensor):
+        criteria = torch.tensor([(float(kind), threshold) for kind, threshold in criteria]).reshape(-1, 2)
+    if q.ndim != 3:
+        raise ValueError(f"q has {q.ndim} dimensions and must have three: queries, heads and head_dim.")
+    count, heads, dim = q.shape
+    found = Measurement(
+        anchor=torch.empty(count, heads, len(ANCHOR_COLUMNS)),
+        mean_k=torch.empty(count, pool.tensor("tiles", layer).shape[0], dim),
+        parts=torch.empty(count, heads, 5),
+        result=torch.empty(count, heads, 3),
+        budgets=torch.empty(count, heads, len(criteria), len(BLOCK_SIZES)),
+    )
+    measure_into(pool, layer, pages, lengths, q, scale, window, criteria, found)
+    return found
+
+
+def measure_into(
+    pool: NativePool,
+    layer: int,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    q: torch.Tensor,
+    scale: float,
+    window: int,
+    criteria: torch.Tensor,
+    out: Measurement,
+) -> None:
+    """`measure` into tensors that exist: every element of `out` is written; they are contiguous, on the CPU."""
+    function("measure")(
+        pool.handle, layer, pages, lengths, q, scale, window, criteria,
+        out.anchor, out.mean_k, out.parts, out.result, out.budgets,
+    )  # fmt: skip

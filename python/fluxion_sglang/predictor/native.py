@@ -1,0 +1,75 @@
+"""The predictor as it serves: native inference and the choice of block sizes and budgets."""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.native import function
+from fluxion_sglang.predictor.network import WIDTHS, HeadPredictor
+
+
+class NativePredictor:
+    """A HeadPredictor's weights, copied and packed for one instruction set.
+
+    Runs on the calling thread and allocates nothing after construction; one object serves one thread at a time.
+
+    Args:
+        network: its parameters and standardisation; later changes to it do not show here.
+        isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
+
+    Raises:
+        ValueError: weights that are not finite, a std that is not positive, or an isa this CPU cannot run.
+    """
+
+    def __init__(self, network: HeadPredictor, isa: str | None = None) -> None:
+        def plain(values: torch.Tensor) -> torch.Tensor:
+            return values.detach().to("cpu", torch.float32).contiguous()
+
+        # Weight [out, in], then bias [out], of each layer in turn.
+        parameters = torch.cat([plain(p).flatten() for layer in network.layers for p in layer.parameters()])
+        self.handle = function("predictor_create")(
+            isa or "", torch.tensor(WIDTHS, dtype=torch.int32), plain(network.mean), plain(network.std), parameters
+        )
+        self._forward = function("predictor_forward")
+
+    @property
+    def isa(self) -> str:
+        """The kernels in use."""
+        return str(function("predictor_isa")(self.handle))
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Predict rows of heads, any number of them.
+
+        A row's predictions do not depend on the other rows; a NaN among its features makes them NaN.
+
+        Args:
+            x: [N, 41] float32, contiguous. out: [N, 3] float32, written: bgt0, k, streaming logit.
+
+        Raises:
+            ValueError: a shape or dtype that does not fit; nothing was written.
+        """
+        self._forward(self.handle, x, out)
+
+
+def plan_groups(
+    pred: torch.Tensor,
+    middle: torch.Tensor,
+    kv_heads: int,
+    threshold: float,
+    blk: torch.Tensor,
+    budget: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Choose block size, budgets and priority of every group by Eq. 3 (Fluxion, section 5.3).
+
+    `policy.selector.select_granularity` is the reference and says what is chosen.
+
+    Args:
+        pred: [B * Hq, 3] float32, of `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
+        threshold: logits above it are streaming heads.
+        blk [B, H] int32, budget [B, Hq] float32, value [B, H] float32: written, as in `LayerPlan`.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit; nothing was written.
+    """
+    function("predictor_plan")(pred, middle, kv_heads, threshold, blk, budget, value)

@@ -1,0 +1,123 @@
+"""Training data: what lines are sequences, which steps are taken, what the tables hold, and which tau is chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from world import World
+
+from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.predictor import dataset
+from fluxion_sglang.predictor.dataset import DataError, TokenSequence, choose_steps, read_sequences
+from fluxion_sglang.predictor.features import BUDGETS
+from fluxion_sglang.predictor.recorder import TAUS, Recorder, path
+from fluxion_sglang.train import choose
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def write(folder: Path, *lines: object) -> Path:
+    file = folder / "data.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return file
+
+
+def test_lines_are_sequences(tmp_path: Path) -> None:
+    choices = {f"choice_{letter}": letter.lower() for letter in "ABCD"}
+    file = write(
+        tmp_path,
+        {"text": "ab"},
+        {"input_ids": [1, 2, 3], "answer_ids": [4], "task": "t"},
+        "",
+        {"text": "ab", "answer": "cde"},
+        {"context": "x", "question": "y", **choices, "answer": "A"},
+    )
+    found = read_sequences(file, encode)
+    assert found[:3] == [
+        TokenSequence((97, 98)),
+        TokenSequence((1, 2, 3, 4), 1, "t"),
+        TokenSequence((97, 98, 99, 100, 101), 3),
+    ]
+    assert bytes(found[3].tokens).decode() == "x\n\ny\n(A) a\n(B) b\n(C) c\n(D) d" and found[3].answer == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["data.jsonl:1", "not JSON"]),
+        ([1], ["data.jsonl:1", "no object"]),
+        ({"txt": "a"}, ["neither `text` nor `input_ids`"]),
+        ({"input_ids": [1, -1]}, ["`input_ids`", "no list of token ids"]),
+        ({"input_ids": [1, True]}, ["`input_ids`", "no list of token ids"]),
+        ({"text": 5}, ["`text`", "no string"]),
+        ({"text": "a", "answer_ids": "b"}, ["`answer_ids`"]),
+        ("", ["has no sequences"]),
+    ],
+)
+def test_what_is_no_sequence_is_one_sentence(tmp_path: Path, line: object, words: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        read_sequences(write(tmp_path, line), encode)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be read .* give a JSONL file"):
+        read_sequences(tmp_path / "none.jsonl", encode)
+
+
+def test_steps_follow_their_anchors() -> None:
+    text = TokenSequence(tuple(range(10_000)))
+    chosen = choose_steps(text, 3, 336)
+    assert chosen == choose_steps(text, 3, 336) != choose_steps(text, 4, 336)
+    assert [anchor for anchor, _ in chosen] == [336, 4096, 8192]
+    for (anchor, steps), stop in zip(chosen, (4096, 8192, 10_000), strict=True):
+        assert steps == sorted(set(steps)) and len(steps) == 8 and anchor < steps[0] and steps[-1] < stop
+
+
+def test_steps_of_an_answer_have_the_prompt_as_anchor() -> None:
+    answer = TokenSequence(tuple(range(1_000)), 10)
+    *rest, (anchor, steps) = choose_steps(answer, 0, 336)
+    assert [anchor for anchor, _ in rest] == [336] and max(rest[0][1]) < 990
+    assert anchor == 989 and steps == list(range(990, 999)), "the last token is not decoded from"
+    assert choose_steps(TokenSequence(tuple(range(300)), 10), 0, 336) == []
+
+
+def test_a_table_has_the_labels_of_its_tau(tmp_path: Path) -> None:
+    world = World(seed=21)
+    world.extend(1, 900)
+    q = torch.randn(900, 8, 64, generator=torch.Generator().manual_seed(1))
+    recorder, wishes = Recorder(tmp_path, world.pool), {"id": 4, "samples": [[600, [700, 899]]]}
+    for layer in range(world.layers):
+        for start, stop in ((0, 512), (512, 900)):  # the anchor comes in the same chunk or an earlier one
+            request = ExtendRequest(1, start, stop, 0, world.page_list(1, 900))
+            recorder.observe(layer, wishes, request, q[start:stop], world.scale)
+            assert path(tmp_path, 4, layer).exists() == (stop == 900)
+    tables = {tau: dataset.table(tmp_path, [3, 4], world.layers, tau) for tau in TAUS}
+    for tau, table in tables.items():
+        assert table.features.shape == (2 * 2 * 8, 41) and set(table.sequence.tolist()) == {4}
+        assert torch.equal(table.streaming, table.budgets[:, 0] == 0)
+        line = table.bgt0.unsqueeze(1) + table.k.unsqueeze(1) * torch.tensor([4.0, 5, 6, 7])
+        assert (line - table.budgets)[~table.streaming].abs().mean() < 0.5, tau
+    few, many = tables[0.5], tables[0.02]
+    assert (few.budgets <= many.budgets).all() and few.budgets.mean() < many.budgets.mean()
+    assert not torch.equal(few.features[:, BUDGETS], many.features[:, BUDGETS])
+    assert torch.equal(few.features[:, :35], many.features[:, :35])
+    with pytest.raises(DataError, match="no steps were recorded"):
+        dataset.table(tmp_path, [0, 1], world.layers, 0.1)
+
+
+def test_the_largest_tau_within_the_targets_is_chosen() -> None:
+    def row(tau: float | None, kl: float, right: float | None) -> dict[str, object]:
+        return {"tau": tau, "kl": kl, "right": right}
+
+    rows = [row(None, 0.0, 0.9), row(0.1, 0.001, 0.9), row(0.2, 0.005, 0.9), row(0.3, 0.008, 0.8), row(0.4, 0.02, 0.9)]
+    assert choose(rows, 0.01, 0.005) == 0.2
+    assert choose(rows, 0.01, 0.2) == 0.3
+    assert choose(rows, 0.5, 0.2) == 0.4
+    assert choose(rows, 1e-6, 0.0) == 0.1, "none is within: the smallest"
+    assert choose([row(None, 0.0, None), row(0.1, 0.0, None), row(0.5, 0.0, None)], 0.01, 0.0) == 0.5

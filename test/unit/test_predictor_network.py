@@ -1,0 +1,134 @@
+"""The predictor network: native inference against torch, on every instruction set."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fluxion_sglang.native import library
+from fluxion_sglang.predictor.native import NativePredictor
+from fluxion_sglang.predictor.network import FEATURES, PARAMETERS, HeadPredictor
+
+ISAS = str(library().isas()).split(",")
+isas = pytest.mark.parametrize("isa", ISAS)
+
+
+def network(seed: int = 0) -> HeadPredictor:
+    """Random weights of the size that keeps activations alive, and a standardisation worth the name."""
+    random = torch.Generator().manual_seed(seed)
+    made = HeadPredictor()
+    with torch.no_grad():
+        for layer in made.layers:
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=random) * (2 / layer.in_features) ** 0.5)
+            layer.bias.copy_(torch.randn(layer.bias.shape, generator=random))
+        made.mean.copy_(torch.randn(FEATURES, generator=random) * 5)
+        made.std.copy_(torch.rand(FEATURES, generator=random) * 3 + 0.1)
+    return made
+
+
+def features(rows: int, seed: int = 1) -> torch.Tensor:
+    """Features of which some lie beyond the clip."""
+    return torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(seed)) * 8
+
+
+def run(native: NativePredictor, x: torch.Tensor) -> torch.Tensor:
+    """Predictions, written between rows that must stay as they are."""
+    guarded = torch.full((len(x) + 2, 3), math.nan)
+    guarded[0] = guarded[-1] = 7.0
+    native.forward(x, guarded[1:-1])
+    assert (guarded[0] == 7.0).all() and (guarded[-1] == 7.0).all()
+    return guarded[1:-1].clone()
+
+
+def test_the_network_has_the_size_of_the_paper() -> None:
+    count = sum(p.numel() for p in HeadPredictor().parameters())
+    assert count == PARAMETERS == 112_083
+    assert abs(count / 112_000 - 1) < 0.02
+
+
+@isas
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 31, 32, 33, 64, 1000])
+def test_forward_equals_torch(isa: str, rows: int) -> None:
+    model, x = network(), features(rows)
+    native = NativePredictor(model, isa)
+    assert native.isa == isa
+    with torch.no_grad():
+        want = model.double()(x.double())
+    torch.testing.assert_close(run(native, x).double(), want, atol=2e-4, rtol=2e-4)
+
+
+@isas
+def test_a_row_does_not_depend_on_the_others(isa: str) -> None:
+    native, x = NativePredictor(network(), isa), features(77)
+    together = run(native, x)
+    for rows in (1, 5, 16, 40):
+        assert torch.equal(torch.cat([run(native, part) for part in x.split(rows)]), together)
+
+
+@isas
+def test_every_output_counts(isa: str) -> None:
+    """One weight at a time, so that no input or output of a panel is another's."""
+    x = features(3)
+    for layer, out, inp in [(0, 271, 40), (0, 16, 0), (1, 239, 271), (2, 143, 239), (2, 15, 16), (3, 2, 143)]:
+        model = network()
+        before = run(NativePredictor(model, isa), x)
+        with torch.no_grad():
+            model.layers[layer].weight[out, inp] += 5.0
+            model.layers[layer].bias[out] += 5.0
+            want = model(x)
+        after = run(NativePredictor(model, isa), x)
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(after, want, atol=5e-4, rtol=5e-4)
+
+
+@isas
+def test_extreme_features(isa: str) -> None:
+    """Infinities are clipped; a NaN reaches the predictions of its own row, where the selector reads everything."""
+    model, x = network(), features(12)
+    x[2, 5], x[3, 0], x[4, 40] = math.inf, -math.inf, 1e38
+    want = model(x).detach()
+    x[7, 11] = math.nan
+    got = run(NativePredictor(model, isa), x)
+    assert got[7].isnan().all()
+    rest = torch.arange(12) != 7
+    torch.testing.assert_close(got[rest], want[rest], atol=2e-4, rtol=2e-4)
+
+
+def test_weights_are_copied() -> None:
+    model, x = network(), features(4)
+    native = NativePredictor(model)
+    before = run(native, x)
+    with torch.no_grad():
+        model.layers[0].weight.zero_()
+    assert torch.equal(run(native, x), before)
+
+
+def test_wrong_arguments() -> None:
+    native = NativePredictor(network())
+    out = torch.full((4, 3), 7.0)
+    for x in (torch.zeros(4, 40), torch.zeros(4, FEATURES).double(), torch.zeros(FEATURES, 4).T, torch.zeros(3, 41)):
+        with pytest.raises(ValueError, match=r"and must be a contiguous tensor in host memory of float32 and shape \["):
+            native.forward(x, out)
+    assert (out == 7.0).all()
+    with pytest.raises(ValueError, match="isa abacus cannot be run by this CPU"):
+        NativePredictor(network(), "abacus")
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "layers.1.weight", "layers.3.bias"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(name: str, value: float) -> None:
+    model = network()
+    with torch.no_grad():
+        model.state_dict()[name].view(-1)[1] = value
+    with pytest.raises(ValueError, match="not finite"):
+        NativePredictor(model)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_std_must_be_positive(value: float) -> None:
+    model = network()
+    model.std[3] = value
+    with pytest.raises(ValueError, match="not positive"):
+        NativePredictor(model)

@@ -1,0 +1,189 @@
+"""The granularity-budget selector: native, torch, and a search in exact fractions say the same."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxion_sglang.policy.base import LayerPlan, task_value
+from fluxion_sglang.policy.selector import plan_measured, select_granularity
+from fluxion_sglang.predictor.native import plan_groups
+
+BLOCKS = (16, 32, 64, 128)
+# Multiples of a power of two make ties that are exact.
+COARSE = st.integers(-8, 40).map(lambda i: i / 32)
+BUDGETS = st.one_of(COARSE, st.floats(-0.5, 1.5, width=32), st.sampled_from([0.0, 1.0, 2.0, -1.0, 1e-30, 1e30]))
+SLOPES = st.one_of(st.integers(-4, 8).map(lambda i: i / 64), st.floats(-0.125, 0.3125, width=32), st.just(0.0))
+LOGITS = st.one_of(st.sampled_from([-3.0, 0.0, 0.5, 3.0]), st.floats(-4, 4, width=32))
+MIDDLES = st.one_of(
+    st.sampled_from([0, 16, 32, 48, 112, 128, 1024, 131072]), st.integers(0, 8192).map(lambda i: 16 * i)
+)
+
+
+def native(pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float) -> LayerPlan:
+    """plan_groups into memory that holds rubbish."""
+    batch = len(middle)
+    plan = LayerPlan(
+        torch.full((batch, kv_heads), -5, dtype=torch.int32),
+        torch.full((batch, pred.numel() // 3 // max(batch, 1)), math.nan),
+        torch.full((batch, kv_heads), math.nan),
+    )
+    plan_groups(pred, middle, kv_heads, threshold, plan.blk, plan.budget, plan.value)
+    return plan
+
+
+def assert_same(got: LayerPlan, want: LayerPlan) -> None:
+    assert torch.equal(got.blk, want.blk)
+    assert torch.equal(got.budget, want.budget)
+    torch.testing.assert_close(got.value, want.value, rtol=1e-6, atol=0)
+    assert got.blk.dtype == want.blk.dtype == torch.int32
+    for tensor in (got.budget, got.value, want.budget, want.value):
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+def search(heads: list[list[float] | None], tokens: int) -> tuple[int, list[float]]:
+    """Block size and budgets of one group; heads: budgets at the four block sizes, None a streaming head."""
+    if tokens == 0 or all(head is None for head in heads):
+        return 0, [0.0] * len(heads)
+    found: tuple[Fraction, int, list[float]] | None = None
+    for j, blk in enumerate(BLOCKS):
+        budgets = []
+        for head in heads:
+            if head is None:
+                budgets.append(0.0)
+                continue
+            least, wanted = min(1.0, blk / tokens), head[j]
+            clipped = 1.0 if math.isnan(wanted) else min(max(wanted, least), 1.0)
+            budgets.append(float(torch.tensor(clipped, dtype=torch.float32)))
+        volume = Fraction(2 * tokens, blk) + 2 * tokens * sum(map(Fraction, budgets))
+        if found is None or volume <= found[0]:
+            found = volume, blk, budgets
+    assert found is not None
+    return found[1], found[2]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, float]:
+    """pred [B * Hq, 3], middle [B], KV heads, threshold."""
+    batch, kv_heads, group = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 7, 16]))
+    heads = batch * kv_heads * group
+    rows = draw(st.lists(st.tuples(BUDGETS, SLOPES, LOGITS), min_size=heads, max_size=heads))
+    middle = draw(st.lists(MIDDLES, min_size=batch, max_size=batch))
+    pred = torch.tensor(rows, dtype=torch.float32).view(heads, 3)
+    return pred, torch.tensor(middle, dtype=torch.int32), kv_heads, draw(st.sampled_from([0.0, 0.5, -9.0, 9.0]))
+
+
+@settings(max_examples=150)
+@given(layers())
+def test_native_torch_and_search_agree(case: tuple[torch.Tensor, torch.Tensor, int, float]) -> None:
+    pred, middle, kv_heads, threshold = case
+    if len(middle) == 0:
+        plan = LayerPlan(*(torch.empty(0, n, dtype=d) for n, d in ((kv_heads, torch.int32), (6, torch.float32))), pred)
+        value = torch.empty(0, kv_heads)
+        plan_groups(pred, middle, kv_heads, threshold, plan.blk, torch.empty(0, 2 * kv_heads), value)
+        return
+    want = select_granularity(pred, middle, kv_heads, threshold)
+    assert_same(native(pred, middle, kv_heads, threshold), want)
+    torch.testing.assert_close(want.value, task_value(middle, want.blk, want.budget) * (want.blk > 0))
+    grouped = pred.double().view(len(middle), kv_heads, -1, 3)
+    for b, tokens in enumerate(middle.tolist()):
+        for h in range(kv_heads):
+            heads = [
+                None if logit > threshold else [bgt0 + k * math.log2(blk) for blk in BLOCKS]
+                for bgt0, k, logit in grouped[b, h].tolist()
+            ]
+            blk, budgets = search(heads, tokens)
+            assert int(want.blk[b, h]) == blk
+            assert want.budget[b].view(kv_heads, -1)[h].tolist() == budgets
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_measured_budgets(data: st.DataObject) -> None:
+    batch, kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+    shape = (batch, kv_heads * group, 4)
+    count = math.prod(shape)
+    values = st.one_of(st.just(0.0), st.integers(0, 32).map(lambda i: i / 32), st.floats(0, 1, width=32))
+    budgets = torch.tensor(data.draw(st.lists(values, min_size=count, max_size=count))).view(shape)
+    middle = torch.tensor(data.draw(st.lists(MIDDLES, min_size=batch, max_size=batch)), dtype=torch.int32)
+    plan = plan_measured(budgets, middle, kv_heads)
+    for b, tokens in enumerate(middle.tolist()):
+        for h in range(kv_heads):
+            rows = budgets[b, h * group : (h + 1) * group].tolist()
+            blk, chosen = search([None if not any(row) else row for row in rows], tokens)
+            assert int(plan.blk[b, h]) == blk
+            assert plan.budget[b, h * group : (h + 1) * group].tolist() == chosen
+    torch.testing.assert_close(plan.value, task_value(middle, plan.blk, plan.budget) * (plan.blk > 0))
+
+
+def plan_of(rows: list[tuple[float, float, float]], tokens: int, kv_heads: int = 1) -> LayerPlan:
+    """Both forms, which must agree."""
+    pred, middle = torch.tensor(rows), torch.tensor([tokens], dtype=torch.int32)
+    plan = native(pred, middle, kv_heads, 0.0)
+    assert_same(plan, select_granularity(pred, middle, kv_heads, 0.0))
+    return plan
+
+
+def test_flat_budgets_take_the_largest_block() -> None:
+    plan = plan_of([(0.25, 0.0, -1.0), (0.5, 0.0, -1.0)], 1024)
+    assert plan.blk.item() == 128
+    assert plan.budget.tolist() == [[0.25, 0.5]]
+    assert plan.value.item() == 2 * 1024 / 128 + 2 * 1024 * 0.75
+
+
+def test_steep_budgets_take_the_smallest_block() -> None:
+    plan = plan_of([(0.125, 0.125, -1.0)], 1024)
+    assert plan.blk.item() == 16
+    assert plan.budget.item() == 0.125 + 0.5
+
+
+def test_a_tie_takes_the_larger_block() -> None:
+    # Between 16 and 32 the metadata saves 1/32 and the budgets cost 1/32; beyond they cost more than they save.
+    plan = plan_of([(0.125, 1 / 32, -1.0)], 65536)
+    assert plan.blk.item() == 32
+
+
+def test_streaming_heads_read_nothing() -> None:
+    plan = plan_of([(0.5, 0.1, 2.0), (0.25, 0.0, -1.0), (0.5, 0.1, 2.0), (0.5, 0.1, 0.5)], 1024, kv_heads=2)
+    assert plan.blk.tolist() == [[128, 0]]
+    assert plan.budget.tolist() == [[0.0, 0.25, 0.0, 0.0]]
+    assert plan.value[0, 1] == 0.0
+
+
+def test_a_logit_at_the_threshold_is_no_streaming_head() -> None:
+    assert plan_of([(0.25, 0.0, 0.0)], 1024).budget.item() == 0.25
+
+
+def test_an_empty_middle_makes_no_task() -> None:
+    plan = plan_of([(0.5, 0.1, -2.0)], 0)
+    assert (plan.blk.item(), plan.budget.item(), plan.value.item()) == (0, 0.0, 0.0)
+
+
+def test_a_budget_is_at_least_one_block_and_at_most_everything() -> None:
+    assert plan_of([(-3.0, 0.0, -1.0)], 1024).budget.item() == 32 / 1024  # the cheapest scan and block
+    assert plan_of([(7.0, 0.0, -1.0)], 1024).budget.item() == 1.0
+    assert plan_of([(-3.0, 0.0, -1.0)], 16).budget.item() == 1.0  # the one block is longer than the middle
+
+
+@pytest.mark.parametrize("bad", [(math.nan, 0.0), (0.1, math.nan), (math.inf, -math.inf)])
+def test_predictions_that_are_no_numbers_read_everything(bad: tuple[float, float]) -> None:
+    plan = plan_of([(*bad, math.nan), (0.25, 0.0, -1.0)], 1024)
+    assert plan.budget.tolist() == [[1.0, 0.25]]
+
+
+def test_wrong_arguments() -> None:
+    blk, value = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1)
+    middle = torch.tensor([64], dtype=torch.int32)
+    with pytest.raises(ValueError, match="17 heads and kv_heads is 1; 1 to 16 heads must share"):
+        plan_groups(torch.zeros(17, 3), middle, 1, 0.0, blk, torch.zeros(1, 17), value)
+    with pytest.raises(ValueError, match="3 heads and kv_heads is 2"):
+        plan_groups(torch.zeros(3, 3), middle, 2, 0.0, blk, torch.zeros(1, 3), value)
+    with pytest.raises(ValueError, match="pred is a float32 tensor of shape"):
+        plan_groups(torch.zeros(2, 3), middle, 1, 0.0, blk, torch.zeros(1, 1), value)
+    with pytest.raises(ValueError, match="blk is a float32 tensor"):
+        plan_groups(torch.zeros(1, 3), middle, 1, 0.0, blk.float(), torch.zeros(1, 1), value)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +29,40 @@ def _parser() -> argparse.ArgumentParser:
 
     options = commands.add_parser("options", help="list the keys of --fluxion-config")
     options.set_defaults(run=_options)
+
+    from fluxion_sglang import train
+
+    training = commands.add_parser("train", help="train the predictor of a model, and calibrate its tau")
+    train.add_arguments(training)
+    training.set_defaults(run=train.main)
+
+    bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCHMARK", required=True)
+    _add_quality(bench.add_parser("quality", help="what policies cost in quality, against full attention"))
     return parser
+
+
+def _add_quality(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--suite", required=True, help="ruler, longbench, leval, perplexity or extraction")
+    option("--lengths", default="", help="tokens of a prompt, as in 4k,8k (k is 1,024); default 4k")
+    option(
+        "--policies",
+        default="oracle,fixed:16:0.05",
+        help="policy specs; full is always among them; oracle alone takes the budgets of the others; off is SGLang "
+        "without the flag (default: %(default)s)",
+    )
+    option("--model", type=Path, help="folder of a model; default: the one of the checkout, models/needle")
+    option("--samples", type=int, default=20, help="questions of a task at a length (default: %(default)s)")
+    option("--tasks", default="", help="some of the suite's tasks; default: all")
+    option("--data", type=Path, help="folder with the suite's files, where it has any")
+    option("--seed", type=int, default=0, help="of samples and intervals (default: %(default)s)")
+    option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
+    option("--batch", type=int, default=8, help="requests that run at a time (default: %(default)s)")
+    option("--device", help="as of SGLang's --device; default: its choice")
+    option("--predictor", type=Path, help="folder of a predictor; default: `fluxion` in the model's folder")
+    option("--out", type=Path, help="result file; the same command goes on from it (default: quality_SUITE_MODEL.json)")
+    option("--fresh", action="store_true", help="replace the result file instead of going on from it")
+    parser.set_defaults(run=_quality)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -54,6 +88,19 @@ def _options(arguments: argparse.Namespace) -> int:
         print(f"{option.key}  ({option.type}, default {option.default})")
         print(f"    {option.doc} Example: {option.example}")
     return 0
+
+
+def _quality(arguments: argparse.Namespace) -> int:
+    try:
+        from fluxion_quality import command
+    except ModuleNotFoundError as error:
+        print(
+            f"fluxion bench quality needs the Python package {error.name!r}; install it with: "
+            "pip install 'fluxion-sglang[quality]'.",
+            file=sys.stderr,
+        )
+        return 2
+    return command.main(arguments)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ class TestChunked:
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         with Server(
-            "--chunked-prefill-size", "1024", fluxion='{"host_tokens": 65536}', log=logs / "chunked.log"
+            "--chunked-prefill-size",
+            "1024",
+            fluxion='{"policy": "full", "host_tokens": 65536}',
+            log=logs / "chunked.log",
         ) as server:
             yield server
             server.assert_clean()
@@ -131,7 +134,7 @@ class TestUnchunked:
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         with Server(
             "--chunked-prefill-size", "-1", "--disable-overlap-schedule",
-            fluxion='{"host_tokens": 65536, "executors": "cpu+torch"}', log=logs / "unchunked.log",
+            fluxion='{"policy": "full", "host_tokens": 65536, "executors": "cpu+torch"}', log=logs / "unchunked.log",
         ) as server:  # fmt: skip
             yield server
             server.assert_clean()
@@ -156,7 +159,7 @@ class TestPressure:
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         with Server(
-            "--chunked-prefill-size", "256", "--enable-mixed-chunk", fluxion='{"host_tokens": 2400}',
+            "--chunked-prefill-size", "256", "--enable-mixed-chunk", fluxion='{"policy": "full", "host_tokens": 2400}',
             env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "pressure.log",
         ) as server:  # fmt: skip
             yield server
@@ -183,7 +186,8 @@ class TestTensorParallel:
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         with Server(
-            "--tp", "2", "--chunked-prefill-size", "1024", fluxion='{"host_tokens": 40000, "workers": 1}',
+            "--tp", "2", "--chunked-prefill-size", "1024",
+            fluxion='{"policy": "full", "host_tokens": 40000, "workers": 1}',
             env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, log=logs / "tp2.log",
         ) as server:  # fmt: skip
             yield server
@@ -205,7 +209,7 @@ class TestFailure:
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         # Four chunks of prefill, then the fault hits the 26th decode step.
         with Server(
-            "--chunked-prefill-size", "512", fluxion='{"host_tokens": 20000}',
+            "--chunked-prefill-size", "512", fluxion='{"policy": "full", "host_tokens": 20000}',
             env={"FLUXION_FAULT_PASS": "30"}, log=logs / "failure.log",
         ) as server:  # fmt: skip
             yield server

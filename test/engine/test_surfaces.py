@@ -91,7 +91,7 @@ def test_one_batch_computes_what_plain_sglang_computes(tmp_path: Path) -> None:
         assert len(found) == 1, done.stdout[-2000:]
         return lines[found[0] :]
 
-    assert answers("--enable-fluxion") == answers()
+    assert answers("--enable-fluxion", "--fluxion-config", '{"policy": "full"}') == answers()
 
 
 def test_a_corrupt_library_is_refused_in_one_sentence(tmp_path: Path) -> None:

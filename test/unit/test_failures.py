@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fluxion_sglang.sglang.failures import FailureGuard, forward_batch_generation
+from fluxion_sglang.sglang.failures import FailureGuard, end_request, forward_batch_generation
 
 
 def fail() -> None:
@@ -59,6 +60,16 @@ def test_every_request_of_the_batch_is_told_and_kept_out_of_the_tree(monkeypatch
     for request in requests:
         assert request.skip_radix_cache_insert
         assert "page 7 is not one" in request.to_finish.message and request.to_finish.status_code == 500
+
+
+def test_a_request_that_is_to_end_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = SimpleNamespace(to_finish=None, skip_radix_cache_insert=False)
+    end_request(request, "no such policy", HTTPStatus.BAD_REQUEST, "BadRequestError")
+    aborted = SimpleNamespace(to_finish="the client left", skip_radix_cache_insert=False)
+    run_batch(monkeypatch, 1, FailureGuard(), [request, aborted])
+    assert request.to_finish.message == "no such policy" and request.to_finish.status_code == 400
+    assert aborted.to_finish == "the client left"
+    assert request.skip_radix_cache_insert and aborted.skip_radix_cache_insert
 
 
 def test_with_several_ranks_a_failure_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:

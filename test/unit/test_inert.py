@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,11 @@ from fluxion_sglang.sglang.plugin import HOOKS
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 
 
+def finder_name(finder: object) -> str:
+    """Without its address, which differs between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(finder))
+
+
 def observe() -> dict[str, Any]:
     """Runs in a process of its own: what a scheduler does up to its pools, and what can be seen then."""
     import hashlib
@@ -30,7 +36,7 @@ def observe() -> dict[str, Any]:
     import signal
     import threading
 
-    before = {"env": dict(os.environ), "hook": sys.excepthook, "finders": list(map(repr, sys.meta_path))}
+    before = {"env": dict(os.environ), "hook": sys.excepthook, "finders": list(map(finder_name, sys.meta_path))}
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -89,7 +95,7 @@ def observe() -> dict[str, Any]:
         "environment": {k: v for k, v in os.environ.items() if before["env"].get(k) != v},
         "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
         "excepthook": sys.excepthook is before["hook"],
-        "finders": [repr(finder) for finder in sys.meta_path if repr(finder) not in before["finders"]],
+        "finders": [name for name in map(finder_name, sys.meta_path) if name not in before["finders"]],
         "modules of ours": sorted(name for name in sys.modules if name.startswith("fluxion_sglang")),
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluxion_sglang.config import ConfigError
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.sglang import compat, plugin, resolution, validation
 from fluxion_sglang.sglang.compat import CompatError, Need
 
@@ -429,6 +429,17 @@ def test_a_failed_activation_is_refused(server_args: Any, monkeypatch: pytest.Mo
     # silence.
     with pytest.raises(CompatError, match="not available"):
         plugin.install_if_enabled(SimpleNamespace(enable_fluxion=True))
+
+
+@pytest.mark.parametrize("option", ["tp_size", "pp_size", "dp_size"])
+def test_an_audit_is_one_process_own(option: str) -> None:
+    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1)
+    audited = FluxionConfig(audit="/tmp/audit.npy")
+    validation.check_config(audited, args)
+    setattr(args, option, 2)
+    validation.check_config(FluxionConfig(), args)
+    with pytest.raises(ConfigError, match=f"audit does not work with --{option.replace('_', '-')} 2, because .*; use"):
+        validation.check_config(audited, args)
 
 
 def test_hooks_that_are_not_there_are_an_error() -> None:

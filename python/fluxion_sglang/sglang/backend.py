@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from fluxion_sglang.audit import AuditLog
+from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors
 from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.metrics import EngineMetrics
-from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.sglang import compat, validation
+from fluxion_sglang.predictor.recorder import IDENTITY, Recorder
+from fluxion_sglang.sglang import compat, predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.pools import FluxionKVPool
+from fluxion_sglang.sglang.requests import RequestPolicies
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -41,10 +50,12 @@ class FluxionAttnBackend(AttentionBackend):
         layers = validation.check_attention_layers(runner.model)
         self.pool = pool
         self.table = runner.req_to_token_pool
-        self.engine = DecodeEngine(
+        context, audit = predictors.context(pool.config, runner), pool.config.audit
+        policy = predictors.server_policy(pool.config, context)
+        self.engine = (DecodeEngine if audit is None else partial(AuditedEngine, AuditLog(audit)))(
             pool.host,
             pool.windows,
-            parse_spec(pool.config.policy),
+            policy,
             foreign_executors(pool.config, pool.host),
             q_heads=layers[0].tp_q_head_num,
             # To start with: the engine grows with what it is given.
@@ -60,7 +71,15 @@ class FluxionAttnBackend(AttentionBackend):
                 resident_tokens_per_request=pool.host.placement.slots,
             )
         self.failures = FailureGuard()
-        self._extends: list[ExtendRequest] = []
+        self.requests = RequestPolicies(policy, pool.config.request_policies, context)
+        self.recorder: Recorder | None = None
+        if pool.config.record is not None:
+            folder = Path(os.path.expanduser(pool.config.record))
+            self.recorder = Recorder(folder, pool.host)
+            (folder / IDENTITY).write_text(
+                json.dumps(dataclasses.asdict(predictors.identity(pool.config, runner))) + "\n"
+            )
+        self._extends: list[tuple[ExtendRequest, Mapping[str, Any] | None]] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
@@ -80,7 +99,8 @@ class FluxionAttnBackend(AttentionBackend):
         generations = self.table.req_generation[rows]
         for i in self.pool.windows.stale(rows, generations, lengths - 1):
             self.pool.windows.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
-        self.engine.begin_step(rows, lengths, pages)
+            self.engine.anchors.forget(int(rows[i]))
+        self.engine.begin_step(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
         self.pool.windows.mark(rows, generations, lengths)
 
@@ -94,7 +114,8 @@ class FluxionAttnBackend(AttentionBackend):
         for i, (start, count) in enumerate(
             zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
         ):
-            self._extends.append(ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i]))
+            extend = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i])
+            self._extends.append((extend, self.requests.recorded[i] if self.recorder is not None else None))
             offset += int(count)
         self.pool.windows.mark(rows, self.table.req_generation[rows], lengths)
 
@@ -128,7 +149,7 @@ class FluxionAttnBackend(AttentionBackend):
         index = self._index(layer)
         out = self.failures.run(lambda: self.engine.decode(index, q, k, v, layer.scaling))
         if self.metrics is not None and index == self.pool.layer_num - 1:
-            self.metrics.update(self.engine.native.stats())
+            self.metrics.update(self.engine.stats())
         return self._flat(out, q)
 
     @staticmethod
@@ -142,10 +163,13 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         out = torch.empty_like(q)
-        for request in self._extends:
+        for request, wishes in self._extends:
             tokens = request.tokens
             if request.stop > request.start:
                 out[tokens] = extend_attention(self.pool.host, layer, request, q[tokens], k[tokens], v[tokens], scale)
                 self.pool.host.append(layer, request.pages, request.start, k[tokens], v[tokens])
+                self.engine.anchors.note(layer, request.row, request.stop, q[tokens][-1])
+                if self.recorder is not None and wishes is not None:
+                    self.recorder.observe(layer, wishes, request, q[tokens], scale)
             self.pool.windows.fill(layer, request.row, request.stop, request.pages)
         return out

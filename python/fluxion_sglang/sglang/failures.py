@@ -68,7 +68,6 @@ def forward_batch_generation(
 
     A request whose last token is still being processed may get the error in its place: it cannot be told here.
     """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.runtime_context import get_parallel
 
     guard = getattr(worker.model_runner.attn_backend, "failures", None)
@@ -79,10 +78,35 @@ def forward_batch_generation(
         result = original(worker, batch, *args, **kwargs)
     if guard.reason is not None:
         for request in batch.reqs:
-            if not hasattr(request, "to_finish") or not hasattr(request, "skip_radix_cache_insert"):
-                raise RuntimeError(f"attention failed and SGLang's request cannot be told: {guard.reason}")
-            request.skip_radix_cache_insert = True
-            request.to_finish = FINISH_ABORT(
-                f"attention failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+            end_request(
+                request, f"attention failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
             )
     return result
+
+
+def end_request(request: Any, sentence: str, status: HTTPStatus, kind: str) -> None:
+    """Have SGLang end a request with an error, and keep what it computes from now on out of the radix tree.
+
+    A request that is to end already keeps the reason it has.
+
+    Raises:
+        RuntimeError: this SGLang's request has no such means.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if not hasattr(request, "to_finish"):
+        raise RuntimeError(f"SGLang's request cannot be told to end: {sentence}")
+    keep_out_of_tree(request)
+    if request.to_finish is None:
+        request.to_finish = FINISH_ABORT(sentence, status, kind)
+
+
+def keep_out_of_tree(request: Any, when: object = True) -> None:
+    """What SGLang has not yet put into the radix tree of a request stays out of it. Raises as `end_request`.
+
+    Args:
+        when: asked for its truth each time that SGLang is about to put something in.
+    """
+    if not hasattr(request, "skip_radix_cache_insert"):
+        raise RuntimeError("SGLang's request cannot be told to stay out of the radix tree.")
+    request.skip_radix_cache_insert = when

@@ -1,13 +1,14 @@
-"""The hooks on SGLang's insides: two on how KV pools are sized and built, one on fused KV writes.
+"""The hooks on SGLang's insides: two on how KV pools are sized and built, one on fused KV writes, one on passes.
 
 They go in, and the attention backend with them, when a process installs a configuration that has the flag
 (see `server_fields`), not before: without the flag SGLang's functions are SGLang's own. What they do is in
-`pools` and `backend`, imported when first needed.
+`pools`, `failures`, `requests` and `backend`, imported when first needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fluxion_sglang.sglang import compat
@@ -42,9 +43,10 @@ def _enable_fused_set_kv_buffer(original: Callable[..., Any], *args: Any, **kwar
 def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not _enabled_here():
         return original(self, *args, **kwargs)
-    from fluxion_sglang.sglang import failures
+    from fluxion_sglang.sglang import failures, requests
 
-    return failures.forward_batch_generation(original, self, *args, **kwargs)
+    run = partial(requests.forward_batch_generation, original)
+    return failures.forward_batch_generation(run, self, *args, **kwargs)
 
 
 def _make_backend(runner: Any) -> Any:

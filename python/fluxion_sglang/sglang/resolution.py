@@ -31,11 +31,12 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
             "--fluxion-config has no effect without --enable-fluxion; add that option or leave this one out."
         )
     compat.check()
-    FluxionConfig.parse(server_args.fluxion_config)
+    config = FluxionConfig.parse(server_args.fluxion_config)
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
     validation.check_options(view)
+    validation.check_config(config, view)
     from fluxion_sglang import native, openmp
 
     native.library()  # raises NativeLibraryError

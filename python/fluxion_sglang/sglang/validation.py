@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxion_sglang.config import ConfigError
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat
 
@@ -155,6 +156,29 @@ def check_options(args: Any) -> None:
             f"--enable-fluxion does not work with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING={shown}, because the "
             "size of the host pool does not depend on CUDA graphs; unset the variable."
         )
+
+
+def check_config(config: FluxionConfig, args: Any) -> None:
+    """Refuse keys of --fluxion-config that do not go with other options. Raises ConfigError.
+
+    Args:
+        args: SGLang's resolving view.
+    """
+    folder = None if config.predictor is None else Path(os.path.expanduser(config.predictor))
+    if folder is not None and not (folder / "predictor.json").is_file():
+        raise ConfigError(
+            f"predictor is {config.predictor!r}, which has no predictor.json; give the folder that `fluxion train` "
+            "wrote, or leave the key out."
+        )
+    for option in ("tp_size", "pp_size", "dp_size"):
+        count = getattr(args, option)
+        for key in ("audit", "record"):
+            if getattr(config, key) is not None and count > 1:
+                shown = "--" + option.replace("_", "-")
+                raise ConfigError(
+                    f"{key} does not work with {shown} {count}, because one process that has every head of every layer "
+                    f"writes its files; use {shown} 1 or leave {key} out."
+                )
 
 
 def check_device(device: str) -> None:

@@ -1,0 +1,106 @@
+"""Which predictor a server has: the one that `predictor` names, or the one in the model's folder, or none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.policy import AUTO, Context, Policy, parse_spec
+from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor, PredictorError, load
+from fluxion_sglang.predictor.features import NAMES
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "fluxion"
+"""Where a model's folder keeps its predictor."""
+
+DEFAULT_TAU = 0.10
+"""The paper's, where nothing is known of a model."""
+
+
+def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
+    """What a predictor was trained for, as this process serves it.
+
+    The weights' fingerprint is of the norm weights, rounded to bfloat16: training changes them all, every
+    tensor-parallel rank has them whole, and they survive a cast or the quantisation of the matrices.
+    """
+    config = runner.model_config
+    text = config.hf_text_config
+    digest = hashlib.sha256()
+    for name, weight in sorted(runner.model.named_parameters()):
+        if "norm" in name:
+            digest.update(name.encode())
+            digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    rope = getattr(text, "rope_parameters", None) or {}
+    return Identity(
+        architecture=str((config.hf_config.architectures or ["unknown"])[0]),
+        layers=int(config.num_hidden_layers),
+        q_heads=int(config.num_attention_heads),
+        kv_heads=int(config.get_total_num_kv_heads()),
+        head_dim=int(config.head_dim),
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(config.vocab_size),
+        rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", 0.0) or 0.0),
+        weights=digest.hexdigest()[:16],
+        sinks=options.sinks,
+        window=options.window,
+    )
+
+
+def context(config: FluxionConfig, runner: ModelRunner) -> Context:
+    """What specs refer to on this server; predictors are loaded when first asked for, each tau once."""
+
+    @cache
+    def predictor(tau: float | None) -> LoadedPredictor:
+        folder = _folder(config, runner)
+        if folder is None:
+            raise PredictorError(
+                'policy "fluxion" needs a predictor that was trained for this model, and none is named or in the '
+                f"folder {FOLDER!r} of the model; train one with `fluxion train`, name it in the option predictor, or "
+                'use "anchor", which needs none.'
+            )
+        return load(
+            folder,
+            features=NAMES,
+            tau=config.tau if tau is None else tau,
+            expect=identity(config, runner),
+        )
+
+    return Context(DEFAULT_TAU if config.tau is None else config.tau, predictor)
+
+
+def server_policy(config: FluxionConfig, context: Context) -> Policy:
+    """The policy of requests that have none of their own.
+
+    Raises:
+        PredictorError: the policy, or the option predictor, asks for one that is not there or does not fit.
+    """
+    if config.policy != AUTO:
+        return parse_spec(config.policy, context)
+    try:
+        policy = parse_spec("fluxion", context)
+    except PredictorError as error:
+        # A predictor that somebody named must fit; one that merely lies there need not.
+        if config.predictor is not None:
+            raise
+        logger.warning("Fluxion: policy anchor, because there is no predictor for this model: %s", error)
+        return parse_spec("anchor", context)
+    logger.info("Fluxion: policy fluxion, tau %.2f", policy.criterion.limit)
+    return policy
+
+
+def _folder(config: FluxionConfig, runner: Any) -> Path | None:
+    if config.predictor is not None:
+        return Path(os.path.expanduser(config.predictor))
+    folder = Path(runner.server_args.model_path) / FOLDER
+    return folder if folder.is_dir() else None

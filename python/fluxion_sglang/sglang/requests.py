@@ -1,0 +1,137 @@
+"""A policy of a request's own: `sampling_params.custom_params["fluxion_policy"]`, a policy spec.
+
+SGLang carries custom_params from every endpoint to the scheduler's request, on every rank. So the policies of a pass
+are read off its batch, and nothing else of SGLang is touched. A request whose spec is not legal is ended, and it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any
+
+from fluxion_sglang.policy import BARE, Context, Policy, parse_spec
+from fluxion_sglang.predictor import recorder
+from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
+
+PARAMETER = "fluxion_policy"
+"""Key of a request's policy in its custom_params."""
+
+_PARSED_SPECS = 64
+_SHOWN = 60
+"""Characters of a wrong value that the answer repeats."""
+
+
+class _AnswerBegun:
+    """Whether a request has KV that its own policy computed: SGLang's `skip_radix_cache_insert` of such a request.
+
+    SGLang asks it just before it puts something in. A flag that is set when a pass begins would be wrong both ways:
+    with overlap scheduling the first decode step runs before the prompt has gone into the tree, and no pass need follow
+    the one whose token is the last.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.decoding = False  # a decode step has run under the policy
+        self._request = weakref.ref(request)
+
+    def __bool__(self) -> bool:
+        request = self._request()
+        if request is None or len(request.output_ids) > 1:
+            return True
+        # The prompt goes in with its first token. But a request that ends with that token is asked once, and a decode
+        # step in flight may have added the token's KV by then.
+        return self.decoding and bool(request.finished())
+
+
+class RequestPolicies:
+    """The policies of the requests of the pass at hand.
+
+    What a request decodes under a policy of its own does not enter the radix tree, because it is that policy's
+    approximation and another request's prefix must not be; its prompt, whose prefill is exact, does.
+
+    Args:
+        server: the policy of requests that name none.
+        allowed: whether a request may name another one; one that does is ended otherwise.
+        context: what specs refer to.
+
+    Attributes:
+        current: one policy a request of the batch; None outside a pass, and where all follow the server's.
+        recorded: what a request of the batch wants recorded of it (`predictor/recorder.py`), or None.
+    """
+
+    def __init__(self, server: Policy, allowed: bool = True, context: Context = BARE) -> None:
+        self.server = server
+        self.allowed = allowed
+        self.current: Sequence[Policy] | None = None
+        self.recorded: Sequence[Mapping[str, Any] | None] = ()
+        self._parse = lru_cache(_PARSED_SPECS)(lambda spec: parse_spec(spec, context))
+
+    @contextmanager
+    def of(self, requests: Sequence[Any], decoding: bool) -> Iterator[None]:
+        """Make the policies of `requests` (SGLang's) current, and end those that have no legal one.
+
+        Args:
+            decoding: the pass is a decode step; any other is exact.
+        """
+        policies = [self._policy(request, decoding) for request in requests]
+        if any(policy is not self.server for policy in policies):
+            self.current = policies
+        self.recorded = [_recorded(request) for request in requests]
+        try:
+            yield
+        finally:
+            self.current, self.recorded = None, ()
+
+    def _policy(self, request: Any, decoding: bool) -> Policy:
+        params = request.sampling_params.custom_params
+        # None is what JSON's null becomes: no policy of its own.
+        if not isinstance(params, Mapping) or params.get(PARAMETER) is None:
+            return self.server
+        try:
+            policy = self._named(params[PARAMETER])
+        except ValueError as error:
+            end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
+            return self.server  # for what is already under way
+        if policy is not self.server:
+            begun = getattr(request, "skip_radix_cache_insert", False)
+            if begun is False:
+                keep_out_of_tree(request, begun := _AnswerBegun(request))
+            if decoding and isinstance(begun, _AnswerBegun):
+                begun.decoding = True
+        return policy
+
+    def _named(self, spec: object) -> Policy:
+        if not isinstance(spec, str):
+            shown = json.dumps(spec, default=repr)
+            shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+            raise ValueError(
+                f'{PARAMETER} is {shown}, but it takes a policy spec in a string, such as "fixed:16:0.05".'
+            )
+        if spec == self.server.spec:
+            return self.server
+        if not self.allowed:
+            raise ValueError(
+                f"{PARAMETER} is not taken by this server, where all requests follow one policy; leave it out."
+            )
+        return self._parse(spec)
+
+
+def _recorded(request: Any) -> Mapping[str, Any] | None:
+    params = request.sampling_params.custom_params
+    wishes = params.get(recorder.PARAMETER) if isinstance(params, Mapping) else None
+    return wishes if isinstance(wishes, Mapping) else None
+
+
+def forward_batch_generation(
+    original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND TpModelWorker.forward_batch_generation: run the pass with the policies that its requests ask for."""
+    policies = getattr(worker.model_runner.attn_backend, "requests", None)
+    if not isinstance(policies, RequestPolicies) or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    with policies.of(batch.reqs, batch.forward_mode.is_decode()):
+        return original(worker, batch, *args, **kwargs)

@@ -1,0 +1,273 @@
+"""`fluxion train`: a predictor for a model, from sequences to a folder that `--fluxion-config` can name.
+
+Four parts, each of which an interrupted run skips where it is done: record samples (one prefill a sequence, through
+SGLang), train a predictor for every tau, report, and calibrate: serve held-out sequences with every tau, and make the
+largest one the default that keeps the quality target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fluxion_sglang.kv.placement import Placement
+
+FORCED: Final = 64
+"""Tokens at the end of a text that calibration decodes."""
+
+CALIBRATION: Final = "calibration.json"
+"""What every tau did to held-out sequences, beside the predictor."""
+
+
+class TrainError(Exception):
+    """The training cannot go on; the message is one sentence."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--model", required=True, help="folder or name of the model")
+    option("--data", type=Path, required=True, help="JSONL: text or input_ids a line, or LongBench-V2's; see the docs")
+    option("--out", type=Path, required=True, help="folder of the predictor; the same command goes on from it")
+    option("--taus", default="0.05,0.1,0.2,0.3", help="errors to train for (default: %(default)s)")
+    option("--kl", type=float, default=0.02, help="quality target: mean KL from full attention, nats a token")
+    option("--accuracy", type=float, default=0.05, help="quality target: share of answers that may be lost")
+    option("--sinks", type=int, default=64, help="as the server's (default: %(default)s)")
+    option("--window", type=int, default=256, help="as the server's (default: %(default)s)")
+    option("--epochs", type=int, default=30, help="passes over the samples (default: %(default)s)")
+    option("--quantile", type=float, default=0.9, help="of the budget to predict: higher reads more, errs less")
+    option("--miss-rate", type=float, default=0.001, help="share of needed heads that may be called streaming")
+    option("--seed", type=int, default=0, help="of steps, split and training (default: %(default)s)")
+    option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
+    option("--device", help="as of SGLang's --device; default: its choice")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    from fluxion_sglang.predictor.dataset import DataError
+
+    try:
+        _run(arguments)
+    except (DataError, TrainError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nInterrupted; the same command goes on from what is in {arguments.out}.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from fluxion_sglang.predictor import artifact, dataset, recorder
+    from fluxion_sglang.predictor.features import NAMES
+    from fluxion_sglang.predictor.train import fit, split_sequences
+    from fluxion_sglang.sglang import collect
+
+    taus = _taus(arguments.taus)
+    placement = Placement(arguments.sinks, arguments.window)
+    config = AutoConfig.from_pretrained(arguments.model).get_text_config()
+    layers = int(config.num_hidden_layers)
+
+    def encode(text: str) -> list[int]:
+        return list(AutoTokenizer.from_pretrained(arguments.model)(text)["input_ids"])
+
+    sequences = dataset.read_sequences(arguments.data, encode)
+    room = int(config.max_position_embeddings)
+    sequences = [dataclasses.replace(s, tokens=s.tokens[: room - 8]) if not s.answer else s for s in sequences]
+    folder = arguments.out / "samples"
+    _claim(folder, arguments)
+    collect.record(
+        arguments.model,
+        sequences,
+        folder,
+        layers=layers,
+        placement=placement,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
+
+    trained: dict[float, artifact.Trained] = {}
+    for tau in taus:
+        found = dataset.table(folder, range(len(sequences)), layers, tau)
+        print(f"tau {tau:g}: {len(found.features):,} samples, {found.streaming.float().mean():.0%} of them streaming")
+        try:
+            fitted = fit(
+                found.features,
+                found.bgt0,
+                found.k,
+                found.streaming,
+                found.budgets,
+                found.sequence,
+                epochs=arguments.epochs,
+                seed=arguments.seed,
+                quantile=arguments.quantile,
+                miss_rate=arguments.miss_rate,
+            )
+        except ValueError as error:
+            raise TrainError(str(error)) from None
+        trained[tau] = artifact.Trained(*fitted)
+    held = found.sequence[split_sequences(found.sequence, arguments.seed).test].unique().tolist()
+    test = [sequences[i] for i in held]
+    identity = artifact.Identity(**json.loads((folder / recorder.IDENTITY).read_text()))
+    save = functools.partial(artifact.save, arguments.out, trained, identity=identity, features=NAMES)
+    save(calibrated=taus[0])
+    rows = _calibrate(arguments, test, taus)
+    best = choose(rows, arguments.kl, arguments.accuracy)
+    save(calibrated=best)
+    (arguments.out / CALIBRATION).write_text(json.dumps({"tau": best, "rows": rows}, indent=1) + "\n")
+    _report(arguments.out, layers, trained, rows, found)
+    print(f"\n{arguments.out}: tau {best:g} is the default")
+
+
+def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dict[str, Any]], table: Any) -> None:
+    """Metrics as Markdown, and plots in the shape of the paper's figures 4 and 5, of the last tau's labels."""
+    from fluxion_sglang.predictor import report
+
+    lines = ["# Predictor", "", report.metrics_table({tau: entry.metrics for tau, entry in trained.items()}), ""]
+    lines += ["| policy | KL | answers right | read | error | p99 |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        right = "" if row["right"] is None else f"{row['right']:.3f}"
+        lines.append(
+            f"| {row['policy']} | {row['kl']:.2e} | {right} | {row['read']:.2%} | {row['error_mean']:.4f} | "
+            f"{row['error_p99']:.4f} |"
+        )
+    (folder / "report.md").write_text("\n".join(lines) + "\n")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        print("No plots without matplotlib; install it with: pip install 'fluxion-sglang[train]'.")
+        return
+    heads = int(table.features[:, 1].max()) + 1
+    shape = (layers, heads)
+    at = (table.features[:, 0] * heads + table.features[:, 1]).long()
+
+    def mean(values: Any) -> Any:
+        import torch
+
+        sums = torch.zeros(layers * heads).index_add_(0, at, values.float())
+        return (sums / torch.bincount(at, minlength=layers * heads).clamp(min=1)).view(shape)
+
+    import torch
+
+    by_block = torch.stack([mean(table.budgets[:, i]) for i in range(4)], -1)
+    report.plot_streaming_share(mean(table.streaming), folder / "streaming.svg")
+    report.plot_budgets_by_head(by_block[..., [0, 3]], range(layers), folder / "budgets.svg", titles=("16", "128"))
+    report.plot_budget_by_block(by_block, (16, 32, 64, 128), range(layers), folder / "blocks.svg")
+
+
+def _taus(text: str) -> list[float]:
+    from fluxion_sglang.predictor.recorder import TAUS
+
+    try:
+        taus = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        taus = []
+    if not taus or not set(taus) <= set(TAUS):
+        legal = ", ".join(f"{tau:g}" for tau in sorted(TAUS))
+        raise TrainError(f"--taus is {text!r}; give some of {legal}, separated by commas.")
+    return taus
+
+
+def _claim(folder: Path, arguments: argparse.Namespace) -> None:
+    """Samples of other sequences or settings must not mix with these."""
+    digest = hashlib.sha256(arguments.data.read_bytes()).hexdigest() if arguments.data.is_file() else ""
+    mine = {
+        "model": str(arguments.model),
+        "data": digest,
+        "seed": arguments.seed,
+        "sinks": arguments.sinks,
+        "window": arguments.window,
+        "dtype": arguments.dtype,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    claim = folder / "settings.json"
+    if claim.exists() and json.loads(claim.read_text()) != mine:
+        raise TrainError(f"{folder} has samples of another run (see {claim.name}); give another --out, or delete it.")
+    claim.write_text(json.dumps(mine, indent=1) + "\n")
+
+
+def choose(rows: Sequence[dict[str, Any]], kl: float, accuracy: float) -> float:
+    """The largest tau whose KL and loss of answers are within the targets; the smallest where none is.
+
+    Args:
+        rows: of `_calibrate`, `full` first.
+    """
+    full, *others = rows
+    fitting = [
+        row["tau"]
+        for row in others
+        if row["kl"] <= kl and (full["right"] is None or row["right"] >= full["right"] - accuracy)
+    ]
+    return float(max(fitting) if fitting else min(row["tau"] for row in others))
+
+
+def _calibrate(arguments: argparse.Namespace, sequences: Sequence[Any], taus: Sequence[float]) -> list[dict[str, Any]]:
+    """Serve the ends of held-out sequences with every tau, forced to the true tokens.
+
+    Returns:
+        Rows for `full` and every tau: kl, nats a token; right, share of answers whose every token is the most
+        probable (None: texts only); read, bytes over those of the middle; error_mean and error_p99 of heads.
+    """
+    try:
+        from fluxion_quality import serve
+        from fluxion_quality.kl import divergence, tokens_compared
+    except ModuleNotFoundError as error:
+        raise TrainError(
+            f"calibration needs the Python package {error.name!r}; install it with: "
+            "pip install 'fluxion-sglang[train]'."
+        ) from None
+    import numpy as np
+    from tqdm import tqdm
+    from transformers import AutoConfig
+
+    ends = [(s.tokens, s.answer or min(FORCED, len(s.tokens) // 8)) for s in sequences]
+    ends = [(tokens, count) for tokens, count in ends if count >= 2]
+    vocabulary = int(AutoConfig.from_pretrained(arguments.model).get_text_config().vocab_size)
+    longest = max(len(tokens) for tokens, _ in ends)
+    server = serve.starter(
+        Path(arguments.model), tokens_compared(vocabulary), arguments.dtype, arguments.device, arguments.out
+    )("fluxion", serve.Needs(longest + serve.CHUNK, 1, True))
+    policies = ["full", *(f"fluxion:{tau:g}" for tau in taus)]
+    kl: dict[str, list[float]] = {policy: [] for policy in policies}
+    right: dict[str, list[bool]] = {policy: [] for policy in policies}
+    audits: dict[str, list[Any]] = {policy: [] for policy in policies}
+    try:
+        for sequence, (tokens, count) in zip(sequences, tqdm(ends, desc="calibrating", unit="seq"), strict=False):
+            reference = None
+            for policy in policies:
+                (reply,) = server.generate([serve.Request(tokens[:-count], policy, count, tokens[-count:])])
+                audits[policy] += server.audited()
+                reference = reference or reply
+                pairs = list(zip(reference.steps, reply.steps, strict=True))[1:]
+                kl[policy] += [divergence(full, other) for full, other in pairs]
+                if sequence.answer:
+                    named = [int(step.ids[step.logprobs.argmax()]) for step in reply.steps]
+                    right[policy].append(named == list(tokens[-count:]))
+    finally:
+        server.close()
+    rows = []
+    for policy in policies:
+        records = np.concatenate(audits[policy])
+        read = (records["tile_bytes"].sum() + records["metadata_bytes"].sum()) / records["kv_bytes"].sum()
+        rows.append(
+            {
+                "policy": policy,
+                "tau": float(policy.partition(":")[2]) if ":" in policy else None,
+                "kl": float(np.mean(kl[policy])),
+                "right": float(np.mean(right[policy])) if right[policy] else None,
+                "read": float(read),
+                "error_mean": float(records["error"].mean()),
+                "error_p99": float(np.quantile(records["error"], 0.99)),
+            }
+        )
+        print(json.dumps(rows[-1]))
+    return rows

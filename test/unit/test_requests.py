@@ -1,0 +1,161 @@
+"""Policies that requests bring along, without a server: who gets which, who is ended, what stays out of the tree."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from fluxion_sglang.policy import Policy, parse_spec
+from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
+
+
+class Request(SimpleNamespace):
+    """What is used of SGLang's request; `end` is the length of its answer."""
+
+    def finished(self) -> bool:
+        return len(self.output_ids) >= self.end
+
+
+def request(params: Any = None, end: int = 100) -> Request:
+    return Request(
+        sampling_params=SimpleNamespace(custom_params=params),
+        output_ids=[],
+        end=end,
+        to_finish=None,
+        skip_radix_cache_insert=False,
+    )
+
+
+def run(policies: RequestPolicies, requests: list[Request], mode: ForwardMode = ForwardMode.DECODE) -> list[str] | None:
+    """The specs that a pass over `requests` ran with; None when all follow the server's."""
+    seen: list[list[str] | None] = []
+
+    def original(worker: Any, batch: Any, word: str) -> str:
+        current = policies.current
+        seen.append(None if current is None else [policy.spec for policy in current])
+        return word
+
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(requests=policies)))
+    assert (
+        forward_batch_generation(original, worker, SimpleNamespace(reqs=requests, forward_mode=mode), "logits")
+        == "logits"
+    )
+    assert policies.current is None
+    return seen[0]
+
+
+@pytest.fixture
+def policies() -> RequestPolicies:
+    return RequestPolicies(parse_spec("full"))
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"other": 3}, {"fluxion_policy": None}, {"fluxion_policy": "full"}, "full"]
+)
+def test_requests_without_one_follow_the_server(policies: RequestPolicies, params: Any) -> None:
+    assert run(policies, [request(params), request()]) is None
+
+
+def test_a_batch_may_mix_policies(policies: RequestPolicies) -> None:
+    specs = ["streaming", "full", "oracle:0.1", None, "streaming"]
+    requests = [request(spec and {"fluxion_policy": spec}) for spec in specs]
+    assert run(policies, requests) == ["streaming", "full", "oracle:0.1", "full", "streaming"]
+    assert all(r.to_finish is None for r in requests)
+
+
+def test_a_spec_is_parsed_once(policies: RequestPolicies, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Policy] = []
+    for _ in range(3):
+        with policies.of([request({"fluxion_policy": "fixed:16:0.05"})], True):
+            found += policies.current or []
+    assert len(found) == 3 and len({id(policy) for policy in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("ful", "policy 'ful' is not one"),
+        ("", "policy '' is not one"),
+        ("fixed:16:2", 'use "full", "streaming"'),
+        ("y" * 10_000, "yyy..."),
+        (3, "fluxion_policy is 3, but it takes a policy spec"),
+        (True, "fluxion_policy is true"),
+        (["full"], 'fluxion_policy is ["full"]'),
+        ({"policy": "x" * 1000}, "xxx..."),
+    ],
+)
+def test_an_illegal_one_ends_its_request_alone(policies: RequestPolicies, value: Any, words: str) -> None:
+    bad, good, plain = request({"fluxion_policy": value}), request({"fluxion_policy": "streaming"}), request()
+    assert run(policies, [good, bad, plain]) == ["streaming", "full", "full"]
+    assert good.to_finish is None and plain.to_finish is None
+    error = bad.to_finish
+    assert error is not None and error.status_code == 400 and bad.skip_radix_cache_insert
+    assert words in error.message and "\n" not in error.message and error.message.endswith(".")
+    assert len(error.message) < 500
+
+
+def kept_of(policies: RequestPolicies, own: Request, overlap: bool, foreseen: bool) -> list[str]:
+    """What the radix tree gets of a request's life in SGLang's order of things. With overlap, a pass is launched before
+    the result of the one before it is processed, unless its length tells beforehand that the answer ends with that.
+    """
+    kept: list[str] = []
+    decoded = False
+    for number in count():
+        if not (foreseen and number >= own.end):
+            run(policies, [own], ForwardMode.DECODE if number else ForwardMode.EXTEND)
+            decoded = number > 0
+        if overlap and number == 0:
+            continue
+        own.output_ids.append(7)
+        if own.finished():
+            return kept if own.skip_radix_cache_insert else [*kept, "answer" if decoded else "prompt"]
+        if len(own.output_ids) == 1 and not own.skip_radix_cache_insert:
+            kept.append("prompt")
+    raise AssertionError
+
+
+@pytest.mark.parametrize("foreseen", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("end", [1, 2, 3, 20])
+def test_an_answer_under_an_own_policy_stays_out_of_the_tree(
+    policies: RequestPolicies, end: int, overlap: bool, foreseen: bool
+) -> None:
+    kept = kept_of(policies, request({"fluxion_policy": "streaming"}, end), overlap, foreseen)
+    # With nothing decoded the end of the request is the moment of its prompt; a token that came as a surprise and has
+    # been decoded already takes its prompt along.
+    assert kept == ([] if end == 1 and overlap and not foreseen else ["prompt"])
+    assert kept_of(policies, request(None, 3), overlap, foreseen) == ["prompt", "answer"]
+
+
+def test_a_request_that_is_out_of_the_tree_already_stays_there(policies: RequestPolicies) -> None:
+    own = request({"fluxion_policy": "streaming"})
+    own.skip_radix_cache_insert = True
+    run(policies, [own])
+    assert own.skip_radix_cache_insert is True
+    other = request({"fluxion_policy": "streaming"})
+    run(policies, [other], ForwardMode.EXTEND)
+    flag = other.skip_radix_cache_insert
+    assert not flag
+    run(policies, [other])
+    assert other.skip_radix_cache_insert is flag and not flag, "one object, which knows of every pass"
+    del other
+    assert flag, "a request that is gone is asked for nothing"
+
+
+def test_a_server_may_take_none() -> None:
+    policies = RequestPolicies(parse_spec("full"), allowed=False)
+    own, same, plain = request({"fluxion_policy": "streaming"}), request({"fluxion_policy": "full"}), request()
+    assert run(policies, [own, same, plain]) is None
+    assert same.to_finish is None and plain.to_finish is None
+    assert own.to_finish.status_code == 400 and own.skip_radix_cache_insert is True
+    assert own.to_finish.message.startswith("fluxion_policy is not taken") and own.to_finish.message.endswith(".")
+
+
+def test_a_pass_without_a_batch_or_of_another_backend_is_left_alone(policies: RequestPolicies) -> None:
+    for backend in (SimpleNamespace(requests=policies), SimpleNamespace()):
+        worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+        assert forward_batch_generation(lambda w, b: (w, b), worker, None) == (worker, None)

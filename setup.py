@@ -1,4 +1,4 @@
-"""Builds the native library with CMake and Ninja; everything else about the package is in pyproject.toml."""
+"""Builds the native library with CMake and Ninja, and says where the packages are; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -91,6 +91,10 @@ def _run(command: list[str]) -> None:
 
 
 setup(
+    # The quality harness stands beside the other benchmarks, and `fluxion bench quality` needs it where there is no
+    # checkout.
+    packages=[*find_packages("python"), "fluxion_quality"],
+    package_dir={"": "python", "fluxion_quality": "benchmark/quality"},
     ext_modules=[Extension(LIBRARY, sources=[])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

@@ -1,0 +1,103 @@
+"""Text to tokens for the two kinds of models: those with a tokenizer of their own, and the bundled one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fluxion_sglang import needle
+
+from .base import Codec
+from .model import Model
+
+_SPECIAL: Final = frozenset(i for i, symbol in enumerate(needle.VOCABULARY) if symbol in ("<pad>", "<bos>", "<eos>"))
+
+
+class SymbolicCodec(Codec):
+    """The bundled model's language: one symbol is one token, a text is symbols joined by spaces."""
+
+    ids: Final = {symbol: i for i, symbol in enumerate(needle.VOCABULARY)}
+
+    def __init__(self, positions: int | None = None) -> None:
+        self._positions = positions
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec`; raises ValueError for a symbol that the language does not have."""
+        try:
+            return [self.ids[symbol] for symbol in text.split()]
+        except KeyError as error:
+            raise ValueError(f"The symbolic language has no symbol {error.args[0]!r}.") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return needle.to_text([i for i in ids if i not in _SPECIAL])
+
+    def chat(self, user: str, answer_prefix: str = "") -> list[int]:
+        return self.plain(f"{user} {answer_prefix}")
+
+    def plain(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        return ids if ids[:1] == [needle.BOS] else [needle.BOS, *ids]
+
+    @property
+    def positions(self) -> int | None:
+        return self._positions
+
+    @property
+    def symbolic(self) -> bool:
+        return True
+
+
+class TokenizerCodec(Codec):
+    """A Hugging Face tokenizer, with its chat template where it has one."""
+
+    def __init__(self, tokenizer: Any, positions: int | None = None) -> None:
+        self._tokenizer, self._positions = tokenizer, positions
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def chat(self, user: str, answer_prefix: str = "") -> list[int]:
+        if getattr(self._tokenizer, "chat_template", None):
+            turns = [{"role": "user", "content": user}]
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            # The template writes bos itself, if the model wants one.
+            return self.encode(text + answer_prefix)
+        return self.plain(user + answer_prefix)
+
+    def plain(self, text: str) -> list[int]:
+        bos = self._tokenizer.bos_token_id
+        return ([] if bos is None else [bos]) + self.encode(text)
+
+    @property
+    def positions(self) -> int | None:
+        return self._positions
+
+    @property
+    def symbolic(self) -> bool:
+        return False
+
+
+def codec_of(model: Model) -> Codec:
+    """The codec of a model: symbolic if its vocabulary is the bundled model's.
+
+    Raises:
+        ValueError: one sentence: the folder holds no tokenizer that can be read.
+    """
+    try:
+        vocabulary = json.loads((model.folder / "tokenizer.json").read_text())["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        vocabulary = None  # a tokenizer in another format
+    if vocabulary == SymbolicCodec.ids:
+        return SymbolicCodec(model.room)
+    # Imported late: transformers takes seconds, and the bundled model needs none of it.
+    from transformers import AutoTokenizer
+
+    try:
+        return TokenizerCodec(AutoTokenizer.from_pretrained(str(model.folder)), model.room)
+    except Exception as error:  # whatever transformers makes of files that are not what it expects
+        reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        raise ValueError(f"The tokenizer in {model.folder} cannot be read: {': '.join(reason)}") from error

@@ -1,0 +1,152 @@
+"""LongBench (Bai et al., arXiv 2308.14508): the 14 tasks of Fluxion's Table 2, on samples longer than 8K tokens.
+
+Prompts, lengths of answers, metrics and the treatment of each task are the benchmark's own (its config/, pred.py and
+eval.py). Two things differ: a prompt counts with its chat template when it is cut to what the model takes, and samsum
+does not stop at a line break; its score reads the first line all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from . import metrics
+from .base import Codec, Sample, Suite, Task
+from .files import find, read_rows
+from .longbench_prompts import PUBLISHED
+
+TASKS: Final = (
+    "qasper", "multifieldqa_zh", "hotpotqa", "2wikimqa", "multi_news", "triviaqa", "samsum", "passage_count",
+    "passage_retrieval_zh", "lcc", "musique", "dureader", "qmsum", "vcsum",
+)  # fmt: skip
+"""Table 2, in its order. It says "Multifield QA" and "Passage Retrieval" without a language; only with the Chinese ones
+are there, as the paper counts, 9 English tasks, 4 Chinese and 1 of code."""
+
+LONGER_THAN: Final = 8 * 1024
+
+_METRICS: Final[dict[str, metrics.Metric]] = {
+    "f1": metrics.f1_english,
+    "f1_zh": metrics.f1_chinese,
+    "rouge": metrics.rouge_l,
+    "rouge_zh": metrics.rouge_l_chinese,
+    "count": metrics.count,
+    "retrieval": metrics.retrieval,
+    "retrieval_zh": metrics.retrieval_chinese,
+    "code": metrics.code_similarity,
+}
+
+# The benchmark found chat models better off without their template here: they are to go on with the examples.
+_PLAIN: Final = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
+# They go on with more examples after their answer.
+_FIRST_LINE: Final = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+
+_WHERE: Final = (
+    "unpack data.zip of the hub's dataset THUDM/LongBench (one JSONL file a task; every row has input, context, "
+    "answers, length, dataset, language, all_classes and _id)"
+)
+_FIELDS: Final = ("input", "context", "answers", "all_classes", "_id")
+
+
+@dataclass(frozen=True)
+class LongBenchTask(Task):
+    """One data set of LongBench; `samples` are those longer than `longer_than` tokens, in a seeded order."""
+
+    name: str
+    path: Path
+    longer_than: int = LONGER_THAN
+
+    def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
+        """`count` of the long samples, or all there are.
+
+        Questions about one context follow one another, as one `document`. A prompt that leaves no room for the answer
+        in the model's positions is cut in the middle.
+        """
+        rows = read_rows(self.path, _FIELDS)
+        chosen: list[Sample] = []
+        for i in np.random.default_rng(seed).permutation(len(rows)):
+            if len(chosen) == count:
+                break
+            sample = self._sample(codec, rows[i])
+            if sample.meta["tokens"] > self.longer_than:
+                chosen.append(sample)
+        # The stable sort keeps the seeded order of the documents' first questions.
+        first: dict[str, int] = {}
+        for place, sample in enumerate(chosen):
+            first.setdefault(sample.document, place)
+        return sorted(chosen, key=lambda sample: first[sample.document])
+
+    def _sample(self, codec: Codec, row: dict[str, Any]) -> Sample:
+        published = PUBLISHED[self.name]
+        text = published.prompt.format(context=row["context"], input=row["input"])
+        room = None if codec.positions is None else codec.positions - published.max_new_tokens
+        whole, prompt = _prompt(codec, text, self.name in _PLAIN, room)
+        return Sample(
+            id=f"{self.name}-{row['_id']}",
+            prompt=tuple(prompt),
+            references=tuple(row["answers"]),
+            max_new_tokens=published.max_new_tokens,
+            document=hashlib.sha256(row["context"].encode()).hexdigest()[:16],
+            meta={"tokens": whole, "classes": row["all_classes"] or []},
+        )
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The highest of the task's metric over the references."""
+        if self.name in _FIRST_LINE:
+            output = output.lstrip("\n").split("\n")[0]
+        metric = PUBLISHED[self.name].metric
+        if metric == "classification":
+            classes = sample.meta["classes"]
+            return metrics.best(lambda out, ref: metrics.classification(out, ref, classes), output, sample.references)
+        return metrics.best(_METRICS[metric], output, sample.references)
+
+
+def _prompt(codec: Codec, text: str, plain: bool, room: int | None) -> tuple[int, list[int]]:
+    """Tokens of the whole prompt, and the prompt, its text cut in the middle to fit `room` tokens."""
+    make = codec.plain if plain else codec.chat
+    prompt = make(text)
+    whole = len(prompt)
+    if room is None or whole <= room:
+        return whole, prompt
+    tokens = codec.encode(text)
+    half = (len(tokens) - (whole - room)) // 2
+    while len(prompt) > room:  # cut ends can take more tokens than they had: then a little less of the text
+        if half <= 0:
+            raise ValueError(f"The model takes {room} tokens before the answer; that is too few for any prompt.")
+        prompt = make(codec.decode(tokens[:half]) + codec.decode(tokens[-half:]))
+        half -= max(1, (len(prompt) - room) // 2)
+    return whole, prompt
+
+
+class LongBench(Suite):
+    """The tasks `names` of LongBench.
+
+    Args:
+        names: any of the 21 that are published.
+        longer_than: samples of more tokens than this, template included, are taken.
+    """
+
+    name = "longbench"
+    lengths = False
+
+    def __init__(self, names: Sequence[str] = TASKS, longer_than: int = LONGER_THAN) -> None:
+        self.names = names
+        self.longer_than = longer_than
+
+    def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
+        """The tasks, from `data`/<task>.jsonl or `data`/data/<task>.jsonl.
+
+        Raises:
+            MissingData: a file is not there.
+            ValueError: the model speaks the symbolic language only.
+        """
+        if codec.symbolic:
+            raise ValueError("LongBench is in English and Chinese; the bundled model speaks neither, so name another.")
+        return [
+            LongBenchTask(name, find(data, ("", "data"), f"{name}.jsonl", _WHERE), self.longer_than)
+            for name in self.names
+        ]

@@ -1,0 +1,155 @@
+"""The loop over cells: serve, score, compare with full attention, save.
+
+A cell is a task at a length, under every policy. The result file is saved whole after each, so an interrupted run loses
+at most one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from . import kl, record, stats
+from .base import Codec, Sample, Task
+from .plan import FULL, Cell, Plan, counted, fingerprint, groups, targets
+from .serve import OFF, Reply, Request, Server, Start
+
+
+def run(plan: Plan, start: Start) -> dict[str, Any]:
+    """Measure what is missing in the plan's results, and return them whole.
+
+    Args:
+        start: starts an engine; called once for the policies and once for `off`, and not for what is measured already.
+    """
+    passes: list[tuple[str, ...]] = [plan.policies, *([(OFF,)] if plan.off else [])]
+    todo = [(policies, plan.pending(policies)) for policies in passes]
+    total = sum(len(cells) for _, cells in todo) * plan.settings.samples
+    # Where there is no terminal, no bar: it would fill the log with copies of itself.
+    with tqdm(total=total, unit="sample", disable=None) as bar:
+        for policies, cells in todo:
+            if cells:
+                server = start(policies[0], plan.needs)
+                try:
+                    for cell in cells:
+                        bar.set_description(
+                            f"{cell.task.name} {cell.length or ''} {OFF if OFF in policies else ''}".strip()
+                        )
+                        _measure(plan, cell, policies, server, bar)
+                finally:
+                    server.close()
+    return plan.results
+
+
+def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, bar: tqdm[Any]) -> None:
+    """Add the rows of one cell to the results and save them."""
+    samples = plan.samples(cell)
+    found = {policy: _Answers(plan.codec, cell.task, samples) for policy in policies}
+    sums = {policy: stats.AuditSum() for policy in policies}
+    server.audited()  # what an earlier cell left behind
+    # The distributions of an answer are large: no more of them at a time than keep the engine busy.
+    size = max(1, 2 * plan.settings.batch // len(policies))
+    members = groups(samples)
+    for group in members:
+        # Brings the document in, for all questions under all policies. One token: there is no decode step.
+        server.generate([Request(_prompt(samples[group[0]]), policies[0], 1)])
+        for first in range(0, len(group), size):
+            part = group[first : first + size]
+            asked = [(i, policy) for i in part for policy in policies]
+            replies = server.generate([_request(samples[i], policy) for i, policy in asked])
+            by = dict(zip(asked, replies, strict=True))
+            for i, policy in asked:
+                found[policy].add(i, by[i, policy], by.get((i, FULL)))
+            stats.by_policy(server.audited(), sums)
+            bar.update(len(part))
+    documents = [0] * len(samples)
+    for number, group in enumerate(members):
+        for i in group:
+            documents[i] = number
+    rows = plan.results["rows"]
+    where = {"task": cell.task.name, "length": cell.length}
+    haystacks = sorted({str(sample.meta["haystack"]) for sample in samples if "haystack" in sample.meta})
+    shared = {
+        "prompts": fingerprint(samples),
+        "haystack": ", ".join(haystacks) or None,
+        "documents": documents,
+    }
+    rows[:] = [row for row in rows if not (row.items() >= where.items() and row["policy"] in policies)]
+    for policy in policies:
+        rows.append({**where, "policy": policy, **found[policy].row(), **sums[policy].row(), **shared})
+    # `full` may be of an earlier run, where this is the pass without the flag.
+    full = next((row for row in rows if row.items() >= where.items() and row["policy"] == FULL), None)
+    for row in rows[-len(policies) :]:
+        compare(row, full, plan.settings.seed)
+    record.save(plan.settings.out, plan.results)
+
+
+def compare(row: dict[str, Any], full: dict[str, Any] | None, seed: int) -> None:
+    """Give a row its difference to `full` with the interval, and the share of equal answers.
+
+    Both rows hold every sample, so this may be done again, with another interval.
+    """
+    row |= dict.fromkeys(("delta", "delta_low", "delta_high", "same"))
+    if full is None:
+        return
+    row["delta"] = row["score"] - full["score"]
+    if row["measure"] == "score":  # forced tokens are always the same
+        row["same"] = float(np.mean([a == b for a, b in zip(row["answers"], full["answers"], strict=True)]))
+    deltas = stats.resampled_deltas(row["samples"], full["samples"], row["documents"], row["measure"], seed)
+    if deltas is not None:
+        row["delta_low"], row["delta_high"] = stats.interval(deltas)
+
+
+class _Answers:
+    """The answers of one policy to the samples of a cell."""
+
+    def __init__(self, codec: Codec, task: Task, samples: Sequence[Sample]) -> None:
+        self._codec, self._task, self._samples = codec, task, samples
+        self._values: dict[int, float] = {}
+        self._answers: dict[int, str] = {}
+        self._divergences: dict[int, list[float]] = {}
+
+    def add(self, i: int, reply: Reply, full: Reply | None) -> None:
+        """Add the answer to sample `i`.
+
+        Args:
+            full: the same under full attention; None where it is not at hand.
+        """
+        sample = self._samples[i]
+        if targets(sample):
+            value = -float(np.mean([reply.logprobs[step] for step in counted(sample)]))
+        else:
+            value = self._task.score(sample, self._codec.decode(reply.tokens))
+        self._values[i] = round(value, 6)
+        self._answers[i] = hashlib.sha256(str(reply.tokens).encode()).hexdigest()[:8]
+        if full is not None:
+            found = kl.divergences(full.tokens, full.steps, reply.tokens, reply.steps)
+            if targets(sample):  # forced tokens never differ: every step is there, the first left out
+                found = [found[step - 1] for step in counted(sample)]
+            self._divergences[i] = found
+
+    def row(self) -> dict[str, Any]:
+        values = [self._values[i] for i in range(len(self._samples))]
+        measure = "perplexity" if targets(self._samples[0]) else "score"
+        # Samples weigh alike. Over all steps, answers that go wrong early would hardly count: they have few to compare.
+        means = [float(np.mean(found)) for _, found in sorted(self._divergences.items()) if found]
+        return {
+            "measure": measure,
+            "score": stats.score(values, measure),
+            "kl": float(np.mean(means)) if means else None,
+            "kl_steps": sum(map(len, self._divergences.values())),
+            "samples": values,
+            "answers": [self._answers[i] for i in range(len(self._samples))],
+        }
+
+
+def _prompt(sample: Sample) -> tuple[int, ...]:
+    return sample.prompt[: len(sample.prompt) - targets(sample)]
+
+
+def _request(sample: Sample, policy: str) -> Request:
+    forced = sample.prompt[len(sample.prompt) - targets(sample) :]
+    return Request(_prompt(sample), policy, len(forced) or sample.max_new_tokens, forced)

@@ -1,0 +1,235 @@
+"""The engine that answers: SGLang, with every policy in one server.
+
+A request says its policy, so one engine serves them all, and the radix tree gives all of them the same prefilled
+document. The only file of the harness that imports SGLang, and only when an engine is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kl import Distribution
+
+OFF: Final = "off"
+"""The policy that is none: SGLang without the flag."""
+
+PAGE: Final = 16
+CHUNK: Final = 4096  # of a prefill: SGLang would size it by the memory of a GPU
+
+
+class EngineFailed(Exception):
+    """The engine did not start; the message is one line of the engine's."""
+
+
+class RequestFailed(Exception):
+    """The engine refused or aborted a request, or served it in a way that cannot be compared; says which and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One greedy completion.
+
+    Attributes:
+        forced: true tokens to decode instead of the most probable ones; () for a free answer.
+    """
+
+    prompt: tuple[int, ...]
+    policy: str
+    max_new_tokens: int
+    forced: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back.
+
+    Attributes:
+        tokens: the completion; if forced, the targets.
+        steps: the next-token distribution at each of its tokens.
+        logprobs: of each token.
+    """
+
+    tokens: list[int]
+    steps: list[Distribution]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an engine has to hold.
+
+    Attributes:
+        tokens: of all requests that run at a time, prompts and answers, what they share counted once.
+        batch: requests that run at a time.
+        forced: whether requests force tokens.
+    """
+
+    tokens: int
+    batch: int
+    forced: bool
+
+
+class Server:
+    """An engine and the audit file it writes.
+
+    Args:
+        engine: has SGLang's `Engine.generate` and `shutdown`.
+        top: tokens that a distribution lists.
+        audit: file that the engine appends to; None: it does not audit.
+    """
+
+    def __init__(self, engine: Any, top: int, audit: Path | None = None) -> None:
+        self._engine, self._top, self._audit = engine, top, audit
+
+    def generate(self, requests: Sequence[Request]) -> list[Reply]:
+        """Serve requests together, as many at a time as the engine was started for.
+
+        Raises:
+            RequestFailed: the engine did not serve one of them.
+        """
+        if not requests:
+            return []
+        forced = any(request.forced for request in requests)
+        try:
+            replies = self._engine.generate(
+                input_ids=[list(request.prompt) for request in requests],
+                sampling_params=[self._sampling(request) for request in requests],
+                return_logprob=True,
+                top_logprobs_num=[0 if request.forced else self._top for request in requests],
+                **({"custom_logit_processor": [_processor(request) for request in requests]} if forced else {}),
+            )
+        except ValueError as error:  # what the engine raises for a request that it does not take
+            raise RequestFailed(f"The engine refused a request: {error}") from error
+        return [self._reply(request, reply) for request, reply in zip(requests, replies, strict=True)]
+
+    def audited(self) -> list[NDArray[Any]]:
+        """The audit records since the last call, an array a decode step."""
+        if self._audit is None or not self._audit.exists():
+            return []
+        from fluxion_sglang.audit import read
+
+        arrays, _ = read(self._audit)
+        # A run writes gigabytes. The engine appends, and it is idle between two calls of `generate`.
+        os.truncate(self._audit, 0)
+        return list(arrays)
+
+    def close(self) -> None:
+        self._engine.shutdown()
+        if self._audit is not None:
+            shutil.rmtree(self._audit.parent, ignore_errors=True)
+
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        params: dict[str, Any] = {}
+        if request.policy != OFF:
+            params["fluxion_policy"] = request.policy
+        if request.forced:
+            params |= {"forced": list(request.forced), "top": self._top}
+        return {
+            "temperature": 0,
+            "max_new_tokens": request.max_new_tokens,
+            "ignore_eos": bool(request.forced),
+            **({"custom_params": params} if params else {}),
+        }
+
+    def _reply(self, request: Request, reply: dict[str, Any]) -> Reply:
+        meta = reply.get("meta_info") or {}
+        reason = meta.get("finish_reason") or {}
+        if not meta or reason.get("type") == "abort":
+            raise RequestFailed(f"A request under policy {request.policy!r} failed: {reason.get('message') or reply}")
+        if meta.get("num_retractions"):
+            # What it had said is prefilled again, exactly, whatever its policy. `Needs` is sized so that it never is.
+            raise RequestFailed(
+                f"A request under policy {request.policy!r} was retracted: the engine ran out of memory for KV; give a "
+                "smaller --batch."
+            )
+        tokens = list(reply["output_ids"])
+        if request.forced:
+            from .forced import NOTES
+
+            notes = meta.get(NOTES) or []
+            if len(notes) != len(request.forced) or tokens != list(request.forced):
+                raise RequestFailed(
+                    f"A request under policy {request.policy!r} was to decode {len(request.forced)} given tokens, and "
+                    f"decoded {len(tokens)} with {len(notes)} notes."
+                )
+            steps = [_distribution(ids, values) for _, ids, values in notes]
+            return Reply(tokens, steps, [logprob for logprob, _, _ in notes])
+        top = [
+            _distribution([entry[1] for entry in step], [entry[0] for entry in step])
+            for step in meta["output_top_logprobs"]
+        ]
+        return Reply(tokens, top, [entry[0] for entry in meta["output_token_logprobs"]])
+
+
+Start = Callable[[str, Needs], Server]
+"""Starts an engine: `OFF` or anything else, and what it has to hold."""
+
+
+def starter(model: Path, top: int, dtype: str, device: str | None = None, predictor: Path | None = None) -> Start:
+    """How to start an engine for a model; arguments as of `Server`, SGLang's options, and the option predictor."""
+
+    def start(policy: str, needs: Needs) -> Server:
+        from fluxion_sglang import openmp
+
+        openmp.wait_passively()  # before torch is imported by the engine's processes; for plain SGLang too
+        import sglang
+
+        audit = None if policy == OFF else Path(tempfile.mkdtemp(prefix="fluxion-quality-")) / "audit.npy"
+        try:
+            engine = sglang.Engine(**options(model, dtype, device, needs, audit, predictor))
+        except (Exception, SystemExit) as error:  # whatever it is that an engine cannot do here
+            if audit is not None:
+                shutil.rmtree(audit.parent, ignore_errors=True)
+            reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+            raise EngineFailed(f"The engine did not start: {': '.join(reason)}") from error
+        return Server(engine, top, audit)
+
+    return start
+
+
+def options(
+    model: Path, dtype: str, device: str | None, needs: Needs, audit: Path | None, predictor: Path | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`; without an audit file, those of SGLang without the flag."""
+    tokens = -(-needs.tokens // PAGE) * PAGE
+    found: dict[str, Any] = {
+        "model_path": str(model),
+        "dtype": dtype,
+        "max_running_requests": needs.batch,
+        "chunked_prefill_size": CHUNK,
+        "log_level": "error",
+        # With it, a step is computed past the end of every answer (and would be in the audit), and a logit processor
+        # sees a request one token late.
+        "disable_overlap_schedule": True,
+        "enable_custom_logit_processor": needs.forced,
+    }
+    if device is not None:
+        found["device"] = device
+    if audit is None:
+        return {**found, "max_total_tokens": tokens}
+    config = {"policy": "full", "host_tokens": tokens, "audit": str(audit)}
+    if predictor is not None:
+        config["predictor"] = str(predictor)
+    return {**found, "enable_fluxion": True, "fluxion_config": json.dumps(config)}
+
+
+def _processor(request: Request) -> str | None:
+    if not request.forced:
+        return None
+    from .forced import serialized
+
+    return serialized()
+
+
+def _distribution(ids: Sequence[int], logprobs: Sequence[float]) -> Distribution:
+    return Distribution(np.asarray(ids, np.int64), np.asarray(logprobs, np.float64))

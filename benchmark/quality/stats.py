@@ -1,0 +1,109 @@
+"""From samples and audit records to the numbers of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES: Final = 10_000
+LEVEL: Final = 0.95
+
+SPEC_BYTES: Final = 32
+"""Of a policy's spec that an audit record has room for."""
+
+Floats = NDArray[np.float64]
+
+MEASURES: Final[dict[str, Callable[[Floats], Floats]]] = {
+    "score": lambda mean: mean,
+    # Samples hold the mean negative log likelihood of their targets.
+    "perplexity": np.exp,
+}
+"""From the mean of what samples hold to the score of a task."""
+
+
+def score(samples: Sequence[float], measure: str) -> float:
+    return float(MEASURES[measure](np.asarray(np.mean(samples))))
+
+
+def resampled_deltas(
+    policy: Sequence[float], full: Sequence[float], clusters: Sequence[int], measure: str, seed: int
+) -> Floats | None:
+    """[RESAMPLES] differences of the scores, policy minus full, each over as many clusters drawn with replacement.
+
+    A paired bootstrap of clusters: the samples of one document fail together, so documents are drawn, and the two
+    policies' samples with them (the pairs cluster bootstrap of Cameron, Gelbach and Miller, 2008).
+
+    Args:
+        policy, full: the same samples under both, in the same order.
+        clusters: each sample's document.
+
+    Returns:
+        None with fewer than two documents, which say nothing about their spread.
+    """
+    documents, owner = np.unique(np.asarray(clusters), return_inverse=True)
+    count = len(documents)
+    if count < 2:
+        return None
+    sums = np.zeros((count, 3))
+    np.add.at(sums, owner, np.stack([policy, full, np.ones(len(owner))], axis=1))
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), RESAMPLES)
+    drawn = draws @ sums
+    means = MEASURES[measure](drawn[:, :2] / drawn[:, 2:])
+    return np.asarray(means[:, 0] - means[:, 1])
+
+
+def interval(deltas: Floats) -> tuple[float, float]:
+    """The middle `LEVEL` of a resampled distribution (percentile method)."""
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(deltas, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+class AuditSum:
+    """The audit records of one policy in one cell, added up.
+
+    Steps of requests without a middle are left out: there is nothing to choose in them.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[NDArray[np.float32]] = []
+        self._layers: set[int] = set()
+        self._records = 0
+        self._read = 0
+        self._whole = 0
+
+    def add(self, records: NDArray[Any]) -> None:
+        """Add records of `fluxion_sglang.audit`."""
+        records = records[records["middle"] > 0]
+        self._errors.append(records["error"].ravel())
+        self._layers.update(np.unique(records["layer"]).tolist())
+        self._records += len(records)
+        self._read += int(records["tile_bytes"].sum()) + int(records["metadata_bytes"].sum())
+        self._whole += int(records["kv_bytes"].sum())
+
+    def row(self) -> dict[str, float | None]:
+        """Mean and 99th percentile of the error; fraction of the host KV read; bytes read for one generated token.
+
+        All None where nothing was recorded.
+        """
+        if not self._records:
+            return dict.fromkeys(("error_mean", "error_p99", "read_fraction", "bytes_per_token"))
+        errors = np.concatenate(self._errors)
+        return {
+            "error_mean": float(errors.mean(dtype=np.float64)),
+            "error_p99": float(np.quantile(errors, 0.99)),
+            "read_fraction": self._read / self._whole,
+            "bytes_per_token": self._read / (self._records / len(self._layers)),
+        }
+
+
+def by_policy(arrays: Iterable[NDArray[Any]], into: dict[str, AuditSum]) -> None:
+    """Add every record to the sum of its policy, where `into` has that policy."""
+    for array in arrays:
+        for spec in np.unique(array["policy"]):
+            name = next((name for name in into if name.encode()[:SPEC_BYTES] == spec), None)
+            if name is not None:
+                into[name].add(array[array["policy"] == spec])

@@ -1,0 +1,170 @@
+"""The tables of a result file, in Markdown: `python -m fluxion_quality.table FILE`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from . import record, stats
+from .plan import FULL
+from .serve import OFF
+
+Row = dict[str, Any]
+Key = tuple[str | None, str]
+"""Length (None: as it comes) as text, and policy."""
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Scores by task, then averages over tasks, then what the columns mean."""
+    if not data["rows"]:
+        return "No cell is measured yet.\n"
+    at, of = data["machine"], data["versions"]
+    where = f"{at['gpu'] or 'no GPU'}; {at['cpu']}, {at['cores']} cores; sglang {of['sglang']}, torch {of['torch']}"
+    model = f"model {data['model']['id']} ({data['model']['sha256'][:12]})"
+    head = (
+        f"Suite {data['suite']}, {model}, {data['samples']} samples a task, seed {data['seed']}, "
+        f"dtype {data['dtype']}; {where}; commit {data['commit']}, {data['date']}."
+    )
+    return "\n".join([head, "", scores(data), averages(data), _MEANING])
+
+
+_MEANING: Final = """\
+Delta: score minus that of `full`, with the 95% interval of a paired bootstrap over documents. An interval of zero
+width says that all documents had the same difference, not that all others would: where n documents show no loss, up to
+about 3/n of all documents may still have one (95%). Read: bytes of tiles and metadata over the bytes of the whole
+middle's KV, all layers; of an oracle, without the keys it scans. Error: of a head's output against exact attention for
+the same query, relative to the largest norm of the layer's heads; mean and 99th percentile. KL: of the next-token
+distribution, from `full`, in nats, at every decode step up to and including the first whose token differs; mean over a
+sample's steps, then over samples (vocabularies over 1,024: a lower bound from the 256 most probable tokens and one
+bucket). Same: answers equal to those of `full`. Perplexities are of forced tokens at decode steps; lower is better.
+"""
+
+
+def scores(data: dict[str, Any], intervals: bool = True) -> str:
+    """A line a task and length, a column a policy.
+
+    Args:
+        intervals: with the difference to `full` and its interval; without, scores alone.
+    """
+    policies = _policies(data)
+    cells = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
+    lines = []
+    for task, length in sorted({(task, length) for task, length, _ in cells}, key=lambda key: (key[0], key[1] or 0)):
+        found = [cells.get((task, length, policy)) for policy in policies]
+        asked = max(_documents(row) for row in found if row)
+        lines.append([task, _length(length), str(asked), *(_score(row, intervals) for row in found)])
+    return _table(["task", "prompt", "documents", *policies], lines, 1)
+
+
+def averages(data: dict[str, Any]) -> str:
+    """A line a length and policy: means over the tasks that every policy here has at this length."""
+    lines = []
+    for length, policy, row in averaged(data):
+        line = [
+            _length(length),
+            policy,
+            str(row["tasks"]),
+            str(row["documents"]),
+            _number(row["score"], ".3f"),
+            _delta(row),
+        ]
+        line += [_number(row["read_fraction"], ".2%"), _number(row["bytes_per_token"], ",.0f")]
+        line += [_number(row["error_mean"], ".4f"), _number(row["error_p99"], ".4f")]
+        line += [_number(row["kl"], ".2e"), _number(row["same"], ".1%")]
+        lines.append(line)
+    head = ["prompt", "policy", "tasks", "documents", "score", "delta", "read", "bytes a token", "error", "p99", "KL"]
+    return _table([*head, "same"], lines, 2)
+
+
+def averaged(data: dict[str, Any]) -> list[tuple[int | None, str, Row]]:
+    """(length, policy, means over tasks), the interval of the mean delta included.
+
+    Over the tasks that all of the policies with rows at this length have: means over different tasks say nothing.
+    """
+    out = []
+    for length in sorted({row["length"] for row in data["rows"]}, key=lambda length: length or 0):
+        here = [row for row in data["rows"] if row["length"] == length]
+        full = {row["task"]: row for row in here if row["policy"] == FULL}
+        tasks = set(full).intersection(
+            *({row["task"] for row in here if row["policy"] == policy} for policy in {row["policy"] for row in here})
+        )
+        for policy in _policies(data):
+            rows = [row for row in here if row["policy"] == policy and row["task"] in tasks]
+            if not rows:
+                continue
+            found: Row = {"tasks": len(rows), "documents": sum(map(_documents, rows))}
+            for name in ("score", "delta", "read_fraction", "bytes_per_token", "error_mean", "error_p99", "kl", "same"):
+                values = [row[name] for row in rows if row[name] is not None]
+                found[name] = float(np.mean(values)) if values else None
+            # Each task's documents are drawn by themselves: a seed a task, or they would all be drawn alike.
+            deltas = [
+                stats.resampled_deltas(
+                    row["samples"],
+                    full[row["task"]]["samples"],
+                    row["documents"],
+                    row["measure"],
+                    data["seed"] + number,
+                )
+                for number, row in enumerate(sorted(rows, key=lambda row: str(row["task"])))
+            ]
+            drawn = [delta for delta in deltas if delta is not None]
+            found["delta_low"], found["delta_high"] = (
+                stats.interval(np.mean(drawn, axis=0)) if len(drawn) == len(rows) else (None, None)
+            )
+            out.append((length, policy, found))
+    return out
+
+
+def _policies(data: dict[str, Any]) -> list[str]:
+    measured = {row["policy"] for row in data["rows"]}
+    return [policy for policy in (*data["policies"], OFF) if policy in measured]
+
+
+def _documents(row: Row) -> int:
+    return len(set(row["documents"]))
+
+
+def _score(row: Row | None, intervals: bool) -> str:
+    if row is None:
+        return ""
+    return f"{row['score']:.3f}" + (f" ({_delta(row)})" if intervals and row["policy"] != FULL else "")
+
+
+def _delta(row: Row) -> str:
+    if row["delta"] is None:
+        return ""
+    low, high = row["delta_low"], row["delta_high"]
+    return f"{row['delta']:+.3f}" + ("" if low is None else f" [{low:+.3f}, {high:+.3f}]")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _length(length: int | None) -> str:
+    return "" if length is None else f"{length:,}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
+    """The first `words` columns to the left, numbers to the right."""
+    rule = ["---" if i < words else "---:" for i in range(len(head))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines])
+
+
+def render(draw: Callable[[dict[str, Any], Path], None], words: Sequence[str]) -> None:
+    """For the commands of this module and of `plot`: `draw` every file named."""
+    if not words:
+        sys.exit("name one or more result files of `fluxion bench quality`")
+    for path in map(Path, words):
+        data = record.load(path)
+        if data is None:
+            sys.exit(f"there is no {path}")
+        draw(data, path)
+
+
+if __name__ == "__main__":
+    render(lambda data, path: print(markdown(data)), sys.argv[1:])

@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> bool:
     print(f"A document of {args.length:,} tokens with {args.keys} needles; policy {args.policy}.")
     print(f"$ {_shell(command)}\n", flush=True)
     with running_server(command, args.port) as server:
-        print(f"\n {'client':<10}{'question':<10}{'answer':<10}{'':<7}{'cached':>14}{'TTFT':>10}{'TPOT':>10}")
+        print(f"\n {'client':<10}{'question':<13}{'answer':<28}{'':<7}{'cached':>14}{'TTFT':>10}{'TPOT':>10}")
         right = []
         with tqdm(range(questions), "Asking", leave=False, file=sys.stdout, disable=None) as asking:
             for i in asking:
@@ -248,7 +248,7 @@ def _one_question(server: Server, document: NeedlePrompt, i: int, client: str, m
     ok = score(question.answer, reply.text)
     verdict = "right" if ok else f"wrong, it is {question.answer}"
     return ok, (
-        f" {client:<10}{question.text:<10}{said:<10}{verdict:<7}"
+        f" {client:<10}{question.text:<13}{said:<28}{verdict:<7}"
         f"{f'{reply.cached:,}':>7} ({reply.cached / reply.prompt_tokens:>4.0%}){reply.ttft:>8.2f} s"
         f"{reply.tpot * 1e3:>7.1f} ms"
     )
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     option("--executors", default="auto", help="who computes, as in --fluxion-config")
     option("--max-tokens", type=int, default=16, help="tokens generated per question")
     option("--host-tokens", type=int, help="size of the host pool; by default what the prompts need")
-    # A document whose questions the model itself answers by a wide margin; at 16K it misses one in sixty.
+    # A document whose questions the model itself answers.
     option("--seed", type=int, default=5, help="of the document")
     option("--port", type=int, help="of the server; by default a free one")
     option("--model-path", type=Path, default=MODEL, help="the needle model")

@@ -1,0 +1,207 @@
+"""What the bundled model is trained on, stage by stage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .data import Mix
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps that are alike.
+
+    Attributes:
+        shapes: (sequences, tokens) of a step's batch, taken in turn.
+        mix: what sequences are like; several are taken in turn, as shapes are.
+        rate: share of the full step size at the first step and after the last, linear in between.
+        penalty: weight of the pressure on heads to do without the middle.
+        counted: weight of the loss on counted words, which are few; of a fact's symbols it is 1.
+        probes: places of a sequence at which the two pressures are taken.
+        rest: weight of the pressure on heads to contribute little.
+    """
+
+    steps: int
+    shapes: tuple[tuple[int, int], ...]
+    mix: Mix | tuple[Mix, ...]
+    penalty: float = 0.0
+    rest: float = 0.0
+    probes: int = 12
+    counted: float = 1.0
+    rate: tuple[float, float] = (1.0, 1.0)
+
+    def at(self, number: int) -> tuple[int, int, Mix]:
+        """Sequences, tokens and their kind of the stage's step `number`."""
+        size, length = self.shapes[number % len(self.shapes)]
+        return size, length, self.mix if isinstance(self.mix, Mix) else self.mix[number % len(self.mix)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A whole training.
+
+    Attributes:
+        lr: Muon's step size for matrices; rest_lr: AdamW's for embeddings and norms.
+        warmup: steps until the full step size.
+        word: weight of the loss on essay words; answers have 1.
+        tau: error at which a head counts as half dependent on the middle.
+    """
+
+    stages: tuple[Stage, ...]
+    lr: float = 4e-3
+    rest_lr: float = 6e-3
+    weight_decay: float = 0.02
+    warmup: int = 50
+    word: float = 0.1
+    tau: float = 0.1
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def rate(self, step: int, stage: Stage, number: int) -> float:
+        """Share of the full step size at the stage's step `number`, the run's step `step`."""
+        first, last = stage.rate
+        return min(1.0, (step + 1) / self.warmup) * (first + (last - first) * number / stage.steps)
+
+
+_CHAINS = (3.0, 0.8, 1.5, 1.6)
+_MANY_CHAINS = Mix(dense=0.65, counting=0.25, pose=0.2, families=(1.5, 0.5, 2.0, 5.0), rare=4, wide=0.0)
+_SHORT = (16, 256)
+_SHORTER = (32, 128)
+_TINY = (64, 64)
+_MIDDLE = ((4, 1024), _SHORT, (8, 512))
+# Words alone: counting needs as many questions as facts did.
+_LISTS = Mix(dense=0.0, counting=1.0, pose=0.5, rare=2, skips=True)
+_ALL = (2.0, 1.0, 2.5, 1.6)
+_NEAR = Mix(dense=0.2, counting=0.3, pose=0.6, families=_ALL, rare=5, wide=0.15, skips=True, many=8)
+_FAR = dataclasses.replace(_NEAR, dense=0.1, rare=20, many=12, wide=0.2)
+_DENSE = Mix(dense=0.7, counting=0.3, pose=0.3, families=_ALL, rare=3, wide=0.1, skips=True)
+_VALUES = Mix(dense=0.8, counting=0.2, pose=0.4, families=(1.0, 0.6, 4.0, 1.0), rare=3, wide=0.1, skips=True)
+_PACKED = Mix(
+    dense=0.05,
+    counting=0.25,
+    pose=0.5,
+    families=(2.0, 1.2, 2.5, 1.2),
+    rare=30,
+    many=12,
+    wide=0.25,
+    packed=0.5,
+    skips=True,
+)
+# The order of a key's values: the next greater one, again and again.
+_ORDER = Mix(
+    dense=0.8,
+    counting=0.0,
+    pose=0.4,
+    families=(0.6, 0.4, 5.0, 0.5),
+    wide=0.05,
+    skips=True,
+    terse=0.4,
+    values=6,
+)
+_LONE = Mix(
+    dense=0.0,
+    counting=0.15,
+    pose=0.5,
+    families=(0.6, 2.0, 1.0, 2.0),
+    rare=30,
+    many=5,
+    wide=0.05,
+    packed=0.1,
+    skips=True,
+    lone=1.0,
+)
+_LAST = Mix(dense=0.3, counting=0.3, pose=0.6, families=(1.0, 1.2, 3.5, 1.0), rare=20, many=8, wide=0.1, skips=True)
+
+RECIPES = {
+    # Retrieval is discovered in short, dense sequences with few keys (facts after some 2.3 million tokens), then made
+    # to hold among more keys, in haystacks, and over distance. Chains and counting have drills of their own.
+    "bundled": Recipe(
+        (
+            Stage(
+                600,
+                (_SHORTER,),
+                Mix(dense=1.0, counting=0.0, pose=0.0, keys=16, families=(3.0, 0.8, 0.8, 0.8), wide=0.0),
+            ),
+            Stage(
+                300,
+                (_SHORT, _SHORTER, _TINY),
+                Mix(dense=0.4, counting=0.4, pose=0.3, families=_CHAINS, rare=2, wide=0.05),
+            ),
+            Stage(150, _MIDDLE, Mix(dense=0.25, counting=0.4, pose=0.6, families=_CHAINS, rare=5, wide=0.1)),
+            Stage(250, (_SHORT, _SHORTER), _MANY_CHAINS),
+            Stage(
+                150, _MIDDLE, Mix(dense=0.3, counting=0.35, pose=0.6, families=(2.0, 0.8, 1.5, 2.5), rare=5, wide=0.1)
+            ),
+            # A variable of a chain is looked up as its value is: first as the first symbol of a question.
+            Stage(
+                200,
+                (_SHORT, _SHORTER),
+                dataclasses.replace(_MANY_CHAINS, families=(1.5, 0.5, 2.0, 4.0), midway=0.6, skips=True),
+            ),
+            Stage(
+                250,
+                (_SHORTER, _TINY),
+                (Mix(dense=1.0, counting=0.0, pose=0.2, families=(1.5, 0.3, 2.5, 5.0), wide=0.0, midway=0.6), _LISTS),
+            ),
+            Stage(300, ((4, 1024), _TINY, (8, 512), _SHORTER), (_NEAR, _LISTS, _NEAR, _DENSE), rate=(1.0, 0.8)),
+            # From here on heads are pressed to do without the middle: all skills are there.
+            Stage(
+                600,
+                ((2, 2048), _TINY, (4, 1024), _SHORT, (1, 4096), _SHORTER),
+                (_NEAR, _LISTS, _NEAR, _DENSE, _FAR, _DENSE),
+                penalty=0.1,
+                rest=0.05,
+                probes=24,
+                rate=(0.8, 0.5),
+            ),
+            Stage(
+                250,
+                ((1, 4096), _TINY, (2, 2048), _SHORT, (1, 8192), _SHORTER, (4, 1024), (8, 512)),
+                (_PACKED, _LISTS, _PACKED, _VALUES, _PACKED, _VALUES, _NEAR, _VALUES),
+                penalty=0.15,
+                rest=0.03,
+                probes=24,
+                rate=(0.5, 0.5 - 0.35 * 250 / 1300),
+            ),
+            Stage(
+                1000,
+                ((1, 4096), _TINY, _SHORT, (2, 2048), _SHORTER, (8, 512), (1, 8192), _SHORT, _TINY, (4, 1024)),
+                (_PACKED, _LISTS, _ORDER, _PACKED, _ORDER, _ORDER, _PACKED, _ORDER, _LISTS, _NEAR),
+                penalty=0.15,
+                rest=0.03,
+                probes=24,
+                rate=(0.45, 0.12),
+            ),
+            Stage(
+                650,
+                ((1, 8192), _SHORT, (2, 2048), _TINY, (1, 4096), (4, 1024), (1, 4096), (8, 512)),
+                (_PACKED, _ORDER, _PACKED, _LISTS, _PACKED, _LAST, _PACKED, _ORDER),
+                penalty=0.15,
+                rest=0.02,
+                probes=24,
+                rate=(0.12, 0.005),
+            ),
+            # A question alone at the end of many words is no question to count them.
+            Stage(
+                200,
+                ((1, 8192), (4, 1024), (2, 2048), _SHORT, (1, 4096), _TINY),
+                (_LONE, _LONE, _LONE, _ORDER, _LONE, _LISTS),
+                penalty=0.15,
+                rest=0.02,
+                probes=24,
+                rate=(0.12, 0.005),
+            ),
+        ),
+    ),
+    # A few steps of everything: for tests.
+    "smoke": Recipe(
+        (
+            Stage(3, ((2, 64),), Mix(dense=1.0, counting=0.0, pose=0.0, keys=16)),
+            Stage(3, ((1, 768), (2, 128)), Mix(dense=0.3, counting=0.3, pose=0.6), penalty=0.2, rest=0.1),
+        ),
+        warmup=2,
+    ),
+}

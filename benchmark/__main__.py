@@ -7,26 +7,58 @@ import subprocess
 import sys
 from pathlib import Path
 
-MEASURE = ("one_batch.py", "needle_accuracy.py")
-RENDER = ("tables.py", "plot.py")
+sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmark` as for the scripts beside it
+import common
+
+HERE = Path(__file__).parent
+POLICIES = (
+    "full,streaming,oracle:0.05,fixed:16:0.05,fixed:16:0.02,fixed:32:0.05,fixed:32:0.02,anchor,fluxion,labels:0.10"
+)
+FEW = "full,streaming,fixed:16:0.05"
+SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
+FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
+# Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
+QUALITY = {
+    "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "3", "--policies", POLICIES],
+    "far": ["--suite", "ruler", "--lengths", "16k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
+    "extraction": ["--suite", "extraction", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
+    "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
+}
+
+
+def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
+    """The command that measures on the bundled model what is published as quality_NAME.json."""
+    options = list(QUALITY[name])
+    if quick:
+        for option, value in (("--lengths", "2k"), ("--samples", "2")):
+            options[options.index(option) + 1] = value
+    out = results / (f"quality_{name}_quick.json" if quick else f"quality_{name}.json")
+    options += ["--dtype", "float32", "--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
+    return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark", description="Every benchmark, then the tables.")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that all of them run")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing result files")
+    parser.add_argument("--only", choices=["speed", "quality"], help="one half")
     args = parser.parse_args()
-    passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
-    for script in MEASURE:
-        _run(script, *passed)
+    results = common.RESULTS / common.machine_name()
+    if args.only != "quality":
+        passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
+        _run([sys.executable, str(HERE / "one_batch.py"), *passed])
+    if args.only != "speed":
+        for name in QUALITY:
+            _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
-        for script in RENDER:
-            _run(script)
+        _run([sys.executable, "-m", "fluxion_quality.plot", str(results / "quality_ruler.json")])
+        for script in ("tables.py", "plot.py"):
+            _run([sys.executable, str(HERE / script)])
 
 
-def _run(script: str, *args: str) -> None:
-    print(f"$ python benchmark/{' '.join([script, *args])}", flush=True)
-    code = subprocess.run([sys.executable, str(Path(__file__).parent / script), *args], check=False).returncode
+def _run(command: list[str]) -> None:
+    print(f"$ {' '.join(common.relative(command))}", flush=True)
+    code = subprocess.run(command, check=False).returncode
     if code:
         sys.exit(code)
 

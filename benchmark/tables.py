@@ -7,18 +7,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import common
 
+from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.predictor.report import metrics_table
 
-PAGES = ("README.md", "docs/sglang.md", "docs/tour.md", "models/needle/README.md")
+PAGES = (
+    *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
+    "models/needle/README.md",
+)
+PREDICTOR = common.NEEDLE / "fluxion"
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 
 
@@ -61,30 +68,98 @@ def one_batch(results: Path) -> str:
     return "\n".join(out) or _nothing("one_batch.py")
 
 
-def needle_accuracy(results: Path) -> str:
-    """Whole answers that are right, by task and length; a column a policy."""
-    out = []
-    for path, data in _found(results, "needle_accuracy.json"):
-        found = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
-        policies = list(dict.fromkeys(row["policy"] for row in data["rows"]))
-        rows = []
-        for task, length in dict.fromkeys((task, length) for task, length, _ in found):
-            cells = [found.get((task, length, policy)) for policy in policies]
-            asked = max(cell["questions"] for cell in cells if cell)
-            rows.append([task, f"{length:,}", str(asked), *(f"{c['accuracy']:.2f}" if c else "" for c in cells)])
-        rows.sort(key=lambda row: row[0])
-        align = "lrr" + "r" * len(policies)
-        note = f"Share of answers that are right as a whole. {_where(data)}"
-        out.append(
-            table(["task", "prompt", "questions", *policies], rows, align) + f"\n{note} [Data]({_link(path)}).\n"
+def quality(results: Path) -> str:
+    """Means over RULER's tasks, by length and policy."""
+    return _quality(results, lambda data: quality_table.averages(data))
+
+
+def quality_tasks(results: Path) -> str:
+    """RULER's scores by task and length; a column a policy."""
+    return _quality(results, lambda data: quality_table.scores(data, intervals=False))
+
+
+def far(results: Path) -> str:
+    """RULER beyond the trained lengths."""
+    return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_far.json")
+
+
+def extraction(results: Path) -> str:
+    """Scores of the extraction suite."""
+    return _quality(results, lambda data: quality_table.averages(data), "quality_extraction.json")
+
+
+def perplexity(results: Path) -> str:
+    """By task: a mean over them would say nothing."""
+    return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_perplexity.json")
+
+
+def needle_heads(_: Path) -> str:
+    """What the heads of the bundled model do, beside what Fluxion's paper and common observation say of large ones."""
+    found = json.loads((common.NEEDLE / "heads.json").read_text())
+    blocks = ("16", "32", "64", "128")
+    rows = []
+    for at in found["results"]:
+        values = [value for layer in at["sink_value"] for value in layer]
+        rows.append(
+            [
+                f"{at['length']:,}",
+                str(at["steps"]),
+                f"{at['streaming']:.0%}",
+                *(f"{at['budget_of_retrieval_heads'][blk]:.1%}" for blk in blocks),
+                f"{at['budget_grows']:.0%}",
+                f"{max(head['bos'] for head in at['heads']):.2f}",
+                f"{min(values):.2f} to {max(values):.2f}",
+                f"{mean(at['overlap_in_group']):.2f}",
+            ]
         )
-    return "\n".join(out) or _nothing("needle_accuracy.py")
+    head = ["length", "steps", "streaming", *(f"budget at {blk}" for blk in blocks), "it grows", "most mass on `<bos>`"]
+    return table([*head, "value of `<bos>`", "shared in a group"], rows, "r" * (len(head) + 2))
+
+
+def predictor(_: Path) -> str:
+    """Metrics of the bundled model's predictor at its calibrated tau, on held-out sequences."""
+    found = json.loads((PREDICTOR / "predictor.json").read_text())
+    key = found["calibrated"]
+    return metrics_table({float(key): found["taus"][key]["metrics"]})
+
+
+def calibration(_: Path) -> str:
+    """What every tau did to held-out sequences."""
+    rows = [
+        [
+            row["policy"],
+            f"{row['kl']:.2e}",
+            "" if row["right"] is None else f"{row['right']:.3f}",
+            f"{row['read']:.2%}",
+            f"{row['error_mean']:.4f}",
+            f"{row['error_p99']:.4f}",
+        ]
+        for row in json.loads((PREDICTOR / "calibration.json").read_text())["rows"]
+    ]
+    return table(["policy", "KL", "answers right", "read", "error", "p99"], rows, "lrrrrr")
+
+
+def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
+    out = []
+    for path, data in _found(results, name):
+        model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
+        note = f"{model}, seed {data['seed']}, dtype {data['dtype']}. {_where(data)}"
+        out.append(f"{draw(data)}\n{note} [Data]({_link(path)}).\n")
+    suite = name.removeprefix("quality_").removesuffix(".json")
+    return "\n".join(out) or f"Not measured yet: `fluxion bench quality --suite {suite}`.\n"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "one_batch": one_batch,
-    "needle_accuracy": needle_accuracy,
+    "quality": quality,
+    "quality_tasks": quality_tasks,
+    "far": far,
+    "extraction": extraction,
+    "perplexity": perplexity,
+    "needle_heads": needle_heads,
+    "predictor": predictor,
+    "calibration": calibration,
 }
 
 

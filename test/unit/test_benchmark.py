@@ -49,20 +49,6 @@ def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) 
     assert "20 to 30 GB/s" in text
 
 
-def test_accuracy_table_leaves_a_gap_where_nothing_was_measured(tmp_path: Path) -> None:
-    def cell(policy: str, length: int, accuracy: float) -> dict[str, Any]:
-        return {"policy": policy, "task": "copy", "length": length, "questions": 9, "accuracy": accuracy}
-
-    write(
-        tmp_path,
-        "needle_accuracy.json",
-        [cell("full", 4096, 1.0), cell("full", 8192, 0.5), cell("x", 4096, 0.25)],
-    )
-    text = tables.needle_accuracy(tmp_path)
-    assert "| copy | 4,096 | 9 | 1.00 | 0.25 |" in text
-    assert "| copy | 8,192 | 9 | 0.50 |  |" in text
-
-
 def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:
     page = "a\n<!-- table:one_batch -->\nold\n<!-- /table:one_batch -->\nb\n"
     filled = tables.fill(page, tmp_path)

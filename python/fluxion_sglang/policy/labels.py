@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.policy.anchor import AnchorPolicy
+from fluxion_sglang.policy.base import UNSEEN, LayerPlan, Needs, Observed
 from fluxion_sglang.policy.selector import plan_measured
 
 
-class LabelsPolicy(Policy):
-    """Every head reads the least that keeps the criterion at this very step.
-
-    Args:
-        criterion: as of `AnchorPolicy`.
-    """
+class LabelsPolicy(AnchorPolicy):
+    """As `AnchorPolicy`, with every step as its own anchor."""
 
     needs = Needs.BUDGETS
-
-    def __init__(self, criterion: Criterion) -> None:
-        self.criterion = criterion
-        self._step: DecodeStep | None = None
-
-    def begin_step(self, step: DecodeStep) -> None:
-        self._step = step
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         assert self._step is not None, "plan() before begin_step()"

@@ -19,6 +19,9 @@ from typing import Any, Final
 
 from fluxion_sglang.kv.placement import Placement
 
+SPARE: Final = 8
+"""Positions of the model that a text leaves free: SGLang needs some for what it generates."""
+
 FORCED: Final = 64
 """Tokens at the end of a text that calibration decodes."""
 
@@ -76,12 +79,14 @@ def _run(arguments: argparse.Namespace) -> None:
     config = AutoConfig.from_pretrained(arguments.model).get_text_config()
     layers = int(config.num_hidden_layers)
 
+    tokenizer = functools.cache(lambda: AutoTokenizer.from_pretrained(arguments.model))  # token ids need none
+
     def encode(text: str) -> list[int]:
-        return list(AutoTokenizer.from_pretrained(arguments.model)(text)["input_ids"])
+        return list(tokenizer()(text)["input_ids"])
 
     sequences = dataset.read_sequences(arguments.data, encode)
-    room = int(config.max_position_embeddings)
-    sequences = [dataclasses.replace(s, tokens=s.tokens[: room - 8]) if not s.answer else s for s in sequences]
+    room = int(config.max_position_embeddings) - SPARE
+    sequences = [s if s.answer else dataclasses.replace(s, tokens=s.tokens[:room]) for s in sequences]
     folder = arguments.out / "samples"
     _claim(folder, arguments)
     collect.record(
@@ -131,6 +136,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dict[str, Any]], table: Any) -> None:
     """Metrics as Markdown, and plots in the shape of the paper's figures 4 and 5, of the last tau's labels."""
     from fluxion_sglang.predictor import report
+    from fluxion_sglang.predictor.features import INDEX
 
     lines = ["# Predictor", "", report.metrics_table({tau: entry.metrics for tau, entry in trained.items()}), ""]
     lines += ["| policy | KL | answers right | read | error | p99 |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
@@ -140,6 +146,12 @@ def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dic
             f"| {row['policy']} | {row['kl']:.2e} | {right} | {row['read']:.2%} | {row['error_mean']:.4f} | "
             f"{row['error_p99']:.4f} |"
         )
+    error = (table.features[:, INDEX["lse_cpu"]] - table.lse_middle).double()
+    lines += [
+        "",
+        f"The moment approximation of the LSE over the middle, less the exact one: mean {error.mean():+.2f}, "
+        f"mean absolute {error.abs().mean():.2f}, 99th percentile of the absolute {error.abs().quantile(0.99):.2f}.",
+    ]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
     try:
         import matplotlib  # noqa: F401

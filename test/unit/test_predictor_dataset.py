@@ -40,7 +40,7 @@ def test_lines_are_sequences(tmp_path: Path) -> None:
     found = read_sequences(file, encode)
     assert found[:3] == [
         TokenSequence((97, 98)),
-        TokenSequence((1, 2, 3, 4), 1, "t"),
+        TokenSequence((1, 2, 3, 4), 1),
         TokenSequence((97, 98, 99, 100, 101), 3),
     ]
     assert bytes(found[3].tokens).decode() == "x\n\ny\n(A) a\n(B) b\n(C) c\n(D) d" and found[3].answer == 0

@@ -13,10 +13,10 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Needs, Observed, Policy
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Needs, Observed, Policy
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
-from fluxion_sglang.predictor.features import COUNT
+from fluxion_sglang.predictor.features import COUNT, PARTS
 from fluxion_sglang.predictor.kernel import features as decode_features
 from fluxion_sglang.predictor.measure import measure
 
@@ -79,6 +79,7 @@ class DecodeEngine:
         self._policy = policy
         self._policies: Sequence[Policy] = ()
         self._needs = Needs.NOTHING
+        self._anchored: Sequence[Criterion | None] = ()  # of each request: what its anchor is measured for
 
     def begin_step(
         self,
@@ -102,6 +103,7 @@ class DecodeEngine:
         self.native.step(step.rows, step.seq_lens, page_table)
         self._policies = policies or [self.policy] * step.batch
         self._needs = max((policy.needs for policy in self._policies), default=Needs.NOTHING)
+        self._anchored = [p.criterion if p.needs is Needs.FEATURES else None for p in self._policies]
         self._policy = compose(self._policies) if policies else self.policy
         self._policy.begin_step(step)
         self._step, self._page_table = step, page_table
@@ -141,13 +143,12 @@ class DecodeEngine:
         """Take the step's token in, attend to what is resident, and see what the policies need to know."""
         step, placement = self._step, self.pool.placement
         assert step is not None
-        parts = torch.empty(step.batch, self.q_heads, 5)
+        parts = torch.empty(step.batch, self.q_heads, len(PARTS))
         self.native.layer_resident(layer, q, k, v, self.windows.layers[layer], scale, parts)
-        rows, lengths = step.rows.tolist(), step.seq_lens.tolist()
         features = budgets = None
-        criteria = [policy.criterion if policy.needs is Needs.FEATURES else None for policy in self._policies]
-        if any(criteria):
-            self.anchors.refresh(layer, rows, lengths, self._page_table, q, scale, criteria)
+        if any(self._anchored):
+            rows, lengths = step.rows.tolist(), step.seq_lens.tolist()
+            self.anchors.refresh(layer, rows, lengths, self._page_table, q, scale, self._anchored)
             features = torch.empty(step.batch, self.q_heads, COUNT)
             decode_features(
                 q,

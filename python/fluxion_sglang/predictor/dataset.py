@@ -36,12 +36,10 @@ class TokenSequence:
     Attributes:
         tokens: token ids, the answer's included.
         answer: how many of them, at the end, are an answer; 0 for a text.
-        task: what the answer answers, for reports; "" where the data does not say.
     """
 
     tokens: tuple[int, ...]
     answer: int = 0
-    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _sequence(line: str, where: str, encode: Encode) -> TokenSequence:
     if prompt is None:
         raise DataError(f"{where} has neither `text` nor `input_ids`; give one of the two.")
     answer = _tokens(row, "answer_ids", "answer", where, encode) or ()
-    return TokenSequence((*prompt, *answer), len(answer), str(row.get("task", "")))
+    return TokenSequence((*prompt, *answer), len(answer))
 
 
 def _tokens(row: dict[str, Any], ids: str, text: str, where: str, encode: Encode) -> tuple[int, ...] | None:

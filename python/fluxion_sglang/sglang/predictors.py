@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,8 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
 def context(config: FluxionConfig, runner: ModelRunner) -> Context:
     """What specs refer to on this server; predictors are loaded when first asked for, each tau once."""
 
+    served = cache(partial(identity, config, runner))
+
     @cache
     def predictor(tau: float | None) -> LoadedPredictor:
         folder = _folder(config, runner)
@@ -73,7 +75,7 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
             folder,
             features=NAMES,
             tau=config.tau if tau is None else tau,
-            expect=identity(config, runner),
+            expect=served(),
         )
 
     return Context(DEFAULT_TAU if config.tau is None else config.tau, predictor)

@@ -141,7 +141,8 @@ const KernelTable& table_of(const String& isa, DType dtype) {
   return *table;
 }
 
-void k_score(const String& isa, TensorView q, TensorView entries, TensorView index, TensorView out) {
+void k_score(const String& isa, TensorView q, TensorView entries, TensorView index, double spread,
+             TensorView out) {
   const Argument queries{"q", q}, ids{"index", index};
   const DType dtype = queries.kv_dtype();
   const int G = queries.group(), D = queries.head_dim();
@@ -150,7 +151,7 @@ void k_score(const String& isa, TensorView q, TensorView entries, TensorView ind
   const int n = ids.ids(N);
   Argument{"out", out}.require(kFloat32, {G, n});
   table_of(isa, dtype)
-      .score(q.data_ptr(), G, D, entries.data_ptr(), ids.data<int32_t>(), n,
+      .score(q.data_ptr(), G, D, entries.data_ptr(), ids.data<int32_t>(), n, static_cast<float>(spread),
              static_cast<float*>(out.data_ptr()), n);
 }
 

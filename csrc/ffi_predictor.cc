@@ -91,8 +91,10 @@ void predictor_forward(PredictorRef ref, TensorView x, TensorView out) {
   ref->predictor->forward(data<float>(x), x.size(0), data<float>(out));
 }
 
-void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold, TensorView blk,
-                    TensorView budget, TensorView value) {
+void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold, int64_t blocks,
+                    TensorView blk, TensorView budget, TensorView value) {
+  constexpr int64_t kAll = 16 + 32 + 64 + 128;
+  if (blocks == 0 || (blocks & ~kAll) != 0) raise("ValueError", "blocks must be among 16, 32, 64 and 128.");
   expect(middle, "middle", kInt32, {-1});
   const int64_t B = middle.size(0);
   expect(budget, "budget", kFloat32, {B, -1});
@@ -106,8 +108,8 @@ void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double
   expect(blk, "blk", kInt32, {B, kv_heads});
   expect(value, "value", kFloat32, {B, kv_heads});
   plan_groups(data<float>(pred), data<int32_t>(middle), B, static_cast<int>(kv_heads),
-              static_cast<int>(heads / kv_heads), static_cast<float>(threshold), data<int32_t>(blk),
-              data<float>(budget), data<float>(value));
+              static_cast<int>(heads / kv_heads), static_cast<float>(threshold), static_cast<int>(blocks),
+              data<int32_t>(blk), data<float>(budget), data<float>(value));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_create, predictor_create);

@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 4;
+constexpr int64_t kAbiVersion = 5;
 
 class EngineObj : public ffi::Object {
  public:
@@ -98,11 +98,11 @@ int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t h
 }
 
 Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim,
-                 int64_t dtype, int64_t sink_pages, ffi::String isa) {
+                 int64_t dtype, int64_t sink_pages, double spread, ffi::String isa) {
   return guarded([&] {
     const PoolShape shape = pool_shape(layers, kv_heads, pages, head_dim, dtype, sink_pages);
-    return Pool(
-        ffi::make_object<PoolObj>(std::make_shared<HostPool>(workers->pool, shape, std::string(isa))));
+    return Pool(ffi::make_object<PoolObj>(
+        std::make_shared<HostPool>(workers->pool, shape, static_cast<float>(spread), std::string(isa))));
   });
 }
 

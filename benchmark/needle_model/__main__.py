@@ -35,13 +35,16 @@ def main() -> None:
     parser.add_argument("--recipe", default="bundled", choices=RECIPES)
     parser.add_argument("--out", type=Path, default=Path("build/needle_model"), help="folder of the run")
     parser.add_argument("--into", type=Path, help="the model's folder; by default `model` in the run's")
+    parser.add_argument(
+        "--from", dest="weights", type=Path, help="a model to begin the last stage with that begins anew"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--examine", type=int, nargs="+", default=[4096, 8192], help="lengths to look at heads at")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    train.run(RECIPES[args.recipe], args.out, not args.eager)
+    train.run(RECIPES[args.recipe], args.out, not args.eager, weights=args.weights)
     model, step = export.load(args.out)
     folder = args.into or args.out / "model"
     export.write(model, folder)

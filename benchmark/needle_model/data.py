@@ -48,6 +48,7 @@ class Mix:
         midway: share of chains that are asked for from one of their variables on, not from the value.
         terse: share of sequences with short keys and values of one symbol.
         many: keys of a question, at most; values: facts of one key, at most.
+        long: share of sequences with short keys and values as long as RULER's uuids.
         lone: share of haystacks that are nearly all words and have one question, as a benchmark's documents.
         packed: share of haystacks that are facts from end to end.
         wide: share of sequences whose keys and values are as long as RULER's uuids.
@@ -66,6 +67,7 @@ class Mix:
     midway: float = 0.0
     terse: float = 0.0
     values: int = 4
+    long: float = 0.0
     lone: float = 0.0
     packed: float = 0.35
     wide: float = 0.15
@@ -145,6 +147,8 @@ class Generator:
             width, size = needle.UUID_KEY, needle.UUID
         elif mix.terse and rng.random() < mix.terse:
             width, size = needle.WORD_KEY, 1
+        elif mix.long and rng.random() < mix.long:
+            width, size = needle.WORD_KEY, needle.UUID
         shares = rng.dirichlet(mix.families)
         keys = needle.draw_keys(rng, min(2048, mix.keys * (mix.keys - 1)), width, mix.keys)
         names = (needle.FIRST_VAR + rng.permutation(needle.VARS)).tolist()

@@ -19,6 +19,8 @@ class Stage:
         counted: weight of the loss on counted words, which are few; of a fact's symbols it is 1.
         probes: places of a sequence at which the two pressures are taken.
         rest: weight of the pressure on heads to contribute little.
+        opening: weight of the loss on the first symbol of an answer that repeats its question.
+        anew: begins from exported weights, in bf16, without momentum.
     """
 
     steps: int
@@ -26,6 +28,8 @@ class Stage:
     mix: Mix | tuple[Mix, ...]
     penalty: float = 0.0
     rest: float = 0.0
+    opening: float = 0.5
+    anew: bool = False
     probes: int = 12
     counted: float = 1.0
     rate: tuple[float, float] = (1.0, 1.0)
@@ -114,6 +118,9 @@ _LONE = Mix(
     lone=1.0,
 )
 _LAST = Mix(dense=0.3, counting=0.3, pose=0.6, families=(1.0, 1.2, 3.5, 1.0), rare=20, many=8, wide=0.1, skips=True)
+_ASKED = dataclasses.replace(_LONE, counting=0.1, families=(1.0, 3.0, 0.8, 2.0), long=0.35)
+_ASKED_SHAPES = ((1, 8192), _SHORT, (1, 8192), _TINY, (1, 8192), (1, 4096), (1, 8192), (8, 512))
+_ASKED_MIXES = (_ASKED, _ORDER, _ASKED, _LISTS, _LONE, _LAST, _PACKED, _ORDER)
 
 RECIPES = {
     # Retrieval is discovered in short, dense sequences with few keys (facts after some 2.3 million tokens), then made
@@ -193,6 +200,28 @@ RECIPES = {
                 rest=0.02,
                 probes=24,
                 rate=(0.12, 0.005),
+            ),
+            # Begun from the exported weights: more of the same, where answers were worst.
+            Stage(
+                32,
+                _ASKED_SHAPES,
+                _ASKED_MIXES,
+                penalty=0.15,
+                rest=0.02,
+                opening=3.0,
+                probes=24,
+                rate=(0.02, 0.14),
+                anew=True,
+            ),
+            Stage(
+                232,
+                _ASKED_SHAPES,
+                _ASKED_MIXES,
+                penalty=0.15,
+                rest=0.02,
+                opening=3.0,
+                probes=24,
+                rate=(0.14, 0.004),
             ),
         ),
     ),

@@ -10,8 +10,11 @@ from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
+
+from fluxion_sglang import needle
 
 from .data import CHAIN, COMMON, ECHO, FACT_VALUE, FREQUENT, KINDS, MULTI, WORD, Generator
 from .model import SINKS, WINDOW, NeedleModel, Shape
@@ -37,6 +40,7 @@ def losses(
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     answer = (kinds >= FACT_VALUE).float() * torch.where(kinds == ECHO, 0.5, 1.0)
     answer = torch.where((kinds == COMMON) | (kinds == FREQUENT), stage.counted, answer)
+    answer = torch.where((tokens == needle.ANSWER) & (kinds == ECHO), stage.opening, answer)
     word = (kinds == WORD).float()
     loss = (ce * answer).sum() / (answer.sum() + 1) + recipe.word * (ce * word).sum() / (word.sum() + 1)
     # Saturates: a head that needs the middle may need all of it, the others lose what they do not need.
@@ -62,17 +66,42 @@ class Trainer:
         self.out = out
         self.model = NeedleModel(Shape())
         self.data = Generator(recipe.seed + 1)
-        weights = self.model.weights()
+        self.rates = [recipe.lr, recipe.rest_lr]
+        self.step = 0
+        self.optimizers = self._optimizers()
+        torch._dynamo.config.recompile_limit = 64  # each shape of a batch is compiled, and the default is eight
+        self.loss = torch.compile(losses, dynamic=False) if compiled else losses
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        recipe, weights = self.recipe, self.model.weights()
         matrices = [w for name, w in weights.items() if "layers" in name and w.ndim == 2]
         rest = [w for name, w in weights.items() if not ("layers" in name and w.ndim == 2)]
-        self.optimizers: list[torch.optim.Optimizer] = [
+        return [
             Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay),
             torch.optim.AdamW(rest, lr=recipe.rest_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
-        self.rates = [recipe.lr, recipe.rest_lr]
-        self.step = 0
-        torch._dynamo.config.recompile_limit = 64  # each shape of a batch is compiled, and the default is eight
-        self.loss = torch.compile(losses, dynamic=False) if compiled else losses
+
+    def begin_anew(self) -> None:
+        """As if the run began here from the exported weights: rounded to bf16, without momentum, with other data."""
+        with torch.no_grad():
+            for weight in self.model.weights().values():
+                weight.copy_(weight.bfloat16())
+        self.optimizers = self._optimizers()
+        self.data = Generator(self.recipe.seed + 1 + self.step)
+
+    def start_from(self, folder: Path) -> None:
+        """Take an exported model as what the stages before the last one that begins anew would give."""
+        self.step, found = 0, None
+        for stage in self.recipe.stages:
+            found = self.step if stage.anew else found
+            self.step += stage.steps
+        if found is None:
+            raise SystemExit("No stage of this recipe begins anew from exported weights; run it from the start.")
+        self.step = found
+        saved = load_file(folder / "model.safetensors")
+        with torch.no_grad():
+            for name, weight in self.model.weights().items():
+                weight.copy_(saved[name])
 
     def save(self) -> None:
         state = {
@@ -134,14 +163,17 @@ class Trainer:
         return torch.multinomial(weights, count, replacement=True)
 
 
-def run(recipe: Recipe, out: Path, compiled: bool = True, stop: int | None = None) -> None:
+def run(recipe: Recipe, out: Path, compiled: bool = True, stop: int | None = None, weights: Path | None = None) -> None:
     """Train in the folder `out`, from where an earlier run there has stopped.
 
     Args:
         compiled: use torch.compile. stop: end before this step, as an interruption would; for tests.
+        weights: folder of a model to begin the last stage that begins anew with, instead of the stages before it.
     """
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, out, compiled)
+    if weights is not None and not (out / "state.pt").exists():
+        trainer.start_from(weights)
     trainer.resume()
     log = _log(out / "log.jsonl", trainer.step)
     bar = tqdm(total=recipe.steps, initial=trainer.step, unit="step", mininterval=10)
@@ -152,6 +184,8 @@ def run(recipe: Recipe, out: Path, compiled: bool = True, stop: int | None = Non
         for number in range(stage.steps):
             if first + number < trainer.step or trainer.step == stop:
                 continue
+            if stage.anew and number == 0:
+                trainer.begin_anew()
             torch.manual_seed(recipe.seed * 1_000_003 + trainer.step)  # probes do not depend on interruptions
             loss, pressure, counts = trainer.train_step(stage, number)
             total += counts

@@ -28,8 +28,11 @@ def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     top = tokens_compared(made.model.vocabulary)
+    config = dict(asked.config)
+    if asked.predictor is not None:
+        config["predictor"] = str(asked.predictor)
     try:
-        results = run(made, start or starter(asked.model, top, asked.dtype, asked.device, asked.predictor))
+        results = run(made, start or starter(asked.model, top, asked.dtype, asked.device, config))
     except KeyboardInterrupt:
         print(
             f"\nInterrupted. {asked.out} has every finished cell; the same command goes on from there.", file=sys.stderr
@@ -65,6 +68,7 @@ def settings(arguments: argparse.Namespace) -> plan.Settings:
         batch=arguments.batch,
         device=arguments.device,
         predictor=arguments.predictor,
+        config=arguments.fluxion_config,
         fresh=arguments.fresh,
     )
 

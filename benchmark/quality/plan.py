@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ SETTINGS: Final = (
     "batch",
     "device",
     "predictor",
+    "config",
 )
 
 
@@ -42,7 +43,7 @@ class BadInput(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for, as of the options of `fluxion bench quality`."""
+    """What was asked for, as of the options of `fluxion bench quality`; config: further options of the server."""
 
     suite: str
     model: Path
@@ -57,6 +58,7 @@ class Settings:
     batch: int = 8
     device: str | None = None
     predictor: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
     fresh: bool = False
 
 
@@ -305,6 +307,7 @@ def _results(settings: Settings, model: Model, policies: tuple[str, ...]) -> dic
         "batch": settings.batch,
         "device": settings.device,
         "predictor": _digest(settings),
+        "config": dict(settings.config),
         "rows": [],
     }
     try:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -175,8 +175,14 @@ Start = Callable[[str, Needs], Server]
 """Starts an engine: `OFF` or anything else, and what it has to hold."""
 
 
-def starter(model: Path, top: int, dtype: str, device: str | None = None, predictor: Path | None = None) -> Start:
-    """How to start an engine for a model; arguments as of `Server`, SGLang's options, and the option predictor."""
+def starter(
+    model: Path, top: int, dtype: str, device: str | None = None, config: Mapping[str, Any] | None = None
+) -> Start:
+    """How to start an engine for a model.
+
+    Args:
+        top: as of `Server`. dtype, device: as SGLang's. config: further options of `--fluxion-config`.
+    """
 
     def start(policy: str, needs: Needs) -> Server:
         from fluxion_sglang import openmp
@@ -186,7 +192,7 @@ def starter(model: Path, top: int, dtype: str, device: str | None = None, predic
 
         audit = None if policy == OFF else Path(tempfile.mkdtemp(prefix="fluxion-quality-")) / "audit.npy"
         try:
-            engine = sglang.Engine(**options(model, dtype, device, needs, audit, predictor))
+            engine = sglang.Engine(**options(model, dtype, device, needs, audit, config or {}))
         except (Exception, SystemExit) as error:  # whatever it is that an engine cannot do here
             if audit is not None:
                 shutil.rmtree(audit.parent, ignore_errors=True)
@@ -198,7 +204,7 @@ def starter(model: Path, top: int, dtype: str, device: str | None = None, predic
 
 
 def options(
-    model: Path, dtype: str, device: str | None, needs: Needs, audit: Path | None, predictor: Path | None = None
+    model: Path, dtype: str, device: str | None, needs: Needs, audit: Path | None, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of `sglang.Engine`; without an audit file, those of SGLang without the flag."""
     tokens = -(-needs.tokens // PAGE) * PAGE
@@ -217,10 +223,8 @@ def options(
         found["device"] = device
     if audit is None:
         return {**found, "max_total_tokens": tokens}
-    config = {"policy": "full", "host_tokens": tokens, "audit": str(audit)}
-    if predictor is not None:
-        config["predictor"] = str(predictor)
-    return {**found, "enable_fluxion": True, "fluxion_config": json.dumps(config)}
+    flag = {**config, "policy": "full", "host_tokens": tokens, "audit": str(audit)}
+    return {**found, "enable_fluxion": True, "fluxion_config": json.dumps(flag)}
 
 
 def _processor(request: Request) -> str | None:

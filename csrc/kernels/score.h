@@ -29,8 +29,8 @@ struct RowFetcher {
   }
 };
 
-// sum_d max(q_d * min_d, q_d * max_d) is one dot product of length 2D: an entry {min, max} with {q-, q+},
-// where q- = min(q, 0) and q+ = max(q, 0).
+// sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an
+// entry {min, max} with {q-, q+}, where q- = (q - spread * |q|) / 2 and q+ = (q + spread * |q|) / 2.
 template <class T, int kD>
 void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries,
                   const int32_t* index, int n, float* out, int64_t out_stride) {
@@ -63,17 +63,17 @@ void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, co
 }
 
 template <class T>
-void score(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float* out,
-           int64_t out_stride) {
+void score(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float spread,
+           float* out, int64_t out_stride) {
   const T* queries = static_cast<const T*>(q);
   T split[2 * kMaxHeadDim];
   alignas(64) typename Dot<T>::Query packed[kMaxGroup * 2 * kMaxHeadDim];
   for (int g = 0; g < G; ++g) {
     for (int d = 0; d < D; ++d) {
-      const T x = queries[g * D + d];
-      const bool negative = to_float(x) < 0.0f;
-      split[d] = negative ? x : T{};
-      split[D + d] = negative ? T{} : x;
+      const float half = 0.5f * to_float(queries[g * D + d]);
+      const float wide = spread * (half < 0.0f ? -half : half);
+      round_to(half - wide, &split[d]);
+      round_to(half + wide, &split[D + d]);
     }
     Dot<T>::pack(split, 2 * D, packed + g * 2 * D);
   }

@@ -37,11 +37,13 @@ struct FeatureArgs {
 struct KernelTable {
   const char* isa;
 
-  // Upper bound of q.k over each block: sum_d max(q_d * min_d, q_d * max_d), unscaled (Quest's bound).
+  // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in (0, 1]
+  // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
+  // The weights (1 +- spread) q_d / 2 are rounded to the KV dtype.
   // q: KV dtype [G][D]. entries: one head's metadata, KV dtype [.][2][D] = {min, max}; index[n]: entry ids.
   // out[g * out_stride + i]: float32.
-  void (*score)(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float* out,
-                int64_t out_stride);
+  void (*score)(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float spread,
+                float* out, int64_t out_stride);
 
   // q.k of every token of the listed tiles, unscaled. q: KV dtype [G][D]; tiles and pages as for attend.
   // out[g * out_stride + i * 16 + t]: float32, token t of tile i.

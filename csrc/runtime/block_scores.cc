@@ -22,7 +22,8 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
   constexpr int32_t kIota[kMergeBatch] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
   const auto score_merged = [&] {
-    kernels.score(q, group, D, merged_.data(), kIota, merged, merged_score_.data(), kMergeBatch);
+    kernels.score(q, group, D, merged_.data(), kIota, merged, pool.spread(), merged_score_.data(),
+                  kMergeBatch);
     for (int g = 0; g < group; ++g) {
       for (int m = 0; m < merged; ++m)
         scores[g * stride + merged_block_[m]] = merged_score_[g * kMergeBatch + m];
@@ -46,7 +47,7 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
     if (index_[i] >= 0) {
       int run = i;
       while (run < blocks.count && index_[run] >= 0) ++run;
-      kernels.score(q, group, D, own, &index_[i], run - i, scores + i, stride);
+      kernels.score(q, group, D, own, &index_[i], run - i, pool.spread(), scores + i, stride);
       i = run;
       continue;
     }

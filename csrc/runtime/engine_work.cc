@@ -231,7 +231,7 @@ Selection Engine::select(const Task& task, Scratch* s) const {
   for (int i = 0; i < blocks; ++i) {
     const uint16_t chosen = s->chosen[i];
     if (chosen == 0) continue;
-    const uint16_t readers = config_.attend_union ? active : chosen;
+    const uint16_t readers = config_.attend_union ? everyone : chosen;
     const int from = at.from(i), to = at.to(i);
     out.tokens += static_cast<int64_t>(to - from) * kPage * std::popcount(readers);
     if (readers != everyone && !out.masked) {

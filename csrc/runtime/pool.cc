@@ -65,8 +65,11 @@ int64_t pool_bytes(const PoolShape& shape) {
   return lay_out(shape, [](int, int, int64_t) {});
 }
 
-HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, const std::string& isa)
-    : workers_(std::move(workers)), shape_(shape) {
+HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, float spread,
+                   const std::string& isa)
+    : workers_(std::move(workers)), shape_(shape), spread_(spread) {
+  if (!(spread > 0 && spread <= 1))
+    refuse("spread is " + std::to_string(spread) + "; it must be above 0 and at most 1.");
   const int64_t bytes = pool_bytes(shape_);
   kernels_ = pick_kernels(isa, shape_.dtype);
   memory_ = HostMemory(bytes);

@@ -85,11 +85,12 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // in one step, uses the three parts below them.
 class HostPool {
  public:
-  // isa: a name of available_isas(), or "" for the best one. Throws std::invalid_argument or
-  // std::runtime_error.
-  HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, const std::string& isa);
+  // spread: how blocks are scored (KernelTable::score). isa: a name of available_isas(), or "" for the best
+  // one. Throws std::invalid_argument or std::runtime_error.
+  HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, float spread, const std::string& isa);
 
   const PoolShape& shape() const { return shape_; }
+  float spread() const { return spread_; }
   const KernelTable& kernels() const { return *kernels_; }
   WorkerPool& workers() const { return *workers_; }
 
@@ -153,6 +154,7 @@ class HostPool {
 
   std::shared_ptr<WorkerPool> workers_;
   PoolShape shape_;
+  float spread_;
   const KernelTable* kernels_;
   HostMemory memory_;
   std::vector<Layer> layer_;

@@ -100,7 +100,7 @@ void Predictor::forward(const float* x, int64_t rows, float* out) {
 }
 
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
-                 int32_t* blk, float* budget, float* value) {
+                 int blocks, int32_t* blk, float* budget, float* value) {
   for (int64_t i = 0; i < B * H; ++i, pred += G * kPredictions, budget += G) {
     const double tokens = middle[i / H];
     blk[i] = 0;
@@ -112,6 +112,7 @@ void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int
     double best = 0;
     for (int j = kBlockSizes - 1; j >= 0; --j) {
       const int log2 = kFirstLog2 + j;
+      if ((blocks >> log2 & 1) == 0) continue;
       const double size = 1 << log2;
       float budgets[kMaxGroup] = {};
       double sum = 0;

@@ -30,5 +30,13 @@ inline float float_of(uint32_t bits) {
 inline float to_float(float x) { return x; }
 inline float to_float(BF16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 
+// To the nearest, of two equally near ones to the even.
+inline void round_to(float x, float* out) { *out = x; }
+inline void round_to(float x, BF16* out) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
+  out->bits = static_cast<uint16_t>(rounded >> 16);
+}
+
 }  // namespace
 }  // namespace fluxion::FLUXION_ISA

@@ -60,9 +60,25 @@ def _add_quality(parser: argparse.ArgumentParser) -> None:
     option("--batch", type=int, default=8, help="requests that run at a time (default: %(default)s)")
     option("--device", help="as of SGLang's --device; default: its choice")
     option("--predictor", type=Path, help="folder of a predictor; default: `fluxion` in the model's folder")
+    option("--fluxion-config", type=_config, default={}, help="further options of the server: a JSON object")
     option("--out", type=Path, help="result file; the same command goes on from it (default: quality_SUITE_MODEL.json)")
     option("--fresh", action="store_true", help="replace the result file instead of going on from it")
     parser.set_defaults(run=_quality)
+
+
+def _config(text: str) -> dict[str, object]:
+    """Options of the server that the benchmark does not set itself."""
+    from fluxion_sglang.config import ConfigError, FluxionConfig
+
+    try:
+        values: dict[str, object] = json.loads(text)
+        FluxionConfig.from_dict(values)
+    except (ConfigError, ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"give a JSON object of options ({error})") from None
+    own = sorted({"policy", "host_tokens", "host_memory_gb", "audit"} & values.keys())
+    if own:
+        raise argparse.ArgumentTypeError(f"{', '.join(own)} cannot be given: the benchmark sets it.")
+    return values
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -72,7 +72,13 @@ class FluxionConfig:
     sinks: int = _option(64, "First tokens of a request that stay on the device; a multiple of 16.", "64")
     window: int = _option(256, "Most recent tokens that stay on the device; a multiple of 16.", "256")
     attend_union: bool = _option(
-        True, "Every head of a group attends to all pages that any head of the group selected.", "false"
+        True, "What one head of a group selected, all heads of the group attend to: it is read once for all of them.", "false"
+    )
+    spread: float = _option(
+        1.0,
+        "How blocks are ranked: by the score of the center of the box of their keys' minima and maxima, plus this "
+        "share of what the half widths add, in (0, 1]; 1 is Quest's upper bound.",
+        "0.5",
     )
     workers: int | None = _option(
         None, "CPU threads of the engine, the calling thread included; by default one a core.", "16"
@@ -153,6 +159,11 @@ class FluxionConfig:
             raise ConfigError(
                 f"host_memory_gb is {self.host_memory_gb:g}, but the host pool needs memory; give a positive "
                 "number of GiB or leave the key out to size the pool from the free host memory."
+            )
+        if not 0 < self.spread <= 1:
+            raise ConfigError(
+                f"spread is {self.spread:g}, but it is the share of a box's half width that counts; give a number "
+                "above 0 and at most 1, such as 0.5."
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -172,6 +172,7 @@ class NativePool:
         pages: page ids 0..pages-1; page 0 is padding.
         dtype: torch.bfloat16 or torch.float32.
         sink_pages: logical pages below this number count into no coarse entry and no moments.
+        spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
 
     Raises:
@@ -189,11 +190,12 @@ class NativePool:
         head_dim: int,
         dtype: torch.dtype,
         sink_pages: int,
+        spread: float = 1.0,
         isa: str | None = None,
     ) -> None:
         self.workers = workers
         self.handle = function("pool_create")(
-            workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, isa or ""
+            workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, spread, isa or ""
         )
         self._append = function("pool_append")
         self._append_decode = function("pool_append_decode")
@@ -291,7 +293,7 @@ class NativeEngine:
         sinks: tokens, 16 * the pool's sink_pages. window: tokens, a multiple of 16.
         max_requests, max_pages: capacities to start with (requests of a step, pages of a request); `step`
             grows them.
-        attend_union: a head with a budget also attends to what the other heads of its group chose.
+        attend_union: what one head of a group chose, all of them attend to, streaming heads too.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.kv.placement import Placement
 
 SPARE: Final = 8
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--accuracy", type=float, default=0.05, help="quality target: share of answers that may be lost")
     option("--sinks", type=int, default=64, help="as the server's (default: %(default)s)")
     option("--window", type=int, default=256, help="as the server's (default: %(default)s)")
+    option("--spread", type=float, default=FluxionConfig.spread, help="as the server's (default: %(default)s)")
     option("--epochs", type=int, default=30, help="passes over the samples (default: %(default)s)")
     option("--quantile", type=float, default=0.9, help="of the budget to predict: higher reads more, errs less")
     option("--miss-rate", type=float, default=0.001, help="share of needed heads that may be called streaming")
@@ -95,6 +97,7 @@ def _run(arguments: argparse.Namespace) -> None:
         folder,
         layers=layers,
         placement=placement,
+        spread=arguments.spread,
         dtype=arguments.dtype,
         device=arguments.device,
         seed=arguments.seed,
@@ -198,6 +201,7 @@ def _claim(folder: Path, arguments: argparse.Namespace) -> None:
         "seed": arguments.seed,
         "sinks": arguments.sinks,
         "window": arguments.window,
+        "spread": arguments.spread,
         "dtype": arguments.dtype,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -245,8 +249,14 @@ def _calibrate(arguments: argparse.Namespace, sequences: Sequence[Any], taus: Se
     ends = [(tokens, count) for tokens, count in ends if count >= 2]
     vocabulary = int(AutoConfig.from_pretrained(arguments.model).get_text_config().vocab_size)
     longest = max(len(tokens) for tokens, _ in ends)
+    config = {
+        "predictor": str(arguments.out),
+        "sinks": arguments.sinks,
+        "window": arguments.window,
+        "spread": arguments.spread,
+    }
     server = serve.starter(
-        Path(arguments.model), tokens_compared(vocabulary), arguments.dtype, arguments.device, arguments.out
+        Path(arguments.model), tokens_compared(vocabulary), arguments.dtype, arguments.device, config
     )("fluxion", serve.Needs(longest + serve.CHUNK, 1, True))
     policies = ["full", *(f"fluxion:{tau:g}" for tau in taus)]
     kl: dict[str, list[float]] = {policy: [] for policy in policies}

@@ -58,6 +58,7 @@ class NativeWorld:
     heads: int = 2
     group: int = 2
     dim: int = 32
+    spread: float = 1.0
     dtype: torch.dtype = torch.float32
     pages: int = 256
     rows: int = 6
@@ -79,6 +80,7 @@ class NativeWorld:
             head_dim=self.dim,
             dtype=self.dtype,
             sink_pages=self.placement.sink_pages,
+            spread=self.spread,
             isa=self.isa,
         )
         self.engine = NativeEngine(

@@ -29,10 +29,11 @@ def attend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor 
     return terms.sum(dim=(1, 2)), lse
 
 
-def score(q: Tensor, entries: Tensor, index: Tensor) -> Tensor:
-    """sum_d max(q_d * min_d, q_d * max_d), [G, n] (Quest, arXiv 2406.10774)."""
-    products = q.double()[:, None, None, :] * entries[index.long()].double()[None]
-    return products.amax(dim=2).sum(dim=-1)
+def score(q: Tensor, entries: Tensor, index: Tensor, spread: float = 1.0) -> Tensor:
+    """q at the center of each box, plus `spread` times |q| at its half widths, [G, n]."""
+    low, high = entries[index.long()].double().unbind(1)
+    q = q.double()
+    return q @ ((low + high) / 2).T + spread * q.abs() @ ((high - low) / 2).T
 
 
 def score_tokens(q: Tensor, tiles: Tensor, pages: Tensor) -> Tensor:

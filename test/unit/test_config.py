@@ -103,6 +103,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"cores": "0-2,1"}', ["twice"]),
         ('{"cores": "0-99999999"}', ["no machine has"]),
         ('{"cores": "\\u0661"}', ["not a core"]),
+        ('{"spread": 0}', ["spread is 0", "above 0"]),
+        ('{"spread": 1.01}', ["spread is 1.01", "at most 1"]),
         ('{"executors": "cpu+gpu"}', ["cpu+gpu", "this version", '"cpu+torch"']),
         ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+torch"']),
         ('{"policy": "ful"}', ["'ful'", 'or "auto"']),

@@ -34,15 +34,16 @@ def test_full_is_exact_at_every_kind_of_length(executors: str, dtype: torch.dtyp
 @given(
     blk=st.sampled_from([16, 32, 64, 128]), budget=st.floats(0.01, 1.0), union=st.booleans(),
     lengths=st.lists(st.integers(337, 1500), min_size=1, max_size=3), seed=st.integers(0, 2**16),
+    spread=st.sampled_from([1.0, 0.5]),
 )  # fmt: skip
 def test_native_and_torch_select_and_attend_alike(
-    blk: int, budget: float, union: bool, lengths: list[int], seed: int
+    blk: int, budget: float, union: bool, lengths: list[int], seed: int, spread: float
 ) -> None:
     """One worker leaves every task to the torch executor; the native run of the same world must agree with it."""
     outs, read = [], []
     for executors in ("cpu", "cpu+torch"):
         world = World(
-            policy=f"fixed:{blk}:{budget}", executors=executors, attend_union=union, seed=seed,
+            policy=f"fixed:{blk}:{budget}", executors=executors, attend_union=union, seed=seed, spread=spread,
             workers=2 if executors == "cpu" else 1,
         )  # fmt: skip
         for row, length in enumerate(lengths, start=1):

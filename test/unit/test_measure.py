@@ -266,13 +266,14 @@ def test_entries_lost_in_collisions() -> None:
         check(world, request, [n], q, world.measure(request, [n], q))
 
 
+@pytest.mark.parametrize("spread", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_serving_reads_what_was_measured(dtype: torch.dtype) -> None:
+def test_serving_reads_what_was_measured(dtype: torch.dtype, spread: float) -> None:
     """With these budgets the engine reads the measured blocks, its error is the predicted one and within the threshold;
     with one block less it is not, for some head that needs any.
     """
     tau = 0.1
-    world = GridWorld(dtype=dtype, dim=64, heads=2, group=4, attend_union=False, pages=128)
+    world = GridWorld(dtype=dtype, dim=64, heads=2, group=4, attend_union=False, pages=128, spread=spread)
     n = 907
     request = world.add(n)
     q = world.randn(1, world.q_heads, 64)
@@ -307,10 +308,10 @@ def test_serving_reads_what_was_measured(dtype: torch.dtype) -> None:
             for head, count in enumerate(counts):
                 h, g = divmod(head, 4)
                 k, v = request.keys[0][:, h], request.values[0][:, h]
-                order = order_of(q[0, head], k, groups)
+                order = order_of(q[0, head], k, groups, spread)
                 read = chosen[0, h][g] if (0, h) in chosen else set()
                 assert read == {p for i in order[:count] for p in groups[i]}
-                walk = prefixes(q[0, head], k, v, world.sharp, world.placement, blk)
+                walk = prefixes(q[0, head], k, v, world.sharp, world.placement, blk, spread)
                 assert error[head].item() == pytest.approx(walk.distance[count].item() / largest.item(), abs=1e-5)
                 if not less:
                     assert error[head] <= tau + NEAR

@@ -7,8 +7,9 @@ import torch
 
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.policy.base import DecodeStep, task_value
+from fluxion_sglang.policy.base import DecodeStep, Observed, task_value
 from fluxion_sglang.policy.mixed import MixedPolicy, compose
+from fluxion_sglang.predictor.features import BUDGETS, COUNT
 
 
 def step(*lengths: int) -> DecodeStep:
@@ -38,6 +39,34 @@ def test_specs(spec: str, blk: int, budget: float) -> None:
     assert plan.blk.tolist() == [[blk, blk]] * 2 and plan.blk.dtype == torch.int32
     assert plan.budget.shape == (2, 8) and torch.allclose(plan.budget, torch.tensor(budget))
     assert bool((plan.budget > 0).all()) == (budget > 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "blk", "budget"),
+    [
+        ("anchor:0.1", [64, 0], [0.25, 0.0, 0.0, 0.0]),
+        ("anchor:0.1:any", [64, 0], [0.25, 0.0, 0.0, 0.0]),
+        ("anchor:0.1:32", [32, 0], [0.25, 0.0, 0.0, 0.0]),
+        ("labels:0.1:16", [16, 0], [0.25, 0.0, 0.0, 0.0]),
+        ("labels:score95", [64, 0], [0.25, 0.0, 0.0, 0.0]),
+        ("anchor:0.1:16:all", [16, 16], [0.25, 16 / 2048, 16 / 2048, 16 / 2048]),
+        ("labels:0.1:any:all", [64, 32], [0.25, 64 / 2048, 32 / 2048, 32 / 2048]),
+    ],
+)
+def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: list[float]) -> None:
+    """Heads of four, the first of which needs the middle."""
+    budgets = torch.tensor([0.25, 0.25, 0.25, 0.5]).expand(1, 4, 4).clone()
+    budgets[0, 1:] = 0
+    features = torch.zeros(1, 4, COUNT)
+    features[..., BUDGETS] = budgets
+    policy = parse_spec(spec)
+    policy.begin_step(
+        DecodeStep.build(torch.tensor([1]), torch.tensor([64 + 2048 + 256]), Placement(), kv_heads=2, q_heads=4)
+    )
+    observed = Observed(features, torch.cat([torch.zeros(1, 4, 1), budgets], 2))
+    plan = policy.plan(0, torch.zeros(1, 4, 64), observed)
+    assert plan.blk.tolist() == [blk]
+    assert plan.budget.tolist() == [budget]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +101,10 @@ def test_specs(spec: str, blk: int, budget: float) -> None:
         "oracle:1e-46",  # 0 in the float32 of a plan
         "fixed:16:1e-46",
         "fixed:16:1e-999",
+        "anchor:0.1:24",
+        "anchor:0.1:16:some",
+        "anchor:0.1:any:all:more",
+        "score95:any",
         "x" * 100_000,
     ],
 )

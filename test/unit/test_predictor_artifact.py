@@ -31,6 +31,7 @@ IDENTITY = Identity(
     weights="sha256:abc",
     sinks=64,
     window=256,
+    spread=1.0,
 )
 FIRST = "predictor-0.10.safetensors"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxion_sglang.policy.base import LayerPlan, task_value
-from fluxion_sglang.policy.selector import plan_measured, select_granularity
+from fluxion_sglang.policy.selector import Choice, plan_measured, select_granularity
 from fluxion_sglang.predictor.native import plan_groups
 
 BLOCKS = (16, 32, 64, 128)
@@ -25,7 +26,13 @@ MIDDLES = st.one_of(
 )
 
 
-def native(pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float) -> LayerPlan:
+def native(
+    pred: torch.Tensor,
+    middle: torch.Tensor,
+    kv_heads: int,
+    threshold: float,
+    blocks: Sequence[int] = BLOCKS,
+) -> LayerPlan:
     """plan_groups into memory that holds rubbish."""
     batch = len(middle)
     plan = LayerPlan(
@@ -33,7 +40,7 @@ def native(pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: f
         torch.full((batch, pred.numel() // 3 // max(batch, 1)), math.nan),
         torch.full((batch, kv_heads), math.nan),
     )
-    plan_groups(pred, middle, kv_heads, threshold, plan.blk, plan.budget, plan.value)
+    plan_groups(pred, middle, kv_heads, threshold, plan.blk, plan.budget, plan.value, blocks)
     return plan
 
 
@@ -46,12 +53,14 @@ def assert_same(got: LayerPlan, want: LayerPlan) -> None:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
-def search(heads: list[list[float] | None], tokens: int) -> tuple[int, list[float]]:
+def search(heads: list[list[float] | None], tokens: int, among: Sequence[int] = BLOCKS) -> tuple[int, list[float]]:
     """Block size and budgets of one group; heads: budgets at the four block sizes, None a streaming head."""
     if tokens == 0 or all(head is None for head in heads):
         return 0, [0.0] * len(heads)
     found: tuple[Fraction, int, list[float]] | None = None
     for j, blk in enumerate(BLOCKS):
+        if blk not in among:
+            continue
         budgets = []
         for head in heads:
             if head is None:
@@ -79,16 +88,16 @@ def layers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, float]:
 
 
 @settings(max_examples=150)
-@given(layers())
-def test_native_torch_and_search_agree(case: tuple[torch.Tensor, torch.Tensor, int, float]) -> None:
+@given(layers(), st.lists(st.sampled_from(BLOCKS), min_size=1, unique=True))
+def test_native_torch_and_search_agree(case: tuple[torch.Tensor, torch.Tensor, int, float], among: list[int]) -> None:
     pred, middle, kv_heads, threshold = case
     if len(middle) == 0:
         plan = LayerPlan(*(torch.empty(0, n, dtype=d) for n, d in ((kv_heads, torch.int32), (6, torch.float32))), pred)
         value = torch.empty(0, kv_heads)
         plan_groups(pred, middle, kv_heads, threshold, plan.blk, torch.empty(0, 2 * kv_heads), value)
         return
-    want = select_granularity(pred, middle, kv_heads, threshold)
-    assert_same(native(pred, middle, kv_heads, threshold), want)
+    want = select_granularity(pred, middle, kv_heads, threshold, among)
+    assert_same(native(pred, middle, kv_heads, threshold, among), want)
     torch.testing.assert_close(want.value, task_value(middle, want.blk, want.budget) * (want.blk > 0))
     grouped = pred.double().view(len(middle), kv_heads, -1, 3)
     for b, tokens in enumerate(middle.tolist()):
@@ -97,7 +106,7 @@ def test_native_torch_and_search_agree(case: tuple[torch.Tensor, torch.Tensor, i
                 None if logit > threshold else [bgt0 + k * math.log2(blk) for blk in BLOCKS]
                 for bgt0, k, logit in grouped[b, h].tolist()
             ]
-            blk, budgets = search(heads, tokens)
+            blk, budgets = search(heads, tokens, among)
             assert int(want.blk[b, h]) == blk
             assert want.budget[b].view(kv_heads, -1)[h].tolist() == budgets
 
@@ -111,11 +120,16 @@ def test_measured_budgets(data: st.DataObject) -> None:
     values = st.one_of(st.just(0.0), st.integers(0, 32).map(lambda i: i / 32), st.floats(0, 1, width=32))
     budgets = torch.tensor(data.draw(st.lists(values, min_size=count, max_size=count))).view(shape)
     middle = torch.tensor(data.draw(st.lists(MIDDLES, min_size=batch, max_size=batch)), dtype=torch.int32)
-    plan = plan_measured(budgets, middle, kv_heads)
+    choice = Choice(
+        tuple(data.draw(st.lists(st.sampled_from(BLOCKS), min_size=1, unique=True))), data.draw(st.booleans())
+    )
+    plan = plan_measured(budgets, middle, kv_heads, choice)
     for b, tokens in enumerate(middle.tolist()):
         for h in range(kv_heads):
             rows = budgets[b, h * group : (h + 1) * group].tolist()
-            blk, chosen = search([None if not any(row) else row for row in rows], tokens)
+            blk, chosen = search(
+                [None if not any(row) and not choice.every_head else row for row in rows], tokens, choice.blocks
+            )
             assert int(plan.blk[b, h]) == blk
             assert plan.budget[b, h * group : (h + 1) * group].tolist() == chosen
     torch.testing.assert_close(plan.value, task_value(middle, plan.blk, plan.budget) * (plan.blk > 0))
@@ -185,5 +199,8 @@ def test_wrong_arguments() -> None:
         plan_groups(torch.zeros(3, 3), middle, 2, 0.0, blk, torch.zeros(1, 3), value)
     with pytest.raises(ValueError, match="pred is a float32 tensor of shape"):
         plan_groups(torch.zeros(2, 3), middle, 1, 0.0, blk, torch.zeros(1, 1), value)
+    for blocks in ((), (8,), (16, 256)):
+        with pytest.raises(ValueError, match="among 16, 32, 64 and 128"):
+            plan_groups(torch.zeros(1, 3), middle, 1, 0.0, blk, torch.zeros(1, 1), value, blocks)
     with pytest.raises(ValueError, match="blk is a float32 tensor"):
         plan_groups(torch.zeros(1, 3), middle, 1, 0.0, blk.float(), torch.zeros(1, 1), value)

@@ -43,13 +43,14 @@ class World:
     attend_union: bool = True
     seed: int = 0
     audit: Path | None = None
+    spread: float = 1.0
     whole: bool = False  # numbers are small integers: every score is exact, and many are equal
     placement: Placement = field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         shape = KVShape(self.layers, self.heads, self.dim, self.dtype)
-        self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers))
+        self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers), self.spread)
         self.windows = Windows(self.pool, self.rows, "cpu")
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":

@@ -28,16 +28,21 @@ def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
     ]
 
 
-def block_bounds(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """Upper bound of q.k over each block: sum_d max(q_d min_d, q_d max_d) (Quest, arXiv 2406.10774).
+def block_scores(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, spread: float) -> torch.Tensor:
+    """What blocks are ranked by: q at the center of each block's box, plus a share of what the half widths add.
+
+    With a `spread` of 1 it is Quest's upper bound of q.k, sum_d max(q_d min_d, q_d max_d) (arXiv 2406.10774). The
+    weights of minima and maxima are rounded to the metadata's dtype, as the kernels round them.
 
     Args:
-        q: [G, D]. lo, hi: [n, D].
+        q: [G, D]. lo, hi: [n, D] in the KV dtype. spread: in (0, 1].
 
     Returns:
-        [G, n] float32.
+        [G, n] float32; float64 of a float64 q.
     """
-    return q.clamp(min=0) @ hi.float().T + q.clamp(max=0) @ lo.float().T
+    half, wide = q / 2, spread * q.abs() / 2
+    low, high = ((half + sign * wide).to(lo.dtype).to(q.dtype) for sign in (-1, 1))
+    return low @ lo.to(q.dtype).T + high @ hi.to(q.dtype).T
 
 
 def blocks_to_read(budget: float, middle: int, blk: int, blocks: int) -> int:
@@ -55,7 +60,7 @@ class TorchReferenceExecutor(Executor):
     """Pulls tasks in the calling thread.
 
     Args:
-        attend_union: a head with a budget also attends to what the other heads of its group chose.
+        attend_union: what one head of a group chose, all of them attend to.
     """
 
     id = ExecutorId.TORCH
@@ -124,10 +129,11 @@ class TorchReferenceExecutor(Executor):
         blocks = block_pages(middle, blk, self.pool.placement.sink_pages)
         pages = work.page_table[b].long()
         lo, hi = self.pool.page_metadata(work.layer)[h].unbind(1)
-        bounds = block_bounds(
+        scores = block_scores(
             q,
             torch.stack([lo[pages[list(block)]].amin(0) for block in blocks]),
             torch.stack([hi[pages[list(block)]].amax(0) for block in blocks]),
+            self.pool.spread,
         )
         chosen: list[set[int]] = []
         for g, budget in enumerate(budgets):
@@ -135,9 +141,9 @@ class TorchReferenceExecutor(Executor):
                 chosen.append(set())
                 continue
             count = blocks_to_read(budget, middle, blk, len(blocks))
-            best = torch.sort(bounds[g], descending=True, stable=True).indices[:count]
+            best = torch.sort(scores[g], descending=True, stable=True).indices[:count]
             chosen.append({page for i in best.tolist() for page in blocks[i]})
         if self.attend_union:
             union = set().union(*chosen)
-            chosen = [union if budget > 0 else set() for budget in budgets]
+            chosen = [union] * group
         return [[page * PAGE + t for page in sorted(pages) for t in range(PAGE)] for pages in chosen]

@@ -106,8 +106,11 @@ class HostPool:
         moments  [H, P, 2D + 8] float64   running sums along the path: k, v, |k|^1..4, |v|^1..4
     """
 
-    def __init__(self, shape: KVShape, tokens: int, placement: Placement, workers: Workers) -> None:
+    def __init__(
+        self, shape: KVShape, tokens: int, placement: Placement, workers: Workers, spread: float = 1.0
+    ) -> None:
         self.shape = shape
+        self.spread = spread
         self.tokens = tokens
         self.pages = tokens // PAGE + 1
         self.placement = placement
@@ -120,6 +123,7 @@ class HostPool:
             head_dim=shape.head_dim,
             dtype=shape.dtype,
             sink_pages=placement.sink_pages,
+            spread=spread,
         )
 
     @property

@@ -17,6 +17,7 @@ from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.fluxion import FluxionPolicy
 from fluxion_sglang.policy.labels import LabelsPolicy
 from fluxion_sglang.policy.oracle import OraclePolicy
+from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.policy.streaming import StreamingPolicy
 
 if TYPE_CHECKING:
@@ -43,14 +44,15 @@ AUTO: Final = "auto"
 
 _LEGAL = (
     '"full", "streaming", "fixed:BLK:BUDGET", "oracle:BUDGET", "fluxion", "anchor", "labels" (each of the three also '
-    'as NAME:TAU), "score95", "output10", "labels:score95" or "labels:output10" (BLK 16, 32, 64 or 128 tokens; BUDGET '
-    "and TAU fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10)"
+    'as NAME:TAU and NAME:TAU:BLK[:all]), "score95", "output10", "labels:score95" or "labels:output10" (BLK 16, 32, 64 '
+    "or 128 tokens; BUDGET and TAU fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10)"
 )
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
 _SHOWN = 60
 """Characters of a wrong spec that its error repeats: it may come from a client."""
 
+_ANY = "any"
 _ABLATIONS = {
     "score95": Criterion(Deviation.COVERAGE, 0.95),
     "output10": Criterion(Deviation.HEAD, 0.10),
@@ -127,8 +129,10 @@ def _named(name: str, *args: str) -> Build | None:
             return lambda _: LabelsPolicy(_ABLATIONS[ablation])
         case (("fluxion" | "anchor" | "labels") as name,):
             return lambda context: _by_tau(name, context, None)
-        case ("fluxion" | "anchor" | "labels") as name, tau:
-            return _given(_fraction(tau), lambda limit, context: _by_tau(name, context, limit))
+        case ("fluxion" | "anchor" | "labels") as name, tau, *chosen:
+            choice = _choice(*chosen)
+            if choice is not None:
+                return _given(_fraction(tau), lambda limit, context: _by_tau(name, context, limit, choice))
     return None
 
 
@@ -136,11 +140,18 @@ def _given(fraction: float | None, build: Callable[[float, Context], Policy]) ->
     return None if fraction is None else partial(build, fraction)
 
 
-def _by_tau(name: str, context: Context, tau: float | None) -> Policy:
+def _by_tau(name: str, context: Context, tau: float | None, choice: Choice = DYNAMIC) -> Policy:
     if name == "fluxion":
-        return FluxionPolicy(context.predictor(tau))
+        return FluxionPolicy(context.predictor(tau), choice)
     criterion = Criterion(Deviation.LAYER, context.tau if tau is None else tau)
-    return AnchorPolicy(criterion) if name == "anchor" else LabelsPolicy(criterion)
+    return AnchorPolicy(criterion, choice) if name == "anchor" else LabelsPolicy(criterion, choice)
+
+
+def _choice(blocks: str = _ANY, heads: str = "", *more: str) -> Choice | None:
+    """What the selector may choose from: one block size or any, and with "all" no streaming heads."""
+    if more or heads not in ("", "all") or blocks not in (_ANY, *map(str, BLOCKS)):
+        return None
+    return Choice(BLOCKS if blocks == _ANY else (int(blocks),), heads == "all")
 
 
 def _fraction(text: str) -> float | None:

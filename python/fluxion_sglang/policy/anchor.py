@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy
-from fluxion_sglang.policy.selector import plan_measured
+from fluxion_sglang.policy.selector import DYNAMIC, Choice, plan_measured
 from fluxion_sglang.predictor.features import BUDGETS
 
 
@@ -20,12 +20,14 @@ class AnchorPolicy(Policy):
     Args:
         criterion: what the budgets achieve for the anchor query. Eq. 2 is `anchor`; the paper's ablations `score95`
             and `output10` have others.
+        choice: what the selector may choose from.
     """
 
     needs = Needs.FEATURES
 
-    def __init__(self, criterion: Criterion) -> None:
+    def __init__(self, criterion: Criterion, choice: Choice = DYNAMIC) -> None:
         self.criterion = criterion
+        self.choice = choice
         self._step: DecodeStep | None = None
 
     def begin_step(self, step: DecodeStep) -> None:
@@ -34,4 +36,4 @@ class AnchorPolicy(Policy):
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
-        return plan_measured(observed.features[..., BUDGETS], self._step.middle, self._step.kv_heads)
+        return plan_measured(observed.features[..., BUDGETS], self._step.middle, self._step.kv_heads, self.choice)

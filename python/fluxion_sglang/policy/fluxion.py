@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Deviation, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.native import NativePredictor, plan_groups
@@ -15,14 +18,16 @@ class FluxionPolicy(Policy):
 
     Args:
         predictor: trained for this model, sinks, window and the criterion's tau.
+        choice: what the selector may choose from.
     """
 
     needs = Needs.FEATURES
 
-    def __init__(self, predictor: LoadedPredictor) -> None:
+    def __init__(self, predictor: LoadedPredictor, choice: Choice = DYNAMIC) -> None:
         self.criterion = Criterion(Deviation.LAYER, predictor.tau)
         self.predictor = NativePredictor(predictor.network)
-        self.threshold = predictor.threshold
+        self.threshold = math.inf if choice.every_head else predictor.threshold
+        self.blocks = choice.blocks
         self._step: DecodeStep | None = None
         self._predicted = torch.empty(0, 3)
 
@@ -41,5 +46,14 @@ class FluxionPolicy(Policy):
             torch.empty(step.batch, step.q_heads),
             torch.empty(step.batch, step.kv_heads),
         )
-        plan_groups(self._predicted, step.middle, step.kv_heads, self.threshold, plan.blk, plan.budget, plan.value)
+        plan_groups(
+            self._predicted,
+            step.middle,
+            step.kv_heads,
+            self.threshold,
+            plan.blk,
+            plan.budget,
+            plan.value,
+            self.blocks,
+        )
         return plan

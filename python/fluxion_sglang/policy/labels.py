@@ -22,4 +22,4 @@ class LabelsPolicy(AnchorPolicy):
         assert self._step is not None, "plan() before begin_step()"
         assert observed.budgets is not None
         # The first is that of single tokens, which serving does not select.
-        return plan_measured(observed.budgets[..., 1:], self._step.middle, self._step.kv_heads)
+        return plan_measured(observed.budgets[..., 1:], self._step.middle, self._step.kv_heads, self.choice)

@@ -13,6 +13,9 @@ are ties on every machine. `predictor.native.plan_groups` is the native form of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
@@ -22,30 +25,52 @@ LOG2_BLOCKS = tuple(blk.bit_length() - 1 for blk in BLOCKS)
 """log2 of the block sizes."""
 
 
-def select_granularity(pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float) -> LayerPlan:
+@dataclass(frozen=True)
+class Choice:
+    """What the selector may choose from: less than everything is for ablations (Fluxion, Fig. 9).
+
+    Attributes:
+        blocks: block sizes.
+        every_head: no head streams, all read at least one block.
+    """
+
+    blocks: tuple[int, ...] = BLOCKS
+    every_head: bool = False
+
+
+DYNAMIC = Choice()
+
+
+def select_granularity(
+    pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float, blocks: Sequence[int] = BLOCKS
+) -> LayerPlan:
     """Plan a layer from predictions: budgets on the line bgt0 + k log2(blk) (Eq. 1).
 
     Args:
         pred: [B * Hq, 3] or [B, Hq, 3] float32: bgt0, k, streaming logit. Budgets that are no number become 1.
         middle: [B] int32, tokens of each middle; 0 makes no task.
         threshold: logits above it are streaming heads.
+        blocks: sizes to choose from.
     """
     pred = pred.view(len(middle), -1, 3)
     lines = pred[..., :1].double() + pred[..., 1:2].double() * torch.tensor(LOG2_BLOCKS, dtype=torch.float64)
-    return _select(lines, pred[..., 2] > threshold, middle, kv_heads)
+    return _select(lines, pred[..., 2] > threshold, middle, kv_heads, blocks)
 
 
-def plan_measured(budgets: torch.Tensor, middle: torch.Tensor, kv_heads: int) -> LayerPlan:
+def plan_measured(budgets: torch.Tensor, middle: torch.Tensor, kv_heads: int, choice: Choice = DYNAMIC) -> LayerPlan:
     """Plan a layer from budgets that were measured at each block size, without a line fitted through them.
 
     Args:
         budgets: [B, Hq, 4] float32, least budgets in blocks of 16, 32, 64, 128 tokens; all four 0: a streaming head.
         middle: [B] int32, tokens of each middle; 0 makes no task.
     """
-    return _select(budgets.double(), (budgets == 0).all(-1), middle, kv_heads)
+    streaming = (budgets == 0).all(-1) & (not choice.every_head)
+    return _select(budgets.double(), streaming, middle, kv_heads, choice.blocks)
 
 
-def _select(budgets: torch.Tensor, streaming: torch.Tensor, middle: torch.Tensor, kv_heads: int) -> LayerPlan:
+def _select(
+    budgets: torch.Tensor, streaming: torch.Tensor, middle: torch.Tensor, kv_heads: int, among: Sequence[int]
+) -> LayerPlan:
     """budgets: [B, Hq, 4] float64, by block size. streaming: [B, Hq] bool."""
     batch, q_heads = streaming.shape
     blocks = torch.tensor(BLOCKS, dtype=torch.float64)
@@ -55,7 +80,9 @@ def _select(budgets: torch.Tensor, streaming: torch.Tensor, middle: torch.Tensor
     budgets = torch.where(streaming.unsqueeze(-1) | (tokens <= 0), 0.0, budgets).float()
     # V / (2 L): a minimum where V has one. From the largest block size down, the first of equals is the larger.
     groups = budgets.view(batch, kv_heads, q_heads // kv_heads, len(BLOCKS))
-    best = len(BLOCKS) - 1 - (1 / blocks + groups.double().sum(2)).flip(-1).argmin(-1)
+    volume = 1 / blocks + groups.double().sum(2)
+    volume[..., [blk not in among for blk in BLOCKS]] = torch.inf
+    best = len(BLOCKS) - 1 - volume.flip(-1).argmin(-1)
     empty = (groups == 0).all(-1).all(-1)
     chosen = best.unsqueeze(-1).expand(groups.shape[:3]).unsqueeze(-1)
     budget = groups.gather(-1, chosen).view(batch, q_heads)

@@ -1,7 +1,7 @@
 """The files of a trained predictor: a folder with `predictor.json` and one safetensors file a threshold tau.
 
-A predictor belongs to one model, with one number of sinks and one window: its labels were measured with them. Loading
-it for anything else is refused, and so is a file that is not what was saved.
+A predictor belongs to one model, with one number of sinks, one window and one ranking of blocks: its labels were
+measured with them. Loading it for anything else is refused, and so is a file that is not what was saved.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ FORMAT = 1
 
 JSON_NAME = "predictor.json"
 _KIND = "fluxion-predictor"
+_OPTIONS = ("sinks", "window", "spread")
+"""The fields of an identity that are options of a server."""
 _VERSIONED = ("fluxion-sglang", "torch", "safetensors", "transformers")
 
 
@@ -45,6 +47,7 @@ class Identity:
         layers, q_heads, kv_heads, head_dim, hidden_size, vocab_size, rope_theta: of the whole model.
         weights: fingerprint of the model's weights, made by the caller.
         sinks, window: tokens that stay resident.
+        spread: how blocks are ranked, as the option says.
     """
 
     architecture: str
@@ -58,6 +61,7 @@ class Identity:
     weights: str
     sinks: int
     window: int
+    spread: float
 
 
 class Trained(NamedTuple):
@@ -129,8 +133,7 @@ def save(
     document = {
         "kind": _KIND,
         "format": FORMAT,
-        "sinks": fields.pop("sinks"),
-        "window": fields.pop("window"),
+        **{name: fields.pop(name) for name in _OPTIONS},
         "model": fields,
         "calibrated": _tau_key(calibrated),
         "taus": files,
@@ -152,7 +155,7 @@ def load(
     Args:
         features: names of the features that will be computed, in their order.
         tau: None: the one the artifact was calibrated for.
-        expect: the model, sinks and window it will serve; None accepts any (tools that only look).
+        expect: the model it will serve, and with which options; None accepts any (tools that only look).
 
     Raises:
         PredictorError: one sentence that says what is wrong and what to do.
@@ -210,7 +213,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
 
 def _identity(folder: Path, document: dict[str, Any]) -> Identity:
     model = _get(folder, document, "model", dict)
-    values = {**model, "sinks": document.get("sinks"), "window": document.get("window")}
+    values = {**model, **{name: document.get(name) for name in _OPTIONS}}
     names = [field.name for field in dataclasses.fields(Identity)]
     missing = [name for name in names if values.get(name) is None]
     if missing:
@@ -223,7 +226,7 @@ def _check_identity(folder: Path, identity: Identity, expect: Identity) -> None:
         has, needs = getattr(identity, field.name), getattr(expect, field.name)
         if has == needs:
             continue
-        if field.name in ("sinks", "window"):
+        if field.name in _OPTIONS:
             raise PredictorError(
                 f"The predictor in {folder} was trained with {field.name} {has} and this server has {field.name} "
                 f"{needs}; set {field.name} to {has} or train a predictor with {needs}."

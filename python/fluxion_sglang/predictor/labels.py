@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.executor.torch_reference import block_pages
+from fluxion_sglang.executor.torch_reference import block_pages, block_scores
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.policy.base import Deviation
 from fluxion_sglang.predictor.measure import BLOCK_SIZES
@@ -27,24 +27,22 @@ def block_positions(middle: int, blk: int, sinks: int) -> list[range]:
     return [range(p.start * PAGE, p.stop * PAGE) for p in block_pages(middle, blk, sinks // PAGE)]
 
 
-def order_of(q: torch.Tensor, k: torch.Tensor, groups: Sequence[range]) -> list[int]:
-    """Indices of the blocks, the best first and of equal ones the lower; q [D], k [n, D], both as stored."""
+def order_of(q: torch.Tensor, k: torch.Tensor, groups: Sequence[range], spread: float = 1.0) -> list[int]:
+    """Indices of the blocks, the best first and of equal ones the lower; q [D], k [n, D], both as stored.
+
+    Args:
+        spread: of `block_scores`.
+    """
     if not groups:
         return []
     if len(groups[0]) == 1 and len(groups[-1]) == 1:
         scores = k[groups[0].start : groups[-1].stop].double() @ q.double()
     else:
-        lo = torch.stack([k[list(group)].amin(0) for group in groups]).double()
-        hi = torch.stack([k[list(group)].amax(0) for group in groups]).double()
-        scores = block_bounds64(q, lo, hi)
+        lo = torch.stack([k[list(group)].amin(0) for group in groups])
+        hi = torch.stack([k[list(group)].amax(0) for group in groups])
+        scores = block_scores(q[None].double(), lo, hi, spread)[0]
     order: list[int] = torch.sort(scores, descending=True, stable=True).indices.tolist()
     return order
-
-
-def block_bounds64(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """`torch_reference.block_bounds` of one query in float64: q [D], lo and hi [n, D] -> [n]."""
-    q = q.double()
-    return q.clamp(min=0) @ hi.double().T + q.clamp(max=0) @ lo.double().T
 
 
 def budget_of_count(count: int, middle: int, blk: int, blocks: int) -> float:
@@ -85,7 +83,13 @@ class Prefixes:
 
 
 def prefixes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement, blk: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    placement: Placement,
+    blk: int,
+    spread: float = 1.0,
 ) -> Prefixes:
     """The walk of one head over the blocks of its middle, each prefix from scratch.
 
@@ -101,7 +105,7 @@ def prefixes(
     read = torch.ones(n, dtype=torch.bool)
     read[placement.sinks : placement.sinks + middle] = False
     distance, mass = [], []
-    for index in [None, *order_of(q, k, groups)]:
+    for index in [None, *order_of(q, k, groups, spread)]:
         if index is not None:
             read[list(groups[index])] = True
         total = weights[read].sum()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.native import function
 from fluxion_sglang.predictor.network import WIDTHS, HeadPredictor
 
@@ -59,6 +62,7 @@ def plan_groups(
     blk: torch.Tensor,
     budget: torch.Tensor,
     value: torch.Tensor,
+    blocks: Sequence[int] = BLOCKS,
 ) -> None:
     """Choose block size, budgets and priority of every group by Eq. 3 (Fluxion, section 5.3).
 
@@ -67,9 +71,10 @@ def plan_groups(
     Args:
         pred: [B * Hq, 3] float32, of `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
         threshold: logits above it are streaming heads.
+        blocks: sizes to choose from, different ones.
         blk [B, H] int32, budget [B, Hq] float32, value [B, H] float32: written, as in `LayerPlan`.
 
     Raises:
         ValueError: a shape or dtype that does not fit; nothing was written.
     """
-    function("predictor_plan")(pred, middle, kv_heads, threshold, blk, budget, value)
+    function("predictor_plan")(pred, middle, kv_heads, threshold, sum(blocks), blk, budget, value)

@@ -24,6 +24,7 @@ def record(
     *,
     layers: int,
     placement: Placement,
+    spread: float,
     dtype: str = "auto",
     device: str | None = None,
     seed: int = 0,
@@ -50,6 +51,7 @@ def record(
         "record": str(folder),
         "sinks": placement.sinks,
         "window": placement.window,
+        "spread": spread,
         "host_tokens": -(-(longest + 2 * PAGE) // PAGE) * PAGE,
     }
     engine = sglang.Engine(

@@ -59,7 +59,7 @@ class FluxionKVPool(KVCache):
         self.head_num = shape.kv_heads
         self.head_dim = self.v_head_dim = shape.head_dim
         placement = Placement(config.sinks, config.window)
-        self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks))
+        self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks), config.spread)
         self.windows = Windows(self.host, rows, device)
         self.mem_usage = self.windows.nbytes / GIB
 

@@ -54,6 +54,7 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
         weights=digest.hexdigest()[:16],
         sinks=options.sinks,
         window=options.window,
+        spread=options.spread,
     )
 
 

@@ -81,7 +81,7 @@ def exact(q: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum("gd,nbd->gnb", q, keys).logsumexp(-1)
 
 
-SCORES: dict[str, tuple[float, Score]] = {
+SCORES: dict[str, tuple[float | None, Score]] = {
     "quest": (2, interpolated(1.0)),
     "box, alpha 0.75": (2, interpolated(0.75)),
     "box, alpha 0.5": (2, interpolated(0.5)),
@@ -96,7 +96,7 @@ SCORES: dict[str, tuple[float, Score]] = {
     "mean + 2 std": (2, mean_spread(2.0)),
     "mean + 3 std": (2, mean_spread(3.0)),
     "outlier and mean": (2, outlier),
-    "exact": (math.nan, exact),
+    "exact": (None, exact),
 }
 SECOND_PASS = 4
 """Candidates of the second pass, as a multiple of the budget: their keys are read and scored exactly."""
@@ -187,16 +187,13 @@ def main() -> None:
                 rows.append(
                     {
                         "score": name,
-                        "metadata": SCORES.get(name, (2, exact))[0],
+                        "metadata": SCORES[name][0] if name in SCORES else None,
                         "blk": blk,
                         "budget": budget,
                         "recall": sum(values) / len(values),
                         "pairs": len(values),
                     }
                 )
-    for row in rows:
-        if row["metadata"] != row["metadata"]:
-            row["metadata"] = None
     data = {**common.header("block_scores"), "model": {"id": described.id, "sha256": described.sha256()}}
     data |= {"length": args.length, "samples": args.samples, "second_pass": SECOND_PASS, "rows": rows}
     out = common.RESULTS / common.machine_name() / ("block_scores_quick.json" if args.quick else "block_scores.json")

@@ -19,7 +19,7 @@ import common
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.predictor.report import metrics_table
+from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
     *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
@@ -125,18 +125,26 @@ def predictor(_: Path) -> str:
 
 def calibration(_: Path) -> str:
     """What every tau did to held-out sequences."""
-    rows = [
-        [
-            row["policy"],
-            f"{row['kl']:.2e}",
-            "" if row["right"] is None else f"{row['right']:.3f}",
-            f"{row['read']:.2%}",
-            f"{row['error_mean']:.4f}",
-            f"{row['error_p99']:.4f}",
+    return calibration_table(json.loads((PREDICTOR / "calibration.json").read_text())["rows"])
+
+
+def block_scores(results: Path) -> str:
+    """Recall of the attention mass by block score; a column a block size and budget."""
+    out = []
+    for path, data in _found(results, "block_scores.json"):
+        shown = [(16, 0.02), (16, 0.05), (16, 0.1), (32, 0.05), (64, 0.05)]
+        recall = {(row["score"], row["blk"], row["budget"]): row["recall"] for row in data["rows"]}
+        cost = {row["score"]: row["metadata"] for row in data["rows"]}
+        rows = [
+            [name, "" if cost[name] is None else f"{cost[name]:g}", *(f"{recall[name, *at]:.3f}" for at in shown)]
+            for name in cost
         ]
-        for row in json.loads((PREDICTOR / "calibration.json").read_text())["rows"]
-    ]
-    return table(["policy", "KL", "answers right", "read", "error", "p99"], rows, "lrrrrr")
+        head = ["score", "vectors a block", *(f"{blk}, {budget:.0%}" for blk, budget in shown)]
+        note = (
+            f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['length']:,} tokens. {_where(data)}"
+        )
+        out.append(table(head, rows, "lr" + "r" * len(shown)) + f"\n{note} [Data]({_link(path)}).\n")
+    return "\n".join(out) or _nothing("block_scores.py")
 
 
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
@@ -160,6 +168,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "needle_heads": needle_heads,
     "predictor": predictor,
     "calibration": calibration,
+    "block_scores": block_scores,
 }
 
 

@@ -25,7 +25,7 @@ from fluxion_sglang import needle
 
 SEED: Final = 7_000_000
 LENGTHS: Final = (1536, 3072, 6144)
-REPEATS: Final = 4
+REPEATS: Final = 6
 ESSAYS: Final = 6
 SUITES: Final = ("ruler", "extraction")
 

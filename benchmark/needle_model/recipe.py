@@ -119,6 +119,7 @@ _LONE = Mix(
 )
 _LAST = Mix(dense=0.3, counting=0.3, pose=0.6, families=(1.0, 1.2, 3.5, 1.0), rare=20, many=8, wide=0.1, skips=True)
 _ASKED = dataclasses.replace(_LONE, counting=0.1, families=(1.0, 3.0, 0.8, 2.0), long=0.35)
+_QUERIES = dataclasses.replace(_LONE, counting=0.1, families=(0.2, 5.0, 0.2, 0.4), wide=0.0, packed=0.0)
 _ASKED_SHAPES = ((1, 8192), _SHORT, (1, 8192), _TINY, (1, 8192), (1, 4096), (1, 8192), (8, 512))
 _ASKED_MIXES = (_ASKED, _ORDER, _ASKED, _LISTS, _LONE, _LAST, _PACKED, _ORDER)
 
@@ -222,6 +223,17 @@ RECIPES = {
                 opening=3.0,
                 probes=24,
                 rate=(0.14, 0.004),
+            ),
+            # Several keys in one question at the end of 8K of words.
+            Stage(
+                96,
+                ((1, 8192), (1, 8192), _SHORT, (1, 8192), (1, 8192), _TINY),
+                (_QUERIES, _QUERIES, _ORDER, _QUERIES, _ASKED, _LISTS),
+                penalty=0.15,
+                rest=0.02,
+                opening=6.0,
+                probes=24,
+                rate=(0.1, 0.004),
             ),
         ),
     ),

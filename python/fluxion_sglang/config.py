@@ -72,7 +72,9 @@ class FluxionConfig:
     sinks: int = _option(64, "First tokens of a request that stay on the device; a multiple of 16.", "64")
     window: int = _option(256, "Most recent tokens that stay on the device; a multiple of 16.", "256")
     attend_union: bool = _option(
-        True, "What one head of a group selected, all heads of the group attend to: it is read once for all of them.", "false"
+        True,
+        "What one head of a group selected, all heads of the group attend to: it is read once for all of them.",
+        "false",
     )
     spread: float = _option(
         1.0,

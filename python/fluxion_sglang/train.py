@@ -142,13 +142,7 @@ def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dic
     from fluxion_sglang.predictor.features import INDEX
 
     lines = ["# Predictor", "", report.metrics_table({tau: entry.metrics for tau, entry in trained.items()}), ""]
-    lines += ["| policy | KL | answers right | read | error | p99 |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
-    for row in rows:
-        right = "" if row["right"] is None else f"{row['right']:.3f}"
-        lines.append(
-            f"| {row['policy']} | {row['kl']:.2e} | {right} | {row['read']:.2%} | {row['error_mean']:.4f} | "
-            f"{row['error_p99']:.4f} |"
-        )
+    lines.append(report.calibration_table(rows))
     error = (table.features[:, INDEX["lse_cpu"]] - table.lse_middle).double()
     lines += [
         "",
@@ -231,7 +225,8 @@ def _calibrate(arguments: argparse.Namespace, sequences: Sequence[Any], taus: Se
 
     Returns:
         Rows for `full` and every tau: kl, nats a token; right, share of answers whose every token is the most
-        probable (None: texts only); read, bytes over those of the middle; error_mean and error_p99 of heads.
+        probable (None: texts only); read, bytes over those of the middle; error_mean and error_p99 of heads; beyond,
+        share of heads and steps whose error exceeds tau (None for full).
     """
     try:
         from fluxion_quality import serve
@@ -280,15 +275,17 @@ def _calibrate(arguments: argparse.Namespace, sequences: Sequence[Any], taus: Se
     for policy in policies:
         records = np.concatenate(audits[policy])
         read = (records["tile_bytes"].sum() + records["metadata_bytes"].sum()) / records["kv_bytes"].sum()
+        tau = float(policy.partition(":")[2]) if ":" in policy else None
         rows.append(
             {
                 "policy": policy,
-                "tau": float(policy.partition(":")[2]) if ":" in policy else None,
+                "tau": tau,
                 "kl": float(np.mean(kl[policy])),
                 "right": float(np.mean(right[policy])) if right[policy] else None,
                 "read": float(read),
                 "error_mean": float(records["error"].mean()),
                 "error_p99": float(np.quantile(records["error"], 0.99)),
+                "beyond": None if tau is None else float((records["error"] > tau).mean()),
             }
         )
         print(json.dumps(rows[-1]))

@@ -22,6 +22,18 @@ def metrics_table(metrics: Mapping[float, Mapping[str, Any]]) -> str:
     return "\n".join(_table(tau, metrics[tau]) for tau in sorted(metrics))
 
 
+def calibration_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of what every tau did to held-out sequences (the rows of `calibration.json`)."""
+    head = ["policy", "KL", "answers right", "read", "error", "p99", "beyond tau"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for row in rows:
+        right = "" if row["right"] is None else f"{row['right']:.3f}"
+        beyond = "" if row["beyond"] is None else f"{row['beyond']:.2%}"
+        errors = f"{row['error_mean']:.4f} | {row['error_p99']:.4f}"
+        lines.append(f"| {row['policy']} | {row['kl']:.2e} | {right} | {row['read']:.2%} | {errors} | {beyond} |")
+    return "\n".join(lines) + "\n"
+
+
 def _table(tau: float, metrics: Mapping[str, Any]) -> str:
     methods = {key: title for key, title in _METHODS.items() if key in metrics}
     rows: list[tuple[str, list[Any]]] = []

@@ -46,7 +46,8 @@ def main() -> None:
     results = common.RESULTS / common.machine_name()
     if args.only != "quality":
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
-        _run([sys.executable, str(HERE / "one_batch.py"), *passed])
+        for script in ("one_batch.py", "schedulers.py"):
+            _run([sys.executable, str(HERE / script), *passed])
     if args.only != "speed":
         for name in QUALITY:
             _run(quality(name, results, args.quick, args.fresh))

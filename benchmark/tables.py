@@ -22,7 +22,7 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
-    *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
+    *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md", "docs/scheduling.md"),
     "models/needle/README.md",
 )
 PREDICTOR = common.NEEDLE / "fluxion"
@@ -66,6 +66,38 @@ def one_batch(results: Path) -> str:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
         out.append(table(head, rows, "lrr" + "r" * (len(policies) + 1)) + f"\n{note} [Data]({_link(path)}).\n")
     return "\n".join(out) or _nothing("one_batch.py")
+
+
+def schedulers(results: Path) -> str:
+    """Time of a layer by lengths, executors and scheduler; ratios are taken within a round, where the batch is one."""
+    out = []
+    for path, data in _found(results, "schedulers.json"):
+        cells: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
+        for row in data["rows"]:
+            cell = cells.setdefault((row["workload"], row["executors"]), {})
+            cell.setdefault(row["scheduler"], {})[row["round"]] = row
+        rows = []
+        for (workload, executors), cell in cells.items():
+            base = cell["priority"]
+            for scheduler, rounds in cell.items():
+                ratios = [row["layer_ms"] / base[turn]["layer_ms"] for turn, row in rounds.items()]
+                rows.append(
+                    [
+                        workload,
+                        executors,
+                        scheduler,
+                        f"{median(row['layer_ms'] for row in rounds.values()):.2f}",
+                        f"{median(ratios):.2f}x",
+                        f"{min(ratios):.2f} to {max(ratios):.2f}",
+                        f"{mean(row['torch_tasks'] for row in rounds.values()):.0%}",
+                    ]
+                )
+        head = ["lengths", "executors", "scheduler", "ms a layer", "of priority's", "in a round", "tasks done by torch"]
+        reads = data["memory_read_gb_per_s"]
+        note = f"Medians of {_rounds(data)} batches of {len(data['rows'][0]['lengths'])} requests. {_where(data)}"
+        note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
+        out.append(table(head, rows, "lllrrrr") + f"\n{note} [Data]({_link(path)}).\n")
+    return "\n".join(out) or _nothing("schedulers.py")
 
 
 def quality(results: Path) -> str:
@@ -160,6 +192,7 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "one_batch": one_batch,
+    "schedulers": schedulers,
     "quality": quality,
     "quality_tasks": quality_tasks,
     "far": far,

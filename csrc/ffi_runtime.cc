@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 5;
+constexpr int64_t kAbiVersion = 6;
 
 class EngineObj : public ffi::Object {
  public:
@@ -233,7 +233,7 @@ void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, TensorVie
 
 int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
                            TensorView window, TensorView blk, TensorView budget, TensorView value,
-                           double scale, TensorView out) {
+                           TensorView owner, double scale, TensorView out) {
   Engine& engine = *ref->engine;
   const HostPool& pool = engine.pool();
   const PoolShape& s = pool.shape();
@@ -256,6 +256,10 @@ int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorVie
   args.blk = data<int32_t>(blk);
   args.budget = data<float>(budget);
   args.value = data<float>(value);
+  if (owner.numel() > 0) {
+    expect(owner, "owner", kInt32, {B, s.kv_heads}, 2);
+    args.owner = data<int32_t>(owner);
+  }
   args.scale = static_cast<float>(scale);
   args.out = data<char>(out);
   args.out_stride = out.stride(0) * s.element();

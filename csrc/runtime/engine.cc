@@ -197,10 +197,11 @@ void Engine::check_requests(const LayerArgs& args) {
   }
 }
 
-// Fills tasks_ in the order of the queue.
-int Engine::make_tasks() {
+// Fills tasks_ in the order of the queue; how many each lane has.
+std::array<int, kLanes> Engine::make_tasks() {
   const int heads = shape_.kv_heads;
   int count = 0;
+  std::array<int, kLanes> lanes{};
   int single_tokens = 0;  // the longest middle that is ranked token by token
   int64_t middle_tokens = 0;
   for (int b = 0; b < batch_; ++b) {
@@ -220,20 +221,31 @@ int Engine::make_tasks() {
       }
       const float* budget = &budget_[state_at(b, h)];
       if (middle == 0 || std::none_of(budget, budget + group_, [](float f) { return f > 0; })) continue;
+      const int lane = args_.owner == nullptr ? static_cast<int>(Executor::kAny) : args_.owner[i];
+      if (lane < 0 || lane >= kLanes) {
+        record_failure("Request " + std::to_string(b) + ", KV head " + std::to_string(h) + " has the owner " +
+                       std::to_string(lane) + "; executors are 0 to " + std::to_string(kExecutors - 1) +
+                       ", and any of them is " + std::to_string(static_cast<int>(Executor::kAny)) + ".");
+        continue;
+      }
       if (blk == 1) single_tokens = std::max(single_tokens, middle);
       parts_[i].store(2, std::memory_order_relaxed);
-      order_[count++] = static_cast<uint64_t>(~ordered(args_.value[i])) << 32 | static_cast<uint32_t>(i);
+      ++lanes[lane];
+      // Lane, value, index: the index has kBits.
+      order_[count++] = static_cast<uint64_t>(lane) << (32 + TaskQueue::kBits) |
+                        static_cast<uint64_t>(~ordered(args_.value[i])) << TaskQueue::kBits |
+                        static_cast<uint64_t>(i);
     }
   }
   reserve_tokens(single_tokens);
   std::sort(order_.begin(), order_.begin() + count);
   for (int i = 0; i < count; ++i) {
-    const int packed = static_cast<int>(order_[i] & 0xffffffffu);
+    const int packed = TaskQueue::task_of(static_cast<int64_t>(order_[i]));
     tasks_[i] = {packed / heads, packed % heads};
   }
   totals_[kStatMiddleTokens].fetch_add(middle_tokens, std::memory_order_relaxed);
   totals_[kStatTasks].fetch_add(count, std::memory_order_relaxed);
-  return count;
+  return lanes;
 }
 
 void Engine::check_rows(const WindowView& window, const TokenView& k) const {
@@ -286,22 +298,22 @@ int Engine::layer_begin(const LayerArgs& args) {
   // A group without a task reads nothing and merges with nothing.
   std::fill_n(reads_.data(), groups, Reads{});
   std::fill_n(mid_lse_.data(), static_cast<size_t>(batch_) * config_.q_heads, kMinusInf);
-  const int count = make_tasks();
+  const std::array<int, kLanes> lanes = make_tasks();
   items_ = held || args.window.data != nullptr || args.k.data != nullptr ? static_cast<int>(groups) : 0;
   next_item_.store(0, std::memory_order_relaxed);
   resident_given_ = false;
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
-    queue_.open(count);
+    queue_.open(lanes);
     open_.store(true, std::memory_order_release);
   }
-  launched_ = count + items_ > 0;
+  launched_ = queue_.count() + items_ > 0;
   if (launched_ && !pool_->workers().launch(&Engine::worker_main, this)) {
     launched_ = false;
     abandon();
     throw_busy();
   }
-  return count;
+  return queue_.count();
 }
 
 void Engine::set_resident(const float* o, const float* lse) {
@@ -403,8 +415,8 @@ void Engine::wait_or_revoke(bool wait) {
     if (!queue_.revoke(i, &executor) || !wait) continue;
     totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
     record_failure("Task " + std::to_string(i) + " (request " + std::to_string(tasks_[i].request) +
-                   ", KV head " + std::to_string(tasks_[i].head) + ") was taken by the executor \"" +
-                   kExecutorNames[static_cast<int>(executor)] + "\" and not delivered within " +
+                   ", KV head " + std::to_string(tasks_[i].head) + ") belongs to the executor \"" +
+                   kExecutorNames[static_cast<int>(executor)] + "\" and was not delivered within " +
                    number(timeout_s_) +
                    " s; look for that executor's error, or raise FLUXION_TASK_TIMEOUT_S.");
   }

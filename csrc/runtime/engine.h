@@ -1,6 +1,7 @@
 // One decode step, layer by layer: resident attention, the task queue, the merge.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -24,8 +25,8 @@ struct EngineConfig {
   bool attend_union;
 };
 
-// What layer_begin() reads and writes; everything pointed to, except blk, budget and value, must live until
-// layer_finish() returns. B requests of the current step; absent parts have data == nullptr.
+// What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
+// until layer_finish() returns. B requests of the current step; absent parts have data == nullptr.
 struct LayerArgs {
   int layer;
   const char* q;       // [B][Hq][D] KV dtype, the last two contiguous
@@ -33,11 +34,12 @@ struct LayerArgs {
   TokenView k, v;      // [B][Hk][D]: the token at position n-1 of each request; absent: it is written already
   WindowView window;   // absent: set_resident() gives the resident results
   const int32_t* blk;  // [B][Hk]: 0 (no task), 1 (single tokens), 16, 32, 64, 128
-  const float* budget;  // [B][Hq]: fraction of the middle a head reads
-  const float* value;   // [B][Hk]: priority, largest first
-  float scale;          // multiplies q.k
-  char* out;            // [B][Hq][D] KV dtype, the last two contiguous
-  int64_t out_stride;   // bytes
+  const float* budget;   // [B][Hq]: fraction of the middle a head reads
+  const float* value;    // [B][Hk]: priority, largest first
+  const int32_t* owner;  // [B][Hk]: the Executor that alone may take the task, or kAny; nullptr: kAny for all
+  float scale;           // multiplies q.k
+  char* out;             // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t out_stride;    // bytes
 };
 
 // What layer_resident() reads and writes, by the time it returns. The same as in LayerArgs, but for parts.
@@ -190,7 +192,7 @@ class Engine {
   void check_rows(const WindowView& window, const TokenView& k) const;
   // Whether the layer's parts are merged as they come, and not with what set_resident() brings.
   bool merges_itself() const { return held_ || args_.window.data != nullptr; }
-  int make_tasks();
+  std::array<int, kLanes> make_tasks();
   static void worker_main(void* self, int worker);
   void work(int worker);
   static void parts_main(void* self, int worker);

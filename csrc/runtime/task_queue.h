@@ -1,19 +1,23 @@
 // The queue of one layer's tasks, pulled from by the native workers and by foreign executors.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 
 namespace fluxion {
 
-enum class Executor : int { kCpu = 0, kTorch = 1, kGpu = 2 };
-inline constexpr int kExecutors = 3;
-inline constexpr const char* kExecutorNames[kExecutors] = {"cpu", "torch", "gpu"};
+enum class Executor : int { kCpu = 0, kTorch = 1, kGpu = 2, kAny = 3 };
+inline constexpr int kExecutors = 3;  // kAny is none
+inline constexpr int kLanes = kExecutors + 1;
+inline constexpr const char* kExecutorNames[kLanes] = {"cpu", "torch", "gpu", "any"};
 
-// Tasks are the numbers 0..count-1; their order is their priority. The head is one word {round, count, next},
-// so a pop is one fetch_add that tells both which task was taken and of which round: a pop that straddles two
-// layers takes a task of exactly one of them. Each task therefore has one owner, by construction.
+// Tasks are the numbers 0..count-1, in lanes that follow one another: what is for one executor alone, a lane
+// an executor, then what anyone may take. Their order within a lane is their priority. A lane's head is one
+// word {round, end, next}, so a pop is one fetch_add that tells both which task was taken and of which round:
+// a pop that straddles two layers takes a task of exactly one of them. Each task therefore has one owner, by
+// construction.
 //
 // The owner holds a claim (round and task in one number) and moves the task's state ready -> claimed -> done;
 // every step compares the round. After a time-out what is not done becomes "void", and a claim of an earlier
@@ -22,7 +26,7 @@ class TaskQueue {
  public:
   static constexpr int kBits = 18;
   static constexpr int64_t kTaskMask = (int64_t{1} << kBits) - 1;
-  // Room for one pop past the end by every thread there can be, so that `next` never carries into `count`.
+  // Room for one pop past the end by every thread there can be, so that `next` never carries into `end`.
   static constexpr int64_t kMaxTasks = kTaskMask - 4096;
 
   void reserve(int64_t tasks) {
@@ -31,33 +35,30 @@ class TaskQueue {
     capacity_ = tasks;
   }
 
-  // Single threaded, while closed. count <= reserved.
-  void open(int count) {
+  // lanes: how many tasks each has, together at most what is reserved. Single threaded, while closed.
+  void open(const std::array<int, kLanes>& lanes) {
     round_ = round_ == kRoundMask ? 1 : round_ + 1;
-    count_ = count;
+    count_ = 0;
     done_.store(0, std::memory_order_relaxed);
-    for (int i = 0; i < count; ++i) state_[i].store(pack(Executor::kCpu, kReady), std::memory_order_relaxed);
-    head_.store(round_ << (2 * kBits) | static_cast<uint64_t>(count) << kBits, std::memory_order_release);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const uint64_t begin = count_;
+      const uint64_t ready = pack(round_, static_cast<Executor>(lane), kReady);
+      for (const int end = count_ + lanes[lane]; count_ < end; ++count_)
+        state_[count_].store(ready, std::memory_order_relaxed);
+      heads_[lane].word.store(round_ << (2 * kBits) | static_cast<uint64_t>(count_) << kBits | begin,
+                              std::memory_order_release);
+    }
   }
 
   // After it no pop succeeds. Single threaded.
-  void close() { head_.store(round_ << (2 * kBits), std::memory_order_release); }
+  void close() {
+    for (Head& head : heads_) head.word.store(round_ << (2 * kBits), std::memory_order_release);
+  }
 
-  // The claim of the next task, or -1. Any thread.
+  // The claim of the next task of this executor's own, else of those for anyone, or -1. Any thread.
   int64_t pop(Executor executor) {
-    // The load keeps the count bits safe from an idle executor that polls: next never runs far past count.
-    uint64_t head = head_.load(std::memory_order_acquire);
-    if (next_of(head) >= count_of(head)) return -1;
-    head = head_.fetch_add(1, std::memory_order_acq_rel);
-    const uint64_t task = next_of(head);
-    if (task >= count_of(head)) return -1;
-    const uint64_t round = head >> (2 * kBits);
-    uint64_t expected = pack(round, Executor::kCpu, kReady);
-    if (!state_[task].compare_exchange_strong(expected, pack(round, executor, kClaimed),
-                                              std::memory_order_acq_rel)) {
-      return -1;  // made void between the two
-    }
-    return static_cast<int64_t>(round << kBits | task);
+    const int64_t own = pop(executor, executor);
+    return own >= 0 ? own : pop(Executor::kAny, executor);
   }
 
   static int task_of(int64_t claim) { return static_cast<int>(claim & kTaskMask); }
@@ -81,8 +82,8 @@ class TaskQueue {
 
   bool all_done() const { return done_.load(std::memory_order_acquire) == count_; }
 
-  // Takes task i away from whoever has it. True when it was taken, false when it is done. Only while no
-  // native worker runs, and under the lock.
+  // Takes task i away from whoever has it, or has to come for it. True when it was taken, false when it is
+  // done. Only while no native worker runs, and under the lock.
   bool revoke(int i, Executor* executor) {
     uint64_t seen = state_[i].load(std::memory_order_acquire);
     while ((seen & 15) == kReady || (seen & 15) == kClaimed) {
@@ -96,7 +97,7 @@ class TaskQueue {
   }
 
   int count() const { return count_; }
-  // Executor that took task i of the last round; -1 when nobody finished it.
+  // The executor that did task i of the last round; -1 when nobody finished it.
   int owner(int i) const {
     const uint64_t seen = state_[i].load(std::memory_order_acquire);
     return (seen & 15) == kDone ? static_cast<int>(executor_of(seen)) : -1;
@@ -106,20 +107,40 @@ class TaskQueue {
   enum State : uint64_t { kReady = 1, kClaimed, kDone, kVoid };
   static constexpr uint64_t kRoundMask = (uint64_t{1} << (64 - 2 * kBits)) - 1;
 
+  struct alignas(64) Head {
+    std::atomic<uint64_t> word{0};
+  };
+
+  int64_t pop(Executor lane, Executor executor) {
+    std::atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
+    // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
+    uint64_t head = word.load(std::memory_order_acquire);
+    if (next_of(head) >= end_of(head)) return -1;
+    head = word.fetch_add(1, std::memory_order_acq_rel);
+    const uint64_t task = next_of(head);
+    if (task >= end_of(head)) return -1;
+    const uint64_t round = head >> (2 * kBits);
+    uint64_t expected = pack(round, lane, kReady);
+    if (!state_[task].compare_exchange_strong(expected, pack(round, executor, kClaimed),
+                                              std::memory_order_acq_rel)) {
+      return -1;  // made void between the two
+    }
+    return static_cast<int64_t>(round << kBits | task);
+  }
+
   static uint64_t next_of(uint64_t head) { return head & kTaskMask; }
-  static uint64_t count_of(uint64_t head) { return head >> kBits & kTaskMask; }
-  // State word: round, executor (4 bits), state (4 bits).
+  static uint64_t end_of(uint64_t head) { return head >> kBits & kTaskMask; }
+  // State word: round, executor (4 bits; of a ready task its lane), state (4 bits).
   static uint64_t pack(uint64_t round, Executor executor, State state) {
     return round << 8 | static_cast<uint64_t>(executor) << 4 | state;
   }
-  uint64_t pack(Executor executor, State state) const { return pack(round_, executor, state); }
   static Executor executor_of(uint64_t state) { return static_cast<Executor>(state >> 4 & 15); }
 
   std::unique_ptr<std::atomic<uint64_t>[]> state_;
   int64_t capacity_ = 0;
   uint64_t round_ = 0;
   int count_ = 0;
-  alignas(64) std::atomic<uint64_t> head_{0};
+  Head heads_[kLanes];
   alignas(64) std::atomic<int> done_{0};
 };
 

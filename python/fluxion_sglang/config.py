@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from fluxion_sglang.kv.placement import PAGE
 
 EXECUTORS = ("auto", "cpu", "cpu+torch")
+SCHEDULERS = ("priority", "none", "uniform", "length")
 # Words of the option that mean something, but not yet in this version.
 _LATER_EXECUTORS = ("cpu+gpu",)
 
@@ -91,6 +92,12 @@ class FluxionConfig:
         '"0-3,8"',
     )
     executors: str = _option("auto", f"Who computes tasks: {', '.join(EXECUTORS)}.", '"cpu"')
+    scheduler: str = _option(
+        SCHEDULERS[0],
+        f"How tasks come to executors: {', '.join(SCHEDULERS)}; the others divide them beforehand, and are there to be "
+        "compared with the first.",
+        '"uniform"',
+    )
     audit: str | None = _option(
         None,
         "File to append an audit of every decode step to: bytes read and error against exact attention, at twice the "
@@ -185,6 +192,8 @@ class FluxionConfig:
             )
         if self.executors not in EXECUTORS:
             raise ConfigError(f"executors is {self.executors!r}; use one of {_quoted(EXECUTORS)}.")
+        if self.scheduler not in SCHEDULERS:
+            raise ConfigError(f"scheduler is {self.scheduler!r}; use one of {_quoted(SCHEDULERS)}.")
         self._check_policy()
         self._check_audit()
         return self

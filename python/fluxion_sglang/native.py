@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -402,6 +402,7 @@ class NativeEngine:
         value: torch.Tensor,
         scale: float,
         out: torch.Tensor,
+        owner: torch.Tensor | None = None,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -417,6 +418,8 @@ class NativeEngine:
             value: [B, H] float32, priority; larger runs earlier.
             scale: multiplies q.k.
             out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns.
+            owner: [B, H] int32, the executor that alone may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for
+                any; None: any takes all. An executor takes its own before those for any, each by value.
 
         Returns:
             The number of tasks.
@@ -440,6 +443,7 @@ class NativeEngine:
             blk,
             budget,
             value,
+            empty if owner is None else owner,
             scale,
             out,
         )

@@ -40,11 +40,12 @@ class Request:
 
 @dataclass
 class Plan:
-    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32 of one layer."""
+    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None of one layer."""
 
     blk: torch.Tensor
     budget: torch.Tensor
     value: torch.Tensor
+    owner: torch.Tensor | None = None
 
 
 @dataclass
@@ -160,7 +161,7 @@ class NativeWorld:
         q, k, v = fused.split([self.q_heads, self.heads, self.heads], dim=1)
         out = torch.full((batch, self.q_heads, self.dim), torch.nan, dtype=self.dtype)
         tasks = self.engine.layer_begin(
-            layer, q, k, v, self.windows[layer], plan.blk, plan.budget, plan.value, self.scale, out
+            layer, q, k, v, self.windows[layer], plan.blk, plan.budget, plan.value, self.scale, out, plan.owner
         )
         for b, request in enumerate(requests):
             request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])

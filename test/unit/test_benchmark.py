@@ -49,6 +49,23 @@ def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) 
     assert "20 to 30 GB/s" in text
 
 
+def scheduled(scheduler: str, ms: float, torch_tasks: float, turn: int) -> dict[str, Any]:
+    cell = {"workload": "4K to 16K", "executors": "cpu+torch", "scheduler": scheduler, "round": turn}
+    return {**cell, "lengths": [5000] * 8, "layer_ms": ms, "torch_tasks": torch_tasks}
+
+
+def test_schedulers_table_compares_within_a_round(tmp_path: Path) -> None:
+    """The batches of two rounds differ; what they say of a scheduler need not."""
+    rows = [scheduled("priority", 4.0, 0.25, 0), scheduled("uniform", 8.0, 0.5, 0)]
+    rows += [scheduled("priority", 40.0, 0.75, 1), scheduled("uniform", 120.0, 0.5, 1)]
+    write(tmp_path, "schedulers.json", rows)
+    text = tables.schedulers(tmp_path)
+    assert "| 4K to 16K | cpu+torch | priority | 22.00 | 1.00x | 1.00 to 1.00 | 50% |" in text
+    assert "| 4K to 16K | cpu+torch | uniform | 64.00 | 2.50x | 2.00 to 3.00 | 50% |" in text
+    assert "2 batches of 8 requests" in text
+    assert "python benchmark/schedulers.py" in tables.schedulers(tmp_path / "box")
+
+
 def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:
     page = "a\n<!-- table:one_batch -->\nold\n<!-- /table:one_batch -->\nb\n"
     filled = tables.fill(page, tmp_path)

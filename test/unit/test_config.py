@@ -107,6 +107,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"spread": 1.01}', ["spread is 1.01", "at most 1"]),
         ('{"executors": "cpu+gpu"}', ["cpu+gpu", "this version", '"cpu+torch"']),
         ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+torch"']),
+        ('{"scheduler": "fifo"}', ["scheduler is 'fifo'", '"priority", "none", "uniform", "length"']),
+        ('{"scheduler": null}', ["scheduler is null", "string"]),
         ('{"policy": "ful"}', ["'ful'", 'or "auto"']),
         ('{"tau": 0}', ["tau is 0", "such as 0.10"]),
         ('{"tau": 1.5}', ["tau is 1.5", "up to 1"]),
@@ -144,6 +146,7 @@ def valid(draw: st.DrawFn) -> dict[str, Any]:
         "attend_union": draw(st.booleans()),
         "workers": draw(st.none() | st.integers(1, 512)),
         "executors": draw(st.sampled_from(["auto", "cpu", "cpu+torch"])),
+        "scheduler": draw(st.sampled_from(["priority", "none", "uniform", "length"])),
     }
     size = draw(st.sampled_from(["host_tokens", "host_memory_gb", None]))
     if size == "host_tokens":

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
 
+from fluxion_sglang.executor.base import ExecutorId
 from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
+from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.executor.torch_reference import block_pages
-from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 LENGTHS = [1, 15, 64, 65, 319, 320, 335, 336, 337, 500, 1111, 2047]
 
@@ -83,6 +88,75 @@ def test_native_and_torch_find_the_same_best_tokens(
     tolerance = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 1.6e-2, "rtol": 1.6e-2}
     for native, torch_ in zip(*outs, strict=True):
         torch.testing.assert_close(native, torch_, **tolerance)
+
+
+@pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_gives_the_same_attention(executors: str, scheduler: str) -> None:
+    world = World(executors=executors, scheduler=scheduler, workers=1, layers=1, rows=7, tokens=16384)
+    for row, length in enumerate((2047, 336, 500, 320, 1111, 900), start=1):
+        world.extend(row, length)
+    for _ in range(3):
+        for got, want in world.decode([1, 2, 3, 4, 5, 6]):
+            assert error(got, want) < 1e-5
+        cpu, torch_ = (world.engine.native.owners().tolist().count(id) for id in (ExecutorId.CPU, ExecutorId.TORCH))
+        assert cpu + torch_ == 10, "two heads of the five requests that have a middle"
+        if executors == "cpu" or scheduler == "none":
+            assert torch_ == 0
+        elif scheduler == "priority":
+            assert cpu == 0, "the one worker begins when the torch executor is done"
+        else:
+            # The two tasks of about 1,728 tokens are the nearest to half of about 6,560.
+            assert cpu == (5 if scheduler == "uniform" else 2)
+
+
+IDS = [ExecutorId.CPU, ExecutorId.TORCH, ExecutorId.GPU]
+
+
+@settings(max_examples=200)
+@given(
+    lengths=st.lists(st.integers(1, 5000), max_size=6), heads=st.integers(1, 5), group=st.integers(1, 4),
+    executors=st.integers(1, 3), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_tasks_are_divided_as_the_scheduler_says(
+    lengths: list[int], heads: int, group: int, executors: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    step = DecodeStep.build(torch.arange(len(lengths)), torch.tensor(lengths), Placement(), heads, heads * group)
+    budget = torch.rand(step.batch, step.q_heads, generator=random)
+    plan = LayerPlan(
+        16 * torch.randint(0, 3, (step.batch, heads), generator=random, dtype=torch.int32),
+        budget * (budget > 0.5),
+        torch.rand(step.batch, heads, generator=random),
+    )
+    ids = IDS[:executors]
+    made = SCHEDULERS["priority"](plan, step, ids)
+    assert made.owner is None and made.value is plan.value
+    tasks = [
+        (b, h)
+        for b in range(step.batch)
+        for h in range(heads)
+        if step.middle[b] and plan.blk[b, h] and plan.budget[b, h * group : (h + 1) * group].any()
+    ]
+    for name in ("none", "uniform", "length"):
+        made = SCHEDULERS[name](plan, step, ids)
+        assert made.owner is not None and made.owner.dtype == torch.int32 and made.owner.shape == plan.blk.shape
+        assert made.value.dtype == torch.float32 and made.value.shape == plan.blk.shape
+        assert not made.value.any(), "in the order of arrival"
+        owners = [int(made.owner[at]) for at in tasks]
+        assert set(owners) <= set(ids)
+        counts = [owners.count(id) for id in ids]
+        if name == "none":
+            assert counts == [len(tasks)] + [0] * (executors - 1)
+        elif name == "uniform":
+            assert max(counts) - min(counts) <= 1
+        else:
+            tokens = [int(step.middle[b]) for b, _ in tasks]
+            of = [[n for n, owner in zip(tokens, owners, strict=True) if owner == id] for id in ids]
+            for longer, shorter in itertools.combinations([part for part in of if part], 2):
+                assert min(longer) >= max(shorter)
+            for part in of:
+                assert abs(sum(part) - sum(tokens) / executors) <= max(tokens, default=0)
 
 
 @pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])

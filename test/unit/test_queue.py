@@ -8,11 +8,13 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from native_world import NativeWorld, Request
 
 from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine
 
-CPU, TORCH, GPU = 0, 1, 2
+CPU, TORCH, GPU, ANY = 0, 1, 2, 3
 
 
 def make(workers: int, seed: int, layers: int = 1) -> tuple[NativeWorld, list[Request]]:
@@ -69,13 +71,18 @@ class Puller(threading.Thread):
             self.error = error
 
 
-def mixed_step(world: NativeWorld, requests: list[Request], seed: int, executors: list[int]) -> list[int]:
-    """One layer with pullers beside the workers; returns the owners."""
+def mixed_step(
+    world: NativeWorld, requests: list[Request], seed: int, executors: list[int], lanes: tuple[int, ...] = (ANY,)
+) -> list[int]:
+    """One layer with pullers beside the workers, whose tasks are for `lanes`, at random; returns the owners."""
     world.begin_step(requests)
     plan = world.plan(requests)
     plan.value = world.randn(len(requests), world.heads).float()
     pause = random.Random(seed)
+    owner = torch.tensor(pause.choices(lanes, k=plan.blk.numel()), dtype=torch.int32).view_as(plan.blk)
+    plan.owner = None if lanes == (ANY,) else owner
     tasks, q, out = world.begin_layer(requests, 0, plan)
+    allowed = [int(owner.flatten()[world.engine.task(i)]) for i in range(tasks)]
     claims = [world.engine.queue_pop(executor) if pause.random() < 0.7 else -1 for executor in executors]
     pullers = [
         Puller(world, requests, q, executor, claim, random.Random(pause.random()))
@@ -94,6 +101,7 @@ def mixed_step(world: NativeWorld, requests: list[Request], seed: int, executors
     assert sorted(delivered) == [i for i, owner in enumerate(owners) if owner != CPU]
     for puller in pullers:
         assert all(owners[i] in executors for i in puller.done)
+    assert all(lane in (ANY, took) for lane, took in zip(allowed, owners, strict=True))
     world.check(out, want(world, requests, 0, q))
     return owners
 
@@ -131,6 +139,89 @@ def test_one_thread_can_do_everything(foreign: int) -> None:
     assert done == list(range(min(foreign, tasks)))
     assert world.engine.owners().tolist() == [TORCH] * len(done) + [CPU] * (tasks - len(done))
     world.check(out, want(world, requests, 0, q))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_task_for_one_executor_is_done_by_that_one(workers: int) -> None:
+    lanes = [(CPU, TORCH), (CPU, TORCH, ANY), (TORCH, ANY), (CPU, TORCH, GPU, ANY), (TORCH,), (CPU,)]
+    for seed in range(4):
+        world, requests = make(workers, seed)
+        for step, mix in enumerate(lanes):
+            executors = [executor for executor in mix if executor in (TORCH, GPU)]
+            mixed_step(world, requests, seed * 100 + step, executors * (1 + seed % 2), mix)
+
+
+@settings(max_examples=30)
+@given(
+    owner=st.lists(st.sampled_from([CPU, TORCH, GPU, ANY]), min_size=20, max_size=20),
+    value=st.lists(st.integers(0, 4), min_size=20, max_size=20),
+    turns=st.lists(st.sampled_from([TORCH, GPU]), max_size=24),
+)
+def test_lanes_are_emptied_in_their_order_own_tasks_first(owner: list[int], value: list[int], turns: list[int]) -> None:
+    """With one worker nothing runs before finish(): who pops when is ours."""
+    world, requests = make(1, 3)
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    plan.value = torch.tensor(value, dtype=torch.float32).view_as(plan.blk)
+    plan.owner = torch.tensor(owner, dtype=torch.int32).view_as(plan.blk)
+    tasks, q, out = world.begin_layer(requests, 0, plan)
+    groups = [world.engine.task(i) for i in range(tasks)]
+    queues = {
+        lane: sorted((g for g in groups if owner[g] == lane), key=lambda g: (-value[g], g))
+        for lane in (CPU, TORCH, GPU, ANY)
+    }
+    took = {}
+    for executor in [*turns, *[TORCH, GPU] * tasks]:
+        lane = queues[executor] or queues[ANY]
+        claim = world.engine.queue_pop(executor)
+        if not lane:
+            assert claim == -1
+            continue
+        group = world.engine.task(claim)
+        assert group == lane.pop(0)
+        took[group] = executor
+        assert world.engine.task_done(claim, *world.compute(requests, 0, q, claim))
+    world.engine.layer_finish()
+    assert world.engine.owners().tolist() == [took.get(group, CPU) for group in groups]
+    assert sorted(group for group in groups if group not in took) == sorted(queues[CPU])
+    world.check(out, want(world, requests, 0, q))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_waits_for_an_executor_that_never_comes_is_an_error(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, requests = make(workers, 2)
+    with_timeout(world, monkeypatch, "0.05")
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    plan.owner = torch.full_like(plan.blk, CPU)
+    plan.owner[-1, 2] = GPU
+    tasks, _, _ = world.begin_layer(requests, 0, plan)
+    where = f"request {len(requests) - 1}, KV head 2"
+    with pytest.raises(RuntimeError, match=rf'{where}\) belongs to the executor "gpu" .* within 0.05 s'):
+        world.engine.layer_finish()
+    assert sorted(world.engine.owners().tolist()) == [-1] + [CPU] * (tasks - 1)
+    assert world.engine.queue_pop(GPU) == -1
+    world.begin_step(requests)
+    _, q, out = world.begin_layer(requests, 0, plan)
+    assert world.drain_foreign(requests, 0, q, GPU) == [tasks - 1]
+    world.engine.layer_finish()
+    world.check(out, want(world, requests, 0, q))
+
+
+def test_an_owner_that_is_no_executor_fails_the_layer() -> None:
+    world, requests = make(2, 0)
+    world.begin_step(requests)
+    plan = world.plan(requests)
+    for owner in (-1, 4):
+        plan.owner = torch.full_like(plan.blk, ANY)
+        plan.owner[1, 1] = owner
+        world.begin_layer(requests, 0, plan)
+        with pytest.raises(RuntimeError, match=f"Request 1, KV head 1 has the owner {owner};"):
+            world.engine.layer_finish()
+        world.begin_step(requests)
+    plan.owner = plan.owner.long()
+    with pytest.raises(ValueError, match="owner"):
+        world.begin_layer(requests, 0, plan)
 
 
 def test_nothing_can_be_pulled_outside_a_layer() -> None:

@@ -14,6 +14,7 @@ from fluxion_sglang.audit import AuditLog
 from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -40,6 +41,7 @@ class World:
     workers: int = 2
     policy: str = "full"
     executors: str = "cpu"
+    scheduler: str = "priority"
     attend_union: bool = True
     seed: int = 0
     audit: Path | None = None
@@ -59,7 +61,7 @@ class World:
         self.engine: DecodeEngine = make(
             self.pool, self.windows, parse_spec(self.policy), foreign,
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
-            attend_union=self.attend_union,
+            attend_union=self.attend_union, scheduler=SCHEDULERS[self.scheduler],
         )  # fmt: skip
         self.scale = self.dim**-0.5
         self.free = (torch.randperm(self.pool.pages - 1, generator=self.random) + 1).tolist()

@@ -1,9 +1,9 @@
 """Who computes: the interface of an executor.
 
 The tasks of a layer stand in one queue, sorted by priority, behind one atomic head. Executors pull the next task when
-they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. The native workers
-(`cpu.py`) pull without Python; any other executor gets the calling thread between the layer's begin and finish, and
-this interface.
+they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. (`schedule.py` has
+schedulers that divide the tasks beforehand instead.) The native workers (`cpu.py`) pull without Python; any other
+executor gets the calling thread between the layer's begin and finish, and this interface.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerWork:
         return self.step.q_heads // self.step.kv_heads
 
     def pop(self, executor: ExecutorId) -> int | None:
-        """Take the next task; None when the queue is empty."""
+        """Take the next task that this executor may; None when there is none."""
         task = self.native.queue_pop(int(executor))
         return None if task < 0 else task
 
@@ -62,10 +62,14 @@ class LayerWork:
 
 
 class Executor(ABC):
-    """Computes tasks of a layer from its queue."""
+    """Computes tasks of a layer from its queue.
+
+    Attributes:
+        id: towards the queue; of an engine's executors each has another.
+    """
 
     id: ExecutorId
 
     @abstractmethod
     def drain(self, work: LayerWork) -> None:
-        """Pull tasks and deliver them until the queue is empty. Must deliver or fail every task it pulled."""
+        """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled."""

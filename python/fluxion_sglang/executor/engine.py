@@ -1,4 +1,4 @@
-"""One decode step of one layer: the policy plans, the executors pull from one queue, the results merge."""
+"""One decode step of one layer: the policy plans, the executors pull from the queue, the results merge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fluxion_sglang.executor.base import Executor, LayerWork
+from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
+from fluxion_sglang.executor.schedule import Scheduler, by_priority
 from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
@@ -43,6 +44,7 @@ class DecodeEngine:
         q_heads: query heads of this process.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
+        scheduler: who may take which task, and in what order.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class DecodeEngine:
         max_requests: int,
         max_tokens: int,
         attend_union: bool,
+        scheduler: Scheduler = by_priority,
     ) -> None:
         self.pool = pool
         self.windows = windows
         self.policy = policy
         self.executors = executors
+        self.scheduler = scheduler
         self.q_heads = q_heads
         placement = pool.placement
         self.native = NativeEngine(
@@ -127,7 +131,8 @@ class DecodeEngine:
         plan = self._policy.plan(layer, q, self._observe(layer, q, k, v, scale) if seen else UNSEEN)
         # What was looked at first has the token and its residents behind it.
         new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])
-        self.native.layer_begin(layer, q, new_k, new_v, windows, plan.blk, plan.budget, plan.value, scale, out)
+        value, owner = self.scheduler(plan, self._step, [ExecutorId.CPU, *(e.id for e in self.executors)])
+        self.native.layer_begin(layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner)
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:
             for executor in self.executors:

@@ -17,6 +17,7 @@ from fluxion_sglang.audit import AuditLog
 from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors
 from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
+from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.metrics import EngineMetrics
 from fluxion_sglang.predictor.recorder import IDENTITY, Recorder
@@ -62,6 +63,7 @@ class FluxionAttnBackend(AttentionBackend):
             max_requests=min(self.table.size, 64),
             max_tokens=min(self.table.max_context_len, pool.size, 1 << 16),
             attend_union=pool.config.attend_union,
+            scheduler=SCHEDULERS[pool.config.scheduler],
         )
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:

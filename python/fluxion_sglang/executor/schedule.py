@@ -1,0 +1,86 @@
+"""Who may take which task of a layer, and in what order: the schedulers that Fluxion's ablation compares.
+
+Source: Fluxion (arXiv 2605.07719), section 6.2 and, of the three it is compared with, section 8.3 (Fig. 10 c): "No
+Parallel, which performs no scheduling; Uniform allocation, which uniformly distributes tasks according to the number of
+attention heads; Length-based allocation, which statically assigns tasks based on input length". The paper says no more
+of these; what it leaves open is decided here, and each docstring says how. None of the three knows what a task costs:
+tasks stay in the order of arrival, by request, then by KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fluxion_sglang import config
+from fluxion_sglang.executor.base import ExecutorId
+from fluxion_sglang.policy.base import DecodeStep, LayerPlan
+
+
+class Schedule(NamedTuple):
+    """What `NativeEngine.layer_begin` takes of it.
+
+    Attributes:
+        value: [B, H] float32, larger runs earlier; equal ones in the order of arrival.
+        owner: [B, H] int32, the `ExecutorId` that alone may take the task; None: whoever is free.
+    """
+
+    value: torch.Tensor
+    owner: torch.Tensor | None
+
+
+Scheduler = Callable[[LayerPlan, DecodeStep, Sequence[ExecutorId]], Schedule]
+"""From what a layer reads and the executors there are, the native workers first; pure."""
+
+
+def by_priority(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+    """One queue, the largest value first; whoever is free takes the next."""
+    return Schedule(plan.value, None)
+
+
+def one_alone(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+    """The first executor does everything, as in the paper's baseline, whose sparse attention is the CPU's alone."""
+    return _assigned(torch.zeros_like(plan.blk), executors)
+
+
+def evenly(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+    """Every executor gets as many tasks as any other, give or take one, however large: they are dealt in turn."""
+    tasks = _tasks(plan, step)
+    turn = tasks.flatten().cumsum(0).view_as(plan.blk) - 1
+    return _assigned(turn.clamp(min=0) % len(executors), executors)
+
+
+def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+    """The tasks of the longest requests to the first executor, of the shortest to the last, with equal tokens for all.
+
+    Tokens are those of the middles, whatever the budgets: the input's length is all this scheduler knows. A task on the
+    border between two executors belongs to the one with most of it.
+    """
+    tokens = (_tasks(plan, step) * step.middle.long().unsqueeze(1)).flatten()
+    longest_first = tokens.argsort(descending=True, stable=True)
+    in_order = tokens[longest_first]
+    # Where the middle of each task lies among all tokens, doubled to stay whole: 0 .. 2 * total.
+    at = 2 * in_order.cumsum(0) - in_order
+    share = torch.empty_like(tokens)
+    share[longest_first] = at * len(executors) // (2 * tokens.sum()).clamp(min=1)
+    return _assigned(share.clamp(max=len(executors) - 1).view_as(plan.blk), executors)
+
+
+SCHEDULERS: dict[str, Scheduler] = dict(
+    zip(config.SCHEDULERS, (by_priority, one_alone, evenly, by_length), strict=True)
+)
+"""By the names of the option `scheduler`."""
+
+
+def _tasks(plan: LayerPlan, step: DecodeStep) -> torch.Tensor:
+    """[B, H] bool: the groups that make a task, as the native engine counts them."""
+    wanted = (plan.budget > 0).view(step.batch, step.kv_heads, step.q_heads // step.kv_heads).any(-1)
+    return (plan.blk != 0) & (step.middle > 0).unsqueeze(1) & wanted
+
+
+def _assigned(share: torch.Tensor, executors: Sequence[ExecutorId]) -> Schedule:
+    """share: [B, H], index into `executors`."""
+    ids = torch.tensor([int(executor) for executor in executors], dtype=torch.int32)
+    return Schedule(torch.zeros(share.shape), ids[share.long()])

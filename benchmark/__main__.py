@@ -11,15 +11,22 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmark` as f
 import common
 
 HERE = Path(__file__).parent
-POLICIES = (
-    "full,streaming,oracle:0.05,fixed:16:0.05,fixed:16:0.02,fixed:32:0.05,fixed:32:0.02,anchor,fluxion,labels:0.10"
+GRID = [f"fixed:{blk}:{budget}" for blk in (16, 32, 64, 128) for budget in ("0.02", "0.05", "0.10", "0.25")]
+POLICIES = ",".join(
+    ["full", "streaming", "oracle:0.05", *GRID, "score95", "output10", "anchor", "fluxion", "labels:0.10"]
+)
+# In the shape of the paper's Fig. 9: the criterion of the budgets, and what the selector may choose from.
+ABLATIONS = ",".join(
+    ["full", "labels:score95", "labels:output10", "labels:0.10"]
+    + [f"{name}:0.10:{choice}" for name in ("labels", "fluxion") for choice in ("16:all", "32:all", "any:all", "any")]
 )
 FEW = "full,streaming,fixed:16:0.05"
 SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
 # Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
 QUALITY = {
-    "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "3", "--policies", POLICIES],
+    "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
+    "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     "far": ["--suite", "ruler", "--lengths", "16k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
     "extraction": ["--suite", "extraction", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
     "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],

@@ -106,8 +106,25 @@ def quality(results: Path) -> str:
 
 
 def quality_tasks(results: Path) -> str:
-    """RULER's scores by task and length; a column a policy."""
-    return _quality(results, lambda data: quality_table.scores(data, intervals=False))
+    """RULER's scores by task and length; a column a policy, and of the fixed ones those of the paper's baselines."""
+
+    def shown(policy: str) -> bool:
+        kind, *args = policy.split(":")
+        return kind != "fixed" or (args[0] in ("16", "32") and args[1] in ("0.02", "0.05"))
+
+    def draw(data: dict[str, Any]) -> str:
+        kept = {
+            "policies": [policy for policy in data["policies"] if shown(policy)],
+            "rows": [row for row in data["rows"] if shown(row["policy"])],
+        }
+        return quality_table.scores({**data, **kept}, intervals=False)
+
+    return _quality(results, draw)
+
+
+def ablations(results: Path) -> str:
+    """Criteria and choices of the selector, in the shape of the paper's Fig. 9."""
+    return _quality(results, lambda data: quality_table.averages(data), "quality_ablations.json")
 
 
 def far(results: Path) -> str:
@@ -196,6 +213,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": quality,
     "quality_tasks": quality_tasks,
     "far": far,
+    "ablations": ablations,
     "extraction": extraction,
     "perplexity": perplexity,
     "needle_heads": needle_heads,

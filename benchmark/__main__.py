@@ -53,7 +53,7 @@ def main() -> None:
     results = common.RESULTS / common.machine_name()
     if args.only != "quality":
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
-        for script in ("one_batch.py", "schedulers.py"):
+        for script in ("attention.py", "one_batch.py", "schedulers.py"):
             _run([sys.executable, str(HERE / script), *passed])
     if args.only != "speed":
         for name in QUALITY:

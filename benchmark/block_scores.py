@@ -15,10 +15,10 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import common
 import torch
+from states import capture
 from torch import Tensor
 from tqdm import tqdm
 
@@ -102,24 +102,6 @@ SECOND_PASS = 4
 """Candidates of the second pass, as a multiple of the budget: their keys are read and scored exactly."""
 
 
-def capture(model: Any, tokens: list[int]) -> list[tuple[Tensor, Tensor, float]]:
-    """(queries [Hq, T, D], keys [H, T, D], scale) of every layer, rotated."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    found = []
-
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        found.append((query[0].float(), key[0].float(), float(kwargs.get("scaling") or query.shape[-1] ** -0.5)))
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-
-    AttentionInterface.register("fluxion_capture", attention)
-    model.set_attn_implementation("fluxion_capture")
-    with torch.no_grad():
-        model(torch.tensor([tokens]))
-    return found
-
-
 def recalls(q: Tensor, keys: Tensor, blk: int) -> dict[tuple[str, float], Tensor]:
     """Recall [G] of every score and budget: queries [G, D] (scaled) of a step over the middle's keys [L, D]."""
     whole = len(keys) // blk * blk
@@ -164,7 +146,7 @@ def main() -> None:
             tokens = [*sample.prompt, *answer]
             at = range(len(sample.prompt), len(tokens) - 1)
             chosen = [at[i * len(at) // min(args.steps, len(at))] for i in range(min(args.steps, len(at)))]
-            for query, key, scale in capture(model, tokens):
+            for query, key, _, scale in capture(model, tokens):
                 group = query.shape[0] // key.shape[0]
                 for step in chosen:
                     start = placement.window_start(step + 1)

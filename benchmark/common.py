@@ -15,6 +15,9 @@ __all__ = ["ROOT", "SAME", "commit", "header", "load", "machine", "save", "versi
 RESULTS = ROOT / "benchmark" / "results"
 MODELS = ROOT / "benchmark" / "models"
 NEEDLE = ROOT / "models" / "needle"
+PREDICTOR = NEEDLE / "fluxion"
+PHASES = ("attention", "resident", "features", "plan", "queue", "other")
+"""Times in a row of attention.json: the whole, and its parts."""
 
 
 def machine_name() -> str:

@@ -1,6 +1,6 @@
-"""Draws TPOT against prompt length, a panel a model and batch size, from benchmark/results/*/one_batch.json.
+"""Draws TPOT, and attention time, against prompt length, a panel a model and batch size.
 
-python benchmark/plot.py    # writes one_batch.svg beside each result file; needs matplotlib
+python benchmark/plot.py    # one_batch.svg and attention.svg beside each of these result files; needs matplotlib
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import common
 
+DRAWN = {"one_batch": ("tpot_ms", "TPOT (ms)"), "attention": ("attention_ms", "attention (ms a layer)")}
+"""Result file: what of its rows is drawn, and the name of the axis."""
+
 
 def draw(data: dict[str, Any], path: Path) -> None:
     import matplotlib
@@ -20,6 +23,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9})
     import matplotlib.pyplot as plt
 
+    value, label = DRAWN[path.stem]
     rows = data["rows"]
     panels = sorted({(row["model"], row["batch"]) for row in rows})
     policies = list(dict.fromkeys(row["policy"] for row in rows))
@@ -29,12 +33,12 @@ def draw(data: dict[str, Any], path: Path) -> None:
             points: dict[int, list[float]] = {}
             for row in rows:
                 if (row["model"], row["batch"], row["policy"]) == (model, batch, policy):
-                    points.setdefault(row["length"], []).append(row["tpot_ms"])
+                    points.setdefault(row["length"], []).append(row[value])
             lengths = sorted(points)
             axis.plot([n / 1024 for n in lengths], [median(points[n]) for n in lengths], "o-", label=policy)
         axis.set(title=f"{model}, batch {batch}", xlabel="prompt (1,024 tokens)", ylim=(0, None))
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("TPOT (ms)")
+    axes[0][0].set_ylabel(label)
     axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
@@ -42,7 +46,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    for path in sorted(common.RESULTS.glob("*/one_batch.json")):
+    for path in sorted(path for name in DRAWN for path in common.RESULTS.glob(f"*/{name}.json")):
         data = common.load(path)
         if data and data["rows"]:
             draw(data, path.with_suffix(".svg"))

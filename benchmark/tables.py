@@ -16,16 +16,17 @@ from statistics import mean, median
 from typing import Any
 
 import common
+from one_batch import CHEAPEST
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
-    *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md", "docs/scheduling.md"),
+    *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
+    *("docs/scheduling.md", "docs/speed.md"),
     "models/needle/README.md",
 )
-PREDICTOR = common.NEEDLE / "fluxion"
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 
 
@@ -41,30 +42,14 @@ def options(_: Path) -> str:
 
 
 def one_batch(results: Path) -> str:
-    """TPOT by model, batch and length; a column a policy, and the gain of the last over the first."""
+    """TPOT by model, batch and length; a column a policy, and gains."""
     out = []
     for path, data in _found(results, "one_batch.json"):
-        times: dict[tuple[str, int, int], dict[str, list[float]]] = {}
-        for row in data["rows"]:
-            cell = times.setdefault((row["model"], row["batch"], row["length"]), {})
-            cell.setdefault(row["policy"], []).append(row["tpot_ms"])
-        policies = list(dict.fromkeys(row["policy"] for row in data["rows"]))
-        sparse = policies[-1]
-        rows = []
-        for (model, batch, length), cell in sorted(times.items(), key=lambda item: item[0]):
-            at = {policy: median(values) for policy, values in cell.items()}
-            gain = f"{at['off'] / at[sparse]:.1f}x" if "off" in at and sparse in at and sparse != "off" else ""
-            rows.append(
-                [model, str(batch), f"{length:,}"]
-                + [f"{at[policy]:.1f}" if policy in at else "" for policy in policies]
-                + [gain]
-            )
-        head = ["model", "batch", "prompt", *(f"{p} (ms)" for p in policies), f"off / {sparse}"]
         reads = data.get("memory_read_gb_per_s", [])
         note = f"TPOT, median of {_rounds(data)} run(s) of 32 steps. {_where(data)}"
         if reads:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
-        out.append(table(head, rows, "lrr" + "r" * (len(policies) + 1)) + f"\n{note} [Data]({_link(path)}).\n")
+        out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({_link(path)}).\n")
     return "\n".join(out) or _nothing("one_batch.py")
 
 
@@ -100,9 +85,99 @@ def schedulers(results: Path) -> str:
     return "\n".join(out) or _nothing("schedulers.py")
 
 
+def attention(results: Path) -> str:
+    """Attention time of a layer by model, batch and length; a column a policy, and gains."""
+    return _attention(results, lambda rows, _: _compared(rows, "attention_ms", "full", 2))
+
+
+def attention_reads(results: Path) -> str:
+    """What each policy reads, how fast, and how far its outputs are from exact; of the largest batch."""
+
+    def draw(rows: list[dict[str, Any]], _: Path) -> str:
+        batch = max(row["batch"] for row in rows)
+        lines = [
+            [
+                *(row["model"], f"{row['length']:,}", row["policy"]),
+                *(f"{row['read']:.1%}", f"{row['tile_bytes'] / 1e6:.2f}", f"{row['metadata_bytes'] / 1e6:.2f}"),
+                *(f"{row['gb_per_s']:.1f}", f"{row['gb_per_s'] / row['memory_read_gb_per_s']:.0%}"),
+                *(f"{row['error_mean']:.1e}", f"{row['error_max']:.1e}"),
+            ]
+            for row in sorted(rows, key=lambda row: (row["model"], row["length"]))
+            if row["batch"] == batch
+        ]
+        head = ["model", "prompt", "policy", "tokens read", "tiles (MB)", "metadata (MB)", "GB/s", "of a stream"]
+        return f"Batch {batch}.\n\n" + table([*head, "error", "largest"], lines, "lrlrrrrrrr")
+
+    return _attention(results, draw)
+
+
+def overhead(results: Path) -> str:
+    """What `fluxion` spends on deciding: a layer's milliseconds, and its share of a layer's attention and of TPOT."""
+
+    def draw(rows: list[dict[str, Any]], path: Path) -> str:
+        served = common.load(path.with_name("one_batch.json")) or {"rows": []}
+        lines = []
+        for row in sorted(rows, key=lambda row: (row["batch"], row["length"])):
+            if row["policy"] != "fluxion":
+                continue
+            spent = row["features_ms"] + row["plan_ms"]
+            cell = {key: row[key] for key in ("model", "policy", "length", "batch")}
+            tpot = [other["tpot_ms"] for other in served["rows"] if cell.items() <= other.items()]
+            lines.append(
+                [
+                    *(str(row["batch"]), f"{row['length']:,}"),
+                    *(f"{row[f'{phase}_ms']:.3f}" for phase in common.PHASES),
+                    f"{spent / row['attention_ms']:.1%}",
+                    f"{spent * row['layers'] / median(tpot):.1%}" if tpot else "",
+                    f"{row['anchor_ms']:.2f}",
+                ]
+            )
+        head = ["batch", "prompt", "attention (ms)", *common.PHASES[1:], "of attention", "of TPOT", "anchor, once (ms)"]
+        return table(head, lines, "r" * len(head))
+
+    return _attention(results, draw)
+
+
+def _attention(results: Path, draw: Callable[[list[dict[str, Any]], Path], str]) -> str:
+    out = []
+    for path, data in _found(results, "attention.json"):
+        reads = [row["memory_read_gb_per_s"] for row in data["rows"]]
+        note = f"Of {data['turns']} turns. {_where(data)}"
+        note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
+        out.append(f"{draw(data['rows'], path)}\n{note} [Data]({_link(path)}).\n")
+    return "\n".join(out) or _nothing("attention.py")
+
+
+def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) -> str:
+    """A line a model, batch and length, a column a policy with the median of its `value`, and where there is something
+    to compare: what `base` takes over `fluxion` and over a fixed policy, and that fixed policy over `fluxion`."""
+    found: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    for row in rows:
+        cell = found.setdefault((row["model"], row["batch"], row["length"]), {})
+        cell.setdefault(row["policy"], []).append(row[value])
+    cells = {key: {policy: median(of) for policy, of in cell.items()} for key, cell in sorted(found.items())}
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    fixed = CHEAPEST if CHEAPEST in policies else next((p for p in reversed(policies) if p.startswith("fixed")), "")
+    pairs = [(base, "fluxion"), (base, fixed), (fixed, "fluxion")]
+    pairs = [(a, b) for a, b in pairs if any(a in cell and b in cell for cell in cells.values())]
+    lines = [
+        [model, str(batch), f"{length:,}"]
+        + [f"{cell[policy]:.{digits}f}" if policy in cell else "" for policy in policies]
+        + [f"{cell[a] / cell[b]:.1f}x" if a in cell and b in cell else "" for a, b in pairs]
+        for (model, batch, length), cell in cells.items()
+    ]
+    head = ["model", "batch", "prompt", *(f"{p} (ms)" for p in policies), *(f"{a} / {b}" for a, b in pairs)]
+    return table(head, lines, "lrr" + "r" * (len(policies) + len(pairs)))
+
+
 def quality(results: Path) -> str:
     """Means over RULER's tasks, by length and policy."""
     return _quality(results, lambda data: quality_table.averages(data))
+
+
+def pareto(results: Path) -> str:
+    """RULER's scores against bytes, and the cheapest fixed policy of equal quality."""
+    return _quality(results, quality_table.pareto)
 
 
 def quality_tasks(results: Path) -> str:
@@ -167,14 +242,14 @@ def needle_heads(_: Path) -> str:
 
 def predictor(_: Path) -> str:
     """Metrics of the bundled model's predictor at its calibrated tau, on held-out sequences."""
-    found = json.loads((PREDICTOR / "predictor.json").read_text())
+    found = json.loads((common.PREDICTOR / "predictor.json").read_text())
     key = found["calibrated"]
     return metrics_table({float(key): found["taus"][key]["metrics"]})
 
 
 def calibration(_: Path) -> str:
     """What every tau did to held-out sequences."""
-    return calibration_table(json.loads((PREDICTOR / "calibration.json").read_text())["rows"])
+    return calibration_table(json.loads((common.PREDICTOR / "calibration.json").read_text())["rows"])
 
 
 def block_scores(results: Path) -> str:
@@ -190,7 +265,8 @@ def block_scores(results: Path) -> str:
         ]
         head = ["score", "vectors a block", *(f"{blk}, {budget:.0%}" for blk, budget in shown)]
         note = (
-            f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['length']:,} tokens. {_where(data)}"
+            f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['length']:,} tokens, "
+            f"{data['samples']} document(s) a task. {_where(data)}"
         )
         out.append(table(head, rows, "lr" + "r" * len(shown)) + f"\n{note} [Data]({_link(path)}).\n")
     return "\n".join(out) or _nothing("block_scores.py")
@@ -210,7 +286,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "one_batch": one_batch,
     "schedulers": schedulers,
+    "attention": attention,
+    "attention_reads": attention_reads,
+    "overhead": overhead,
     "quality": quality,
+    "pareto": pareto,
     "quality_tasks": quality_tasks,
     "far": far,
     "ablations": ablations,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +78,69 @@ def averages(data: dict[str, Any]) -> str:
         lines.append(line)
     head = ["prompt", "policy", "tasks", "documents", "score", "delta", "read", "bytes a token", "error", "p99", "KL"]
     return _table([*head, "same"], lines, 2)
+
+
+LEARNED: Final = "fluxion"
+EQUAL: Final = 0.005
+"""Score that a policy may lose against `full` and still count as equal to it."""
+
+
+def cheapest_fixed(rows: Mapping[str, Row]) -> str | None:
+    """Of the fixed policies whose quality equals that of `fluxion`, the one that reads the fewest bytes a token.
+
+    Equal is a score within `EQUAL` of that of `full`, or no less than that of `fluxion`, where that was measured.
+
+    Args:
+        rows: of one length, as `averaged` makes them, by policy.
+
+    Returns:
+        None where no fixed policy is good enough.
+    """
+    enough = rows[FULL]["score"] - EQUAL
+    if LEARNED in rows:
+        enough = min(enough, rows[LEARNED]["score"])
+    good = [policy for policy in _fixed(rows) if rows[policy]["score"] >= enough]
+    return min(good, key=lambda policy: float(rows[policy]["bytes_per_token"]), default=None)
+
+
+def pareto_front(rows: Mapping[str, Row]) -> set[str]:
+    """The fixed policies that no other fixed policy beats in score or bytes without losing in the other; as above."""
+
+    def beaten(one: Row, by: Row) -> bool:
+        a, b = ((row["score"], -row["bytes_per_token"]) for row in (one, by))
+        return b != a and b[0] >= a[0] and b[1] >= a[1]
+
+    fixed = _fixed(rows)
+    return {policy for policy in fixed if not any(beaten(rows[policy], rows[other]) for other in fixed)}
+
+
+def pareto(data: dict[str, Any]) -> str:
+    """A line a length and policy, those that read least first; without what scans every key to decide."""
+    lines = []
+    found = averaged(data)
+    for length in dict.fromkeys(length for length, _, _ in found):
+        rows = {policy: row for at, policy, row in found if at == length and row["bytes_per_token"] is not None}
+        if FULL not in rows:
+            continue
+        front, cheapest = pareto_front(rows), cheapest_fixed(rows)
+        learned = rows.get(LEARNED, {}).get("bytes_per_token")
+        for policy, row in sorted(rows.items(), key=lambda item: float(item[1]["bytes_per_token"])):
+            if policy.startswith(("oracle", "labels")):
+                continue
+            relative = f"{row['bytes_per_token'] / learned:.2f}x" if learned else ""
+            marks = ["front"] * (policy in front) + ["cheapest of equal quality"] * (policy == cheapest)
+            lines.append(
+                [
+                    *(_length(length), policy, ", ".join(marks), f"{row['score']:.3f}", _delta(row)),
+                    *(f"{row['bytes_per_token']:,.0f}", relative),
+                ]
+            )
+    head = ["prompt", "policy", "of the fixed", "score", "delta", "bytes a token", f"of {LEARNED}'s"]
+    return _table(head, lines, 3)
+
+
+def _fixed(rows: Mapping[str, Row]) -> list[str]:
+    return [policy for policy in rows if policy.startswith("fixed:")]
 
 
 def averaged(data: dict[str, Any]) -> list[tuple[int | None, str, Row]]:

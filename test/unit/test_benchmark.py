@@ -6,16 +6,26 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
+import attention  # noqa: E402
 import common  # noqa: E402
 import one_batch  # noqa: E402
+import plot  # noqa: E402
 import tables  # noqa: E402
+from states import capture  # noqa: E402
+
+from fluxion_sglang.kv.placement import Placement  # noqa: E402
+from fluxion_sglang.policy import parse_spec  # noqa: E402
+from fluxion_sglang.predictor import artifact  # noqa: E402
+from fluxion_sglang.predictor.features import NAMES  # noqa: E402
 
 HEADER = {
     "commit": "abc",
@@ -30,8 +40,22 @@ def write(results: Path, name: str, rows: list[dict[str, Any]]) -> None:
     common.save(results / "box" / name, {**HEADER, "rows": rows})
 
 
-def row(policy: str, tpot: float, turn: int = 0) -> dict[str, Any]:
-    return {"model": "m", "policy": policy, "length": 8192, "batch": 4, "round": turn, "tpot_ms": tpot}
+def row(policy: str, tpot: float, turn: int = 0, model: str = "m") -> dict[str, Any]:
+    return {"model": model, "policy": policy, "length": 8192, "batch": 4, "round": turn, "tpot_ms": tpot}
+
+
+def attention_row(policy: str, ms: float, **others: Any) -> dict[str, Any]:
+    times = {
+        "attention_ms": ms,
+        "resident_ms": 0.1,
+        "features_ms": 0.03,
+        "plan_ms": 0.02,
+        "queue_ms": 0.7,
+        "other_ms": 0.15,
+    }
+    found = {"model": "m", "policy": policy, "length": 8192, "batch": 4, "layers": 4, **times, "anchor_ms": None}
+    found |= {"read": 0.125, "tile_bytes": 3_000_000, "metadata_bytes": 1_000_000, "gb_per_s": 10.0}
+    return found | {"memory_read_gb_per_s": 25.0, "error_mean": 0.01, "error_max": 0.2} | others
 
 
 def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) -> None:
@@ -64,6 +88,93 @@ def test_schedulers_table_compares_within_a_round(tmp_path: Path) -> None:
     assert "| 4K to 16K | cpu+torch | uniform | 64.00 | 2.50x | 2.00 to 3.00 | 50% |" in text
     assert "2 batches of 8 requests" in text
     assert "python benchmark/schedulers.py" in tables.schedulers(tmp_path / "box")
+
+
+def test_one_batch_table_leaves_out_what_a_model_was_not_measured_with(tmp_path: Path) -> None:
+    rows = [row("off", 80.0), row("fixed:16:0.05", 5.0), row(one_batch.CHEAPEST, 10.0)]
+    rows += [row("off", 80.0, model="n"), row(one_batch.CHEAPEST, 10.0, model="n"), row("fluxion", 8.0, model="n")]
+    write(tmp_path, "one_batch.json", rows)
+    text = tables.one_batch(tmp_path)
+    cheapest = one_batch.CHEAPEST
+    assert f"| fluxion (ms) | off / fluxion | off / {cheapest} | {cheapest} / fluxion |" in text
+    assert "| m | 4 | 8,192 | 80.0 | 5.0 | 10.0 |  |  | 8.0x |  |" in text
+    assert "| n | 4 | 8,192 | 80.0 |  | 10.0 | 8.0 | 10.0x | 8.0x | 1.2x |" in text
+
+
+def test_attention_tables(tmp_path: Path) -> None:
+    rows = [attention_row("full", 4.0), attention_row("fluxion", 1.0, anchor_ms=2.0)]
+    rows.append(attention_row("full", 1.0, batch=1))
+    common.save(tmp_path / "box" / "attention.json", {**HEADER, "turns": 3, "rows": rows})
+    assert "| m | 1 | 8,192 | 1.00 |  |  |" in tables.attention(tmp_path)
+    assert "| m | 4 | 8,192 | 4.00 | 1.00 | 4.0x |" in tables.attention(tmp_path)
+    reads = tables.attention_reads(tmp_path)
+    assert "| m | 8,192 | fluxion | 12.5% | 3.00 | 1.00 | 10.0 | 40% | 1.0e-02 | 2.0e-01 |" in reads
+    assert reads.count("| full |") == 1, "the largest batch only"
+    without = tables.overhead(tmp_path)
+    assert "| 4 | 8,192 | 1.000 | 0.100 | 0.030 | 0.020 | 0.700 | 0.150 | 5.0% |  | 2.00 |" in without
+    write(tmp_path, "one_batch.json", [row("fluxion", 10.0), row("fluxion", 99.0, model="n"), row("full", 20.0)])
+    assert "| 5.0% | 2.0% | 2.00 |" in tables.overhead(tmp_path)
+    plot.draw({"rows": rows}, tmp_path / "attention.svg")
+    assert "attention (ms a layer)" in (tmp_path / "attention.svg").read_text()
+
+
+def test_attention_of_random_requests() -> None:
+    requests = attention.random_requests(700, 2)
+    policies = {spec: parse_spec(spec) for spec in ("full", "fixed:16:0.25", "labels:0.2", "anchor")}
+    rows = {found["policy"]: found for found in attention.measure(requests, 2, policies, turns=1)}
+    assert rows["full"]["error_max"] < 1e-5 and rows["full"]["read"] == 1
+    assert rows["full"]["metadata_bytes"] == 0
+    # K and V of the middles of two requests, at the steps that count.
+    middle = mean(Placement().middle(701 + step) for step in range(1, requests.steps))
+    assert rows["full"]["tile_bytes"] == round(2 * middle * 2 * 8 * 128 * 2)
+    assert 0 < rows["fixed:16:0.25"]["tile_bytes"] < rows["full"]["tile_bytes"]
+    assert rows["fixed:16:0.25"]["error_mean"] > 0.01
+    assert rows["labels:0.2"]["error_max"] < 0.3
+    assert rows["anchor"]["anchor_ms"] > 0 and rows["full"]["anchor_ms"] is None
+    for found in rows.values():
+        assert found["steps"] == requests.steps - 1
+        assert 0 < found["queue_ms"] < found["attention_ms"]
+    assert list(attention.policies_of("random", ["full", "anchor", "fluxion"])) == ["full"]
+
+
+def test_requests_of_the_bundled_model_are_what_it_sees_in_one_go() -> None:
+    from transformers import AutoModelForCausalLM
+
+    requests = attention.needle_requests(520, 2)
+    prompt = attention.needle_prompt(520)
+    question = prompt.questions[1]
+    model = AutoModelForCausalLM.from_pretrained(common.NEEDLE, dtype=torch.bfloat16).eval()
+    whole = capture(model, [*prompt.token_ids(1), *question.answer_ids[:-1]])
+    assert requests.steps == len(question.answer_ids) - 1 and requests.asked == len(question.token_ids)
+    for layer, states in enumerate(whole):
+        q, k, v = requests.tails[1][layer]
+        document_k, document_v = requests.document[layer]
+        for got, want in (
+            (q, states.q[:, -len(q) :]),
+            (torch.cat([document_k, k]), states.k),
+            (torch.cat([document_v, v]), states.v),
+        ):
+            error = (got.transpose(0, 1) - want).float().norm() / want.float().norm()
+            assert error < 0.02, layer  # chunks round differently in bfloat16
+
+
+def test_the_padded_model_keeps_its_predictor(tmp_path: Path) -> None:
+    folder = one_batch.padded_needle(tmp_path / "padded")
+    config = json.loads((folder / "config.json").read_text())
+    trained = json.loads((folder / common.PREDICTOR.name / artifact.JSON_NAME).read_text())
+    assert trained["model"]["vocab_size"] == config["vocab_size"] >= one_batch.ONE_BATCH_VOCABULARY
+    original = json.loads((common.PREDICTOR / artifact.JSON_NAME).read_text())
+    assert trained == original | {"model": original["model"] | {"vocab_size": config["vocab_size"]}}
+    assert (
+        artifact.load(folder / common.PREDICTOR.name, features=NAMES).tau
+        == artifact.load(common.PREDICTOR, features=NAMES).tau
+    )
+
+
+def test_only_models_with_a_predictor_are_asked_for_fluxion() -> None:
+    assert one_batch.serves("needle", "fluxion") and one_batch.serves("needle", "fluxion:0.05")
+    assert not one_batch.serves("llama-slice", "fluxion")
+    assert all(one_batch.serves("llama-slice", policy) for policy in one_batch.POLICIES if policy != "fluxion")
 
 
 def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:

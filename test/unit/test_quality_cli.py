@@ -191,6 +191,13 @@ class TestRendering:
             width[name] = found["fixed:16:0.05"]["delta_high"] - found["fixed:16:0.05"]["delta_low"]
         assert 0 < width["both"] < width["one"]
 
+    def test_pareto(self, data: dict[str, Any]) -> None:
+        # Of the other task less is better.
+        data["rows"] = [row for row in data["rows"] if row["task"] != "forced"]
+        text = table.pareto(data)
+        assert "| 64 | fixed:16:0.05 | front, cheapest of equal quality | 1.000 |" in text
+        assert "| off |" not in text and text.index("| streaming |") < text.index("| full |")
+
     def test_no_rows(self, data: dict[str, Any]) -> None:
         assert table.markdown({**data, "rows": []}) == "No cell is measured yet.\n"
 
@@ -198,7 +205,7 @@ class TestRendering:
         plot.draw(data, tmp_path / "a.svg")
         plot.draw(data, tmp_path / "b.svg")
         text = (tmp_path / "a.svg").read_text()
-        assert "fixed:16:0.05" in text and "64 tokens" in text and "128 tokens" in text
+        assert "fixed:16" in text and "64 tokens" in text and "128 tokens" in text
         assert text == (tmp_path / "b.svg").read_text()
 
     def test_the_commands_of_both(self, data: dict[str, Any], tmp_path: Path) -> None:

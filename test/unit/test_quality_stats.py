@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quality_world import AUDIT, HEADS
 
-from fluxion_quality import kl, stats
+from fluxion_quality import kl, stats, table
 from fluxion_quality.forced import NOTES, ForceTokens, serialized
 from fluxion_quality.kl import Distribution
 
@@ -109,6 +109,35 @@ class TestAudit:
         sums = {name: stats.AuditSum()}
         stats.by_policy([self.records(name, 0.5)], sums)
         assert sums[name].row()["error_mean"] == 0.5
+
+
+class TestEqualQuality:
+    def rows(self, others: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
+        """Score and bytes, by policy."""
+        found = {"full": (0.9, 100.0), "streaming": (1.0, 0.0)} | others
+        return {policy: {"score": score, "bytes_per_token": read} for policy, (score, read) in found.items()}
+
+    def test_the_cheapest_that_keeps_the_score_of_full(self) -> None:
+        rows = self.rows({"fixed:16:0.5": (0.95, 50), "fixed:16:0.2": (0.896, 20), "fixed:16:0.1": (0.894, 10)})
+        assert table.cheapest_fixed(rows) == "fixed:16:0.2"
+        assert table.cheapest_fixed(self.rows({"fixed:16:0.1": (0.894, 10)})) is None
+
+    def test_or_that_of_fluxion(self) -> None:
+        rows = self.rows({"fixed:16:0.2": (0.896, 20), "fixed:16:0.1": (0.88, 10), "fluxion": (0.88, 5)})
+        assert table.cheapest_fixed(rows) == "fixed:16:0.1"
+        assert table.cheapest_fixed(rows | self.rows({"fluxion": (0.99, 5)})) == "fixed:16:0.2"
+
+    def test_the_front(self) -> None:
+        rows = self.rows(
+            {
+                "fixed:16:0.5": (0.9, 50),
+                "fixed:32:0.5": (0.9, 40),
+                "fixed:16:0.2": (0.8, 45),
+                "fixed:16:0.1": (0.8, 10),
+                "fixed:32:0.1": (0.8, 10),
+            }
+        )
+        assert table.pareto_front(rows) == {"fixed:32:0.5", "fixed:16:0.1", "fixed:32:0.1"}
 
 
 def distribution(**probabilities: float) -> Distribution:

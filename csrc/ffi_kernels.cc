@@ -186,6 +186,28 @@ void k_select(const String& isa, TensorView scores, int64_t k, int64_t bit, Tens
               static_cast<uint16_t*>(heads.data_ptr()), scratch.data());
 }
 
+void k_block_mass(const String& isa, TensorView scores, TensorView heads, int64_t bits, double scale,
+                  int64_t tokens, int64_t first_tokens, int64_t last_tokens, TensorView mass) {
+  const Argument values{"scores", scores};
+  values.require(kFloat32, {-1});
+  const int n = values.count();
+  Argument{"heads", heads}.require(kUInt16, {n});
+  Argument{"mass", mass}.require(kFloat32, {2});
+  if (n < 1) TVM_FFI_THROW(ValueError) << "scores is empty; pass at least one.";
+  if (bits < 0 || bits > UINT16_MAX) {
+    TVM_FFI_THROW(ValueError) << "bits is " << bits << ", which no mask of 16 heads holds; pass 0 to 65535.";
+  }
+  for (int64_t count : {tokens, first_tokens, last_tokens}) {
+    if (count < 1 || count > INT32_MAX) {
+      TVM_FFI_THROW(ValueError) << "A block has " << count << " tokens; pass at least 1.";
+    }
+  }
+  table_of(isa, DType::kF32)
+      .block_mass(values.data<float>(), static_cast<uint16_t*>(heads.data_ptr()), static_cast<uint16_t>(bits),
+                  n, static_cast<float>(scale), static_cast<int>(tokens), static_cast<int>(first_tokens),
+                  static_cast<int>(last_tokens), static_cast<float*>(mass.data_ptr()));
+}
+
 void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
               TensorView masks, TensorView o, TensorView lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
@@ -299,6 +321,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, [] {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score, k_score);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_tokens, k_score_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_select, k_select);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);

@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 6;
+constexpr int64_t kAbiVersion = 7;
 
 class EngineObj : public ffi::Object {
  public:
@@ -187,15 +187,19 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
 }
 
 EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t window, int64_t max_requests,
-                        int64_t max_pages, bool attend_union) {
+                        int64_t max_pages, bool attend_union, double guard) {
   for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
     if (n < 0 || n > INT32_MAX)
       Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
   }
   return guarded([&] {
-    const EngineConfig config{static_cast<int>(q_heads),   static_cast<int>(sinks),
-                              static_cast<int>(window),    static_cast<int>(max_requests),
-                              static_cast<int>(max_pages), attend_union};
+    const EngineConfig config{static_cast<int>(q_heads),
+                              static_cast<int>(sinks),
+                              static_cast<int>(window),
+                              static_cast<int>(max_requests),
+                              static_cast<int>(max_pages),
+                              attend_union,
+                              guard};
     return EngineRef(ffi::make_object<EngineObj>(std::make_unique<Engine>(pool->pool, config)));
   });
 }

@@ -5,6 +5,7 @@
 #include "simd/dot.h"
 // clang-format on
 #include "kernels/attend.h"
+#include "kernels/block_mass.h"
 #include "kernels/features.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
@@ -25,6 +26,7 @@ constexpr KernelTable make_table() {
           score<T>,
           score_tokens<T>,
           select,
+          block_mass,
           attend<T>,
           page_minmax<T>,
           merge_minmax<T>,

@@ -55,6 +55,13 @@ struct KernelTable {
   // bytes, 4-byte aligned.
   void (*select)(const float* scores, int n, int k, uint16_t bit, uint16_t* heads, void* scratch);
 
+  // What the blocks would weigh if each of their tokens had the block's score: log sum tokens_i exp(scale *
+  // scores[i]), mass[0] of the blocks with heads[i] & bits, mass[1] of the others; of none -inf. n >= 1
+  // blocks of `tokens` tokens, but for the first (also where it is the only one) and the last. NaN counts as
+  // -inf.
+  void (*block_mass)(const float* scores, const uint16_t* heads, uint16_t bits, int n, float scale,
+                     int tokens, int first_tokens, int last_tokens, float* mass);
+
   // Attention of G queries over a list of tiles of one KV head.
   //
   // q: KV dtype [G][D]. Tile i starts at tiles + pages[i] * 2 * 16 * D elements.
@@ -78,7 +85,7 @@ struct KernelTable {
   void (*page_moments)(const void* tile, int D, double* sums);
 
   // Merges two partial attentions into out (KV dtype [D]) and returns the merged LSE. A side whose LSE is
-  // -inf is not read; both -inf: out = 0 and -inf.
+  // -inf is not read; both -inf: out = 0 and -inf. Where the KV dtype is float32, out may be o_a.
   float (*merge_state)(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out);
 
   // What the predictor is asked with, for every head of a step: the part of the anchor query, copied, and the

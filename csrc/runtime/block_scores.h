@@ -28,6 +28,7 @@ struct Blocks {
   int from(int i) const { return std::max((first + i) << level, first_page); }
   int to(int i) const { return std::min((first + i + 1) << level, end_page); }
   int last(int i) const { return ((first + i + 1) << level) - 1; }
+  int tokens() const { return (end_page - first_page) * kPage; }
 };
 
 class BlockScorer {

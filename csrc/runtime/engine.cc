@@ -16,8 +16,8 @@
 namespace fluxion {
 
 const char* const kStatNames =
-    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,middle_tokens,tokens_read,tile_bytes,metadata_"
-    "bytes";
+    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,middle_tokens,tokens_read,tile_"
+    "bytes,metadata_bytes";
 
 namespace {
 
@@ -76,6 +76,10 @@ Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
   }
   if (config.max_requests < 1 || config.max_pages < 1) {
     refuse("max_requests and max_pages must be at least 1.");
+  }
+  if (!(config.guard >= 0) || std::isinf(config.guard)) {
+    refuse("guard is " + number(config.guard) +
+           "; it must be a share of attention above 0, or 0 for no guard.");
   }
   timeout_s_ = task_timeout();
   group_ = config.q_heads / shape_.kv_heads;
@@ -143,6 +147,7 @@ void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   const size_t units = std::max<size_t>(pages, max_tokens);
   s->scores.resize(units * group_);
   s->chosen.resize(units);
+  s->added.resize(config_.guard > 0 ? pages : 0);
   s->pages.resize(pages);
   s->masks.resize(pages * group_);
   s->select.resize(select_scratch_bytes(static_cast<int>(units)) / sizeof(float) + 1);

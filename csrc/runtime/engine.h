@@ -23,6 +23,7 @@ struct EngineConfig {
   int max_requests;  // capacities to start with: step() grows them
   int max_pages;     // of the longest request
   bool attend_union;
+  double guard = 0;  // share of a head's attention that may be left out before it reads more; 0: no guard
 };
 
 // What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
@@ -60,6 +61,7 @@ enum Stat {
   kStatTasksTorch,
   kStatTasksGpu,
   kStatFailedTasks,
+  kStatWidenedTasks,  // that the guard made read more
   kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included
   kStatTokensRead,    // summed over heads: what they attended to in the middle
   kStatTileBytes,     // see Reads
@@ -69,7 +71,8 @@ enum Stat {
 extern const char* const kStatNames;  // comma separated, in the order of Stat
 
 // Bytes that a task read of the middle. Of blocks the whole tiles, of single tokens (blk 1) the rows of K and
-// V attended to, each once a group; the keys that single tokens were chosen by are not counted.
+// V attended to, each once a group; the keys that single tokens were chosen by are not counted. What the
+// guard adds is read by itself, and counts once more where another head of the group has read it.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;
@@ -79,7 +82,8 @@ struct Reads {
 struct Selection {
   int count = 0;
   bool masked = false;
-  int64_t tokens = 0;  // summed over heads
+  uint16_t ranked = 0;  // heads whose blocks were chosen by their scores, which are in the scratch
+  int64_t tokens = 0;   // summed over heads
   Reads reads;
 };
 
@@ -137,7 +141,7 @@ class Engine {
   // many it read, summed over the heads.
   bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads);
   bool fail(int64_t claim, const std::string& message);
-  // pages: [max]; masks: [max][G]. Returns how many pages were written.
+  // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
   void stats(int64_t* out) const;  // [kStatCount], cumulative
@@ -168,6 +172,7 @@ class Engine {
   struct Scratch {
     std::vector<float> scores;     // [G][units]: of blocks, or of tokens
     std::vector<uint16_t> chosen;  // [units]: heads that chose a block or token
+    std::vector<uint16_t> added;   // [max_pages]: heads that read a block because of the guard; only with one
     std::vector<int32_t> pages;    // [max_pages]
     std::vector<uint16_t> masks;   // [max_pages][G]
     std::vector<float> select;
@@ -201,8 +206,15 @@ class Engine {
   void append_token(int request, int head);
   int resident_pages(int request, int first, int end, int32_t* pages) const;
   void run_task(int i, Scratch* scratch);
+  Blocks blocks_of(const Task& task) const;
+  int blk_of(const Task& task) const { return blk_[task.request * shape_.kv_heads + task.head]; }
+  void attend(const Task& task, const Selection& selection, const Scratch& scratch, float* o,
+              float* lse) const;
   Selection select(const Task& task, Scratch* scratch) const;
   Selection select_tokens(const Task& task, Scratch* scratch) const;
+  void read_more(const Task& task, Selection* chosen, Scratch* scratch);
+  Selection widen(const Task& task, uint16_t ranked, Scratch* scratch) const;
+  void list_pages(const Task& task, const uint16_t* chosen, Scratch* scratch, Selection* out) const;
   Wanted wanted_of(const Task& task, int tokens, int blk, int blocks) const;
   void part_done(int request, int head);
   void merge(int request, int head);

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "runtime/engine.h"
+#include "runtime/guard.h"
 #include "runtime/resident.h"
 
 namespace fluxion {
@@ -117,20 +118,44 @@ void Engine::parts_item(int item, Scratch* scratch) {
                  scratch->masks.data(), &res_o_[at * shape_.head_dim], &res_lse_[at], parts);
 }
 
+void Engine::attend(const Task& task, const Selection& selection, const Scratch& scratch, float* o,
+                    float* lse) const {
+  kernels_.attend(query(task.request, task.head), group_, shape_.head_dim, args_.scale,
+                  pool_->tiles(args_.layer, task.head), scratch.pages.data(),
+                  selection.masked ? scratch.masks.data() : nullptr, selection.count, o, lse);
+}
+
 void Engine::run_task(int i, Scratch* scratch) {
   const Task& task = tasks_[i];
-  const Selection chosen = select(task, scratch);
+  Selection chosen = select(task, scratch);
   const int64_t at = state_at(task.request, task.head);
-  kernels_.attend(query(task.request, task.head), group_, shape_.head_dim, args_.scale,
-                  pool_->tiles(args_.layer, task.head), scratch->pages.data(),
-                  chosen.masked ? scratch->masks.data() : nullptr, chosen.count,
-                  &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
+  attend(task, chosen, *scratch, &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
+  // Only layer_resident() has the resident LSE before the tasks begin.
+  if (config_.guard > 0 && held_ && chosen.ranked != 0) read_more(task, &chosen, scratch);
   scratch->stats[kStatTasksCpu] += 1;
   scratch->stats[kStatTokensRead] += chosen.tokens;
   scratch->stats[kStatTileBytes] += chosen.reads.tile_bytes;
   scratch->stats[kStatMetadataBytes] += chosen.reads.metadata_bytes;
   reads_[task.request * shape_.kv_heads + task.head] = chosen.reads;
   if (merges_itself()) part_done(task.request, task.head);
+}
+
+// The guard: after a task's selection was attended to, what it shows to be missing.
+void Engine::read_more(const Task& task, Selection* chosen, Scratch* scratch) {
+  const Selection more = widen(task, chosen->ranked, scratch);
+  if (more.count == 0) return;
+  alignas(64) float o[kMaxGroup * kMaxHeadDim];
+  float lse[kMaxGroup];
+  attend(task, more, *scratch, o, lse);
+  const int D = shape_.head_dim;
+  const int64_t at = state_at(task.request, task.head);
+  for (int g = 0; g < group_; ++g) {
+    float* mid = &mid_o_[(at + g) * D];
+    mid_lse_[at + g] = exact_.merge_state(mid, mid_lse_[at + g], o + g * D, lse[g], D, mid);
+  }
+  chosen->tokens += more.tokens;
+  chosen->reads.tile_bytes += more.reads.tile_bytes;
+  scratch->stats[kStatWidenedTasks] += 1;
 }
 
 // The later of a group's resident item and task merges the two.
@@ -199,54 +224,87 @@ Selection Engine::select_tokens(const Task& task, Scratch* s) const {
   return out;
 }
 
+Blocks Engine::blocks_of(const Task& task) const {
+  return Blocks(blk_of(task), sink_pages(), requests_[task.request].window_page);
+}
+
 Selection Engine::select(const Task& task, Scratch* s) const {
-  const int blk = blk_[task.request * shape_.kv_heads + task.head];
+  const int blk = blk_of(task);
   if (blk == 1) return select_tokens(task, s);
   Selection out;
-  const Request& r = requests_[task.request];
-  const int first = sink_pages(), end = r.window_page;
-  const int tokens = (end - first) * kPage;
-  const Blocks at(blk, first, end);
+  const Blocks at = blocks_of(task);
   const int blocks = at.count;
-  const int32_t* pages = pages_of(task.request);
-
-  const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
-  const Wanted wanted = wanted_of(task, tokens, blk, blocks);
+  const Wanted wanted = wanted_of(task, at.tokens(), blk, blocks);
   const uint16_t active = wanted.active;
   uint16_t whole = wanted.whole;
   // With the union, one head that reads everything decides for all: no scan.
   if (config_.attend_union && whole != 0) whole = active;
   std::fill_n(s->chosen.data(), blocks, whole);
-  if (whole != active) {
+  out.ranked = active & ~whole;
+  if (out.ranked != 0) {
     const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
     out.reads.metadata_bytes +=
-        s->scorer.score(*pool_, args_.layer, task.head, at, pages, query(task.request, task.head), group_,
-                        s->scores.data(), stride);
+        s->scorer.score(*pool_, args_.layer, task.head, at, pages_of(task.request),
+                        query(task.request, task.head), group_, s->scores.data(), stride);
     for (int g = 0; g < group_; ++g) {
-      if (!((active & ~whole) >> g & 1)) continue;
+      if (!(out.ranked >> g & 1)) continue;
       kernels_.select(s->scores.data() + g * stride, blocks, wanted.count[g], static_cast<uint16_t>(1u << g),
                       s->chosen.data(), s->select.data());
     }
   }
-  for (int i = 0; i < blocks; ++i) {
-    const uint16_t chosen = s->chosen[i];
-    if (chosen == 0) continue;
-    const uint16_t readers = config_.attend_union ? everyone : chosen;
+  list_pages(task, s->chosen.data(), s, &out);
+  return out;
+}
+
+// What read_more() reads: of each head that left out too much twice its blocks, less those that were read.
+// ranked: the selection's.
+Selection Engine::widen(const Task& task, uint16_t ranked, Scratch* s) const {
+  Selection out;
+  const Blocks at = blocks_of(task);
+  const int64_t state = state_at(task.request, task.head);
+  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+  const BlocksRead read{
+      at,          s->scores.data(), stride,          s->chosen.data(), config_.attend_union,
+      args_.scale, &res_lse_[state], &mid_lse_[state]};
+  const uint16_t heads = heads_to_widen(kernels_, read, ranked, config_.guard);
+  if (heads == 0) return out;
+  const Wanted wanted = wanted_of(task, at.tokens(), blk_of(task), at.count);
+  std::fill_n(s->added.data(), at.count, uint16_t{0});
+  for (int g = 0; g < group_; ++g) {
+    if (!(heads >> g & 1)) continue;
+    kernels_.select(s->scores.data() + g * stride, at.count, std::min(2 * wanted.count[g], at.count),
+                    static_cast<uint16_t>(1u << g), s->added.data(), s->select.data());
+  }
+  for (int i = 0; i < at.count; ++i) {
+    const uint16_t readers = config_.attend_union && s->chosen[i] != 0 ? uint16_t{0xffff} : s->chosen[i];
+    s->added[i] &= ~readers;
+  }
+  list_pages(task, s->added.data(), s, &out);
+  return out;
+}
+
+// The pages of the blocks that heads chose, with their masks, and what it takes to read them.
+void Engine::list_pages(const Task& task, const uint16_t* chosen, Scratch* s, Selection* out) const {
+  const Blocks at = blocks_of(task);
+  const int32_t* pages = pages_of(task.request);
+  const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
+  for (int i = 0; i < at.count; ++i) {
+    if (chosen[i] == 0) continue;
+    const uint16_t readers = config_.attend_union ? everyone : chosen[i];
     const int from = at.from(i), to = at.to(i);
-    out.tokens += static_cast<int64_t>(to - from) * kPage * std::popcount(readers);
-    if (readers != everyone && !out.masked) {
-      out.masked = true;  // what came before was for everyone
-      std::fill_n(s->masks.data(), out.count * group_, uint16_t{0xffff});
+    out->tokens += static_cast<int64_t>(to - from) * kPage * std::popcount(readers);
+    if (readers != everyone && !out->masked) {
+      out->masked = true;  // what came before was for everyone
+      std::fill_n(s->masks.data(), out->count * group_, uint16_t{0xffff});
     }
     for (int p = from; p < to; ++p) {
-      if (out.masked) {
-        for (int g = 0; g < group_; ++g) s->masks[out.count * group_ + g] = readers >> g & 1 ? 0xffff : 0;
+      if (out->masked) {
+        for (int g = 0; g < group_; ++g) s->masks[out->count * group_ + g] = readers >> g & 1 ? 0xffff : 0;
       }
-      s->pages[out.count++] = pages[p];
+      s->pages[out->count++] = pages[p];
     }
   }
-  out.reads.tile_bytes = out.count * shape_.tile_bytes();
-  return out;
+  out->reads.tile_bytes = out->count * shape_.tile_bytes();
 }
 
 }  // namespace fluxion

@@ -28,6 +28,12 @@ inline Vec keep(uint32_t bits, Vec x, Vec fill) {
   const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
   return _mm256_blendv_ps(fill, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, lane)));
 }
+inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) {
+  const __m128i shared = _mm_and_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)),
+                                       _mm_set1_epi16(static_cast<int16_t>(bits)));
+  const __m128i none = _mm_cmpeq_epi16(shared, _mm_setzero_si128());
+  return static_cast<uint32_t>(~_mm_movemask_epi8(_mm_packs_epi16(none, none))) & 0xff;
+}
 inline Vec zero_below(Vec x, Vec limit, Vec v) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v);
 }

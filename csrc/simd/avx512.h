@@ -26,6 +26,10 @@ inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec keep(uint32_t bits, Vec x, Vec fill) {
   return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), fill, x);
 }
+inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) {
+  return _mm256_test_epi16_mask(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                                _mm256_set1_epi16(static_cast<int16_t>(bits)));
+}
 inline Vec zero_below(Vec x, Vec limit, Vec v) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), v);
 }

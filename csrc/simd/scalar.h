@@ -28,6 +28,8 @@ inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // x where bit i of `bits` is set for lane i, `fill` elsewhere.
 inline Vec keep(uint32_t bits, Vec x, Vec fill) { return bits & 1 ? x : fill; }
+// Bit i: whether p[i] shares a bit with `bits`; of kLanes consecutive words.
+inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) { return (*p & bits) != 0; }
 // 0 where x < limit, v elsewhere (also where x is NaN).
 inline Vec zero_below(Vec x, Vec limit, Vec v) { return x < limit ? 0.0f : v; }
 // 2^n for t = n + 1.5 * 2^23 as a float add leaves it, -126 <= n <= 127.

@@ -83,6 +83,12 @@ class FluxionConfig:
         "share of what the half widths add, in (0, 1]; 1 is Quest's upper bound.",
         "0.5",
     )
+    guard: float | None = _option(
+        None,
+        "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
+        "in the same step; by default none does. The torch executor has no guard.",
+        "0.05",
+    )
     workers: int | None = _option(
         None, "CPU threads of the engine, the calling thread included; by default one a core.", "16"
     )
@@ -173,6 +179,11 @@ class FluxionConfig:
             raise ConfigError(
                 f"spread is {self.spread:g}, but it is the share of a box's half width that counts; give a number "
                 "above 0 and at most 1, such as 0.5."
+            )
+        if self.guard is not None and not self.guard > 0:
+            raise ConfigError(
+                f"guard is {self.guard:g}, but it is the share of its attention that a head may leave out before it "
+                "reads more; give a number above 0, such as 0.05, or leave the key out for no guard."
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(

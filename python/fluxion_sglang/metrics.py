@@ -8,6 +8,7 @@ from typing import Literal
 _TASKS = "tasks_"
 _COUNTERS = {
     "layers": ("layers", "Decode steps of one layer."),
+    "widened_tasks": ("widened_tasks", "Decode tasks that the guard rail made read more."),
     "middle_tokens": (
         "middle_tokens",
         "Tokens of the middle that decode heads could have read, summed over query heads.",

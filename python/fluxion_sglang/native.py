@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -294,6 +294,9 @@ class NativeEngine:
         max_requests, max_pages: capacities to start with (requests of a step, pages of a request); `step`
             grows them.
         attend_union: what one head of a group chose, all of them attend to, streaming heads too.
+        guard: where a head is estimated to have left out more than this share of its attention, its task reads
+            twice the head's blocks in the same step (docs/sglang.md, "Guard rail"): the tasks of native workers in
+            layers that `layer_resident` began. None: no guard.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 
@@ -312,12 +315,13 @@ class NativeEngine:
         max_requests: int,
         max_pages: int,
         attend_union: bool,
+        guard: float | None = None,
     ) -> None:
         if workers is not pool.workers:
             raise ValueError("The engine uses the workers of its pool; pass the Workers the pool was created with.")
         self.pool = pool
         self.handle = function("engine_create")(
-            pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union
+            pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union, guard or 0.0
         )
         self._step = function("engine_step")
         self._layer_resident = function("engine_layer_resident")
@@ -479,8 +483,9 @@ class NativeEngine:
         """Bytes that each task of the last layer read: [B, H, 2] int64, written: tile bytes, metadata bytes.
 
         Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
-        each once a group. The keys that single tokens were chosen by are not counted. Valid as `result` is, and raises
-        as it does.
+        each once a group. The keys that single tokens were chosen by are not counted. What the guard adds is read by
+        itself, and counts once more where another head of the group has read it. Valid as `result` is, and raises as
+        it does.
         """
         self._reads(self.handle, out)
 
@@ -525,7 +530,7 @@ class NativeEngine:
         return bool(self._task_failed(self.handle, claim, message))
 
     def selection(self, claim: int, pages: torch.Tensor, masks: torch.Tensor) -> int:
-        """What a task of the open layer reads.
+        """What a task of the open layer reads, before the guard.
 
         Args:
             claim: a claim, or a plain task index.
@@ -541,8 +546,9 @@ class NativeEngine:
         return int(self._selection(self.handle, claim, pages, masks))
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, middle_tokens
-        and tokens_read (summed over query heads), tile_bytes and metadata_bytes (see `reads`).
+        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, widened_tasks (that
+        the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
+        metadata_bytes (see `reads`).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)

@@ -74,3 +74,14 @@ class TestFixed:
         running, used = max(steps)
         assert running == len(document.questions), f"branches never ran together: {steps}"
         assert DOCUMENT <= used <= DOCUMENT + 4 * 200, "pages in use: the document once, and the branches' own tails"
+
+
+def test_the_guard_reads_more_where_a_budget_is_far_too_small(logs: Path) -> None:
+    config = f'{{"policy": "fixed:16:0.01", "guard": 0.01, "host_tokens": {HOST_TOKENS}}}'
+    with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "guard.log") as server:
+        document = needle_prompt(4096, 2, seed=5)
+        for i, question in enumerate(document.questions):
+            server.generate(document.token_ids(i), len(question.answer_ids))
+        counts = server.metrics()
+        assert 0 < counts["fluxion_widened_tasks_total"] <= counts['fluxion_tasks_total{executor="cpu"}']
+        server.assert_clean()

@@ -66,6 +66,7 @@ class NativeWorld:
     workers: int = 2
     placement: Placement = field(default_factory=lambda: Placement(sinks=32, window=48))
     attend_union: bool = True
+    guard: float | None = None
     isa: str | None = None
     seed: int = 0
 
@@ -93,6 +94,7 @@ class NativeWorld:
             max_requests=1,
             max_pages=1,
             attend_union=self.attend_union,
+            guard=self.guard,
         )
         size = (self.heads, self.rows * self.placement.slot_pages, 2, PAGE, self.dim)
         self.windows = [torch.full(size, torch.nan, dtype=self.dtype) for _ in range(self.layers)]
@@ -153,16 +155,24 @@ class NativeWorld:
             torch.zeros(batch, self.heads),
         )
 
-    def begin_layer(self, requests: list[Request], layer: int, plan: Plan) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Draws q, k, v, adds the token to the truth and starts the layer: (tasks, q, out)."""
+    def begin_layer(
+        self, requests: list[Request], layer: int, plan: Plan, resident_first: bool = False
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Draws q, k, v, adds the token to the truth and starts the layer: (tasks, q, out).
+
+        resident_first: with `layer_resident`, as for a policy that wants to see the heads.
+        """
         batch = len(requests)
         # Rows of one fused projection, as a model gives them: not contiguous over the batch.
         fused = self.randn(batch, self.q_heads + 2 * self.heads, self.dim)
         q, k, v = fused.split([self.q_heads, self.heads, self.heads], dim=1)
         out = torch.full((batch, self.q_heads, self.dim), torch.nan, dtype=self.dtype)
-        tasks = self.engine.layer_begin(
-            layer, q, k, v, self.windows[layer], plan.blk, plan.budget, plan.value, self.scale, out, plan.owner
-        )
+        new: tuple[torch.Tensor | None, ...] = (k, v, self.windows[layer])
+        if resident_first:
+            parts = torch.empty(batch, self.q_heads, 5)
+            self.engine.layer_resident(layer, q, k, v, self.windows[layer], self.scale, parts)
+            new = (None, None, None)
+        tasks = self.engine.layer_begin(layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner)
         for b, request in enumerate(requests):
             request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
             request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])

@@ -50,6 +50,19 @@ def select(scores: Tensor, k: int) -> Tensor:
     return chosen
 
 
+def block_mass(scores: Tensor, chosen: Tensor, scale: float, tokens: int, first: int, last: int) -> tuple[float, float]:
+    """Log of the sum of tokens * exp(scale * score) over the chosen blocks (bool [n]) and over the others.
+
+    The first block has `first` tokens, the last one `last` (a single one `first`), the others `tokens`.
+    """
+    counts = torch.full((len(scores),), float(tokens), dtype=torch.float64)
+    counts[-1] = last
+    counts[0] = first
+    logits = torch.where(scores.isnan(), -math.inf, scores.double() * scale).clamp(max=torch.finfo(torch.float32).max)
+    logits = logits + counts.log()
+    return float(logits[chosen].logsumexp(0)), float(logits[~chosen].logsumexp(0))
+
+
 def page_minmax(tile: Tensor) -> Tensor:
     return torch.stack([tile[0].amin(dim=0), tile[0].amax(dim=0)])
 

@@ -314,6 +314,78 @@ def test_select_of_many(isa: str, n: int, kind: str) -> None:
         check_select(isa, scores, count, bit=0x4000)
 
 
+# ---- block_mass
+
+
+def check_block_mass(
+    isa: str, scores: Tensor, chosen: Tensor, scale: float, tokens: int, first: int, last: int
+) -> None:
+    n, bits = len(scores), 0x0120
+    # Bits of other heads, and words and scores past the end, must not count.
+    heads = torch.randint(0, 1 << 16, (n + 16,)) & ~bits
+    heads[:n] |= torch.where(chosen, torch.tensor([0x0100, 0x0020, 0x0120])[torch.randint(0, 3, (n,))], 0)
+    heads[n:] = 0xFFFF
+    scores = torch.cat([scores, torch.full((16,), 1e30)])
+    mass = torch.full((2,), NAN)
+    k("block_mass")(isa, scores[:n], heads.to(torch.uint16)[:n], bits, scale, tokens, first, last, mass)
+    want = torch.tensor(reference.block_mass(scores[:n], chosen, scale, tokens, first, last), dtype=torch.float64)
+    torch.testing.assert_close(mass.double(), want, rtol=2e-6, atol=2e-5)
+
+
+@isas
+@few
+@given(
+    data=st.data(),
+    seed=seeds,
+    n=st.integers(1, 70),
+    size=st.sampled_from([0.1, 10.0, 1e3, 1e30, 3e38]),
+    chosen=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    tokens=st.sampled_from([16, 128]),
+)
+def test_block_mass(isa: str, data: st.DataObject, seed: int, n: int, size: float, chosen: float, tokens: int) -> None:
+    torch.manual_seed(seed)
+    scores = size * (torch.rand(n) * 2 - 1)
+    for special in data.draw(st.lists(st.sampled_from([INF, -INF, NAN, 0.0]), max_size=3)):
+        scores[torch.randint(0, n, ())] = special
+    first, last = torch.randint(1, tokens // 16 + 1, (2,)).tolist()
+    check_block_mass(
+        isa, scores, torch.rand(n) < chosen, data.draw(st.sampled_from([1.0, 0.1])), tokens, 16 * first, 16 * last
+    )
+
+
+@isas
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 32, 33, 4099])
+def test_block_mass_of_many_and_of_nothing(isa: str, n: int) -> None:
+    torch.manual_seed(n)
+    for scores in (3 * torch.randn(n), torch.full((n,), -INF), torch.full((n,), NAN), torch.full((n,), 7.0)):
+        for chosen in (torch.rand(n) < 0.1, torch.zeros(n).bool(), torch.ones(n).bool()):
+            check_block_mass(isa, scores, chosen, 0.5, 32, 16, 32)
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, n=st.integers(2, 40), size=st.sampled_from([0.3, 1.0, 3.0]), read=st.floats(0.0, 1.0))
+def test_block_mass_of_bounds_is_an_upper_bound(
+    isa: str, dtype: torch.dtype, seed: int, D: int, n: int, size: float, read: float
+) -> None:
+    """The attention to the chosen blocks and to the others is at most what their bounds weigh, and so is the share left
+    out, of what is known of the whole."""
+    torch.manual_seed(seed)
+    keys, q, scale = torch.randn(n, 16, D).to(dtype), (size * torch.randn(1, D)).to(dtype), 1 / math.sqrt(D)
+    entries = torch.stack([reference.page_minmax(keys[i : i + 1]) for i in range(n)])
+    scores, mass = torch.full((1, n), NAN), torch.full((2,), NAN)
+    k("score")(isa, q, entries, torch.arange(n, dtype=torch.int32), 1.0, scores)
+    chosen = torch.rand(n) < read
+    k("block_mass")(isa, scores[0], chosen.to(torch.uint16), 1, scale, 16, 16, 16, mass)
+    logits = scale * (keys.double() @ q[0].double())
+    read_lse, unread_lse = (logits[part].flatten().logsumexp(0) for part in (chosen, ~chosen))
+    assert float(read_lse) <= mass[0] + 1e-3 and float(unread_lse) <= mass[1] + 1e-3
+    residents = (scale * torch.randn(80, D).double() @ q[0].double()).logsumexp(0)
+    known = torch.logaddexp(residents, read_lse)
+    assert (unread_lse - torch.logaddexp(known, unread_lse)).exp() <= 1.001 * (mass[1].double() - known).exp()
+
+
 # ---- metadata
 
 

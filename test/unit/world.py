@@ -43,6 +43,7 @@ class World:
     executors: str = "cpu"
     scheduler: str = "priority"
     attend_union: bool = True
+    guard: float | None = None
     seed: int = 0
     audit: Path | None = None
     spread: float = 1.0
@@ -61,7 +62,7 @@ class World:
         self.engine: DecodeEngine = make(
             self.pool, self.windows, parse_spec(self.policy), foreign,
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
-            attend_union=self.attend_union, scheduler=SCHEDULERS[self.scheduler],
+            attend_union=self.attend_union, guard=self.guard, scheduler=SCHEDULERS[self.scheduler],
         )  # fmt: skip
         self.scale = self.dim**-0.5
         self.free = (torch.randperm(self.pool.pages - 1, generator=self.random) + 1).tolist()

@@ -44,6 +44,8 @@ class DecodeEngine:
         q_heads: query heads of this process.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
+        guard: as of `NativeEngine`. With one, every policy's plan follows the resident attention, so that what a
+            request reads does not depend on the policies beside it.
         scheduler: who may take which task, and in what order.
     """
 
@@ -58,6 +60,7 @@ class DecodeEngine:
         max_requests: int,
         max_tokens: int,
         attend_union: bool,
+        guard: float | None = None,
         scheduler: Scheduler = by_priority,
     ) -> None:
         self.pool = pool
@@ -76,7 +79,9 @@ class DecodeEngine:
             max_requests=max_requests,
             max_pages=-(-max_tokens // PAGE),
             attend_union=attend_union,
+            guard=guard,
         )
+        self._guarded = guard is not None
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._step: DecodeStep | None = None
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
@@ -127,7 +132,7 @@ class DecodeEngine:
         """
         assert self._step is not None, "decode() before begin_step()"
         out = torch.empty_like(q)
-        seen = self._needs is not Needs.NOTHING
+        seen = self._guarded or self._needs is not Needs.NOTHING
         plan = self._policy.plan(layer, q, self._observe(layer, q, k, v, scale) if seen else UNSEEN)
         # What was looked at first has the token and its residents behind it.
         new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])

@@ -63,6 +63,7 @@ class FluxionAttnBackend(AttentionBackend):
             max_requests=min(self.table.size, 64),
             max_tokens=min(self.table.max_context_len, pool.size, 1 << 16),
             attend_union=pool.config.attend_union,
+            guard=pool.config.guard,
             scheduler=SCHEDULERS[pool.config.scheduler],
         )
         self.metrics: EngineMetrics | None = None

@@ -171,8 +171,8 @@ def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) ->
 
 
 def quality(results: Path) -> str:
-    """Means over RULER's tasks, by length and policy."""
-    return _quality(results, lambda data: quality_table.averages(data))
+    """Means over RULER's tasks, by length and policy, of few fixed policies; `pareto` has all of them."""
+    return _quality(results, lambda data: quality_table.averages(_few(data)))
 
 
 def pareto(results: Path) -> str:
@@ -182,19 +182,18 @@ def pareto(results: Path) -> str:
 
 def quality_tasks(results: Path) -> str:
     """RULER's scores by task and length; a column a policy, and of the fixed ones those of the paper's baselines."""
+    return _quality(results, lambda data: quality_table.scores(_few(data), intervals=False))
+
+
+def _few(data: dict[str, Any]) -> dict[str, Any]:
+    """Without the fixed policies that are not the baselines of the paper's tables."""
 
     def shown(policy: str) -> bool:
         kind, *args = policy.split(":")
         return kind != "fixed" or (args[0] in ("16", "32") and args[1] in ("0.02", "0.05"))
 
-    def draw(data: dict[str, Any]) -> str:
-        kept = {
-            "policies": [policy for policy in data["policies"] if shown(policy)],
-            "rows": [row for row in data["rows"] if shown(row["policy"])],
-        }
-        return quality_table.scores({**data, **kept}, intervals=False)
-
-    return _quality(results, draw)
+    rows = [row for row in data["rows"] if shown(row["policy"])]
+    return {**data, "policies": [policy for policy in data["policies"] if shown(policy)], "rows": rows}
 
 
 def ablations(results: Path) -> str:

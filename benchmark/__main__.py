@@ -23,10 +23,18 @@ ABLATIONS = ",".join(
 FEW = "full,streaming,fixed:16:0.05"
 SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
+GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
+    **{
+        f"guard_{guard}": [
+            *("--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", GUARDED),
+            *("--fluxion-config", f'{{"guard": {guard}}}'),
+        ]
+        for guard in ("0.3", "0.03")
+    },
     "far": ["--suite", "ruler", "--lengths", "16k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
     "extraction": ["--suite", "extraction", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
     "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],

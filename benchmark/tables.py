@@ -201,6 +201,28 @@ def ablations(results: Path) -> str:
     return _quality(results, lambda data: quality_table.averages(data), "quality_ablations.json")
 
 
+def guard(results: Path) -> str:
+    """What the guard rail buys and costs: policies by guard, without one first."""
+    out = []
+    for path, data in _found(results, "quality_ruler.json"):
+        guarded = [data, *(common.load(file) or {} for file in sorted(path.parent.glob("quality_guard_*.json")))]
+        if len(guarded) == 1:
+            continue
+        rows = []
+        for found in guarded:
+            value = found["config"].get("guard")
+            for length, policy, row in quality_table.averaged(found):
+                if policy not in guarded[-1]["policies"] or policy == "full":
+                    continue
+                cells = [f"{row['score']:.3f}", f"{row['read_fraction']:.2%}", f"{row['error_mean']:.4f}"]
+                cells += [f"{row['error_p99']:.4f}", f"{row['kl']:.2e}"]
+                rows.append((length or 0, policy, -(value or 9), [f"{length:,}", policy, f"{value or 'off'}", *cells]))
+        head = ["prompt", "policy", "guard", "score", "read", "error", "p99", "KL"]
+        lines = [line for *_, line in sorted(rows, key=lambda row: row[:3])]
+        out.append(table(head, lines, "rllrrrrr") + f"\n{_where(guarded[-1])}\n")
+    return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
+
+
 def far(results: Path) -> str:
     """RULER beyond the trained lengths."""
     return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_far.json")
@@ -291,6 +313,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": quality,
     "pareto": pareto,
     "quality_tasks": quality_tasks,
+    "guard": guard,
     "far": far,
     "ablations": ablations,
     "extraction": extraction,

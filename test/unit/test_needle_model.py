@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -191,6 +192,26 @@ def test_least_budget_is_where_the_error_stays_within_tau() -> None:
             tokens = sum(len(blocks[i]) for i in order[:least])
             assert abs(found["budget"][n, h, 1] - tokens / (start - SINKS)) < 1e-6
             assert abs(found["error"][n, h] - errors[0]) < 1e-5
+
+
+def test_a_stage_that_begins_anew_needs_only_the_exported_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (train, export):
+        monkeypatch.setattr(module, "Shape", lambda: SMALL)
+    smoke = RECIPES["smoke"]
+    last = dataclasses.replace(smoke.stages[1], anew=True, opening=2.0)
+    whole = dataclasses.replace(smoke, stages=(smoke.stages[0], last))
+    train.run(whole, tmp_path / "whole", compiled=False)
+    train.run(whole, tmp_path / "first", compiled=False, stop=3)
+    export.write(export.load(tmp_path / "first")[0], tmp_path / "model")
+    train.run(whole, tmp_path / "rest", compiled=False, weights=tmp_path / "model")
+    there, again = (export.load(tmp_path / name) for name in ("whole", "rest"))
+    assert there[1] == again[1] == 6
+    for name, weight in there[0].weights().items():
+        assert torch.equal(weight, again[0].weights()[name]), name
+    with pytest.raises(SystemExit, match="No stage of this recipe begins anew"):
+        train.run(smoke, tmp_path / "none", compiled=False, weights=tmp_path / "model")
 
 
 def test_muon_steps_are_orthogonal() -> None:

@@ -91,8 +91,9 @@ void predictor_forward(PredictorRef ref, TensorView x, TensorView out) {
   ref->predictor->forward(data<float>(x), x.size(0), data<float>(out));
 }
 
-void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold, int64_t blocks,
-                    TensorView blk, TensorView budget, TensorView value) {
+// What a plan is made for and written to; returns the heads of a request.
+int64_t check_plan(TensorView middle, int64_t kv_heads, int64_t blocks, TensorView blk, TensorView budget,
+                   TensorView value) {
   constexpr int64_t kAll = 16 + 32 + 64 + 128;
   if (blocks == 0 || (blocks & ~kAll) != 0) raise("ValueError", "blocks must be among 16, 32, 64 and 128.");
   expect(middle, "middle", kInt32, {-1});
@@ -104,18 +105,34 @@ void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double
                             std::to_string(kv_heads) + "; 1 to " + std::to_string(kMaxGroup) +
                             " heads must share each KV head.");
   }
-  expect(pred, "pred", kFloat32, {B * heads, kPredictions});
   expect(blk, "blk", kInt32, {B, kv_heads});
   expect(value, "value", kFloat32, {B, kv_heads});
+  return heads;
+}
+
+void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold, int64_t blocks,
+                    TensorView blk, TensorView budget, TensorView value) {
+  const int64_t heads = check_plan(middle, kv_heads, blocks, blk, budget, value), B = middle.size(0);
+  expect(pred, "pred", kFloat32, {B * heads, kPredictions});
   plan_groups(data<float>(pred), data<int32_t>(middle), B, static_cast<int>(kv_heads),
               static_cast<int>(heads / kv_heads), static_cast<float>(threshold), static_cast<int>(blocks),
               data<int32_t>(blk), data<float>(budget), data<float>(value));
+}
+
+void predictor_plan_budgets(TensorView budgets, TensorView middle, int64_t kv_heads, bool every_head,
+                            int64_t blocks, TensorView blk, TensorView budget, TensorView value) {
+  const int64_t heads = check_plan(middle, kv_heads, blocks, blk, budget, value), B = middle.size(0);
+  expect(budgets, "budgets", kFloat32, {B, heads, 4});
+  plan_budgets(data<float>(budgets), data<int32_t>(middle), B, static_cast<int>(kv_heads),
+               static_cast<int>(heads / kv_heads), every_head, static_cast<int>(blocks), data<int32_t>(blk),
+               data<float>(budget), data<float>(value));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_create, predictor_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_isa, predictor_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_forward, predictor_forward);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_plan, predictor_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_plan_budgets, predictor_plan_budgets);
 
 }  // namespace
 }  // namespace fluxion

@@ -29,6 +29,45 @@ void check_finite(const float* values, int64_t n, const char* what) {
 
 int panels_of(int outputs) { return (outputs + kDensePanel - 1) / kDensePanel; }
 
+// streaming(head): whether head 0..B * H * G - 1 reads nothing. wanted(head, j): its budget in blocks of
+// 16 << j tokens, before it is cut to what can be read.
+template <class Streaming, class Wanted>
+void choose(const int32_t* middle, int64_t B, int H, int G, int blocks, const Streaming& streaming,
+            const Wanted& wanted, int32_t* blk, float* budget, float* value) {
+  for (int64_t i = 0; i < B * H; ++i, budget += G) {
+    const double tokens = middle[i / H];
+    blk[i] = 0;
+    value[i] = 0;
+    std::fill_n(budget, G, 0.0f);
+    if (!(tokens > 0)) continue;
+    // Float32 budgets, sums in double: every sum here is exact, so that a tie is one on every machine and in
+    // any order of the heads. V / (2 L) has its minimum where V has it.
+    double best = 0;
+    for (int j = kBlockSizes - 1; j >= 0; --j) {
+      if ((blocks >> (kFirstLog2 + j) & 1) == 0) continue;
+      const double size = 1 << (kFirstLog2 + j);
+      float budgets[kMaxGroup] = {};
+      double sum = 0;
+      bool any = false;
+      for (int g = 0; g < G; ++g) {
+        if (streaming(i * G + g)) continue;
+        any = true;
+        const double share = wanted(i * G + g, j);
+        const double least = std::min(1.0, size / tokens);
+        budgets[g] = static_cast<float>(share < least ? least : share <= 1 ? share : 1.0);
+        sum += budgets[g];
+      }
+      if (!any) break;
+      const double cost = 1 / size + sum;
+      if (blk[i] != 0 && !(cost < best)) continue;
+      best = cost;
+      blk[i] = 1 << (kFirstLog2 + j);
+      value[i] = static_cast<float>(2 * tokens * cost);
+      std::copy_n(budgets, G, budget);
+    }
+  }
+}
+
 }  // namespace
 
 Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, const float* mean,
@@ -101,40 +140,25 @@ void Predictor::forward(const float* x, int64_t rows, float* out) {
 
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
                  int blocks, int32_t* blk, float* budget, float* value) {
-  for (int64_t i = 0; i < B * H; ++i, pred += G * kPredictions, budget += G) {
-    const double tokens = middle[i / H];
-    blk[i] = 0;
-    value[i] = 0;
-    std::fill_n(budget, G, 0.0f);
-    if (!(tokens > 0)) continue;
-    // Float32 budgets, sums in double: every sum here is exact, so that a tie is one on every machine and in
-    // any order of the heads. V / (2 L) has its minimum where V has it.
-    double best = 0;
-    for (int j = kBlockSizes - 1; j >= 0; --j) {
-      const int log2 = kFirstLog2 + j;
-      if ((blocks >> log2 & 1) == 0) continue;
-      const double size = 1 << log2;
-      float budgets[kMaxGroup] = {};
-      double sum = 0;
-      bool any = false;
-      for (int g = 0; g < G; ++g) {
-        const float* head = pred + g * kPredictions;
-        if (head[2] > threshold) continue;
-        any = true;
-        const double line = head[0] + static_cast<double>(head[1]) * log2;
-        const double least = std::min(1.0, size / tokens);
-        budgets[g] = static_cast<float>(line < least ? least : line <= 1 ? line : 1.0);
-        sum += budgets[g];
-      }
-      if (!any) break;
-      const double cost = 1 / size + sum;
-      if (blk[i] != 0 && !(cost < best)) continue;
-      best = cost;
-      blk[i] = 1 << log2;
-      value[i] = static_cast<float>(2 * tokens * cost);
-      std::copy_n(budgets, G, budget);
-    }
-  }
+  choose(
+      middle, B, H, G, blocks, [&](int64_t head) { return pred[head * kPredictions + 2] > threshold; },
+      [&](int64_t head, int j) {
+        const float* line = pred + head * kPredictions;
+        return line[0] + static_cast<double>(line[1]) * (kFirstLog2 + j);
+      },
+      blk, budget, value);
+}
+
+void plan_budgets(const float* budgets, const int32_t* middle, int64_t B, int H, int G, bool every_head,
+                  int blocks, int32_t* blk, float* budget, float* value) {
+  choose(
+      middle, B, H, G, blocks,
+      [&](int64_t head) {
+        const float* at = budgets + head * kBlockSizes;
+        return !every_head && std::all_of(at, at + kBlockSizes, [](float f) { return f == 0; });
+      },
+      [&](int64_t head, int j) { return static_cast<double>(budgets[head * kBlockSizes + j]); }, blk, budget,
+      value);
 }
 
 }  // namespace fluxion

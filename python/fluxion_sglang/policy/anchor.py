@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy
-from fluxion_sglang.policy.selector import DYNAMIC, Choice, plan_measured
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
+from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.features import BUDGETS
+from fluxion_sglang.predictor.native import plan_budgets
 
 
 class AnchorPolicy(Policy):
@@ -34,6 +35,21 @@ class AnchorPolicy(Policy):
         self._step = step
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
-        return plan_measured(observed.features[..., BUDGETS], self._step.middle, self._step.kv_heads, self.choice)
+        return self._planned(observed.features[..., BUDGETS])
+
+    def _planned(self, budgets: torch.Tensor) -> LayerPlan:
+        """budgets: [B, Hq, 4], least budgets by block size."""
+        assert self._step is not None, "plan() before begin_step()"
+        plan = unplanned(self._step)
+        plan_budgets(
+            budgets.contiguous(),
+            self._step.middle,
+            self._step.kv_heads,
+            plan.blk,
+            plan.budget,
+            plan.value,
+            every_head=self.choice.every_head,
+            blocks=self.choice.blocks,
+        )
+        return plan

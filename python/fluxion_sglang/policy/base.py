@@ -68,6 +68,15 @@ class LayerPlan:
     value: torch.Tensor
 
 
+def unplanned(step: DecodeStep) -> LayerPlan:
+    """Room for a plan of a layer of the step, to be written whole."""
+    return LayerPlan(
+        torch.empty(step.batch, step.kv_heads, dtype=torch.int32),
+        torch.empty(step.batch, step.q_heads),
+        torch.empty(step.batch, step.kv_heads),
+    )
+
+
 def task_value(middle: torch.Tensor, blk: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
     """Work of each task in tokens: V(blk) = 2 L / blk + 2 L * sum_h bgt_h (Fluxion, section 6).
 

@@ -6,7 +6,17 @@ import math
 
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Deviation, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.policy.base import (
+    UNSEEN,
+    Criterion,
+    DecodeStep,
+    Deviation,
+    LayerPlan,
+    Needs,
+    Observed,
+    Policy,
+    unplanned,
+)
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.features import COUNT
@@ -41,11 +51,7 @@ class FluxionPolicy(Policy):
         assert observed.features is not None
         step = self._step
         self.predictor.forward(observed.features.view(-1, COUNT), self._predicted)
-        plan = LayerPlan(
-            torch.empty(step.batch, step.kv_heads, dtype=torch.int32),
-            torch.empty(step.batch, step.q_heads),
-            torch.empty(step.batch, step.kv_heads),
-        )
+        plan = unplanned(step)
         plan_groups(
             self._predicted,
             step.middle,

@@ -10,7 +10,6 @@ import torch
 
 from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.base import UNSEEN, LayerPlan, Needs, Observed
-from fluxion_sglang.policy.selector import plan_measured
 
 
 class LabelsPolicy(AnchorPolicy):
@@ -19,7 +18,6 @@ class LabelsPolicy(AnchorPolicy):
     needs = Needs.BUDGETS
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        assert self._step is not None, "plan() before begin_step()"
         assert observed.budgets is not None
         # The first is that of single tokens, which serving does not select.
-        return plan_measured(observed.budgets[..., 1:], self._step.middle, self._step.kv_heads, self.choice)
+        return self._planned(observed.budgets[..., 1:])

@@ -8,7 +8,8 @@ metadata and KV, and the block size of 16, 32, 64, 128 with the least V wins; of
 in longer runs. Streaming heads read nothing and do not count; every other head reads at least one block.
 
 Budgets are rounded to float32 first, as the engine takes them, and summed in float64: those sums are exact, so ties
-are ties on every machine. `predictor.native.plan_groups` is the native form of `select_granularity`.
+are ties on every machine. `predictor.native` has the native forms, which serve: `plan_groups` of `select_granularity`
+and `plan_budgets` of `plan_measured`.
 """
 
 from __future__ import annotations

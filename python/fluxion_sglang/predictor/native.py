@@ -78,3 +78,26 @@ def plan_groups(
         ValueError: a shape or dtype that does not fit; nothing was written.
     """
     function("predictor_plan")(pred, middle, kv_heads, threshold, sum(blocks), blk, budget, value)
+
+
+def plan_budgets(
+    budgets: torch.Tensor,
+    middle: torch.Tensor,
+    kv_heads: int,
+    blk: torch.Tensor,
+    budget: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    every_head: bool = False,
+    blocks: Sequence[int] = BLOCKS,
+) -> None:
+    """`plan_groups` from budgets that were measured; `policy.selector.plan_measured` is the reference.
+
+    Args:
+        budgets: [B, Hq, 4] float32, contiguous: in blocks of 16, 32, 64, 128 tokens; all four 0: a streaming head.
+        every_head: no head streams.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit; nothing was written.
+    """
+    function("predictor_plan_budgets")(budgets, middle, kv_heads, every_head, sum(blocks), blk, budget, value)

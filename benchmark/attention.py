@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import common
-from one_batch import BATCHES, CHEAPEST, LENGTHS, QUICK_LENGTHS
+from one_batch import BATCHES, BEST_FIXED, LENGTHS, QUICK_LENGTHS
 
 from fluxion_sglang import openmp
 
@@ -49,7 +49,7 @@ from fluxion_sglang.policy import Context, Needs, Policy, parse_spec
 from fluxion_sglang.predictor.artifact import load
 from fluxion_sglang.predictor.features import NAMES
 
-POLICIES = ("full", "fixed:16:0.05", "fixed:32:0.10", CHEAPEST, "anchor", "fluxion")
+POLICIES = ("full", "fixed:16:0.05", "fixed:32:0.10", BEST_FIXED, "anchor", "fluxion")
 MODELS = ("needle", "random")
 TURNS = 15
 RANDOM = KVShape(layers=2, kv_heads=8, head_dim=128, dtype=torch.bfloat16)

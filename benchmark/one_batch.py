@@ -4,7 +4,7 @@
     python benchmark/one_batch.py --quick    # short prompts, to see that it runs
 
 A cell is one process of one_batch: one model, one policy, one length, all batch sizes. Policies take turns
-within a length, so that a machine that drifts drifts for all of them. Results go to one_batch.json in
+within a length, so that a machine that drifts drifts for all of them. Results go to one_batch_MODEL.json in
 benchmark/results/<machine>, cell by cell; an interrupted run continues there, unless commit, versions or
 machine have changed.
 """
@@ -27,10 +27,10 @@ from tqdm import tqdm
 from fluxion_sglang import openmp
 from fluxion_sglang.needle import needle_prompt
 
-CHEAPEST = "fixed:16:0.25"
-"""The fixed policy that reads least of those whose answers are as good as those of `fluxion` (table `pareto`)."""
+BEST_FIXED = "fixed:16:0.25"
+"""The fixed policy whose answers come closest to those of `fluxion`; none is as good (table `pareto`)."""
 
-POLICIES = ("off", "full", "fixed:16:0.05", CHEAPEST, "fluxion")
+POLICIES = ("off", "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")
 BATCHES = (1, 4, 8)
 # The needle model ends at 32,768 positions, and the generated tokens take their part.
@@ -147,29 +147,35 @@ def main() -> None:
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
 
-    lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
-    path = common.RESULTS / args.machine / ("one_batch_quick.json" if args.quick else "one_batch.json")
     openmp.wait_passively()  # for plain SGLang too
+    for model in args.models:
+        run(model, args)
+
+
+def run(model: str, args: argparse.Namespace) -> None:
+    """Every cell of a model that its result file does not have yet."""
+    lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
+    path = common.RESULTS / args.machine / f"one_batch_{model}{'_quick' if args.quick else ''}.json"
     if args.fresh:
         path.unlink(missing_ok=True)
     data = common.resume(path, common.header("one_batch"), common.SAME)
     cells = [
         {"model": model, "policy": policy, "length": length, "round": turn}
-        for turn, model, length, policy in itertools.product(range(args.rounds), args.models, lengths, args.policies)
+        for turn, length, policy in itertools.product(range(args.rounds), lengths, args.policies)
         if serves(model, policy)
     ]
     done = [{key: row[key] for key in ("model", "policy", "length", "round")} for row in data["rows"]]
     cells = [cell for cell in cells if cell not in done]
     with tempfile.TemporaryDirectory(prefix="fluxion-one-batch-") as folder:
         scratch = Path(folder)
-        if any(cell["model"] == "needle" for cell in cells):
+        if model == "needle" and cells:
             padded_needle(scratch / "needle-padded")
         # Long prompts cost most, and the bar's estimate should know.
         with tqdm(
             total=sum(cell["length"] ** 2 for cell in cells), bar_format="{l_bar}{bar}| {elapsed}<{remaining}"
         ) as bar:
             for cell in cells:
-                bar.set_description(f"{cell['model']} {cell['policy']} {cell['length']}")
+                bar.set_description(f"{model} {cell['policy']} {cell['length']}")
                 data.setdefault("memory_read_gb_per_s", []).append(
                     common.memory_read_gb_per_s(data["machine"]["cores"])
                 )

@@ -1,6 +1,6 @@
 """Draws TPOT, and attention time, against prompt length, a panel a model and batch size.
 
-python benchmark/plot.py    # one_batch.svg and attention.svg beside each of these result files; needs matplotlib
+python benchmark/plot.py    # an svg beside each result file of one_batch.py and attention.py; needs matplotlib
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 import common
 
-DRAWN = {"one_batch": ("tpot_ms", "TPOT (ms)"), "attention": ("attention_ms", "attention (ms a layer)")}
-"""Result file: what of its rows is drawn, and the name of the axis."""
+FILES = ("one_batch_*.json", "attention.json")
+DRAWN = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
+"""What of a file's rows is drawn, and the name of its axis."""
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
@@ -23,8 +24,8 @@ def draw(data: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9})
     import matplotlib.pyplot as plt
 
-    value, label = DRAWN[path.stem]
     rows = data["rows"]
+    value = next(name for name in DRAWN if name in rows[0])
     panels = sorted({(row["model"], row["batch"]) for row in rows})
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3), squeeze=False)
@@ -38,7 +39,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
             axis.plot([n / 1024 for n in lengths], [median(points[n]) for n in lengths], "o-", label=policy)
         axis.set(title=f"{model}, batch {batch}", xlabel="prompt (1,024 tokens)", ylim=(0, None))
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(label)
+    axes[0][0].set_ylabel(DRAWN[value])
     axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
@@ -46,7 +47,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    for path in sorted(path for name in DRAWN for path in common.RESULTS.glob(f"*/{name}.json")):
+    for path in sorted(path for name in FILES for path in common.RESULTS.glob(f"*/{name}")):
+        if path.stem.endswith("_quick"):
+            continue
         data = common.load(path)
         if data and data["rows"]:
             draw(data, path.with_suffix(".svg"))

@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 import common
-from one_batch import CHEAPEST
+from one_batch import BEST_FIXED
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
@@ -44,7 +44,7 @@ def options(_: Path) -> str:
 def one_batch(results: Path) -> str:
     """TPOT by model, batch and length; a column a policy, and gains."""
     out = []
-    for path, data in _found(results, "one_batch.json"):
+    for path, data in _found(results, "one_batch_*.json"):
         reads = data.get("memory_read_gb_per_s", [])
         note = f"TPOT, median of {_rounds(data)} run(s) of 32 steps. {_where(data)}"
         if reads:
@@ -115,7 +115,7 @@ def overhead(results: Path) -> str:
     """What `fluxion` spends on deciding: a layer's milliseconds, and its share of a layer's attention and of TPOT."""
 
     def draw(rows: list[dict[str, Any]], path: Path) -> str:
-        served = common.load(path.with_name("one_batch.json")) or {"rows": []}
+        served = common.load(path.with_name("one_batch_needle.json")) or {"rows": []}
         lines = []
         for row in sorted(rows, key=lambda row: (row["batch"], row["length"])):
             if row["policy"] != "fluxion":
@@ -157,7 +157,7 @@ def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) ->
         cell.setdefault(row["policy"], []).append(row[value])
     cells = {key: {policy: median(of) for policy, of in cell.items()} for key, cell in sorted(found.items())}
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    fixed = CHEAPEST if CHEAPEST in policies else next((p for p in reversed(policies) if p.startswith("fixed")), "")
+    fixed = BEST_FIXED if BEST_FIXED in policies else next((p for p in reversed(policies) if p.startswith("fixed")), "")
     pairs = [(base, "fluxion"), (base, fixed), (fixed, "fluxion")]
     pairs = [(a, b) for a, b in pairs if any(a in cell and b in cell for cell in cells.values())]
     lines = [
@@ -345,7 +345,8 @@ def fill(text: str, results: Path, prefix: str = "") -> str:
 
 
 def _found(results: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
-    found = [(path, common.load(path)) for path in sorted(results.glob(f"*/{name}"))]
+    files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
+    found = [(path, common.load(path)) for path in files]
     return [(path, data) for path, data in found if data is not None and data["rows"]]
 
 

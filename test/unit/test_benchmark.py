@@ -66,7 +66,7 @@ def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) 
         row("off", 40.0, 2),
         row("fixed:16:0.05", 10.0, 2),
     ]
-    write(tmp_path, "one_batch.json", rows)
+    write(tmp_path, "one_batch_needle.json", rows)
     text = tables.one_batch(tmp_path)
     assert "| m | 4 | 8,192 | 40.0 | 10.0 | 4.0x |" in text
     assert "median of 3 run(s)" in text
@@ -91,11 +91,11 @@ def test_schedulers_table_compares_within_a_round(tmp_path: Path) -> None:
 
 
 def test_one_batch_table_leaves_out_what_a_model_was_not_measured_with(tmp_path: Path) -> None:
-    rows = [row("off", 80.0), row("fixed:16:0.05", 5.0), row(one_batch.CHEAPEST, 10.0)]
-    rows += [row("off", 80.0, model="n"), row(one_batch.CHEAPEST, 10.0, model="n"), row("fluxion", 8.0, model="n")]
-    write(tmp_path, "one_batch.json", rows)
+    rows = [row("off", 80.0), row("fixed:16:0.05", 5.0), row(one_batch.BEST_FIXED, 10.0)]
+    rows += [row("off", 80.0, model="n"), row(one_batch.BEST_FIXED, 10.0, model="n"), row("fluxion", 8.0, model="n")]
+    write(tmp_path, "one_batch_needle.json", rows)
     text = tables.one_batch(tmp_path)
-    cheapest = one_batch.CHEAPEST
+    cheapest = one_batch.BEST_FIXED
     assert f"| fluxion (ms) | off / fluxion | off / {cheapest} | {cheapest} / fluxion |" in text
     assert "| m | 4 | 8,192 | 80.0 | 5.0 | 10.0 |  |  | 8.0x |  |" in text
     assert "| n | 4 | 8,192 | 80.0 |  | 10.0 | 8.0 | 10.0x | 8.0x | 1.2x |" in text
@@ -112,7 +112,7 @@ def test_attention_tables(tmp_path: Path) -> None:
     assert reads.count("| full |") == 1, "the largest batch only"
     without = tables.overhead(tmp_path)
     assert "| 4 | 8,192 | 1.000 | 0.100 | 0.030 | 0.020 | 0.700 | 0.150 | 5.0% |  | 2.00 |" in without
-    write(tmp_path, "one_batch.json", [row("fluxion", 10.0), row("fluxion", 99.0, model="n"), row("full", 20.0)])
+    write(tmp_path, "one_batch_needle.json", [row("fluxion", 10.0), row("fluxion", 99.0, model="n"), row("full", 20.0)])
     assert "| 5.0% | 2.0% | 2.00 |" in tables.overhead(tmp_path)
     plot.draw({"rows": rows}, tmp_path / "attention.svg")
     assert "attention (ms a layer)" in (tmp_path / "attention.svg").read_text()

@@ -83,14 +83,14 @@ def exact(q: Tensor, keys: Tensor) -> Tensor:
 
 SCORES: dict[str, tuple[float | None, Score]] = {
     "quest": (2, interpolated(1.0)),
-    "box, alpha 0.75": (2, interpolated(0.75)),
-    "box, alpha 0.5": (2, interpolated(0.5)),
-    "box, alpha 0.35": (2, interpolated(0.35)),
-    "box, alpha 0.25": (2, interpolated(0.25)),
-    "box center": (2, interpolated(0.0)),
-    "box spread 1": (2, box_spread(1.0)),
-    "box spread 2": (2, box_spread(2.0)),
-    "box spread 3": (2, box_spread(3.0)),
+    "spread 0.75": (2, interpolated(0.75)),
+    "spread 0.5": (2, interpolated(0.5)),
+    "spread 0.35": (2, interpolated(0.35)),
+    "spread 0.25": (2, interpolated(0.25)),
+    "center": (2, interpolated(0.0)),
+    "center + 1 std": (2, box_spread(1.0)),
+    "center + 2 std": (2, box_spread(2.0)),
+    "center + 3 std": (2, box_spread(3.0)),
     "mean": (1, mean_spread(0.0)),
     "mean + 1 std": (2, mean_spread(1.0)),
     "mean + 2 std": (2, mean_spread(2.0)),
@@ -115,7 +115,7 @@ def recalls(q: Tensor, keys: Tensor, blk: int) -> dict[tuple[str, float], Tensor
         for budget in BUDGETS:
             count = math.ceil(budget * keys.shape[0])
             out[name, budget] = mass.gather(1, order[:, :count]).sum(1)
-            if name in ("quest", "box, alpha 0.5"):
+            if name in ("quest", "spread 0.5"):
                 candidates = order[:, : SECOND_PASS * count]
                 best = true.gather(1, candidates).topk(min(count, candidates.shape[1]), dim=1).indices
                 out[f"{name}, second pass", budget] = mass.gather(1, candidates.gather(1, best)).sum(1)

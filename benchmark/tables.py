@@ -203,23 +203,26 @@ def ablations(results: Path) -> str:
 
 def guard(results: Path) -> str:
     """What the guard rail buys and costs: policies by guard, without one first."""
+    files = _found(results, "quality_guard_*.json")
     out = []
-    for path, data in _found(results, "quality_ruler.json"):
-        guarded = [data, *(common.load(file) or {} for file in sorted(path.parent.glob("quality_guard_*.json")))]
-        if len(guarded) == 1:
+    for base, whole in _found(results, "quality_ruler.json"):
+        guarded = [(path, data) for path, data in files if path.parent == base.parent]
+        if not guarded:
             continue
         rows = []
-        for found in guarded:
-            value = found["config"].get("guard")
-            for length, policy, row in quality_table.averaged(found):
-                if policy not in guarded[-1]["policies"] or policy == "full":
+        for _, data in [(base, whole), *guarded]:
+            value = data["config"].get("guard")
+            for length, policy, row in quality_table.averaged(data):
+                if policy not in guarded[0][1]["policies"] or policy == "full":
                     continue
                 cells = [f"{row['score']:.3f}", f"{row['read_fraction']:.2%}", f"{row['error_mean']:.4f}"]
                 cells += [f"{row['error_p99']:.4f}", f"{row['kl']:.2e}"]
                 rows.append((length or 0, policy, -(value or 9), [f"{length:,}", policy, f"{value or 'off'}", *cells]))
         head = ["prompt", "policy", "guard", "score", "read", "error", "p99", "KL"]
         lines = [line for *_, line in sorted(rows, key=lambda row: row[:3])]
-        out.append(table(head, lines, "rllrrrrr") + f"\n{_where(guarded[-1])}\n")
+        sources = [f"[commit {data['commit']}]({_link(path)})" for path, data in [(base, whole), *guarded]]
+        note = f"Of {', '.join(sources)}. {_where(guarded[0][1])}"
+        out.append(f"{table(head, lines, 'rllrrrrr')}\n{note}\n")
     return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
 
 

@@ -172,7 +172,9 @@ def run(recipe: Recipe, out: Path, compiled: bool = True, stop: int | None = Non
     """
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, out, compiled)
-    if weights is not None and not (out / "state.pt").exists():
+    if weights is not None:
+        if (out / "state.pt").exists():
+            raise SystemExit(f"{out} has a run already, which goes on without --from; give another --out to begin one.")
         trainer.start_from(weights)
     trainer.resume()
     log = _log(out / "log.jsonl", trainer.step)

@@ -66,6 +66,10 @@ def _add_quality(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_quality)
 
 
+_MEASURED = ("policy", "request_policies", "predictor", "host_tokens", "host_memory_gb", "audit", "record")
+"""Keys of `--fluxion-config` that `bench quality` sets, or has an option for."""
+
+
 def _config(text: str) -> dict[str, object]:
     """Options of the server that the benchmark does not set itself."""
     from fluxion_sglang.config import ConfigError, FluxionConfig
@@ -75,9 +79,11 @@ def _config(text: str) -> dict[str, object]:
         FluxionConfig.from_dict(values)
     except (ConfigError, ValueError, AttributeError, TypeError) as error:
         raise argparse.ArgumentTypeError(f"give a JSON object of options ({error})") from None
-    own = sorted({"policy", "host_tokens", "host_memory_gb", "audit"} & values.keys())
+    own = sorted(set(_MEASURED) & values.keys())
     if own:
-        raise argparse.ArgumentTypeError(f"{', '.join(own)} cannot be given: the benchmark sets it.")
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(own)} cannot be given, because the benchmark or an option of its own sets it"
+        )
     return values
 
 

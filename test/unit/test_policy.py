@@ -102,6 +102,8 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
         "fixed:16:1e-46",
         "fixed:16:1e-999",
         "anchor:0.1:24",
+        "anchor:0.1:",
+        "anchor:0.1:any:",
         "anchor:0.1:16:some",
         "anchor:0.1:any:all:more",
         "score95:any",

@@ -403,7 +403,7 @@ def test_the_engine_has_room_for_a_document_and_as_many_answers_as_run(settings:
 def test_engine_options(tmp_path: Path) -> None:
     with_flag = options(tmp_path, "float32", "cpu", Needs(5001, 4, True), tmp_path / "audit", {"spread": 0.5})
     config = json.loads(with_flag["fluxion_config"])
-    assert config == {"policy": "full", "host_tokens": 5008, "audit": str(tmp_path / "audit")}
+    assert config == {"policy": "full", "host_tokens": 5008, "audit": str(tmp_path / "audit"), "spread": 0.5}
     assert with_flag["enable_fluxion"] and with_flag["enable_custom_logit_processor"]
     assert with_flag["disable_overlap_schedule"]
     without = options(tmp_path, "auto", None, Needs(5001, 4, False), None, {})

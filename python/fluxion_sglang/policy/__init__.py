@@ -44,8 +44,8 @@ AUTO: Final = "auto"
 
 _LEGAL = (
     '"full", "streaming", "fixed:BLK:BUDGET", "oracle:BUDGET", "fluxion", "anchor", "labels" (each of the three also '
-    'as NAME:TAU and NAME:TAU:BLK[:all]), "score95", "output10", "labels:score95" or "labels:output10" (BLK 16, 32, 64 '
-    "or 128 tokens; BUDGET and TAU fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10)"
+    'as NAME:TAU and NAME:TAU:BLK[:all], BLK also any), "score95", "output10", "labels:score95" or "labels:output10" '
+    "(BLK 16, 32, 64 or 128 tokens; BUDGET and TAU fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10)"
 )
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
@@ -147,9 +147,9 @@ def _by_tau(name: str, context: Context, tau: float | None, choice: Choice = DYN
     return AnchorPolicy(criterion, choice) if name == "anchor" else LabelsPolicy(criterion, choice)
 
 
-def _choice(blocks: str = _ANY, heads: str = "", *more: str) -> Choice | None:
+def _choice(blocks: str = _ANY, heads: str | None = None, *more: str) -> Choice | None:
     """What the selector may choose from: one block size or any, and with "all" no streaming heads."""
-    if more or heads not in ("", "all") or blocks not in (_ANY, *map(str, BLOCKS)):
+    if more or heads not in (None, "all") or blocks not in (_ANY, *map(str, BLOCKS)):
         return None
     return Choice(BLOCKS if blocks == _ANY else (int(blocks),), heads == "all")
 

@@ -24,7 +24,7 @@ from fluxion_sglang.predictor.native import NativePredictor, plan_groups
 
 
 class FluxionPolicy(Policy):
-    """Streaming heads read nothing; of the others Eq. 1 gives a budget for every block size, and Eq. 3 the block size.
+    """Streaming heads choose nothing; the others have a budget at every block size by Eq. 1, and a block size by Eq. 3.
 
     Args:
         predictor: trained for this model, sinks, window and the criterion's tau.

@@ -5,7 +5,7 @@ For a group of G heads over a middle of L tokens the data volume in blocks of bl
     V(blk) = 2 L / blk + 2 L * sum_h bgt_h(blk)                                                    (Eq. 3)
 
 metadata and KV, and the block size of 16, 32, 64, 128 with the least V wins; of equal ones the larger, whose tiles lie
-in longer runs. Streaming heads read nothing and do not count; every other head reads at least one block.
+in longer runs. Streaming heads choose nothing and do not count; every other head reads at least one block.
 
 Budgets are rounded to float32 first, as the engine takes them, and summed in float64: those sums are exact, so ties
 are ties on every machine. `predictor.native` has the native forms, which serve: `plan_groups` of `select_granularity`

@@ -63,7 +63,7 @@ def measure(
     """Read everything, and find out what would have been enough.
 
     Blocks are tried in the order in which the engine selects them without `attend_union`: none, the best, the two best,
-    and so on; of equal scores the lower index. Blocks of 16 tokens and more are ranked by the bounds that the engine
+    and so on; of equal scores the lower index. Blocks of 16 tokens and more are ranked by the scores that the engine
     computes, single tokens by their exact scores. The first prefix that meets a criterion is its budget (a longer one
     may fail it again: errors need not fall monotonically). Sinks are those of the pool.
 

@@ -23,10 +23,12 @@ ABLATIONS = ",".join(
 FEW = "full,streaming,fixed:16:0.05"
 SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
+LARGE = "full,fixed:16:0.35,fixed:16:0.50,fluxion"
 GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
+    "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", LARGE],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     **{
         f"guard_{guard}": [

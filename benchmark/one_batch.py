@@ -28,7 +28,7 @@ from fluxion_sglang import openmp
 from fluxion_sglang.needle import needle_prompt
 
 BEST_FIXED = "fixed:16:0.25"
-"""The fixed policy whose answers come closest to those of `fluxion`; none is as good (table `pareto`)."""
+"""The fixed policy whose answers come closest to those of `fluxion`; none of the grid is as good (table `pareto`)."""
 
 POLICIES = ("off", "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")

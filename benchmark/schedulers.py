@@ -1,6 +1,6 @@
 """Time of a layer's attention under every scheduler, on batches of mixed lengths: the shape of Fluxion's Fig. 10 (c).
 
-    python benchmark/schedulers.py            # about 20 minutes on two cores
+    python benchmark/schedulers.py            # about 8 minutes on two cores
     python benchmark/schedulers.py --quick    # short requests, to see that it runs
 
 A round draws the lengths of a batch, its KV, and a plan a layer: half of the heads are streaming heads, the others read

@@ -196,6 +196,11 @@ def _few(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "policies": [policy for policy in data["policies"] if shown(policy)], "rows": rows}
 
 
+def large(results: Path) -> str:
+    """Fixed budgets beyond the grid."""
+    return _quality(results, quality_table.pareto, "quality_large.json")
+
+
 def ablations(results: Path) -> str:
     """Criteria and choices of the selector, in the shape of the paper's Fig. 9."""
     return _quality(results, lambda data: quality_table.averages(data), "quality_ablations.json")
@@ -318,6 +323,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality_tasks": quality_tasks,
     "guard": guard,
     "far": far,
+    "large": large,
     "ablations": ablations,
     "extraction": extraction,
     "perplexity": perplexity,

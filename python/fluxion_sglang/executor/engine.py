@@ -67,6 +67,7 @@ class DecodeEngine:
         self.windows = windows
         self.policy = policy
         self.executors = executors
+        self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self.scheduler = scheduler
         self.q_heads = q_heads
         placement = pool.placement
@@ -136,7 +137,7 @@ class DecodeEngine:
         plan = self._policy.plan(layer, q, self._observe(layer, q, k, v, scale) if seen else UNSEEN)
         # What was looked at first has the token and its residents behind it.
         new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])
-        value, owner = self.scheduler(plan, self._step, [ExecutorId.CPU, *(e.id for e in self.executors)])
+        value, owner = self.scheduler(plan, self._step, self._executor_ids)
         self.native.layer_begin(layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner)
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:

@@ -1,20 +1,12 @@
 // What the workers do in a layer: resident items, then tasks from the queue.
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "runtime/engine.h"
-#include "runtime/guard.h"
 #include "runtime/resident.h"
 
 namespace fluxion {
-
-int blocks_of_budget(float budget, int tokens, int blk, int blocks) {
-  const double wanted = std::ceil(static_cast<double>(budget) * tokens / blk * (1 - 1e-6));
-  return static_cast<int>(std::clamp(wanted, 1.0, static_cast<double>(blocks)));
-}
 
 const char* Engine::query(int request, int head) const {
   return args_.q + request * args_.q_stride + static_cast<int64_t>(head) * group_ * shape_.token_bytes();
@@ -172,139 +164,6 @@ void Engine::merge(int request, int head) {
     kernels_.merge_state(&res_o_[(at + g) * D], res_lse_[at + g], &mid_o_[(at + g) * D], mid_lse_[at + g],
                          shape_.head_dim, out + g * shape_.token_bytes());
   }
-}
-
-Engine::Wanted Engine::wanted_of(const Task& task, int tokens, int blk, int blocks) const {
-  Wanted wanted;
-  const float* budget = &budget_[state_at(task.request, task.head)];
-  for (int g = 0; g < group_; ++g) {
-    if (!(budget[g] > 0)) continue;
-    wanted.active |= 1u << g;
-    wanted.count[g] = budget[g] >= 1 ? blocks : blocks_of_budget(budget[g], tokens, blk, blocks);
-    if (wanted.count[g] == blocks) wanted.whole |= 1u << g;
-  }
-  return wanted;
-}
-
-// Single tokens by their exact scores. Each head reads its own choice, whatever attend_union says: of all
-// sets of so many tokens, the one with the most attention weight.
-Selection Engine::select_tokens(const Task& task, Scratch* s) const {
-  Selection out;
-  const int first = sink_pages(), pages = requests_[task.request].window_page - first, tokens = pages * kPage;
-  const int32_t* page = pages_of(task.request) + first;
-  const Wanted wanted = wanted_of(task, tokens, 1, tokens);
-  std::fill_n(s->chosen.data(), tokens, wanted.whole);
-  if (wanted.whole != wanted.active) {
-    const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-    kernels_.score_tokens(query(task.request, task.head), group_, shape_.head_dim,
-                          pool_->tiles(args_.layer, task.head), page, pages, s->scores.data(), stride);
-    for (int g = 0; g < group_; ++g) {
-      if (!((wanted.active & ~wanted.whole) >> g & 1)) continue;
-      kernels_.select(s->scores.data() + g * stride, tokens, wanted.count[g], static_cast<uint16_t>(1u << g),
-                      s->chosen.data(), s->select.data());
-    }
-  }
-  out.masked = true;
-  int64_t rows = 0;
-  for (int p = 0; p < pages; ++p) {
-    uint16_t* masks = &s->masks[out.count * group_];
-    std::fill_n(masks, group_, uint16_t{0});
-    uint16_t readers = 0;
-    for (int t = 0; t < kPage; ++t) {
-      const uint16_t chosen = s->chosen[p * kPage + t];
-      readers |= chosen;
-      rows += chosen != 0;
-      for (unsigned heads = chosen; heads != 0; heads &= heads - 1)
-        masks[std::countr_zero(heads)] |= static_cast<uint16_t>(1u << t);
-      out.tokens += std::popcount(chosen);
-    }
-    if (readers != 0) s->pages[out.count++] = page[p];
-  }
-  out.reads.tile_bytes = rows * 2 * shape_.token_bytes();
-  return out;
-}
-
-Blocks Engine::blocks_of(const Task& task) const {
-  return Blocks(blk_of(task), sink_pages(), requests_[task.request].window_page);
-}
-
-Selection Engine::select(const Task& task, Scratch* s) const {
-  const int blk = blk_of(task);
-  if (blk == 1) return select_tokens(task, s);
-  Selection out;
-  const Blocks at = blocks_of(task);
-  const int blocks = at.count;
-  const Wanted wanted = wanted_of(task, at.tokens(), blk, blocks);
-  const uint16_t active = wanted.active;
-  uint16_t whole = wanted.whole;
-  // With the union, one head that reads everything decides for all: no scan.
-  if (config_.attend_union && whole != 0) whole = active;
-  std::fill_n(s->chosen.data(), blocks, whole);
-  out.ranked = active & ~whole;
-  if (out.ranked != 0) {
-    const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-    out.reads.metadata_bytes +=
-        s->scorer.score(*pool_, args_.layer, task.head, at, pages_of(task.request),
-                        query(task.request, task.head), group_, s->scores.data(), stride);
-    for (int g = 0; g < group_; ++g) {
-      if (!(out.ranked >> g & 1)) continue;
-      kernels_.select(s->scores.data() + g * stride, blocks, wanted.count[g], static_cast<uint16_t>(1u << g),
-                      s->chosen.data(), s->select.data());
-    }
-  }
-  list_pages(task, s->chosen.data(), s, &out);
-  return out;
-}
-
-// What read_more() reads: of each head that left out too much twice its blocks, less those that were read.
-// ranked: the selection's.
-Selection Engine::widen(const Task& task, uint16_t ranked, Scratch* s) const {
-  Selection out;
-  const Blocks at = blocks_of(task);
-  const int64_t state = state_at(task.request, task.head);
-  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-  const BlocksRead read{
-      at,          s->scores.data(), stride,          s->chosen.data(), config_.attend_union,
-      args_.scale, &res_lse_[state], &mid_lse_[state]};
-  const uint16_t heads = heads_to_widen(kernels_, read, ranked, config_.guard);
-  if (heads == 0) return out;
-  const Wanted wanted = wanted_of(task, at.tokens(), blk_of(task), at.count);
-  std::fill_n(s->added.data(), at.count, uint16_t{0});
-  for (int g = 0; g < group_; ++g) {
-    if (!(heads >> g & 1)) continue;
-    kernels_.select(s->scores.data() + g * stride, at.count, std::min(2 * wanted.count[g], at.count),
-                    static_cast<uint16_t>(1u << g), s->added.data(), s->select.data());
-  }
-  for (int i = 0; i < at.count; ++i) {
-    const uint16_t readers = config_.attend_union && s->chosen[i] != 0 ? uint16_t{0xffff} : s->chosen[i];
-    s->added[i] &= ~readers;
-  }
-  list_pages(task, s->added.data(), s, &out);
-  return out;
-}
-
-// The pages of the blocks that heads chose, with their masks, and what it takes to read them.
-void Engine::list_pages(const Task& task, const uint16_t* chosen, Scratch* s, Selection* out) const {
-  const Blocks at = blocks_of(task);
-  const int32_t* pages = pages_of(task.request);
-  const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
-  for (int i = 0; i < at.count; ++i) {
-    if (chosen[i] == 0) continue;
-    const uint16_t readers = config_.attend_union ? everyone : chosen[i];
-    const int from = at.from(i), to = at.to(i);
-    out->tokens += static_cast<int64_t>(to - from) * kPage * std::popcount(readers);
-    if (readers != everyone && !out->masked) {
-      out->masked = true;  // what came before was for everyone
-      std::fill_n(s->masks.data(), out->count * group_, uint16_t{0xffff});
-    }
-    for (int p = from; p < to; ++p) {
-      if (out->masked) {
-        for (int g = 0; g < group_; ++g) s->masks[out->count * group_ + g] = readers >> g & 1 ? 0xffff : 0;
-      }
-      s->pages[out->count++] = pages[p];
-    }
-  }
-  out->reads.tile_bytes = out->count * shape_.tile_bytes();
 }
 
 }  // namespace fluxion

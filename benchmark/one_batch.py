@@ -1,12 +1,11 @@
 """TPOT of plain SGLang and of Fluxion, measured by `sglang.benchmark.one_batch`.
 
-    python benchmark/one_batch.py            # every cell; about two hours on two cores, nearly all of it prefill
+    python benchmark/one_batch.py            # every cell; about half an hour on two cores, nearly all of it prefill
     python benchmark/one_batch.py --quick    # short prompts, to see that it runs
 
-A cell is one process of one_batch: one model, one policy, one length, all batch sizes. Policies take turns
-within a length, so that a machine that drifts drifts for all of them. Results go to one_batch_MODEL.json in
-benchmark/results/<machine>, cell by cell; an interrupted run continues there, unless commit, versions or
-machine have changed.
+A cell is one process of one_batch: one model and one length, with the flag or without it. With it, all policies decode
+on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, cell by
+cell; an interrupted run continues there, unless commit, versions or machine have changed.
 """
 
 from __future__ import annotations
@@ -15,57 +14,35 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import common
 from tqdm import tqdm
 
-from fluxion_sglang import openmp
-from fluxion_sglang.needle import needle_prompt
+from fluxion_sglang.needle import NeedlePrompt, needle_prompt
 
-BEST_FIXED = "fixed:16:0.25"
-"""The fixed policy whose answers come closest to those of `fluxion`; none of the grid is as good (table `pareto`)."""
+BEST_FIXED = "fixed:16:0.35"
+"""The cheapest fixed policy whose answers are about as good as those of `full` (table `large`)."""
 
-POLICIES = ("off", "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
+OFF = "off"
+POLICIES = (OFF, "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")
 BATCHES = (1, 4, 8)
 # The needle model ends at 32,768 positions, and the generated tokens take their part.
-LENGTHS = (8192, 16384, 32704)
+LENGTHS = (8192, 16384, 32256)
 QUICK_LENGTHS = (2048, 4096)
-STEPS = 33
-WARM_UP_LENGTH = 256
-
-# one_batch warms up with token ids drawn below this, whatever the prompts are.
-ONE_BATCH_VOCABULARY = 10_000
+TURNS = 5
+STEPS = 6
+"""Of a turn; the first of them does not count."""
 
 
-def padded_needle(folder: Path) -> Path:
-    """The needle model with zero rows added to its embedding, so that one_batch's warm-up ids exist.
-
-    KV and attention stay what they are; the output layer gets wider. The predictor comes along and is told so.
-    """
-    from safetensors.torch import load_file, save_file
-
-    from fluxion_sglang.predictor.artifact import JSON_NAME
-
-    shutil.copytree(common.NEEDLE, folder)
-    weights = load_file(common.NEEDLE / "model.safetensors")
-    table = weights["model.embed_tokens.weight"]
-    rows = -(-ONE_BATCH_VOCABULARY // 64) * 64
-    weights["model.embed_tokens.weight"] = table.new_zeros(rows, table.shape[1])
-    weights["model.embed_tokens.weight"][: len(table)] = table
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
-    predictor = folder / common.PREDICTOR.name / JSON_NAME
-    trained = json.loads(predictor.read_text())
-    trained["model"]["vocab_size"] = rows
-    predictor.write_text(json.dumps(trained))
-    return folder
+def decoded(policies: int) -> int:
+    """Tokens that a request of the smallest batch decodes in a cell."""
+    return len(BATCHES) * TURNS * STEPS * policies
 
 
 def model_folder(model: str) -> Path:
@@ -77,61 +54,63 @@ def serves(model: str, policy: str) -> bool:
     return not policy.startswith("fluxion") or (model_folder(model) / common.PREDICTOR.name).is_dir()
 
 
+def stream(prompt: NeedlePrompt, tokens: int) -> list[int]:
+    """The answer to the prompt's question, then more of its questions, each with its answer."""
+    parts = [prompt.questions[0].answer_ids]
+    parts += [(*question.token_ids, *question.answer_ids) for question in prompt.questions[1:]]
+    return list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(parts)), tokens))
+
+
 def command(cell: dict[str, Any], scratch: Path) -> list[str]:
-    """The one_batch command line of a cell; every prompt has exactly `length` tokens."""
-    model, policy, length = cell["model"], cell["policy"], cell["length"]
-    run = [
-        sys.executable,
-        "-m",
-        "sglang.benchmark.one_batch",
-        "--device",
-        "cpu",
-        "--max-running-requests",
-        "8",
-    ]
-    lengths = [length]
+    """The command line of a cell; every prompt has exactly `length` tokens."""
+    model, policies, length = cell["model"], cell["policies"], cell["length"]
+    run = [sys.executable, str(Path(__file__).with_name("decode_turns.py"))]
+    run += ["--policies", ",".join(policies), "--turns", str(TURNS), "--steps", str(STEPS)]
+    run += ["--device", "cpu", "--max-running-requests", str(max(BATCHES)), "--model-path", str(model_folder(model))]
+    steps = decoded(len(policies))
     if model == "needle":
-        run += ["--model-path", str(scratch / "needle-padded")]
-        prompts = scratch / f"prompts-{length}.txt"
-        if not prompts.exists():
-            texts = [needle_prompt(length, seed=seed).text() for seed in range(max(BATCHES))]
-            prompts.write_text("\n".join(texts) + "\n")
-        run += ["--prompt-filename", str(prompts)]
+        prompts, streams = scratch / f"prompts-{length}.txt", scratch / f"streams-{length}.json"
+        found = [needle_prompt(length, seed=seed) for seed in range(max(BATCHES))]
+        prompts.write_text("".join(prompt.text() + "\n" for prompt in found))
+        streams.write_text(json.dumps([stream(prompt, steps) for prompt in found]))
+        run += ["--prompt-filename", str(prompts), "--streams", str(streams)]
     else:
-        run += ["--model-path", str(model_folder(model)), "--load-format", "dummy"]
-        run += ["--tokenizer-path", str(common.NEEDLE)]
-        # Warms up briefly. With a prompt file this would run the whole prompt once more instead.
-        lengths = [WARM_UP_LENGTH, length]
-    tokens = (max(BATCHES) * (length + STEPS + 64)) // 16 * 16
-    if policy == "off":
+        run += ["--load-format", "dummy", "--tokenizer-path", str(common.NEEDLE)]
+    tokens = max(BATCHES) * (length + steps + 64) // 16 * 16
+    if policies == [OFF]:
         run += ["--max-total-tokens", str(tokens)]
     else:
-        run += ["--enable-fluxion", "--fluxion-config", json.dumps({"policy": policy, "host_tokens": tokens})]
-    run += ["--batch-size", *map(str, BATCHES), "--input-len", *map(str, lengths), "--output-len", str(STEPS)]
-    return run
+        config = {"policy": policies[0], "host_tokens": tokens}
+        run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
+    batches = sorted(BATCHES, reverse=True)
+    return [*run, "--batch-size", *map(str, batches), "--input-len", str(length), "--output-len", str(steps)]
 
 
 def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    """Run one cell; one row per batch size."""
+    """Run one cell; one row per batch size and policy."""
     results = scratch / "results.jsonl"
     results.unlink(missing_ok=True)
     run = command(cell, scratch)
     load = os.getloadavg()[0]
     common.run_logged([*run, "--result-filename", str(results)], scratch / "cell.log")
-    measured = [json.loads(line) for line in results.read_text().splitlines()]
+    said = {
+        **{key: cell[key] for key in ("model", "length", "round")},
+        "load_before": round(load, 2),
+        "command": " ".join(common.relative(run)).replace(str(scratch), "$SCRATCH"),
+    }
     rows = [
         {
-            **cell,
-            "batch": row["batch_size"],
-            "prefill_s": round(row["prefill_latency"], 4),
-            "tpot_ms": round(row["median_decode_latency"] * 1e3, 3),
-            "load_before": round(load, 2),
-            "command": " ".join(common.relative(run)).replace(str(scratch), "$SCRATCH"),
+            **said,
+            "policy": policy,
+            "batch": found["batch_size"],
+            "prefill_s": round(found["prefill_s"], 3),
+            "tpot_ms": round(median(seconds) * 1e3, 3),
+            "steps": len(seconds),
         }
-        for row in measured
-        if row["input_len"] == cell["length"]
+        for found in map(json.loads, results.read_text().splitlines())
+        for policy, seconds in found["decode_s"].items()
     ]
-    if len(rows) != len(BATCHES):
+    if len(rows) != len(BATCHES) * len(cell["policies"]):
         raise SystemExit(f"one_batch left out a batch size of {cell}; its output is in {scratch / 'cell.log'}")
     return rows
 
@@ -139,7 +118,7 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help='"off" is SGLang without the flag')
+    parser.add_argument("--policies", nargs="+", default=POLICIES, help=f'"{OFF}" is SGLang without the flag')
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians")
     parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
@@ -147,7 +126,6 @@ def main() -> None:
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
 
-    openmp.wait_passively()  # for plain SGLang too
     for model in args.models:
         run(model, args)
 
@@ -159,23 +137,22 @@ def run(model: str, args: argparse.Namespace) -> None:
     if args.fresh:
         path.unlink(missing_ok=True)
     data = common.resume(path, common.header("one_batch"), common.SAME)
+    policies = [policy for policy in args.policies if serves(model, policy)]
+    sides = [side for side in ([OFF] if OFF in policies else [], [p for p in policies if p != OFF]) if side]
+    done = {(row["length"], row["round"], row["policy"]) for row in data["rows"]}
     cells = [
-        {"model": model, "policy": policy, "length": length, "round": turn}
-        for turn, length, policy in itertools.product(range(args.rounds), lengths, args.policies)
-        if serves(model, policy)
+        {"model": model, "policies": side, "length": length, "round": turn}
+        for turn, length, side in itertools.product(range(args.rounds), lengths, sides)
+        if (length, turn, side[0]) not in done
     ]
-    done = [{key: row[key] for key in ("model", "policy", "length", "round")} for row in data["rows"]]
-    cells = [cell for cell in cells if cell not in done]
     with tempfile.TemporaryDirectory(prefix="fluxion-one-batch-") as folder:
         scratch = Path(folder)
-        if model == "needle" and cells:
-            padded_needle(scratch / "needle-padded")
         # Long prompts cost most, and the bar's estimate should know.
         with tqdm(
             total=sum(cell["length"] ** 2 for cell in cells), bar_format="{l_bar}{bar}| {elapsed}<{remaining}"
         ) as bar:
             for cell in cells:
-                bar.set_description(f"{model} {cell['policy']} {cell['length']}")
+                bar.set_description(f"{model} {cell['policies'][0]}.. {cell['length']}")
                 data.setdefault("memory_read_gb_per_s", []).append(
                     common.memory_read_gb_per_s(data["machine"]["cores"])
                 )

@@ -46,7 +46,7 @@ def one_batch(results: Path) -> str:
     out = []
     for path, data in _found(results, "one_batch_*.json"):
         reads = data.get("memory_read_gb_per_s", [])
-        note = f"TPOT, median of {_rounds(data)} run(s) of 32 steps. {_where(data)}"
+        note = f"TPOT, medians of {_steps(data)} steps in {_rounds(data)} run(s). {_where(data)}"
         if reads:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
         out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({_link(path)}).\n")
@@ -361,6 +361,10 @@ def _found(results: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
 
 def _rounds(data: dict[str, Any]) -> int:
     return 1 + max(row["round"] for row in data["rows"])
+
+
+def _steps(data: dict[str, Any]) -> int:
+    return min(row.get("steps", 32) for row in data["rows"])
 
 
 def _where(data: dict[str, Any]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import attention  # noqa: E402
 import common  # noqa: E402
+import decode_turns  # noqa: E402
 import one_batch  # noqa: E402
 import plot  # noqa: E402
 import tables  # noqa: E402
@@ -24,8 +27,6 @@ from states import capture  # noqa: E402
 
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
 from fluxion_sglang.policy import parse_spec  # noqa: E402
-from fluxion_sglang.predictor import artifact  # noqa: E402
-from fluxion_sglang.predictor.features import NAMES  # noqa: E402
 
 HEADER = {
     "commit": "abc",
@@ -41,7 +42,7 @@ def write(results: Path, name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def row(policy: str, tpot: float, turn: int = 0, model: str = "m") -> dict[str, Any]:
-    return {"model": model, "policy": policy, "length": 8192, "batch": 4, "round": turn, "tpot_ms": tpot}
+    return {"model": model, "policy": policy, "length": 8192, "batch": 4, "round": turn, "tpot_ms": tpot, "steps": 25}
 
 
 def attention_row(policy: str, ms: float, **others: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) 
     write(tmp_path, "one_batch_needle.json", rows)
     text = tables.one_batch(tmp_path)
     assert "| m | 4 | 8,192 | 40.0 | 10.0 | 4.0x |" in text
-    assert "median of 3 run(s)" in text
+    assert "medians of 25 steps in 3 run(s)" in text
     assert "20 to 30 GB/s" in text
 
 
@@ -158,19 +159,6 @@ def test_requests_of_the_bundled_model_are_what_it_sees_in_one_go() -> None:
             assert error < 0.02, layer  # chunks round differently in bfloat16
 
 
-def test_the_padded_model_keeps_its_predictor(tmp_path: Path) -> None:
-    folder = one_batch.padded_needle(tmp_path / "padded")
-    config = json.loads((folder / "config.json").read_text())
-    trained = json.loads((folder / common.PREDICTOR.name / artifact.JSON_NAME).read_text())
-    assert trained["model"]["vocab_size"] == config["vocab_size"] >= one_batch.ONE_BATCH_VOCABULARY
-    original = json.loads((common.PREDICTOR / artifact.JSON_NAME).read_text())
-    assert trained == original | {"model": original["model"] | {"vocab_size": config["vocab_size"]}}
-    assert (
-        artifact.load(folder / common.PREDICTOR.name, features=NAMES).tau
-        == artifact.load(common.PREDICTOR, features=NAMES).tau
-    )
-
-
 def test_only_models_with_a_predictor_are_asked_for_fluxion() -> None:
     assert one_batch.serves("needle", "fluxion") and one_batch.serves("needle", "fluxion:0.05")
     assert not one_batch.serves("llama-slice", "fluxion")
@@ -215,19 +203,96 @@ def test_a_result_file_is_continued_only_when_it_measured_the_same(tmp_path: Pat
 
 
 @pytest.mark.parametrize("model", one_batch.MODELS)
-@pytest.mark.parametrize("policy", one_batch.POLICIES)
+@pytest.mark.parametrize("policies", [[one_batch.OFF], ["full", "fluxion"]])
 def test_one_batch_commands_have_room_for_the_batch_and_the_flag_only_with_a_policy(
-    model: str, policy: str, tmp_path: Path
+    model: str, policies: list[str], tmp_path: Path
 ) -> None:
-    command = one_batch.command({"model": model, "policy": policy, "length": 1024}, tmp_path)
-    assert ("--enable-fluxion" in command) == (policy != "off")
-    if policy == "off":
-        tokens = int(command[command.index("--max-total-tokens") + 1])
+    command = one_batch.command({"model": model, "policies": policies, "length": 1024}, tmp_path)
+    after = dict(itertools.pairwise(command))
+    assert ("--enable-fluxion" in command) == (policies != [one_batch.OFF])
+    if policies == [one_batch.OFF]:
+        tokens = int(after["--max-total-tokens"])
     else:
-        config = json.loads(command[command.index("--fluxion-config") + 1])
-        assert config["policy"] == policy
-        tokens = config["host_tokens"]
-    assert tokens >= max(one_batch.BATCHES) * (1024 + one_batch.STEPS)
+        tokens = json.loads(after["--fluxion-config"])["host_tokens"]
+    decoded = one_batch.decoded(len(policies))
+    assert decoded == len(one_batch.BATCHES) * one_batch.TURNS * one_batch.STEPS * len(policies)
+    assert tokens >= max(one_batch.BATCHES) * (1024 + decoded)
+    batches = command[command.index("--batch-size") + 1 : command.index("--input-len")]
+    assert list(map(int, batches)) == sorted(one_batch.BATCHES, reverse=True)
     if model == "needle":
-        prompts = Path(command[command.index("--prompt-filename") + 1]).read_text().splitlines()
+        prompts = Path(after["--prompt-filename"]).read_text().splitlines()
         assert [len(prompt.split()) for prompt in prompts] == [1024] * max(one_batch.BATCHES)
+        streams = json.loads(Path(after["--streams"]).read_text())
+        assert [len(stream) for stream in streams] == [decoded] * max(one_batch.BATCHES)
+
+
+def test_the_longest_prompt_leaves_room_for_what_is_decoded() -> None:
+    positions = json.loads((common.NEEDLE / "config.json").read_text())["max_position_embeddings"]
+    assert max(one_batch.LENGTHS) + one_batch.decoded(len(one_batch.POLICIES) - 1) <= positions
+
+
+def test_a_stream_is_answers_each_after_its_question() -> None:
+    prompt = one_batch.needle_prompt(600, keys=2)
+    first, second = prompt.questions
+    stream = one_batch.stream(prompt, 100)
+    once = [*first.answer_ids, *second.token_ids, *second.answer_ids]
+    assert stream[: len(once)] == once and stream[len(once)] == once[0] and len(stream) == 100
+
+
+class FakeRunner:
+    """Stands for one_batch's runner: a batch is a list, and the model says the next number."""
+
+    def __init__(self) -> None:
+        backend = SimpleNamespace(requests=SimpleNamespace(current=None))
+        self.torch_runner = SimpleNamespace(attn_backend=backend)
+        self.decoded: list[tuple[list[int], object]] = []
+
+    def clear(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def extend(self, reqs: list[int]) -> tuple[torch.Tensor, None, FakeBatch]:
+        return torch.tensor([100 * reqs[0]]), None, FakeBatch(reqs)
+
+    def decode(self, tokens: torch.Tensor, batch: FakeBatch) -> tuple[torch.Tensor, None]:
+        assert len(tokens) == len(batch.reqs)
+        self.decoded.append((tokens.tolist(), self.torch_runner.attn_backend.requests.current))
+        return tokens + 1, None
+
+
+class FakeBatch:
+    def __init__(self, reqs: list[int]) -> None:
+        self.reqs = list(reqs)
+
+    def merge_batch(self, other: FakeBatch) -> None:
+        self.reqs += other.reqs
+
+    def filter_batch(self, keep_indices: list[int]) -> None:
+        self.reqs = [self.reqs[i] for i in keep_indices]
+
+
+def run_turns(turns: decode_turns.Turns, runner: FakeRunner, batches: list[int]) -> list[dict[str, Any]]:
+    nothing: list[Any] = []
+    assert turns.run_once("", runner, nothing.append, [9], 1, 64) is None, "the warm-up"
+    found = [turns.run_once("", runner, nothing.append, list(range(1, n + 1)), n, 64) for n in batches]
+    return [row for row in found if row is not None]
+
+
+def test_policies_take_turns_on_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: None if spec == "off" else spec)
+    runner = FakeRunner()
+    rows = run_turns(decode_turns.Turns(["a", "b"], 2, 3, []), runner, [3, 1])
+    assert [row["batch_size"] for row in rows] == [3, 1]
+    assert all(len(seconds) == 2 * 2 for row in rows for seconds in row["decode_s"].values())
+    assert [set(policies) for _, policies in runner.decoded] == [{"a"}] * 3 + [{"b"}] * 3 + [{"a"}] * 3 + [
+        {"b"}
+    ] * 3 + [{"a"}] * 3 + [{"b"}] * 3 + [{"a"}] * 3 + [{"b"}] * 3
+    assert [tokens for tokens, _ in runner.decoded[:2]] == [[100, 200, 300], [101, 201, 301]]
+    assert runner.decoded[12][0] == [112], "the first request of the larger batch goes on"
+
+
+def test_a_stream_is_decoded_whatever_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: None)
+    runner = FakeRunner()
+    run_turns(decode_turns.Turns(["off"], 1, 2, [[1, 2, 3, 4], [5, 6, 7, 8]]), runner, [2, 1])
+    assert [tokens for tokens, _ in runner.decoded] == [[1, 5], [2, 6], [3], [4]]
+    assert runner.torch_runner.attn_backend.requests.current is None

@@ -1,0 +1,133 @@
+"""SGLang's one_batch, but decode steps of several policies take turns on one prefill.
+
+    python benchmark/decode_turns.py --policies full,fluxion --turns 3 --steps 6 --batch-size 8 4 1 ...
+
+Options that are not its own are one_batch's, which loads the model and writes the result file. Batch sizes descend: a
+smaller batch is the first requests of the larger one, so the largest alone is prefilled, request by request. Steps of
+all policies stand in one process a moment apart, which a drifting machine treats alike; the first step of a turn does
+not count, because it may measure anchors and finds the caches as the former policy left them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # for plain SGLang too; before torch is imported
+
+import torch
+from sglang.benchmark import one_batch
+
+from fluxion_sglang.policy import Policy, parse_spec
+from fluxion_sglang.sglang import predictors
+
+OFF = "off"
+"""The one "policy" of a run without the flag."""
+
+
+class Turns:
+    """Stands in for one_batch's `latency_test_run_once`.
+
+    Args:
+        policies: specs, or only `OFF`.
+        steps: of a turn, the one that does not count included.
+        streams: what every request decodes, whatever the model would say; empty: what it says.
+    """
+
+    def __init__(self, policies: list[str], turns: int, steps: int, streams: list[list[int]]) -> None:
+        self.policies, self.turns, self.steps = policies, turns, steps
+        self.streams = torch.tensor(streams, dtype=torch.int64) if streams else None
+        self._warm = False
+        self._batch: Any = None
+        self._tokens: torch.Tensor | None = None
+        self._prefill_s = 0.0
+        self._at = 0
+
+    def run_once(
+        self,
+        run_name: str,
+        model_runner: Any,
+        rank_print: Any,
+        reqs: list[Any],
+        batch_size: int,
+        input_len: int,
+        *_: Any,
+        **__: Any,
+    ) -> dict[str, Any] | None:
+        if not self._warm:  # one_batch warms up with random tokens; turns do so with a step of their own
+            self._warm = True
+            return None
+        if self._batch is None:
+            self._prefill(model_runner, reqs)
+        else:
+            assert batch_size <= len(self._batch.reqs), "batch sizes must descend"
+            self._batch.filter_batch(keep_indices=list(range(batch_size)))
+        spent: dict[str, list[float]] = defaultdict(list)
+        chosen = {spec: self._policy(model_runner.torch_runner, spec) for spec in self.policies}
+        for _turn, (spec, policy) in itertools.product(range(self.turns), chosen.items()):
+            if policy is not None:
+                model_runner.torch_runner.attn_backend.requests.current = [policy] * batch_size
+            spent[spec] += [self._step(model_runner) for _ in range(self.steps)][1:]
+        rank_print(f"{batch_size} x {input_len}: " + ", ".join(f"{k} {min(v) * 1e3:.1f} ms" for k, v in spent.items()))
+        return {
+            "batch_size": batch_size,
+            "input_len": input_len,
+            "prefill_s": self._prefill_s,
+            "decode_s": spent,
+        }
+
+    def _prefill(self, model_runner: Any, reqs: list[Any]) -> None:
+        model_runner.clear()
+        start = time.perf_counter()
+        tokens = []
+        for req in reqs:
+            token, _, batch = model_runner.extend([req])
+            tokens.append(token)
+            if self._batch is None:
+                self._batch = batch
+            else:
+                self._batch.merge_batch(batch)
+        model_runner.synchronize()
+        self._prefill_s = (time.perf_counter() - start) / len(reqs)
+        self._tokens = torch.cat(tokens)
+
+    def _step(self, model_runner: Any) -> float:
+        size = len(self._batch.reqs)
+        tokens = self._tokens[:size] if self.streams is None else self.streams[:size, self._at]
+        start = time.perf_counter()
+        self._tokens, _ = model_runner.decode(tokens, self._batch)
+        model_runner.synchronize()
+        self._at += 1
+        return time.perf_counter() - start
+
+    @staticmethod
+    def _policy(runner: Any, spec: str) -> Policy | None:
+        if spec == OFF:
+            return None
+        return parse_spec(spec, predictors.context(runner.attn_backend.pool.config, runner))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--policies", required=True, help=f'comma separated; "{OFF}" for a run without the flag')
+    parser.add_argument("--turns", type=int, required=True, help="of each policy")
+    parser.add_argument("--steps", type=int, required=True, help="of a turn; the first does not count")
+    parser.add_argument("--streams", type=Path, help="JSON: token ids that each request decodes")
+    args, others = parser.parse_known_args()
+    streams = json.loads(args.streams.read_text()) if args.streams else []
+    one_batch.latency_test_run_once = Turns(args.policies.split(","), args.turns, args.steps, streams).run_once
+    sys.argv[1:] = others
+    one_batch.cli_main()
+
+
+if __name__ == "__main__":
+    main()

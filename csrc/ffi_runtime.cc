@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 8;
+constexpr int64_t kAbiVersion = 9;
 
 class EngineObj : public ffi::Object {
  public:
@@ -187,7 +187,7 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
 }
 
 EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t window, int64_t max_requests,
-                        int64_t max_pages, bool attend_union, double guard) {
+                        int64_t max_pages, bool attend_union, double guard, int64_t chunk_bytes) {
   for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
     if (n < 0 || n > INT32_MAX)
       Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
@@ -199,7 +199,8 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
                               static_cast<int>(max_requests),
                               static_cast<int>(max_pages),
                               attend_union,
-                              guard};
+                              guard,
+                              chunk_bytes > 0 ? chunk_bytes : kChunkBytes};
     return EngineRef(ffi::make_object<EngineObj>(std::make_unique<Engine>(pool->pool, config)));
   });
 }
@@ -343,6 +344,12 @@ void engine_stats(EngineRef ref, TensorView out) {
   ref->engine->stats(data<int64_t>(out));
 }
 
+void engine_worker_ns(EngineRef ref, TensorView out) {
+  Engine& engine = *ref->engine;
+  expect(out, "out", kInt64, {engine.pool().workers().size()}, 1);
+  engine.worker_ns(data<int64_t>(out));
+}
+
 int64_t engine_owners(EngineRef ref, TensorView out) {
   expect(out, "out", kInt8, {-1}, 1);
   const int count = ref->engine->last_tasks();
@@ -382,4 +389,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_failed, fluxion::engine_task_failed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_selection, fluxion::engine_selection);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stat_names, fluxion::engine_stat_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stats, fluxion::engine_stats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_worker_ns, fluxion::engine_worker_ns);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_owners, fluxion::engine_owners);

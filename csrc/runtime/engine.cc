@@ -16,8 +16,8 @@
 namespace fluxion {
 
 const char* const kStatNames =
-    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,middle_tokens,tokens_read,tile_"
-    "bytes,metadata_bytes";
+    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,helped_chunks,middle_tokens,"
+    "tokens_read,tile_bytes,metadata_bytes";
 
 namespace {
 
@@ -61,7 +61,9 @@ Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
       config_(config),
       shape_(pool_->shape()),
       kernels_(pool_->kernels()),
-      exact_(*kernel_table(kernels_.isa, DType::kF32)) {
+      exact_(*kernel_table(kernels_.isa, DType::kF32)),
+      scratch_(pool_->workers().size()),
+      worker_ns_(pool_->workers().size()) {
   if (config.q_heads < 1 || config.q_heads % shape_.kv_heads != 0 ||
       config.q_heads / shape_.kv_heads > kMaxGroup) {
     refuse("The model has " + std::to_string(config.q_heads) + " query heads and " +
@@ -83,7 +85,6 @@ Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
   }
   timeout_s_ = task_timeout();
   group_ = config.q_heads / shape_.kv_heads;
-  scratch_.resize(pool_->workers().size());
   reserve(config.max_requests, config.max_pages);
 }
 
@@ -150,6 +151,8 @@ void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   s->added.resize(config_.guard > 0 ? pages : 0);
   s->pages.resize(pages);
   s->masks.resize(pages * group_);
+  s->part_o.resize(static_cast<size_t>(kMaxChunks - 1) * group_ * shape_.head_dim);
+  s->part_lse.resize(static_cast<size_t>(kMaxChunks - 1) * group_);
   s->select.resize(select_scratch_bytes(static_cast<int>(units)) / sizeof(float) + 1);
   s->scorer.resize(static_cast<int>(pages), group_, shape_.entry_bytes());
 }
@@ -306,6 +309,7 @@ int Engine::layer_begin(const LayerArgs& args) {
   const std::array<int, kLanes> lanes = make_tasks();
   items_ = held || args.window.data != nullptr || args.k.data != nullptr ? static_cast<int>(groups) : 0;
   next_item_.store(0, std::memory_order_relaxed);
+  owners_.store(0, std::memory_order_relaxed);
   resident_given_ = false;
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
@@ -389,7 +393,10 @@ void Engine::drain(bool abandoned) {
     open_.store(false, std::memory_order_release);
   }
   if (!abandoned) seal_coarse();
-  for (Scratch& s : scratch_) {
+  for (size_t w = 0; w < scratch_.size(); ++w) {
+    Scratch& s = scratch_[w];
+    worker_ns_[w].fetch_add(s.busy_ns, std::memory_order_relaxed);
+    s.busy_ns = 0;
     for (int i = 0; i < kStatCount; ++i) {
       if (s.stats[i] == 0) continue;
       totals_[i].fetch_add(s.stats[i], std::memory_order_relaxed);
@@ -446,6 +453,10 @@ void Engine::record_failure(const std::string& sentence) {
 
 void Engine::stats(int64_t* out) const {
   for (int i = 0; i < kStatCount; ++i) out[i] = totals_[i].load(std::memory_order_relaxed);
+}
+
+void Engine::worker_ns(int64_t* out) const {
+  for (size_t w = 0; w < worker_ns_.size(); ++w) out[w] = worker_ns_[w].load(std::memory_order_relaxed);
 }
 
 }  // namespace fluxion

@@ -11,10 +11,16 @@
 
 #include "runtime/block_scores.h"
 #include "runtime/pool.h"
+#include "runtime/stage.h"
 #include "runtime/task_queue.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
+
+// A stage of a task (its scan, its attention) reads this much at a time, and idle workers help with the rest:
+// 20 to 40 us on one core, a hundred times what it costs to claim a chunk and to merge its result.
+inline constexpr int64_t kChunkBytes = 512 << 10;
+inline constexpr int kMaxChunks = 64;  // of a stage: bounds the partial results
 
 struct EngineConfig {
   int q_heads;
@@ -24,6 +30,7 @@ struct EngineConfig {
   int max_pages;     // of the longest request
   bool attend_union;
   double guard = 0;  // share of a head's attention that may be left out before it reads more; 0: no guard
+  int64_t chunk_bytes = kChunkBytes;  // what a stage of a task reads at a time
 };
 
 // What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
@@ -62,6 +69,7 @@ enum Stat {
   kStatTasksGpu,
   kStatFailedTasks,
   kStatWidenedTasks,  // that the guard made read more
+  kStatHelpedChunks,  // that another worker did than the one that has the task
   kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included
   kStatTokensRead,    // summed over heads: what they attended to in the middle
   kStatTileBytes,     // see Reads
@@ -94,6 +102,12 @@ int blocks_of_budget(float budget, int tokens, int blk, int blocks);
 
 // Threads: step, layer_resident, layer_begin, set_resident and layer_finish belong to one thread at a time.
 // The foreign functions may be called from any thread at any time.
+//
+// Who does what. A worker takes the residents of a group or a task, and has it until it is done: the task's
+// scan, selection, attention and merge use its scratch. Scan and attention are stages of chunks (Stage): a
+// worker that finds the queue dry helps with those of the others. What a chunk is depends on the task's sizes
+// alone, and the owner merges the chunks in their order, so neither the number of workers nor their timing
+// changes a bit of the result.
 //
 // Phases of a layer. Between begin and finish each page that fills gets its own metadata and moments
 // (seal_page) from the item that appends to it: nobody reads that page, because it is in no request's middle
@@ -144,7 +158,8 @@ class Engine {
   // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
-  void stats(int64_t* out) const;  // [kStatCount], cumulative
+  void stats(int64_t* out) const;      // [kStatCount], cumulative
+  void worker_ns(int64_t* out) const;  // [workers], cumulative: time that each worker has computed
   int last_tasks() const { return queue_.count(); }
   int owner(int i) const { return queue_.owner(i); }
 
@@ -170,15 +185,18 @@ class Engine {
     int count[kMaxGroup];
   };
   struct Scratch {
+    Stage<Scratch> stage;          // of the task that this worker has
     std::vector<float> scores;     // [G][units]: of blocks, or of tokens
     std::vector<uint16_t> chosen;  // [units]: heads that chose a block or token
     std::vector<uint16_t> added;   // [max_pages]: heads that read a block because of the guard; only with one
     std::vector<int32_t> pages;    // [max_pages]
     std::vector<uint16_t> masks;   // [max_pages][G]
     std::vector<float> select;
+    std::vector<float> part_o;    // [kMaxChunks - 1][G][D]: attention of a task's chunks but the first
+    std::vector<float> part_lse;  // [kMaxChunks - 1][G]
     BlockScorer scorer;
     int64_t stats[kStatCount] = {};
-    char padding[64];  // a worker's counters share no cache line with its neighbour
+    int64_t busy_ns = 0;
   };
 
   void reserve(int requests, int pages);
@@ -201,6 +219,8 @@ class Engine {
   static void worker_main(void* self, int worker);
   void work(int worker);
   static void parts_main(void* self, int worker);
+  void help(int worker);
+  int chunks_of(int64_t bytes, int units) const;
   void resident_item(int item, Scratch* scratch);
   void parts_item(int item, Scratch* scratch);
   void append_token(int request, int head);
@@ -208,8 +228,9 @@ class Engine {
   void run_task(int i, Scratch* scratch);
   Blocks blocks_of(const Task& task) const;
   int blk_of(const Task& task) const { return blk_[task.request * shape_.kv_heads + task.head]; }
-  void attend(const Task& task, const Selection& selection, const Scratch& scratch, float* o,
-              float* lse) const;
+  void attend(const Task& task, const Selection& selection, Scratch* scratch, float* o, float* lse) const;
+  int64_t score_blocks(const Task& task, const Blocks& at, Scratch* scratch) const;
+  void score_tokens(const Task& task, int pages, Scratch* scratch) const;
   Selection select(const Task& task, Scratch* scratch) const;
   Selection select_tokens(const Task& task, Scratch* scratch) const;
   void read_more(const Task& task, Selection* chosen, Scratch* scratch);
@@ -264,6 +285,7 @@ class Engine {
   int items_ = 0;                                         // resident items: B * Hk, or 0
   alignas(64) std::atomic<int> next_item_{0};
   TaskQueue queue_;
+  alignas(64) std::atomic<int> owners_{0};  // workers that have a task or may yet get one
 
   std::vector<Scratch> scratch_;  // one a worker
   std::mutex failure_mutex_;
@@ -274,6 +296,7 @@ class Engine {
   Scratch selection_scratch_;
 
   std::atomic<int64_t> totals_[kStatCount] = {};
+  std::vector<std::atomic<int64_t>> worker_ns_;
 };
 
 }  // namespace fluxion

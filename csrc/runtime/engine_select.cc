@@ -35,8 +35,7 @@ Selection Engine::select_tokens(const Task& task, Scratch* s) const {
   std::fill_n(s->chosen.data(), tokens, wanted.whole);
   if (wanted.whole != wanted.active) {
     const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-    kernels_.score_tokens(query(task.request, task.head), group_, shape_.head_dim,
-                          pool_->tiles(args_.layer, task.head), page, pages, s->scores.data(), stride);
+    score_tokens(task, pages, s);
     for (int g = 0; g < group_; ++g) {
       if (!((wanted.active & ~wanted.whole) >> g & 1)) continue;
       kernels_.select(s->scores.data() + g * stride, tokens, wanted.count[g], static_cast<uint16_t>(1u << g),
@@ -82,9 +81,7 @@ Selection Engine::select(const Task& task, Scratch* s) const {
   out.ranked = active & ~whole;
   if (out.ranked != 0) {
     const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-    out.reads.metadata_bytes +=
-        s->scorer.score(*pool_, args_.layer, task.head, at, pages_of(task.request),
-                        query(task.request, task.head), group_, s->scores.data(), stride);
+    out.reads.metadata_bytes += score_blocks(task, at, s);
     for (int g = 0; g < group_; ++g) {
       if (!(out.ranked >> g & 1)) continue;
       kernels_.select(s->scores.data() + g * stride, blocks, wanted.count[g], static_cast<uint16_t>(1u << g),

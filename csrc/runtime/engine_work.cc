@@ -20,17 +20,26 @@ void Engine::worker_main(void* self, int worker) { static_cast<Engine*>(self)->w
 
 void Engine::work(int worker) {
   Scratch* scratch = &scratch_[worker];
+  const int64_t start = now_ns();
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items_;) resident_item(i, scratch);
+  // Before the first pop: whoever finds the queue dry then knows of all who have a task.
+  owners_.fetch_add(1, std::memory_order_relaxed);
   for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
     run_task(TaskQueue::task_of(claim), scratch);
     queue_.finish(claim);
   }
+  owners_.fetch_sub(1, std::memory_order_release);
+  scratch->busy_ns += now_ns() - start;
+  help(worker);
 }
 
 void Engine::parts_main(void* self_ptr, int worker) {
   Engine* self = static_cast<Engine*>(self_ptr);
+  Scratch* scratch = &self->scratch_[worker];
+  const int64_t start = now_ns();
   for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;)
-    self->parts_item(i, &self->scratch_[worker]);
+    self->parts_item(i, scratch);
+  scratch->busy_ns += now_ns() - start;
 }
 
 // This step's token of one request and KV head: to the host and to the window.
@@ -110,18 +119,11 @@ void Engine::parts_item(int item, Scratch* scratch) {
                  scratch->masks.data(), &res_o_[at * shape_.head_dim], &res_lse_[at], parts);
 }
 
-void Engine::attend(const Task& task, const Selection& selection, const Scratch& scratch, float* o,
-                    float* lse) const {
-  kernels_.attend(query(task.request, task.head), group_, shape_.head_dim, args_.scale,
-                  pool_->tiles(args_.layer, task.head), scratch.pages.data(),
-                  selection.masked ? scratch.masks.data() : nullptr, selection.count, o, lse);
-}
-
 void Engine::run_task(int i, Scratch* scratch) {
   const Task& task = tasks_[i];
   Selection chosen = select(task, scratch);
   const int64_t at = state_at(task.request, task.head);
-  attend(task, chosen, *scratch, &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
+  attend(task, chosen, scratch, &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
   // Only layer_resident() has the resident LSE before the tasks begin.
   if (config_.guard > 0 && held_ && chosen.ranked != 0) read_more(task, &chosen, scratch);
   scratch->stats[kStatTasksCpu] += 1;
@@ -138,7 +140,7 @@ void Engine::read_more(const Task& task, Selection* chosen, Scratch* scratch) {
   if (more.count == 0) return;
   alignas(64) float o[kMaxGroup * kMaxHeadDim];
   float lse[kMaxGroup];
-  attend(task, more, *scratch, o, lse);
+  attend(task, more, scratch, o, lse);
   const int D = shape_.head_dim;
   const int64_t at = state_at(task.request, task.head);
   for (int g = 0; g < group_; ++g) {

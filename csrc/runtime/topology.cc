@@ -1,7 +1,5 @@
 #include "runtime/topology.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
@@ -42,20 +40,12 @@ std::vector<int> parse_list(const std::string& text) {
 
 // Cores that thread `tid` (0: the caller) may run on; none when it cannot be asked.
 std::vector<int> cores_of_thread(pid_t tid) {
-  // cpu_set_t stops at 1024; the dynamic form follows the kernel's own limit.
-  for (int count = 1024; count <= 65536; count *= 2) {
-    cpu_set_t* set = CPU_ALLOC(count);
-    const size_t bytes = CPU_ALLOC_SIZE(count);
-    CPU_ZERO_S(bytes, set);
-    const bool ok = sched_getaffinity(tid, bytes, set) == 0;
-    std::vector<int> cores;
-    for (int c = 0; ok && c < count; ++c) {
-      if (CPU_ISSET_S(c, bytes, set)) cores.push_back(c);
-    }
-    CPU_FREE(set);
-    if (ok) return cores;
+  CoreSet set = CoreSet::of_thread(tid);
+  std::vector<int> cores;
+  for (int c = 0; c < CoreSet::kCores; ++c) {
+    if (set.has(c)) cores.push_back(c);
   }
-  return {};
+  return cores;
 }
 
 // Of the whole process: whoever binds OpenMP threads to cores, one each, binds the calling thread with them.

@@ -1,11 +1,36 @@
 // What this process may use of the machine: cores, NUMA nodes, memory.
 #pragma once
 
+#include <sched.h>
+
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace fluxion {
+
+// A set of cores as large as Linux can have: cpu_set_t stops at 1024.
+class CoreSet {
+ public:
+  CoreSet() = default;
+  explicit CoreSet(int core) { CPU_SET_S(core, sizeof(words_), get()); }
+  // What a thread (0: the caller) may run on; the empty set when it cannot be asked.
+  static CoreSet of_thread(pid_t tid) {
+    CoreSet set;
+    if (sched_getaffinity(tid, sizeof(set.words_), set.get()) != 0) set = {};
+    return set;
+  }
+  void bind_caller() { sched_setaffinity(0, sizeof(words_), get()); }
+  bool has(int core) { return CPU_ISSET_S(core, sizeof(words_), get()); }
+
+  cpu_set_t* get() { return reinterpret_cast<cpu_set_t*>(words_); }
+  static constexpr int kCores = 65536;
+  static constexpr size_t kBytes = kCores / 8;
+
+ private:
+  unsigned long words_[kBytes / sizeof(unsigned long)] = {};
+};
 
 struct NumaNode {
   int id;

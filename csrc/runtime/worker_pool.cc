@@ -1,14 +1,12 @@
 #include "runtime/worker_pool.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -21,12 +19,6 @@
 namespace fluxion {
 namespace {
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
   static_assert(sizeof(std::atomic<uint32_t>) == 4);
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -34,17 +26,6 @@ void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
 
 void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
-// Waits until ready() holds: spins first, then gives the core away, so that a machine with more threads than
-// cores still makes progress.
-template <typename Ready>
-void wait_until(Ready ready) {
-  for (int i = 0; i < 2000; ++i) {
-    if (ready()) return;
-    cpu_pause();
-  }
-  while (!ready()) sched_yield();
 }
 
 struct Start {
@@ -69,6 +50,11 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores)
                                   "topology() or widen the affinity (taskset, cpuset).");
     }
   }
+  for (size_t i = 0; i < cores_.size(); ++i) {
+    const size_t first =
+        i == 0 ? cores_.size() : i;  // the first worker that is pinned to it: 0 is the caller
+    (first < static_cast<size_t>(threads_) ? worker_cores_ : other_cores_).push_back(cores_[i]);
+  }
   if (const char* text = std::getenv("FLUXION_SPIN_US")) spin_ns_ = std::max(0ll, std::atoll(text)) * 1000;
   // Signals belong to the threads Python knows.
   sigset_t all, before;
@@ -79,11 +65,8 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores)
     const int core = cores_[w % cores_.size()];
     pthread_attr_t attr;
     pthread_attr_init(&attr);
-    cpu_set_t* set = CPU_ALLOC(core + 1);
-    const size_t bytes = CPU_ALLOC_SIZE(core + 1);
-    CPU_ZERO_S(bytes, set);
-    CPU_SET_S(core, bytes, set);
-    pthread_attr_setaffinity_np(&attr, bytes, set);
+    CoreSet one(core);
+    pthread_attr_setaffinity_np(&attr, CoreSet::kBytes, one.get());
     pthread_t handle;
     auto* start = new Start{this, w};
     error = pthread_create(&handle, &attr, &WorkerPool::thread_main, start);
@@ -92,7 +75,6 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores)
     } else {
       delete start;
     }
-    CPU_FREE(set);
     pthread_attr_destroy(&attr);
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -165,11 +147,26 @@ void WorkerPool::work(int worker) {
   }
 }
 
+// Two system calls, in the rare launch that needs them.
+void WorkerPool::leave_workers_core() const {
+  if (other_cores_.empty()) return;
+  const int here = sched_getcpu();
+  if (std::find(worker_cores_.begin(), worker_cores_.end(), here) == worker_cores_.end()) return;
+  CoreSet allowed = CoreSet::of_thread(0);
+  for (int core : other_cores_) {
+    if (!allowed.has(core)) continue;
+    CoreSet(core).bind_caller();
+    allowed.bind_caller();
+    return;
+  }
+}
+
 bool WorkerPool::launch(Fn fn, void* ctx) {
   if (busy_.exchange(true, std::memory_order_acquire)) return false;
   fn_ = fn;
   ctx_ = ctx;
   if (threads_ == 1) return true;
+  leave_workers_core();
   launches_ = launches_ == UINT32_MAX ? 1 : launches_ + 1;
   gate_.store(static_cast<uint64_t>(launches_) << 32 | kOpen, std::memory_order_release);
   signal_.fetch_add(1, std::memory_order_seq_cst);

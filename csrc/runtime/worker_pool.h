@@ -2,9 +2,11 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -16,7 +18,38 @@ inline void cpu_pause() {
 #endif
 }
 
-// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool.
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Between two looks at what another thread will change: pauses first, then gives the core away, so that a
+// machine with more threads than cores still makes progress.
+class Backoff {
+ public:
+  void wait(int pauses = 1) {
+    if (paused_ >= kPauses) {
+      sched_yield();
+      return;
+    }
+    for (int i = 0; i < pauses; ++i) cpu_pause();
+    paused_ += pauses;
+  }
+
+ private:
+  static constexpr int kPauses = 2000;
+  int paused_ = 0;
+};
+
+template <typename Ready>
+void wait_until(Ready ready) {
+  for (Backoff backoff; !ready();) backoff.wait();
+}
+
+// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool. A caller that
+// is on the core of another worker when it launches moves to a core that has none: the scheduler would leave
+// both there for milliseconds.
 //
 // Invariant of the gate: a worker runs the published function only between entering (count + 1, possible only
 // while the gate is open) and leaving (count - 1). join() closes the gate and waits for the count to reach
@@ -55,12 +88,15 @@ class WorkerPool {
   static void* thread_main(void* arg);
   void work(int worker);
   uint32_t wait_for_signal(uint32_t seen);
+  void leave_workers_core() const;
 
   static constexpr uint64_t kOpen = 1ull << 31;
   static constexpr uint64_t kCount = kOpen - 1;
 
   int threads_;
   std::vector<int> cores_;
+  std::vector<int> worker_cores_,
+      other_cores_;  // of cores_: those that workers are pinned to, and the others
   std::vector<pthread_t> handles_;
   pid_t owner_;
   int64_t spin_ns_;

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -297,6 +297,8 @@ class NativeEngine:
         guard: where a head is estimated to have left out more than this share of its attention, its task reads
             twice the head's blocks in the same step (docs/sglang.md, "Guard rail"): the tasks of native workers in
             layers that `layer_resident` began. None: no guard.
+        chunk_bytes: what a stage of a task (scan, attention) reads at a time; idle workers help with the rest. None: what
+            is best.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 
@@ -316,12 +318,13 @@ class NativeEngine:
         max_pages: int,
         attend_union: bool,
         guard: float | None = None,
+        chunk_bytes: int | None = None,
     ) -> None:
         if workers is not pool.workers:
             raise ValueError("The engine uses the workers of its pool; pass the Workers the pool was created with.")
         self.pool = pool
         self.handle = function("engine_create")(
-            pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union, guard or 0.0
+            pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union, guard or 0.0, chunk_bytes or 0
         )
         self._step = function("engine_step")
         self._layer_resident = function("engine_layer_resident")
@@ -338,6 +341,7 @@ class NativeEngine:
         self._selection = function("engine_selection")
         self._stats = function("engine_stats")
         self._owners = function("engine_owners")
+        self._worker_ns = function("engine_worker_ns")
         self._stat_names = str(function("engine_stat_names")()).split(",")
         self._empty = torch.empty(0)
         self._tasks = 0
@@ -547,12 +551,18 @@ class NativeEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, widened_tasks (that
-        the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
+        the guard made read more), helped_chunks (parts of tasks that idle workers did), middle_tokens and tokens_read (summed over query heads), tile_bytes and
         metadata_bytes (see `reads`).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)
         return dict(zip(self._stat_names, out.tolist(), strict=True))
+
+    def worker_ns(self) -> list[int]:
+        """Cumulative nanoseconds that each worker has computed in finished layers, waiting left out."""
+        out = torch.empty(self.pool.workers.count, dtype=torch.int64)
+        self._worker_ns(self.handle, out)
+        return out.tolist()  # type: ignore[no-any-return]
 
     def owners(self) -> torch.Tensor:
         """[tasks] int8: the executor that did each task of the last layer; -1 when nobody finished it."""

@@ -1,0 +1,93 @@
+// The stages of a task that are cut into chunks: its scan and its attention.
+#include <algorithm>
+#include <atomic>
+
+#include "runtime/engine.h"
+
+namespace fluxion {
+
+namespace {
+
+// First of `units` in chunk i of `chunks`.
+int cut(int units, int chunks, int i) { return static_cast<int>(static_cast<int64_t>(units) * i / chunks); }
+
+}  // namespace
+
+// Nothing but the sizes of a task may decide where it is cut: see Engine.
+int Engine::chunks_of(int64_t bytes, int units) const {
+  const int64_t chunks = (bytes + config_.chunk_bytes - 1) / config_.chunk_bytes;
+  return static_cast<int>(std::clamp<int64_t>(chunks, 1, std::max(1, std::min(units, kMaxChunks))));
+}
+
+// Until no task that is begun can open a stage any more.
+void Engine::help(int worker) {
+  constexpr int kPauses = 16;  // about a microsecond between two rounds of looks
+  const int workers = static_cast<int>(scratch_.size());
+  Scratch* own = &scratch_[worker];
+  for (Backoff backoff; owners_.load(std::memory_order_acquire) > 0;) {
+    int helped = 0;
+    const int64_t start = now_ns();
+    for (int i = 1; i < workers; ++i) helped += scratch_[(worker + i) % workers].stage.help(own);
+    if (helped > 0) {
+      own->busy_ns += now_ns() - start;
+      own->stats[kStatHelpedChunks] += helped;
+      backoff = {};
+    } else {
+      backoff.wait(kPauses);
+    }
+  }
+}
+
+// Attention of what the scratch lists.
+void Engine::attend(const Task& task, const Selection& selection, Scratch* s, float* o, float* lse) const {
+  const int G = group_, D = shape_.head_dim, pages = selection.count;
+  const int chunks = chunks_of(selection.reads.tile_bytes, pages);
+  const auto attend_chunk = [&](int i, Scratch*) {
+    const int from = cut(pages, chunks, i), to = cut(pages, chunks, i + 1);
+    kernels_.attend(query(task.request, task.head), G, D, args_.scale, pool_->tiles(args_.layer, task.head),
+                    s->pages.data() + from, selection.masked ? &s->masks[from * G] : nullptr, to - from,
+                    i == 0 ? o : &s->part_o[(i - 1) * G * D], i == 0 ? lse : &s->part_lse[(i - 1) * G]);
+  };
+  s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
+  for (int i = 0; i < (chunks - 1) * G; ++i) {
+    const int g = i % G;
+    lse[g] = exact_.merge_state(o + g * D, lse[g], &s->part_o[i * D], s->part_lse[i], D, o + g * D);
+  }
+}
+
+// Scores of all blocks of a task into the scratch; the bytes of metadata read.
+int64_t Engine::score_blocks(const Task& task, const Blocks& at, Scratch* s) const {
+  constexpr int kUnit = 16;  // blocks: what the kernel scores at a time
+  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+  const int units = (at.count + kUnit - 1) / kUnit;
+  const int chunks = chunks_of(at.count * shape_.entry_bytes(), units);
+  std::atomic<int64_t> bytes{0};
+  const auto score_chunk = [&](int i, Scratch* helper) {
+    const int from = cut(units, chunks, i) * kUnit;
+    Blocks part = at;
+    part.first += from;
+    part.count = std::min(cut(units, chunks, i + 1) * kUnit, at.count) - from;
+    const int64_t read =
+        helper->scorer.score(*pool_, args_.layer, task.head, part, pages_of(task.request),
+                             query(task.request, task.head), group_, &s->scores[from], stride);
+    bytes.fetch_add(read, std::memory_order_relaxed);
+  };
+  s->busy_ns -= s->stage.run(chunks, s, score_chunk);
+  return bytes.load(std::memory_order_relaxed);
+}
+
+// Scores of all tokens of a middle of `pages` pages into the scratch.
+void Engine::score_tokens(const Task& task, int pages, Scratch* s) const {
+  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+  const int32_t* page = pages_of(task.request) + sink_pages();
+  const int chunks = chunks_of(pages * shape_.tile_bytes() / 2, pages);
+  const auto score_chunk = [&](int i, Scratch*) {
+    const int from = cut(pages, chunks, i), to = cut(pages, chunks, i + 1);
+    kernels_.score_tokens(query(task.request, task.head), group_, shape_.head_dim,
+                          pool_->tiles(args_.layer, task.head), page + from, to - from,
+                          &s->scores[from * kPage], stride);
+  };
+  s->busy_ns -= s->stage.run(chunks, s, score_chunk);
+}
+
+}  // namespace fluxion

@@ -222,7 +222,7 @@ void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, T
   Argument{"lse", lse}.require(kFloat32, {G});
   table_of(isa, dtype)
       .attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
-              all ? nullptr : bits.data<uint16_t>(), n, static_cast<float*>(o.data_ptr()),
+              all ? nullptr : bits.data<uint16_t>(), n, 0, static_cast<float*>(o.data_ptr()),
               static_cast<float*>(lse.data_ptr()));
 }
 

@@ -262,20 +262,20 @@ struct Attention {
 
 template <class T, int kD>
 void attend_tiles(const T* q, int G, int head_dim, float scale, const T* tiles, const int32_t* pages,
-                  const uint16_t* masks, int n, float* o, float* lse) {
+                  const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   Attention<T, kD> attention(q, G, head_dim, scale);
   const int D = attention.dim();
   const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
   const int64_t tile_bytes = tile_size * sizeof(T);
   const int64_t row_bytes = D * static_cast<int64_t>(sizeof(T));
-  const int ahead =
+  const int distance =
       kAheadBytes / tile_bytes < kMaxAhead ? static_cast<int>(kAheadBytes / tile_bytes) : kMaxAhead;
   const int steps_of_head = (kPage / kLanes + kPage / kValuePairs / kValueHeads) * (D / (2 * kLanes));
 
-  for (int i = -ahead; i < n; ++i) {
+  for (int i = -distance; i < n; ++i) {
     Fetcher fetcher;
-    const int next = i + ahead;
-    if (next < n) {
+    const int next = i + distance;
+    if (next < n + ahead) {
       const char* tile = reinterpret_cast<const char*>(tiles + pages[next] * tile_size);
       int any = masks ? 0 : kAllTokens;
       for (int g = 0; masks && g < G; ++g) any |= masks[static_cast<int64_t>(next) * G + g];
@@ -302,16 +302,16 @@ void attend_tiles(const T* q, int G, int head_dim, float scale, const T* tiles, 
 
 template <class T>
 void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-            const uint16_t* masks, int n, float* o, float* lse) {
+            const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   const T* queries = static_cast<const T*>(q);
   const T* base = static_cast<const T*>(tiles);
   switch (D) {
     case 64:
-      return attend_tiles<T, 64>(queries, G, D, scale, base, pages, masks, n, o, lse);
+      return attend_tiles<T, 64>(queries, G, D, scale, base, pages, masks, n, ahead, o, lse);
     case 128:
-      return attend_tiles<T, 128>(queries, G, D, scale, base, pages, masks, n, o, lse);
+      return attend_tiles<T, 128>(queries, G, D, scale, base, pages, masks, n, ahead, o, lse);
     default:
-      return attend_tiles<T, 0>(queries, G, D, scale, base, pages, masks, n, o, lse);
+      return attend_tiles<T, 0>(queries, G, D, scale, base, pages, masks, n, ahead, o, lse);
   }
 }
 

@@ -69,10 +69,13 @@ struct KernelTable {
   // masks: [n][G], bit t = the head attends to token t of the page; nullptr = all. A token that no mask
   // names may hold anything, NaN included.
   //
+  // ahead: pages and masks go on for so many tiles, which the caller may attend to next. They may be fetched,
+  // and are not used.
+  //
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf.
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                 const uint16_t* masks, int n, float* o, float* lse);
+                 const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
   // entry = {min[D], max[D]} over the 16 keys of a tile.
   void (*page_minmax)(const void* tile, int D, void* entry);

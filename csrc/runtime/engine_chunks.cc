@@ -46,7 +46,8 @@ void Engine::attend(const Task& task, const Selection& selection, Scratch* s, fl
     const int from = cut(pages, chunks, i), to = cut(pages, chunks, i + 1);
     kernels_.attend(query(task.request, task.head), G, D, args_.scale, pool_->tiles(args_.layer, task.head),
                     s->pages.data() + from, selection.masked ? &s->masks[from * G] : nullptr, to - from,
-                    i == 0 ? o : &s->part_o[(i - 1) * G * D], i == 0 ? lse : &s->part_lse[(i - 1) * G]);
+                    pages - to, i == 0 ? o : &s->part_o[(i - 1) * G * D],
+                    i == 0 ? lse : &s->part_lse[(i - 1) * G]);
   };
   s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
   for (int i = 0; i < (chunks - 1) * G; ++i) {

@@ -89,7 +89,7 @@ void Engine::resident_item(int item, Scratch* scratch) {
   }
   const int64_t at = state_at(b, h);
   kernels_.attend(query(b, h), group_, shape_.head_dim, args_.scale, w.data + h * w.head_stride, pages, masks,
-                  count, &res_o_[at * shape_.head_dim], &res_lse_[at]);
+                  count, 0, &res_o_[at * shape_.head_dim], &res_lse_[at]);
   part_done(b, h);
 }
 

@@ -301,7 +301,8 @@ void Measurement::survey(int item, Scratch* s) {
   resident_parts(kernels_, *kernel_table(kernels_.isa, DType::kF32), q, G_, D_, args_.scale, resident, local,
                  s->masks.get(), o, lse, parts);
   float middle_o[kMaxGroup * kMaxHeadDim], middle_lse[kMaxGroup];
-  kernels_.attend(q, G_, D_, args_.scale, tiles, args_.pages + sinks, nullptr, middle, middle_o, middle_lse);
+  kernels_.attend(q, G_, D_, args_.scale, tiles, args_.pages + sinks, nullptr, middle, 0, middle_o,
+                  middle_lse);
 
   double sink_k, sink_v;
   sink_norms(n, head, &sink_k, &sink_v);

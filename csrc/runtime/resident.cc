@@ -27,7 +27,7 @@ void attend_run(const KernelTable& kernels, const void* q, int G, int D, float s
     std::fill_n(masks, before, uint16_t{0xffff});
     std::fill_n(masks + before, G, static_cast<uint16_t>((1u << run.last_tokens) - 1));
   }
-  kernels.attend(q, G, D, scale, run.tiles, run.pages, whole ? nullptr : masks, run.count, o, lse);
+  kernels.attend(q, G, D, scale, run.tiles, run.pages, whole ? nullptr : masks, run.count, 0, o, lse);
 }
 
 }  // namespace

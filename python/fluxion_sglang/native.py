@@ -297,8 +297,8 @@ class NativeEngine:
         guard: where a head is estimated to have left out more than this share of its attention, its task reads
             twice the head's blocks in the same step (docs/sglang.md, "Guard rail"): the tasks of native workers in
             layers that `layer_resident` began. None: no guard.
-        chunk_bytes: what a stage of a task (scan, attention) reads at a time; idle workers help with the rest. None: what
-            is best.
+        chunk_bytes: what a stage of a task (scan, attention) reads at a time, so that idle workers can help with the
+            rest. None: what is best.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 
@@ -551,8 +551,8 @@ class NativeEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, widened_tasks (that
-        the guard made read more), helped_chunks (parts of tasks that idle workers did), middle_tokens and tokens_read (summed over query heads), tile_bytes and
-        metadata_bytes (see `reads`).
+        the guard made read more), helped_chunks (parts of tasks that idle workers did), middle_tokens and tokens_read
+        (summed over query heads), tile_bytes and metadata_bytes (see `reads`).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)

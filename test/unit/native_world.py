@@ -64,16 +64,18 @@ class NativeWorld:
     pages: int = 256
     rows: int = 6
     workers: int = 2
+    cores: tuple[int, ...] = ()
     placement: Placement = field(default_factory=lambda: Placement(sinks=32, window=48))
     attend_union: bool = True
     guard: float | None = None
+    chunk_bytes: int | None = None
     isa: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.scale = self.dim**-0.5
-        pool_workers = Workers(self.workers)
+        pool_workers = Workers(self.workers, torch.tensor(self.cores, dtype=torch.int32))
         self.pool = NativePool(
             pool_workers,
             layers=self.layers,
@@ -95,6 +97,7 @@ class NativeWorld:
             max_pages=1,
             attend_union=self.attend_union,
             guard=self.guard,
+            chunk_bytes=self.chunk_bytes,
         )
         size = (self.heads, self.rows * self.placement.slot_pages, 2, PAGE, self.dim)
         self.windows = [torch.full(size, torch.nan, dtype=self.dtype) for _ in range(self.layers)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -174,6 +175,28 @@ def test_workers_are_pinned_and_end() -> None:
     assert os.sched_getaffinity(0) == affinity, "the caller is never pinned"
     del workers
     assert eventually(lambda: not started & set(native_threads()))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the caller has nowhere else to go")
+def test_a_caller_on_the_core_of_a_worker_leaves_it() -> None:
+    affinity = os.sched_getaffinity(0)
+    here, there = sorted(affinity)[:2]
+    core_of_caller = ctypes.CDLL(None).sched_getcpu
+    world = NativeWorld(workers=2, cores=(there, here))
+    requests = [world.add(500)]
+    left = 0
+    try:
+        for allowed in [affinity] * 20 + [{here}]:
+            os.sched_setaffinity(0, {here})
+            os.sched_setaffinity(0, allowed)
+            world.begin_step(requests)
+            world.begin_layer(requests, 0, world.plan(requests))
+            left += core_of_caller() != here
+            assert os.sched_getaffinity(0) == allowed, "the caller is never pinned"
+            world.engine.layer_finish()
+    finally:
+        os.sched_setaffinity(0, affinity)
+    assert left > 15  # the scheduler may have other plans
 
 
 def test_a_core_that_is_not_ours() -> None:

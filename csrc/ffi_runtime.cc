@@ -187,7 +187,8 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
 }
 
 EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t window, int64_t max_requests,
-                        int64_t max_pages, bool attend_union, double guard, int64_t chunk_bytes) {
+                        int64_t max_pages, bool attend_union, double guard, int64_t chunk_bytes,
+                        bool share_prefixes) {
   for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
     if (n < 0 || n > INT32_MAX)
       Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
@@ -200,7 +201,8 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
                               static_cast<int>(max_pages),
                               attend_union,
                               guard,
-                              chunk_bytes > 0 ? chunk_bytes : kChunkBytes};
+                              chunk_bytes > 0 ? chunk_bytes : kChunkBytes,
+                              share_prefixes};
     return EngineRef(ffi::make_object<EngineObj>(std::make_unique<Engine>(pool->pool, config)));
   });
 }

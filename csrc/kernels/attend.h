@@ -128,18 +128,18 @@ struct Attention {
   // Per head: the running maximum (-inf past G), the lanes of the running sum and the output so far, in pair
   // layout; of the page at hand the scores (later weights), the new maximum and the factor for what came
   // before, exp(old maximum less new).
-  alignas(64) float top[kMaxGroup];
-  alignas(64) float next_top[kMaxGroup];
-  alignas(64) float rescale[kMaxGroup];
-  alignas(64) float total[kMaxGroup][kLanes];
-  alignas(64) float weights[kMaxGroup][kPage];
-  alignas(64) Query queries[kMaxGroup * kMaxHeadDim];
-  alignas(64) float out[kMaxGroup * kMaxHeadDim];
+  alignas(64) float top[kMaxHeads];
+  alignas(64) float next_top[kMaxHeads];
+  alignas(64) float rescale[kMaxHeads];
+  alignas(64) float total[kMaxHeads][kLanes];
+  alignas(64) float weights[kMaxHeads][kPage];
+  alignas(64) Query queries[kMaxHeads * kMaxHeadDim];
+  alignas(64) float out[kMaxHeads * kMaxHeadDim];
 
   int dim() const { return kD ? kD : D; }
 
   Attention(const T* q, int group, int head_dim, float factor) : D(head_dim), G(group), scale(factor) {
-    for (int g = 0; g < kMaxGroup; ++g) top[g] = next_top[g] = kNegInf;
+    for (int g = 0; g < kMaxHeads; ++g) top[g] = next_top[g] = kNegInf;
     for (int g = 0; g < G; ++g) {
       Dot<T>::pack(q + g * dim(), dim(), queries + g * dim());
       store(total[g], set1(0.0f));
@@ -199,7 +199,7 @@ struct Attention {
   }
 
   void add_page(const T* tile, const uint16_t* masks, Fetcher& fetcher) {
-    int whole[kMaxGroup], part[kMaxGroup], any = 0, wholes = 0, parts = 0;
+    int whole[kMaxHeads], part[kMaxHeads], any = 0, wholes = 0, parts = 0;
     for (int g = 0; g < G; ++g) {
       const int mask = masks ? masks[g] : kAllTokens;
       any |= mask;

@@ -67,7 +67,7 @@ void score(const void* q, int G, int D, const void* entries, const int32_t* inde
            float* out, int64_t out_stride) {
   const T* queries = static_cast<const T*>(q);
   T split[2 * kMaxHeadDim];
-  alignas(64) typename Dot<T>::Query packed[kMaxGroup * 2 * kMaxHeadDim];
+  alignas(64) typename Dot<T>::Query packed[kMaxHeads * 2 * kMaxHeadDim];
   for (int g = 0; g < G; ++g) {
     for (int d = 0; d < D; ++d) {
       const float half = 0.5f * to_float(queries[g * D + d]);

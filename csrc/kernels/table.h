@@ -9,6 +9,7 @@ inline constexpr int kPage = 16;
 inline constexpr int kMinHeadDim = 32;
 inline constexpr int kMaxHeadDim = 256;  // head_dim is a multiple of 16
 inline constexpr int kMaxGroup = 16;     // query heads that share a KV head
+inline constexpr int kMaxHeads = 64;     // query heads that one call may attend or score for
 
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 

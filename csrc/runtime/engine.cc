@@ -17,7 +17,7 @@ namespace fluxion {
 
 const char* const kStatNames =
     "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,helped_chunks,middle_tokens,"
-    "tokens_read,tile_bytes,metadata_bytes";
+    "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes";
 
 namespace {
 
@@ -118,6 +118,11 @@ void Engine::reserve(int requests, int pages) {
   order_.resize(groups);
   tasks_.resize(groups);
   reads_.resize(groups);
+  bundled_.reserve(groups);
+  bundles_.reserve(groups);
+  bundle_of_.resize(groups);
+  families_.reserve(max_requests);
+  middle_ends_.resize(max_requests);
   budget_.resize(states);
   res_lse_.resize(states);
   mid_lse_.resize(states);
@@ -151,10 +156,12 @@ void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   s->added.resize(config_.guard > 0 ? pages : 0);
   s->pages.resize(pages);
   s->masks.resize(pages * group_);
-  s->part_o.resize(static_cast<size_t>(kMaxChunks - 1) * group_ * shape_.head_dim);
-  s->part_lse.resize(static_cast<size_t>(kMaxChunks - 1) * group_);
+  // A step with families needs more, and has it already where single tokens ask for room.
+  const size_t parts = static_cast<size_t>(kMaxChunks - 1) * group_;
+  s->part_o.resize(std::max(s->part_o.size(), parts * shape_.head_dim));
+  s->part_lse.resize(std::max(s->part_lse.size(), parts));
   s->select.resize(select_scratch_bytes(static_cast<int>(units)) / sizeof(float) + 1);
-  s->scorer.resize(static_cast<int>(pages), group_, shape_.entry_bytes());
+  s->scorer.resize(static_cast<int>(pages), kMaxHeads, shape_.entry_bytes());
 }
 
 void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
@@ -190,7 +197,8 @@ void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const
   std::sort(sorted_rows_.begin(), sorted_rows_.begin() + batch);
   rows_differ_ =
       std::adjacent_find(sorted_rows_.begin(), sorted_rows_.begin() + batch) == sorted_rows_.begin() + batch;
-  batch_ = batch;
+  find_families(batch);
+  batch_ = batch;  // last: with it the step's families count
 }
 
 void Engine::check_requests(const LayerArgs& args) {
@@ -239,13 +247,16 @@ std::array<int, kLanes> Engine::make_tasks() {
       if (blk == 1) single_tokens = std::max(single_tokens, middle);
       parts_[i].store(2, std::memory_order_relaxed);
       ++lanes[lane];
-      // Lane, value, index: the index has kBits.
-      order_[count++] = static_cast<uint64_t>(lane) << (32 + TaskQueue::kBits) |
-                        static_cast<uint64_t>(~ordered(args_.value[i])) << TaskQueue::kBits |
-                        static_cast<uint64_t>(i);
+      order_[count++] = static_cast<uint64_t>(lane) << (32 + TaskQueue::kBits) | static_cast<uint64_t>(i);
     }
   }
   reserve_tokens(single_tokens);
+  make_bundles();
+  // Lane, value, index: the index has kBits.
+  for (int n = 0; n < count; ++n) {
+    const int i = TaskQueue::task_of(static_cast<int64_t>(order_[n]));
+    order_[n] |= static_cast<uint64_t>(~ordered(value_of(i))) << TaskQueue::kBits;
+  }
   std::sort(order_.begin(), order_.begin() + count);
   for (int i = 0; i < count; ++i) {
     const int packed = TaskQueue::task_of(static_cast<int64_t>(order_[i]));

@@ -11,6 +11,7 @@
 
 #include "runtime/block_scores.h"
 #include "runtime/pool.h"
+#include "runtime/sharing.h"
 #include "runtime/stage.h"
 #include "runtime/task_queue.h"
 #include "runtime/worker_pool.h"
@@ -31,6 +32,7 @@ struct EngineConfig {
   bool attend_union;
   double guard = 0;  // share of a head's attention that may be left out before it reads more; 0: no guard
   int64_t chunk_bytes = kChunkBytes;  // what a stage of a task reads at a time
+  bool share_prefixes = false;        // see Bundle
 };
 
 // What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
@@ -72,15 +74,19 @@ enum Stat {
   kStatHelpedChunks,  // that another worker did than the one that has the task
   kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included
   kStatTokensRead,    // summed over heads: what they attended to in the middle
-  kStatTileBytes,     // see Reads
+  kStatTileBytes,     // see Reads; in bundles each tile and entry counts once
   kStatMetadataBytes,
+  kStatSharedTasks,          // that were done in bundles
+  kStatSharedTileBytes,      // that a bundle's tasks had in common: tile_bytes had been so much more without
+  kStatSharedMetadataBytes,  // the same of metadata_bytes
   kStatCount
 };
 extern const char* const kStatNames;  // comma separated, in the order of Stat
 
 // Bytes that a task read of the middle. Of blocks the whole tiles, of single tokens (blk 1) the rows of K and
 // V attended to, each once a group; the keys that single tokens were chosen by are not counted. What the
-// guard adds is read by itself, and counts once more where another head of the group has read it.
+// guard adds is read by itself, and counts once more where another head of the group has read it. What the
+// tasks of a bundle read together counts for each of them.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;
@@ -178,11 +184,39 @@ class Engine {
     int32_t request;
     int32_t head;
   };
-  // Heads of a group that read something, and that read everything; how many blocks each wants.
+  // Heads of a group that read something, that read everything, and that choose by scores; how many blocks
+  // each wants.
   struct Wanted {
     uint16_t active = 0;
     uint16_t whole = 0;
+    uint16_t ranked = 0;
     int count[kMaxGroup];
+  };
+  // Tasks of one family (Families), of one KV head and block size, that only the CPU may take: whoever takes
+  // the first of them from the queue does them all, and the turns of the others are empty. Of the blocks
+  // before end_page, which all of them have, an entry or a tile is read once for all heads. What a head
+  // chooses and attends to is what it would alone.
+  struct Bundle {
+    int begin, count;  // of bundled_
+    int end_page;      // a block's end
+    float value;       // the sum of its tasks'
+  };
+  struct Member {
+    Task task;
+    Blocks at;
+    Wanted wanted;
+    Selection chose;  // its reads as if it were alone
+  };
+  // Scratch of the bundle at hand, grown when a step has families.
+  struct Together {
+    std::vector<Member> members;
+    int64_t stride;                // blocks of the longest member
+    std::vector<char> queries;     // [heads][D] KV dtype
+    std::vector<float> scores;     // [heads][stride]
+    std::vector<uint16_t> chosen;  // [members][stride]: heads of the member's group
+    std::vector<int32_t> pages;    // of the shared blocks
+    std::vector<uint16_t> masks;   // [pages][heads]
+    std::vector<float> o, lse;     // [heads][D], [heads]
   };
   struct Scratch {
     Stage<Scratch> stage;          // of the task that this worker has
@@ -192,9 +226,10 @@ class Engine {
     std::vector<int32_t> pages;    // [max_pages]
     std::vector<uint16_t> masks;   // [max_pages][G]
     std::vector<float> select;
-    std::vector<float> part_o;    // [kMaxChunks - 1][G][D]: attention of a task's chunks but the first
-    std::vector<float> part_lse;  // [kMaxChunks - 1][G]
+    std::vector<float> part_o;    // [kMaxChunks - 1][heads][D]: attention of a stage's chunks but the first
+    std::vector<float> part_lse;  // [kMaxChunks - 1][heads]
     BlockScorer scorer;
+    Together together;
     int64_t stats[kStatCount] = {};
     int64_t busy_ns = 0;
   };
@@ -211,11 +246,22 @@ class Engine {
   int64_t state_at(int request,
                    int head) const;  // first of the group's states in res_lse_, mid_lse_; * D in the o's
 
+  void find_families(int batch);
   void check_requests(const LayerArgs& args);
   void check_rows(const WindowView& window, const TokenView& k) const;
   // Whether the layer's parts are merged as they come, and not with what set_resident() brings.
   bool merges_itself() const { return held_ || args_.window.data != nullptr; }
   std::array<int, kLanes> make_tasks();
+  void make_bundles();
+  bool joins(int i, int blk) const;
+  // Whose turn in the queue task b * Hk + h does the work; nullptr: its own.
+  const Bundle* bundle_of(int i) const {
+    return bundles_.empty() || bundle_of_[i] < 0 ? nullptr : &bundles_[bundle_of_[i]];
+  }
+  float value_of(int i) const {
+    const Bundle* bundle = bundle_of(i);
+    return bundle != nullptr && bundled_[bundle->begin] == i ? bundle->value : args_.value[i];
+  }
   static void worker_main(void* self, int worker);
   void work(int worker);
   static void parts_main(void* self, int worker);
@@ -226,17 +272,30 @@ class Engine {
   void append_token(int request, int head);
   int resident_pages(int request, int first, int end, int32_t* pages) const;
   void run_task(int i, Scratch* scratch);
+  void finish_task(const Task& task, Selection chosen, Scratch* scratch);
+  void run_bundle(const Bundle& bundle, Scratch* scratch);
+  void gather_members(const Bundle& bundle, Scratch* scratch) const;
+  int64_t select_together(const Bundle& bundle, Scratch* scratch) const;
+  Selection list_shared(const Bundle& bundle, Scratch* scratch) const;
+  void finish_member(const Bundle& bundle, int m, Scratch* scratch);
   Blocks blocks_of(const Task& task) const;
   int blk_of(const Task& task) const { return blk_[task.request * shape_.kv_heads + task.head]; }
   void attend(const Task& task, const Selection& selection, Scratch* scratch, float* o, float* lse) const;
-  int64_t score_blocks(const Task& task, const Blocks& at, Scratch* scratch) const;
+  void attend(const char* q, int heads, int kv_head, const Selection& selection, const int32_t* pages,
+              const uint16_t* masks, Scratch* scratch, float* o, float* lse) const;
+  int64_t score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float* scores,
+                       int64_t stride, Scratch* scratch) const;
   void score_tokens(const Task& task, int pages, Scratch* scratch) const;
   Selection select(const Task& task, Scratch* scratch) const;
   Selection select_tokens(const Task& task, Scratch* scratch) const;
   void read_more(const Task& task, Selection* chosen, Scratch* scratch);
   Selection widen(const Task& task, uint16_t ranked, Scratch* scratch) const;
-  void list_pages(const Task& task, const uint16_t* chosen, Scratch* scratch, Selection* out) const;
+  void choose(const Wanted& wanted, const float* scores, int64_t stride, int blocks, uint16_t* chosen,
+              Scratch* scratch) const;
+  void list_pages(const Blocks& at, const int32_t* pages, const uint16_t* chosen, Scratch* scratch,
+                  Selection* out) const;
   Wanted wanted_of(const Task& task, int tokens, int blk, int blocks) const;
+  Wanted wanted_of(const Task& task, const Blocks& at) const;
   void part_done(int request, int head);
   void merge(int request, int head);
 
@@ -263,6 +322,8 @@ class Engine {
   std::vector<int32_t> sorted_rows_;
   bool rows_differ_ = true;
   std::string step_failure_;
+  Families families_;
+  std::vector<int32_t> middle_ends_;  // [B]: logical page; of a bad request 0
 
   // This layer.
   std::atomic<bool> open_{false};
@@ -279,7 +340,10 @@ class Engine {
   std::vector<float> budget_;
   std::vector<uint64_t> order_;
   std::vector<Task> tasks_;
-  std::vector<Reads> reads_;                              // [B][Hk]
+  std::vector<Bundle> bundles_;
+  std::vector<int32_t> bundled_;    // b * Hk + h of their tasks
+  std::vector<int32_t> bundle_of_;  // [B][Hk]: or -1; meaningless while there are no bundles
+  std::vector<Reads> reads_;        // [B][Hk]
   std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
   std::unique_ptr<std::atomic<uint8_t>[]> parts_;         // [B][Hk]: results a group still waits for
   int items_ = 0;                                         // resident items: B * Hk, or 0

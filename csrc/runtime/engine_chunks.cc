@@ -40,26 +40,35 @@ void Engine::help(int worker) {
 
 // Attention of what the scratch lists.
 void Engine::attend(const Task& task, const Selection& selection, Scratch* s, float* o, float* lse) const {
-  const int G = group_, D = shape_.head_dim, pages = selection.count;
-  const int chunks = chunks_of(selection.reads.tile_bytes, pages);
+  attend(query(task.request, task.head), group_, task.head, selection, s->pages.data(), s->masks.data(), s, o,
+         lse);
+}
+
+// Attention of `heads` queries over the selection's pages, with masks if it is masked. The scratch has room
+// for the parts.
+void Engine::attend(const char* q, int heads, int kv_head, const Selection& selection, const int32_t* pages,
+                    const uint16_t* masks, Scratch* s, float* o, float* lse) const {
+  const int D = shape_.head_dim, count = selection.count;
+  const int chunks = chunks_of(selection.reads.tile_bytes, count);
   const auto attend_chunk = [&](int i, Scratch*) {
-    const int from = cut(pages, chunks, i), to = cut(pages, chunks, i + 1);
-    kernels_.attend(query(task.request, task.head), G, D, args_.scale, pool_->tiles(args_.layer, task.head),
-                    s->pages.data() + from, selection.masked ? &s->masks[from * G] : nullptr, to - from,
-                    pages - to, i == 0 ? o : &s->part_o[(i - 1) * G * D],
-                    i == 0 ? lse : &s->part_lse[(i - 1) * G]);
+    const int from = cut(count, chunks, i), to = cut(count, chunks, i + 1);
+    kernels_.attend(q, heads, D, args_.scale, pool_->tiles(args_.layer, kv_head), pages + from,
+                    selection.masked ? masks + static_cast<int64_t>(from) * heads : nullptr, to - from,
+                    count - to, i == 0 ? o : &s->part_o[(i - 1) * heads * D],
+                    i == 0 ? lse : &s->part_lse[(i - 1) * heads]);
   };
   s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
-  for (int i = 0; i < (chunks - 1) * G; ++i) {
-    const int g = i % G;
-    lse[g] = exact_.merge_state(o + g * D, lse[g], &s->part_o[i * D], s->part_lse[i], D, o + g * D);
+  for (int i = 0; i < (chunks - 1) * heads; ++i) {
+    const int h = i % heads;
+    lse[h] = exact_.merge_state(o + h * D, lse[h], &s->part_o[i * D], s->part_lse[i], D, o + h * D);
   }
 }
 
-// Scores of all blocks of a task into the scratch; the bytes of metadata read.
-int64_t Engine::score_blocks(const Task& task, const Blocks& at, Scratch* s) const {
+// Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata
+// read.
+int64_t Engine::score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float* scores,
+                             int64_t stride, Scratch* s) const {
   constexpr int kUnit = 16;  // blocks: what the kernel scores at a time
-  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
   const int units = (at.count + kUnit - 1) / kUnit;
   const int chunks = chunks_of(at.count * shape_.entry_bytes(), units);
   std::atomic<int64_t> bytes{0};
@@ -68,9 +77,8 @@ int64_t Engine::score_blocks(const Task& task, const Blocks& at, Scratch* s) con
     Blocks part = at;
     part.first += from;
     part.count = std::min(cut(units, chunks, i + 1) * kUnit, at.count) - from;
-    const int64_t read =
-        helper->scorer.score(*pool_, args_.layer, task.head, part, pages_of(task.request),
-                             query(task.request, task.head), group_, &s->scores[from], stride);
+    const int64_t read = helper->scorer.score(*pool_, args_.layer, task.head, part, pages_of(task.request), q,
+                                              heads, scores + from, stride);
     bytes.fetch_add(read, std::memory_order_relaxed);
   };
   s->busy_ns -= s->stage.run(chunks, s, score_chunk);

@@ -62,33 +62,42 @@ Selection Engine::select_tokens(const Task& task, Scratch* s) const {
   return out;
 }
 
+Engine::Wanted Engine::wanted_of(const Task& task, const Blocks& at) const {
+  Wanted wanted = wanted_of(task, at.tokens(), blk_of(task), at.count);
+  // With the union, one head that reads everything decides for all: no scan.
+  if (config_.attend_union && wanted.whole != 0) wanted.whole = wanted.active;
+  wanted.ranked = wanted.active & ~wanted.whole;
+  return wanted;
+}
+
+// chosen[blocks]: the heads that read each block.
+void Engine::choose(const Wanted& wanted, const float* scores, int64_t stride, int blocks, uint16_t* chosen,
+                    Scratch* s) const {
+  std::fill_n(chosen, blocks, wanted.whole);
+  for (unsigned left = wanted.ranked; left != 0; left &= left - 1) {
+    const int g = std::countr_zero(left);
+    kernels_.select(scores + g * stride, blocks, wanted.count[g], static_cast<uint16_t>(1u << g), chosen,
+                    s->select.data());
+  }
+}
+
 Blocks Engine::blocks_of(const Task& task) const {
   return Blocks(blk_of(task), sink_pages(), requests_[task.request].window_page);
 }
 
 Selection Engine::select(const Task& task, Scratch* s) const {
-  const int blk = blk_of(task);
-  if (blk == 1) return select_tokens(task, s);
+  if (blk_of(task) == 1) return select_tokens(task, s);
   Selection out;
   const Blocks at = blocks_of(task);
-  const int blocks = at.count;
-  const Wanted wanted = wanted_of(task, at.tokens(), blk, blocks);
-  const uint16_t active = wanted.active;
-  uint16_t whole = wanted.whole;
-  // With the union, one head that reads everything decides for all: no scan.
-  if (config_.attend_union && whole != 0) whole = active;
-  std::fill_n(s->chosen.data(), blocks, whole);
-  out.ranked = active & ~whole;
-  if (out.ranked != 0) {
-    const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-    out.reads.metadata_bytes += score_blocks(task, at, s);
-    for (int g = 0; g < group_; ++g) {
-      if (!(out.ranked >> g & 1)) continue;
-      kernels_.select(s->scores.data() + g * stride, blocks, wanted.count[g], static_cast<uint16_t>(1u << g),
-                      s->chosen.data(), s->select.data());
-    }
+  const Wanted wanted = wanted_of(task, at);
+  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+  out.ranked = wanted.ranked;
+  if (wanted.ranked != 0) {
+    out.reads.metadata_bytes =
+        score_blocks(task, at, query(task.request, task.head), group_, s->scores.data(), stride, s);
   }
-  list_pages(task, s->chosen.data(), s, &out);
+  choose(wanted, s->scores.data(), stride, at.count, s->chosen.data(), s);
+  list_pages(at, pages_of(task.request), s->chosen.data(), s, &out);
   return out;
 }
 
@@ -115,14 +124,13 @@ Selection Engine::widen(const Task& task, uint16_t ranked, Scratch* s) const {
     const uint16_t readers = config_.attend_union && s->chosen[i] != 0 ? uint16_t{0xffff} : s->chosen[i];
     s->added[i] &= ~readers;
   }
-  list_pages(task, s->added.data(), s, &out);
+  list_pages(at, pages_of(task.request), s->added.data(), s, &out);
   return out;
 }
 
 // The pages of the blocks that heads chose, with their masks, and what it takes to read them.
-void Engine::list_pages(const Task& task, const uint16_t* chosen, Scratch* s, Selection* out) const {
-  const Blocks at = blocks_of(task);
-  const int32_t* pages = pages_of(task.request);
+void Engine::list_pages(const Blocks& at, const int32_t* pages, const uint16_t* chosen, Scratch* s,
+                        Selection* out) const {
   const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
   for (int i = 0; i < at.count; ++i) {
     if (chosen[i] == 0) continue;

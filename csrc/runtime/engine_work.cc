@@ -121,9 +121,19 @@ void Engine::parts_item(int item, Scratch* scratch) {
 
 void Engine::run_task(int i, Scratch* scratch) {
   const Task& task = tasks_[i];
-  Selection chosen = select(task, scratch);
+  const int group = task.request * shape_.kv_heads + task.head;
+  if (const Bundle* bundle = bundle_of(group)) {
+    if (bundled_[bundle->begin] == group) run_bundle(*bundle, scratch);
+    return;
+  }
+  const Selection chosen = select(task, scratch);
   const int64_t at = state_at(task.request, task.head);
   attend(task, chosen, scratch, &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
+  finish_task(task, chosen, scratch);
+}
+
+// After a task's selection was attended to. The scratch has its scores and choice.
+void Engine::finish_task(const Task& task, Selection chosen, Scratch* scratch) {
   // Only layer_resident() has the resident LSE before the tasks begin.
   if (config_.guard > 0 && held_ && chosen.ranked != 0) read_more(task, &chosen, scratch);
   scratch->stats[kStatTasksCpu] += 1;

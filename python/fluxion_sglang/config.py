@@ -77,6 +77,12 @@ class FluxionConfig:
         "What one head of a group selected, all heads of the group attend to: it is read once for all of them.",
         "false",
     )
+    share_prefixes: bool = _option(
+        True,
+        "Requests of a batch that begin with the same pages read those together: what several of them selected there is "
+        "read once. What each head reads does not change. Tasks that other executors may take are left alone.",
+        "false",
+    )
     spread: float = _option(
         1.0,
         "How blocks are ranked: by the score of the center of the box of their keys' minima and maxima, plus this "

@@ -16,9 +16,19 @@ _COUNTERS = {
     "tokens_read": ("read_tokens", "Tokens of the middle that decode heads attended to, summed over query heads."),
     "tile_bytes": (
         "tile_bytes",
-        "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted.",
+        "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, and what "
+        "requests share counts once.",
     ),
     "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks."),
+    "shared_tasks": (
+        "shared_tasks",
+        "Decode tasks done together with those of requests that begin with the same pages.",
+    ),
+    "shared_tile_bytes": (
+        "shared_tile_bytes",
+        "Bytes of K and V that were not read again, because requests begin with the same pages.",
+    ),
+    "shared_metadata_bytes": ("shared_metadata_bytes", "The same of block metadata."),
 }
 """The engine's statistic -> name and text of its counter."""
 _GAUGES = {

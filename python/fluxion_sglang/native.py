@@ -299,6 +299,9 @@ class NativeEngine:
             layers that `layer_resident` began. None: no guard.
         chunk_bytes: what a stage of a task (scan, attention) reads at a time, so that idle workers can help with the
             rest. None: what is best.
+        share_prefixes: of requests whose page tables begin alike, the tasks that are for the CPU alone (see `owner` of
+            `layer_begin`), of one KV head and block size, are done together: what several of them read of the common
+            pages is read once. What each head reads stays the same.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 
@@ -319,12 +322,22 @@ class NativeEngine:
         attend_union: bool,
         guard: float | None = None,
         chunk_bytes: int | None = None,
+        share_prefixes: bool = False,
     ) -> None:
         if workers is not pool.workers:
             raise ValueError("The engine uses the workers of its pool; pass the Workers the pool was created with.")
         self.pool = pool
         self.handle = function("engine_create")(
-            pool.handle, q_heads, sinks, window, max_requests, max_pages, attend_union, guard or 0.0, chunk_bytes or 0
+            pool.handle,
+            q_heads,
+            sinks,
+            window,
+            max_requests,
+            max_pages,
+            attend_union,
+            guard or 0.0,
+            chunk_bytes or 0,
+            share_prefixes,
         )
         self._step = function("engine_step")
         self._layer_resident = function("engine_layer_resident")
@@ -488,8 +501,8 @@ class NativeEngine:
 
         Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
         each once a group. The keys that single tokens were chosen by are not counted. What the guard adds is read by
-        itself, and counts once more where another head of the group has read it. Valid as `result` is, and raises as
-        it does.
+        itself, and counts once more where another head of the group has read it. What tasks read together counts for
+        each of them. Valid as `result` is, and raises as it does.
         """
         self._reads(self.handle, out)
 
@@ -552,7 +565,9 @@ class NativeEngine:
     def stats(self) -> dict[str, int]:
         """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, widened_tasks (that
         the guard made read more), helped_chunks (parts of tasks that idle workers did), middle_tokens and tokens_read
-        (summed over query heads), tile_bytes and metadata_bytes (see `reads`).
+        (summed over query heads), tile_bytes and metadata_bytes (see `reads`, but what tasks read together counts
+        once), shared_tasks (done together with others), shared_tile_bytes and shared_metadata_bytes (what these would
+        have read besides if each had been done alone).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)

@@ -69,6 +69,7 @@ class NativeWorld:
     attend_union: bool = True
     guard: float | None = None
     chunk_bytes: int | None = None
+    share_prefixes: bool = False
     isa: str | None = None
     seed: int = 0
 
@@ -98,6 +99,7 @@ class NativeWorld:
             attend_union=self.attend_union,
             guard=self.guard,
             chunk_bytes=self.chunk_bytes,
+            share_prefixes=self.share_prefixes,
         )
         size = (self.heads, self.rows * self.placement.slot_pages, 2, PAGE, self.dim)
         self.windows = [torch.full(size, torch.nan, dtype=self.dtype) for _ in range(self.layers)]
@@ -111,15 +113,22 @@ class NativeWorld:
     def randn(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.random).to(self.dtype)
 
-    def add(self, length: int) -> Request:
-        """A request of `length` tokens in the pool, its window filled."""
+    def add(self, length: int, parent: Request | None = None, shared: int = 0) -> Request:
+        """A request of `length` tokens in the pool, its window filled.
+
+        The first `shared` tokens, whole pages, are those of `parent`: of one that does not write to them any more.
+        """
         request = Request(self.free_rows.pop(), [], [], [])
-        request.pages = [self.free.pop() for _ in range(-(-length // PAGE))]
+        request.pages = parent.pages[: shared // PAGE] if parent else []
+        request.pages += [self.free.pop() for _ in range(-(-(length - shared) // PAGE))]
         pages = torch.tensor(request.pages, dtype=torch.int32)
         for layer in range(self.layers):
-            k, v = self.randn(length, self.heads, self.dim), self.randn(length, self.heads, self.dim)
+            k, v = (self.randn(length - shared, self.heads, self.dim) for _ in range(2))
+            if length > shared:
+                self.pool.append(layer, pages, shared, k, v)
+            if parent:
+                k, v = torch.cat([parent.keys[layer][:shared], k]), torch.cat([parent.values[layer][:shared], v])
             if length:
-                self.pool.append(layer, pages, 0, k, v)
                 self.pool.fill_window(
                     layer,
                     self.windows[layer],

@@ -148,6 +148,7 @@ def valid(draw: st.DrawFn) -> dict[str, Any]:
         "window": draw(st.integers(1, 256)) * 16,
         "request_policies": draw(st.booleans()),
         "attend_union": draw(st.booleans()),
+        "share_prefixes": draw(st.booleans()),
         "guard": draw(st.none() | st.floats(1e-9, 10)),
         "workers": draw(st.none() | st.integers(1, 512)),
         "executors": draw(st.sampled_from(["auto", "cpu", "cpu+torch"])),

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_world import NativeWorld, Plan, Request
 
-from fluxion_sglang.native import function
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import function, topology
 
-LEAST_PAGES, LEAST_GAIN = 16, 1 / 16
+ISAS: list[str] = topology()["isas"]
+DTYPES = [torch.float32, torch.bfloat16]
+LEAST_PAGES, LEAST_GAIN, MOST_HEADS = 16, 1 / 16, 64
+CPU, ANY = 0, 3
 
 
 def families(tables: list[list[int]], first: int, together: int) -> dict[frozenset[int], int]:
@@ -116,3 +126,265 @@ def test_a_little_in_common_is_left_alone() -> None:
     long = [[*range(64), *range(1000 * i, 1000 * i + 4000)] for i in (1, 5)]
     assert families(long, 4, 16) == {}
     assert families([pages[:80] for pages in long], 4, 16) == {frozenset({0, 1}): 64}
+
+
+# ---- the engine
+
+
+@dataclass
+class Done:
+    """What a layer of a step did: q, out, before it was rounded, selections, reads, and what the statistics grew by."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    exact: torch.Tensor
+    chosen: dict[tuple[int, int], list[set[int]]]
+    reads: torch.Tensor
+    stats: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A request that has its first `shared` pages from request `parent`, and `tail` tokens of its own."""
+
+    parent: int
+    shared: int
+    tail: int
+
+
+def build(world: NativeWorld, branches: list[Branch]) -> list[Request]:
+    """The requests; a parent has at least the pages that are asked of it, or the branch gets fewer."""
+    requests: list[Request] = []
+    for branch in branches:
+        parent = requests[branch.parent % len(requests)] if requests else None
+        shared = min(branch.shared, parent.length // PAGE) * PAGE if parent else 0
+        requests.append(world.add(shared + branch.tail, parent, shared))
+    return requests
+
+
+def run(world: NativeWorld, requests: list[Request], plan: Plan, resident_first: bool = False) -> Done:
+    before = world.engine.stats()
+    world.begin_step(requests)
+    tasks, q, out = world.begin_layer(requests, 0, plan, resident_first)
+    chosen = world.selections(requests, tasks)
+    world.engine.layer_finish()
+    exact, reads = torch.full(q.shape, torch.nan), torch.full((len(requests), world.heads, 2), -1, dtype=torch.int64)
+    world.engine.result(exact)
+    world.engine.reads(reads)
+    stats = {name: value - before[name] for name, value in world.engine.stats().items()}
+    return Done(q, out, exact, chosen, reads, stats)
+
+
+def cpu_plan(world: NativeWorld, requests: list[Request], blk: int = 16, budget: float = 1.0) -> Plan:
+    plan = world.plan(requests, blk, budget)
+    plan.owner = torch.full_like(plan.blk, CPU)
+    return plan
+
+
+def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **options: Any) -> tuple[Done, Done]:
+    """One step with and without sharing, over the same numbers; checked against float64 and against each other."""
+    done: list[Done] = []
+    for share in (True, False):
+        world = NativeWorld(share_prefixes=share, rows=len(branches), pages=1024, **options)
+        requests = build(world, branches)
+        done.append(run(world, requests, plan_of(world, requests), resident_first))
+        if world.guard is None:
+            world.check(done[-1].out, world.expected(requests, 0, done[-1].q, done[-1].chosen))
+    shared, alone = done
+    assert torch.equal(shared.q, alone.q)
+    assert shared.chosen == alone.chosen
+    assert torch.equal(shared.reads, alone.reads)
+    torch.testing.assert_close(shared.exact, alone.exact, atol=2e-6, rtol=2e-6)
+    for done_ in done:
+        for kind, name in enumerate(("tile_bytes", "metadata_bytes")):
+            assert done_.stats[name] + done_.stats[f"shared_{name}"] == done_.reads[..., kind].sum()
+    for name, value in alone.stats.items():
+        assert value == 0 if name.startswith("shared") else name.endswith("bytes") or value == shared.stats[name]
+    return shared, alone
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Branch]:
+    """A document and what branches off from it, or from its branches; ends and branchings around page boundaries."""
+    tails = st.sampled_from([0, 1, 15, 16, 17, 40, 64, 95, 96, 97, 130, 300])
+    pages = st.sampled_from([3, 10, 20, 23, 24, 33, 40, 100])
+    document = Branch(0, 0, draw(st.sampled_from([400, 640, 655, 656, 1100])))
+    more = draw(st.lists(st.builds(Branch, st.integers(0, 7), pages, tails), min_size=1, max_size=5))
+    return [document, *more]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=25)
+@given(
+    branches=batches(),
+    data=st.data(),
+    group=st.integers(1, 8),
+    union=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    collide=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_sharing_changes_only_what_is_read(
+    isa: str,
+    branches: list[Branch],
+    data: st.DataObject,
+    group: int,
+    union: bool,
+    dtype: torch.dtype,
+    collide: bool,
+    seed: int,
+) -> None:
+    """Any prefixes, lengths, block sizes, budgets and owners."""
+    heads = 2
+    mostly = data.draw(st.sampled_from([16, 32, 64, 128]))
+    sizes = st.one_of(st.just(mostly), st.sampled_from([0, 1, 16, 32, 64, 128]))
+    groups, queries = len(branches) * heads, len(branches) * heads * group
+    blk = data.draw(st.lists(sizes, min_size=groups, max_size=groups))
+    budgets = st.sampled_from([0.0, 0.01, 0.05, 0.05, 0.2, 0.5, 0.999, 1.0, math.nan])
+    budget = data.draw(st.lists(budgets, min_size=queries, max_size=queries))
+    owners = data.draw(st.lists(st.sampled_from([CPU, CPU, CPU, CPU, ANY]), min_size=groups, max_size=groups))
+
+    def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
+        if collide:
+            for j in (1, 2, 3):
+                world.pool.tensor(f"tag{j}", 0).fill_(-1)
+        shape = (len(requests), heads)
+        return Plan(
+            torch.tensor(blk, dtype=torch.int32).view(shape),
+            torch.tensor(budget, dtype=torch.float32).view(len(requests), -1),
+            world.randn(*shape).float(),
+            torch.tensor(owners, dtype=torch.int32).view(shape),
+        )
+
+    both(branches, plan_of, isa=isa, heads=heads, group=group, attend_union=union, dtype=dtype, seed=seed)
+
+
+FORKS = [Branch(0, 0, 2000), *(Branch(0, 120, tail) for tail in (30, 150, 8, 31, 400))]
+"""Six branches of one document that is much longer than what they add."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blk", [16, 32, 64, 128])
+@pytest.mark.parametrize("budget", [0.1, 1.0])
+def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype) -> None:
+    """Tiles and entries of the blocks before the first window are counted once for all branches."""
+
+    def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
+        return cpu_plan(world, requests, blk, budget)
+
+    shared, _ = both(FORKS, plan_of, dtype=dtype, group=3)
+    assert shared.stats["shared_tasks"] == shared.stats["tasks"] == 2 * len(FORKS)
+    # The shortest branch has 1928 tokens and one more: its window starts at 1872, its sinks end at 32.
+    end = 1872 // blk * blk
+    row = 2 * 32 * dtype.itemsize
+    tokens = 0
+    for h in range(2):
+        read = [set().union(*shared.chosen[b, h]) for b in range(len(FORKS))]
+        tokens += len({t for positions in read for t in positions if t < end})
+        tokens += sum(len({t for t in positions if t >= end}) for positions in read)
+    assert shared.stats["tile_bytes"] == tokens * row
+    if budget == 1.0:
+        assert shared.stats["metadata_bytes"] == shared.stats["shared_metadata_bytes"] == 0
+    else:
+        # Of each head 5 scans are saved; a coarse block that is cut or has lost its entry takes those of its pages.
+        scan, rest = divmod(shared.stats["shared_metadata_bytes"], (len(FORKS) - 1) * 2 * row)
+        assert rest == 0
+        least = (end - 32) // blk
+        assert scan == least if blk == 16 else least <= scan <= (end - 32) // 16
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 16])
+def test_more_heads_than_fit_are_done_in_parts(group: int) -> None:
+    """Each part reads what is shared once."""
+    forks = [Branch(0, 0, 700), *(Branch(0, 40, 90 + i) for i in range(8))]
+    shared, _ = both(forks, cpu_plan, heads=1, group=group)
+    parts = -(-len(forks) * group // (MOST_HEADS // group * group))
+    assert shared.stats["shared_tasks"] == len(forks)
+    middle = (640 - 32) // PAGE * PAGE * 2 * 32 * 4
+    assert shared.stats["shared_tile_bytes"] == (len(forks) - parts) * middle
+
+
+def test_a_prefix_of_prefixes_and_of_other_block_sizes() -> None:
+    """Two documents after one prompt are two families; a task of another block size or executor goes alone."""
+    branches = [Branch(0, 0, 1500), Branch(0, 90, 80), Branch(0, 4, 1400), Branch(2, 88, 100), Branch(2, 90, 60)]
+
+    def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
+        plan = cpu_plan(world, requests, 32, 0.2)
+        plan.blk[3, 0] = 64
+        plan.blk[4, 1] = 1
+        assert plan.owner is not None
+        plan.owner[0, 1] = ANY
+        return plan
+
+    shared, _ = both(branches, plan_of)
+    assert shared.stats["shared_tasks"] == 2 + 2 + 0 + 2
+    assert shared.stats["tasks"] == 10
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_the_guard_sees_each_request_by_itself(union: bool) -> None:
+    def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
+        return cpu_plan(world, requests, 16, 0.05)
+
+    shared, alone = both(FORKS, plan_of, resident_first=True, guard=1e-9, attend_union=union, group=3)
+    assert shared.stats["widened_tasks"] == alone.stats["widened_tasks"] == 12
+    assert shared.stats["shared_tasks"] == 12
+    unguarded, _ = both(FORKS, plan_of, resident_first=True, attend_union=union, group=3)
+    assert unguarded.stats["tokens_read"] < shared.stats["tokens_read"]
+
+
+def test_a_bad_request_is_in_no_bundle() -> None:
+    """Its page id is out of range behind the shared pages: the layer fails, and the others are computed."""
+    world = NativeWorld(share_prefixes=True, rows=6, pages=1024)
+    requests = build(world, FORKS)
+    good = requests[2].pages.copy()
+    requests[2].pages[-1] = world.pages
+    world.begin_step(requests)
+    tasks, q, out = world.begin_layer(requests, 0, cpu_plan(world, requests))
+    chosen = world.selections(requests, tasks)
+    with pytest.raises(RuntimeError, match="Request 2 cannot be computed"):
+        world.engine.layer_finish()
+    assert world.engine.stats()["shared_tasks"] == 2 * 5
+    want = world.expected(requests, 0, q, chosen)
+    others = [b for b in range(6) if b != 2]
+    world.check(out[others], want[others])
+    requests[2].pages = good
+    done = run(world, requests, cpu_plan(world, requests))
+    assert done.stats["shared_tasks"] == 2 * 6
+    world.check(done.out[others], world.expected(requests, 0, done.q, done.chosen)[others])
+
+
+def test_branches_decode_on_and_come_and_go() -> None:
+    """Tails grow over page boundaries, windows leave the shared part, requests join and leave the batch."""
+    world = NativeWorld(share_prefixes=True, rows=8, pages=1024, heads=1)
+    requests = build(world, [Branch(0, 0, 500), *(Branch(0, 31, tail) for tail in (4, 20))])
+    seen = set()
+    for step in range(120):
+        if step == 40:
+            requests.append(world.add(31 * PAGE + 7, requests[0], 31 * PAGE))
+        if step == 70:
+            del requests[1]
+        if step == 90:
+            requests.reverse()
+        done = run(world, requests, cpu_plan(world, requests, 16, 0.2))
+        world.check(done.out, world.expected(requests, 0, done.q, done.chosen))
+        seen.add(done.stats["shared_tasks"])
+    assert seen == {3, 4}
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_results_are_the_same_bits_whoever_works(workers: int) -> None:
+    branches = [*FORKS, Branch(0, 100, 700), Branch(6, 120, 9)]
+    outs = []
+    for count in (1, workers, workers, workers):
+        world = NativeWorld(share_prefixes=True, workers=count, rows=8, pages=1024, heads=5)
+        requests = build(world, branches)
+        outs.append(run(world, requests, cpu_plan(world, requests, 16, 0.1)).exact)
+        assert world.engine.stats()["shared_tasks"] > 0
+    assert all(torch.equal(a, b) for a, b in pairwise(outs))
+
+
+def test_without_a_common_prefix_or_an_owner_nothing_is_shared() -> None:
+    apart = [Branch(0, 0, 500)] * 3
+    assert both(apart, cpu_plan)[0].stats["shared_tasks"] == 0
+    assert both(FORKS, lambda world, requests: world.plan(requests))[0].stats["shared_tasks"] == 0

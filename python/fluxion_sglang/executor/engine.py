@@ -47,6 +47,7 @@ class DecodeEngine:
         guard: as of `NativeEngine`. With one, every policy's plan follows the resident attention, so that what a
             request reads does not depend on the policies beside it.
         scheduler: who may take which task, and in what order.
+        share_prefixes: as of `NativeEngine`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class DecodeEngine:
         attend_union: bool,
         guard: float | None = None,
         scheduler: Scheduler = by_priority,
+        share_prefixes: bool = True,
     ) -> None:
         self.pool = pool
         self.windows = windows
@@ -81,11 +83,13 @@ class DecodeEngine:
             max_pages=-(-max_tokens // PAGE),
             attend_union=attend_union,
             guard=guard,
+            share_prefixes=share_prefixes,
         )
         self._guarded = guard is not None
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._step: DecodeStep | None = None
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
+        self._owner: torch.Tensor | None = None  # of tasks that the scheduler leaves to anyone
         self._policy = policy
         self._policies: Sequence[Policy] = ()
         self._needs = Needs.NOTHING
@@ -117,6 +121,8 @@ class DecodeEngine:
         self._policy = compose(self._policies) if policies else self.policy
         self._policy.begin_step(step)
         self._step, self._page_table = step, page_table
+        if not self.executors:
+            self._owner = torch.full((step.batch, step.kv_heads), int(ExecutorId.CPU), dtype=torch.int32)
         return step
 
     def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -138,6 +144,7 @@ class DecodeEngine:
         # What was looked at first has the token and its residents behind it.
         new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])
         value, owner = self.scheduler(plan, self._step, self._executor_ids)
+        owner = self._owner if owner is None else owner
         self.native.layer_begin(layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner)
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:

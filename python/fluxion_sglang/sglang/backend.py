@@ -65,6 +65,7 @@ class FluxionAttnBackend(AttentionBackend):
             attend_union=pool.config.attend_union,
             guard=pool.config.guard,
             scheduler=SCHEDULERS[pool.config.scheduler],
+            share_prefixes=pool.config.share_prefixes,
         )
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:

@@ -1,0 +1,217 @@
+// Tasks whose middles begin with the same blocks: what they share is read once.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "runtime/engine.h"
+
+namespace fluxion {
+
+namespace {
+
+// The blocks of a middle before and from the page where what is shared ends.
+Blocks shared_part(Blocks at, int end_page) {
+  at.count = (end_page >> at.level) - at.first;
+  return at;
+}
+
+Blocks own_part(Blocks at, int end_page) {
+  const int shared = shared_part(at, end_page).count;
+  at.first += shared;
+  at.count -= shared;
+  return at;
+}
+
+}  // namespace
+
+void Engine::find_families(int batch) {
+  families_.clear();
+  if (!config_.share_prefixes) return;
+  for (int b = 0; b < batch; ++b) middle_ends_[b] = requests_[b].good ? requests_[b].window_page : 0;
+  const int together = kMaxHeads / group_;
+  families_.find(table_.data(), max_pages_, sink_pages(), {middle_ends_.data(), static_cast<size_t>(batch)},
+                 together);
+  size_t members = 0, pages = 0;
+  for (const Family& family : families_.all()) {
+    members = std::max<size_t>(members, std::min(family.count, together));
+    for (const int32_t b : families_.members(family)) pages = std::max<size_t>(pages, middle_ends_[b]);
+  }
+  const size_t heads = members * group_;
+  for (Scratch& s : scratch_) {
+    Together& t = s.together;
+    const auto grow = [](auto* v, size_t size) { v->resize(std::max(v->size(), size)); };
+    t.members.reserve(members);
+    grow(&t.queries, heads * shape_.token_bytes());
+    grow(&t.scores, heads * pages);
+    grow(&t.chosen, members * pages);
+    grow(&t.pages, pages);
+    grow(&t.masks, heads * pages);
+    grow(&t.o, heads * shape_.head_dim);
+    grow(&t.lse, heads);
+    grow(&s.part_o, (kMaxChunks - 1) * heads * shape_.head_dim);
+    grow(&s.part_lse, (kMaxChunks - 1) * heads);
+  }
+}
+
+// Whether b * Hk + h is a task with this blk that can be in a bundle.
+bool Engine::joins(int i, int blk) const {
+  return !skip_[i / shape_.kv_heads] && blk_[i] == blk && parts_[i].load(std::memory_order_relaxed) == 2 &&
+         args_.owner != nullptr && args_.owner[i] == static_cast<int32_t>(Executor::kCpu);
+}
+
+void Engine::make_bundles() {
+  bundles_.clear();
+  bundled_.clear();
+  if (batch_ == 0 || families_.all().empty()) return;
+  const int heads = shape_.kv_heads, together = kMaxHeads / group_;
+  std::fill_n(bundle_of_.data(), batch_ * heads, -1);
+  for (const Family& family : families_.all()) {
+    for (int level = 0; level < kLevels; ++level) {
+      const int end_page = family.end_page >> level << level;
+      if (end_page - sink_pages() < kLeastSharedPages) continue;
+      for (int h = 0; h < heads; ++h) {
+        const int first = static_cast<int>(bundled_.size());
+        for (const int32_t b : families_.members(family)) {
+          if (joins(b * heads + h, kPage << level)) bundled_.push_back(b * heads + h);
+        }
+        const int tasks = static_cast<int>(bundled_.size()) - first;
+        const int bundles = (tasks + together - 1) / together;
+        for (int n = 0; n < bundles; ++n) {
+          const int begin = first + tasks * n / bundles, end = first + tasks * (n + 1) / bundles;
+          if (end - begin < 2) continue;
+          float value = 0;
+          for (int i = begin; i < end; ++i) {
+            value += args_.value[bundled_[i]];
+            bundle_of_[bundled_[i]] = static_cast<int32_t>(bundles_.size());
+          }
+          bundles_.push_back({begin, end - begin, end_page, value});
+        }
+      }
+    }
+  }
+}
+
+void Engine::run_bundle(const Bundle& bundle, Scratch* s) {
+  Together& t = s->together;
+  gather_members(bundle, s);
+  const int64_t shared_entries = select_together(bundle, s);
+  const Selection shared = list_shared(bundle, s);
+  attend(t.queries.data(), bundle.count * group_, t.members[0].task.head, shared, t.pages.data(),
+         t.masks.data(), s, t.o.data(), t.lse.data());
+  int64_t shared_tiles = -shared.reads.tile_bytes;
+  for (const Member& member : t.members) shared_tiles += member.chose.reads.tile_bytes;
+  for (int m = 0; m < bundle.count; ++m) finish_member(bundle, m, s);
+  // finish_task() has counted every task as if it were alone.
+  s->stats[kStatTileBytes] -= shared_tiles;
+  s->stats[kStatMetadataBytes] -= shared_entries;
+  s->stats[kStatSharedTileBytes] += shared_tiles;
+  s->stats[kStatSharedMetadataBytes] += shared_entries;
+  s->stats[kStatSharedTasks] += bundle.count;
+}
+
+// The members and their queries, those first that choose by scores: a scan is for the leading heads.
+void Engine::gather_members(const Bundle& bundle, Scratch* s) const {
+  Together& t = s->together;
+  t.members.clear();
+  t.stride = 0;
+  for (const bool ranked : {true, false}) {
+    for (int i = bundle.begin; i < bundle.begin + bundle.count; ++i) {
+      const Task task{bundled_[i] / shape_.kv_heads, bundled_[i] % shape_.kv_heads};
+      const Blocks at = blocks_of(task);
+      const Wanted wanted = wanted_of(task, at);
+      if ((wanted.ranked != 0) != ranked) continue;
+      std::memcpy(&t.queries[t.members.size() * group_ * shape_.token_bytes()],
+                  query(task.request, task.head), group_ * shape_.token_bytes());
+      t.stride = std::max<int64_t>(t.stride, at.count);
+      t.members.push_back({task, at, wanted, {}});
+    }
+  }
+}
+
+// What every member chooses of its whole middle. Returns the bytes of metadata that sharing saved.
+int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
+  Together& t = s->together;
+  const auto scan = [&](const Task& task, const Blocks& at, int first, int heads, int block) {
+    return score_blocks(task, at, &t.queries[first * shape_.token_bytes()], heads,
+                        &t.scores[first * t.stride + block], t.stride, s);
+  };
+  int ranked = 0;
+  while (ranked < bundle.count && t.members[ranked].wanted.ranked != 0) ++ranked;
+  const Blocks shared = shared_part(t.members[0].at, bundle.end_page);
+  const int64_t bytes = ranked == 0 ? 0 : scan(t.members[0].task, shared, 0, ranked * group_, 0);
+  for (int m = 0; m < bundle.count; ++m) {
+    Member& member = t.members[m];
+    member.chose.ranked = member.wanted.ranked;
+    if (m < ranked) {
+      const Blocks own = own_part(member.at, bundle.end_page);
+      member.chose.reads.metadata_bytes = bytes + scan(member.task, own, m * group_, group_, shared.count);
+    }
+    choose(member.wanted, &t.scores[m * group_ * t.stride], t.stride, member.at.count,
+           &t.chosen[m * t.stride], s);
+  }
+  return std::max(ranked - 1, 0) * bytes;
+}
+
+// The pages of the shared blocks that anyone reads, with masks for the heads of all members.
+Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
+  Together& t = s->together;
+  const Blocks at = shared_part(t.members[0].at, bundle.end_page);
+  const int32_t* pages = pages_of(t.members[0].task.request);
+  const int heads = bundle.count * group_;
+  const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
+  uint16_t* anyone = s->chosen.data();
+  std::copy_n(t.chosen.data(), at.count, anyone);
+  for (int m = 1; m < bundle.count; ++m) {
+    for (int i = 0; i < at.count; ++i) anyone[i] |= t.chosen[m * t.stride + i];
+  }
+  Selection out;
+  for (int i = 0; i < at.count; ++i) {
+    if (anyone[i] == 0) continue;
+    const int from = at.from(i), count = at.to(i) - from;
+    uint16_t* masks = &t.masks[out.count * heads];
+    for (int m = 0; m < bundle.count; ++m) {
+      uint16_t readers = t.chosen[m * t.stride + i];
+      if (config_.attend_union && readers != 0) readers = everyone;
+      if (readers != everyone) out.masked = true;
+      for (int g = 0; g < group_; ++g) masks[m * group_ + g] = readers >> g & 1 ? 0xffff : 0;
+      Selection& chose = t.members[m].chose;
+      chose.tokens += static_cast<int64_t>(count) * kPage * std::popcount(readers);
+      if (readers != 0) chose.reads.tile_bytes += count * shape_.tile_bytes();
+    }
+    std::copy_n(pages + from, count, &t.pages[out.count]);
+    for (int p = 1; p < count; ++p) std::copy_n(masks, heads, masks + p * heads);
+    out.count += count;
+  }
+  out.reads.tile_bytes = out.count * shape_.tile_bytes();
+  return out;
+}
+
+// What member m reads alone, merged with what it read with the others.
+void Engine::finish_member(const Bundle& bundle, int m, Scratch* s) {
+  Together& t = s->together;
+  Member& member = t.members[m];
+  const Task& task = member.task;
+  const int G = group_, D = shape_.head_dim;
+  const Blocks own = own_part(member.at, bundle.end_page);
+  const uint16_t* chosen = &t.chosen[m * t.stride];
+  Selection more;
+  list_pages(own, pages_of(task.request), chosen + member.at.count - own.count, s, &more);
+  const int64_t at = state_at(task.request, task.head);
+  attend(task, more, s, &mid_o_[at * D], &mid_lse_[at]);
+  for (int g = 0; g < G; ++g) {
+    float* mid = &mid_o_[(at + g) * D];
+    mid_lse_[at + g] =
+        exact_.merge_state(mid, mid_lse_[at + g], &t.o[(m * G + g) * D], t.lse[m * G + g], D, mid);
+  }
+  member.chose.tokens += more.tokens;
+  member.chose.reads.tile_bytes += more.reads.tile_bytes;
+  if (config_.guard > 0 && member.wanted.ranked != 0) {
+    const int64_t stride = static_cast<int64_t>(s->scores.size()) / G;
+    for (int g = 0; g < G; ++g)
+      std::copy_n(&t.scores[(m * G + g) * t.stride], member.at.count, &s->scores[g * stride]);
+    std::copy_n(chosen, member.at.count, s->chosen.data());
+  }
+  finish_task(task, member.chose, s);
+}
+
+}  // namespace fluxion

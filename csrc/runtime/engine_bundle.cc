@@ -142,13 +142,15 @@ int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
   for (int m = 0; m < bundle.count; ++m) {
     Member& member = t.members[m];
     member.chose.ranked = member.wanted.ranked;
-    if (m < ranked) {
-      const Blocks own = own_part(member.at, bundle.end_page);
-      member.chose.reads.metadata_bytes = bytes + scan(member.task, own, m * group_, group_, shared.count);
-    }
-    choose(member.wanted, &t.scores[m * group_ * t.stride], t.stride, member.at.count,
-           &t.chosen[m * t.stride], s);
+    if (m >= ranked) continue;
+    const Blocks own = own_part(member.at, bundle.end_page);
+    member.chose.reads.metadata_bytes = bytes + scan(member.task, own, m * group_, group_, shared.count);
   }
+  const auto choose_for = [&](int m, Scratch* helper) {
+    choose(t.members[m].wanted, &t.scores[m * group_ * t.stride], t.stride, t.members[m].at.count,
+           &t.chosen[m * t.stride], helper);
+  };
+  s->busy_ns -= s->stage.run(bundle.count, s, choose_for);
   return std::max(ranked - 1, 0) * bytes;
 }
 
@@ -169,17 +171,22 @@ Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
     if (anyone[i] == 0) continue;
     const int from = at.from(i), count = at.to(i) - from;
     uint16_t* masks = &t.masks[out.count * heads];
-    for (int m = 0; m < bundle.count; ++m) {
-      uint16_t readers = t.chosen[m * t.stride + i];
-      if (config_.attend_union && readers != 0) readers = everyone;
-      if (readers != everyone) out.masked = true;
-      for (int g = 0; g < group_; ++g) masks[m * group_ + g] = readers >> g & 1 ? 0xffff : 0;
+    for (int m = 0; m < bundle.count; ++m, masks += group_) {
+      const uint16_t chosen = t.chosen[m * t.stride + i];
+      const bool all = chosen == everyone || (config_.attend_union && chosen != 0);
+      if (all || chosen == 0) {
+        std::fill_n(masks, group_, all ? uint16_t{0xffff} : uint16_t{0});
+      } else {
+        for (int g = 0; g < group_; ++g) masks[g] = chosen >> g & 1 ? 0xffff : 0;
+      }
+      if (!all) out.masked = true;
+      if (chosen == 0) continue;
       Selection& chose = t.members[m].chose;
-      chose.tokens += static_cast<int64_t>(count) * kPage * std::popcount(readers);
-      if (readers != 0) chose.reads.tile_bytes += count * shape_.tile_bytes();
+      chose.tokens += static_cast<int64_t>(count) * kPage * (all ? group_ : std::popcount(chosen));
+      chose.reads.tile_bytes += count * shape_.tile_bytes();
     }
     std::copy_n(pages + from, count, &t.pages[out.count]);
-    for (int p = 1; p < count; ++p) std::copy_n(masks, heads, masks + p * heads);
+    for (int p = 1; p < count; ++p, masks += heads) std::copy_n(masks - heads, heads, masks);
     out.count += count;
   }
   out.reads.tile_bytes = out.count * shape_.tile_bytes();

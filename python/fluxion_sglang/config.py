@@ -79,8 +79,8 @@ class FluxionConfig:
     )
     share_prefixes: bool = _option(
         True,
-        "Requests of a batch that begin with the same pages read those together: what several of them selected there is "
-        "read once. What each head reads does not change. Tasks that other executors may take are left alone.",
+        "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
+        "together: once for all of them. What each head reads stays the same.",
         "false",
     )
     spread: float = _option(

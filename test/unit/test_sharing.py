@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request
+from world import World
 
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import function, topology
+from fluxion_sglang.policy import parse_spec
 
 ISAS: list[str] = topology()["isas"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -194,7 +197,9 @@ def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **o
     assert torch.equal(shared.q, alone.q)
     assert shared.chosen == alone.chosen
     assert torch.equal(shared.reads, alone.reads)
-    torch.testing.assert_close(shared.exact, alone.exact, atol=2e-6, rtol=2e-6)
+    # In bfloat16 the weights of a page may be rounded as well, relative to what came before it.
+    slack = 2e-6 if options.get("dtype", torch.float32) == torch.float32 else 5e-3
+    torch.testing.assert_close(shared.exact, alone.exact, atol=slack, rtol=slack)
     for done_ in done:
         for kind, name in enumerate(("tile_bytes", "metadata_bytes")):
             assert done_.stats[name] + done_.stats[f"shared_{name}"] == done_.reads[..., kind].sum()
@@ -394,3 +399,55 @@ def test_without_a_common_prefix_or_an_owner_nothing_is_shared() -> None:
     apart = [Branch(0, 0, 500)] * 3
     assert both(apart, cpu_plan)[0].stats["shared_tasks"] == 0
     assert both(FORKS, lambda world, requests: world.plan(requests))[0].stats["shared_tasks"] == 0
+
+
+# ---- the decode engine
+
+
+def decode(world: World, steps: int) -> list[torch.Tensor]:
+    """Outputs of requests of which three have one document, and two of these another page besides."""
+    world.extend(1, 1500)
+    for row, pages in ((2, 90), (3, 91)):
+        world.share(row, 1, pages)
+        world.extend(row, 40 * row)
+    world.extend(4, 600)
+    return [got for _ in range(steps) for got, _ in world.decode([4, 1, 3, 2])]
+
+
+@pytest.mark.parametrize("scheduler", ["priority", "none", "uniform", "length"])
+@pytest.mark.parametrize("policy", ["full", "fixed:16:0.1", "fixed:128:0.3", "anchor:0.05", "oracle:0.1"])
+def test_every_policy_and_scheduler(policy: str, scheduler: str) -> None:
+    outs, stats = [], []
+    for share in (True, False):
+        world = World(policy=policy, scheduler=scheduler, share_prefixes=share, seed=2)
+        outs.append(decode(world, 2))
+        stats.append(world.engine.stats())
+    for shared, alone in zip(*outs, strict=True):
+        torch.testing.assert_close(shared, alone, atol=3e-6, rtol=3e-6)
+    assert stats[0]["tokens_read"] == stats[1]["tokens_read"] > 0
+    assert stats[1]["shared_tasks"] == stats[1]["shared_tile_bytes"] == 0
+    if policy.startswith("oracle"):
+        assert stats[0]["shared_tasks"] == 0
+    elif not policy.startswith("anchor"):  # which may want blocks of different sizes
+        assert stats[0]["shared_tasks"] == 2 * 2 * 2 * 3
+        assert stats[0]["shared_tile_bytes"] > 0
+
+
+def test_tasks_that_another_executor_may_take_go_alone() -> None:
+    world = World(policy="fixed:16:0.1", executors="cpu+torch")
+    decode(world, 1)
+    assert world.engine.stats()["shared_tasks"] == 0
+
+
+def test_requests_of_one_family_may_follow_different_policies() -> None:
+    """A step's policies are mixed; those of one block size are read together."""
+    policies = [parse_spec(spec) for spec in ("fixed:16:0.2", "full", "fixed:32:0.1", "fixed:16:0.05")]
+    outs = []
+    for share in (True, False):
+        world = World(share_prefixes=share, seed=5, layers=1)
+        decode(world, 0)
+        outs.append(world.decode([4, 1, 3, 2], policies)[0][0])
+        sizes = [int(policy.plan(0, world.queries[0]).blk[0, 0]) for policy in policies[1:]]
+        together = sum(n for n in Counter(sizes).values() if n > 1)
+        assert world.engine.stats()["shared_tasks"] == (world.heads * together if share else 0)
+    torch.testing.assert_close(*outs, atol=3e-6, rtol=3e-6)

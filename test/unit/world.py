@@ -44,6 +44,7 @@ class World:
     scheduler: str = "priority"
     attend_union: bool = True
     guard: float | None = None
+    share_prefixes: bool = True
     seed: int = 0
     audit: Path | None = None
     spread: float = 1.0
@@ -63,6 +64,7 @@ class World:
             self.pool, self.windows, parse_spec(self.policy), foreign,
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
             attend_union=self.attend_union, guard=self.guard, scheduler=SCHEDULERS[self.scheduler],
+            share_prefixes=self.share_prefixes,
         )  # fmt: skip
         self.scale = self.dim**-0.5
         self.free = (torch.randperm(self.pool.pages - 1, generator=self.random) + 1).tolist()

@@ -9,6 +9,7 @@
 #include "kernels/features.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
+#include "kernels/probe.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
 #include "kernels/table.h"
@@ -36,7 +37,8 @@ constexpr KernelTable make_table() {
           page_values<T>,
           add_rows,
           add_value<T>,
-          dense};
+          dense,
+          read};
 }
 
 }  // namespace

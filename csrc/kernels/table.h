@@ -114,6 +114,13 @@ struct KernelTable {
   // panels * 16 outputs a row. A row's outputs do not depend on the other rows; NaN stays NaN.
   void (*dense)(const float* x, int64_t x_stride, int rows, int in, const float* weights, const float* bias,
                 int panels, bool relu, float* y, int64_t y_stride);
+
+  // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.
+  // Piece i has piece_bytes, a multiple of 64, at base + pieces[i] * piece_bytes; pieces nullptr: 0, 1, 2,
+  // ... streams: 1, 2 or 4 pieces are read side by side, each fetched `ahead` lines of 64 bytes before its
+  // use (0: left to the hardware).
+  uint32_t (*read)(const void* base, const int32_t* pieces, int64_t piece_bytes, int64_t n, int streams,
+                   int64_t ahead);
 };
 
 // The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16"), or nullptr when it is not compiled in or

@@ -1,0 +1,164 @@
+"""What memory gives on this machine, and what the kernels make of it: timed runs on the native workers.
+
+A run does a list of tasks once, over all workers; its time is taken inside the library. A *stream* reads memory from
+one end to the other. A *scatter* reads the very pieces (tiles, metadata entries) that a kernel's tasks list, and does
+nothing else: the ceiling of that kernel. Neither knows in advance how memory is best read, so each has several plans;
+the best of them counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fluxion_sglang.native import Workers, function
+
+_NONE = torch.empty(0, dtype=torch.int32)
+
+
+class ReadPlan(NamedTuple):
+    """How a list of pieces is read: `streams` (1, 2 or 4) pieces side by side, a line of each in turn, every line
+    fetched `ahead` lines of its stream before its use; 0 leaves that to the hardware."""
+
+    streams: int
+    ahead: int
+
+
+PLANS = (ReadPlan(1, 0), ReadPlan(1, 128), ReadPlan(2, 64), ReadPlan(4, 0), ReadPlan(4, 32))
+
+
+@dataclass(frozen=True)
+class TaskList:
+    """Task i reads pieces[first[i]:first[i + 1]].
+
+    Attributes:
+        pieces: [n] int32, ids of pieces.
+        first: [tasks + 1] int64, from 0 to n.
+    """
+
+    pieces: torch.Tensor
+    first: torch.Tensor
+
+    @classmethod
+    def of(cls, lists: list[torch.Tensor]) -> TaskList:
+        sizes = torch.tensor([0, *(len(pieces) for pieces in lists)])
+        return cls(torch.cat(lists).to(torch.int32), sizes.cumsum(0))
+
+    @property
+    def tasks(self) -> int:
+        return len(self.first) - 1
+
+
+def host_memory(workers: Workers, nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 in huge pages where the machine has them, zero, touched by the workers.
+
+    Raises:
+        RuntimeError: the machine has not that much memory left; the sentence says how much it has.
+    """
+    return torch.from_dlpack(function("host_memory")(workers.handle, nbytes))
+
+
+def scatter(
+    workers: Workers, isa: str, memory: torch.Tensor, piece_bytes: int, tasks: TaskList, plan: ReadPlan, runs: int = 1
+) -> tuple[list[int], int]:
+    """Read what the tasks list.
+
+    Args:
+        memory: uint8, a host pool's tiles or metadata for instance; piece i is at i * piece_bytes, a multiple of 64.
+
+    Returns:
+        Nanoseconds of each run; the sum of all 32-bit words read in one, modulo 2^32.
+    """
+    ns = torch.empty(runs, dtype=torch.int64)
+    total = function("probe_read")(
+        workers.handle, isa, memory, piece_bytes, tasks.pieces, tasks.first, plan.streams, plan.ahead, ns
+    )
+    return ns.tolist(), int(total)
+
+
+STREAM_PIECE = 8192
+STREAM_TASK = 512
+"""Pieces of a stream that a worker takes at a time: 4 MiB, enough that handing them out costs nothing."""
+
+
+def stream(workers: Workers, isa: str, memory: torch.Tensor, plan: ReadPlan, runs: int = 1) -> tuple[list[int], int]:
+    """Read `memory`, uint8, a multiple of 8 KiB, from one end to the other; returns as `scatter` does."""
+    count = memory.numel() // STREAM_PIECE
+    first = torch.tensor([*range(0, count, STREAM_TASK), count])
+    return scatter(workers, isa, memory, STREAM_PIECE, TaskList(_NONE, first), plan, runs)
+
+
+def attend(
+    workers: Workers,
+    isa: str,
+    q: torch.Tensor,
+    scale: float,
+    tiles: torch.Tensor,
+    tasks: TaskList,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    runs: int = 1,
+) -> list[int]:
+    """Attend to the tiles that each task lists.
+
+    Args:
+        q: [tasks, G, D], KV dtype. tiles: [P, 2, 16, D], KV dtype. o: [tasks, G, D] and lse: [tasks, G], float32,
+            written. masks: [n, G] uint16, bit t of [i, g]: head g attends to token t of the list's tile i; None: all.
+
+    Returns:
+        Nanoseconds of each run.
+    """
+    ns = torch.empty(runs, dtype=torch.int64)
+    masks = torch.empty(0, dtype=torch.uint16) if masks is None else masks
+    function("probe_attend")(workers.handle, isa, q, scale, tiles, tasks.pieces, tasks.first, masks, o, lse, ns)
+    return ns.tolist()
+
+
+def score(
+    workers: Workers,
+    isa: str,
+    q: torch.Tensor,
+    entries: torch.Tensor,
+    tasks: TaskList,
+    out: torch.Tensor,
+    spread: float = 1.0,
+    runs: int = 1,
+) -> list[int]:
+    """Score the blocks whose metadata entries each task lists.
+
+    Args:
+        q: [tasks, G, D], KV dtype. entries: [E, 2, D], KV dtype. out: [G n] float32, written: of task i, [G, its
+            size] from G * first[i].
+
+    Returns:
+        Nanoseconds of each run.
+    """
+    ns = torch.empty(runs, dtype=torch.int64)
+    function("probe_score")(workers.handle, isa, q, entries, tasks.pieces, tasks.first, spread, out, ns)
+    return ns.tolist()
+
+
+def select(
+    workers: Workers,
+    isa: str,
+    scores: torch.Tensor,
+    first: torch.Tensor,
+    k: torch.Tensor,
+    heads: torch.Tensor,
+    runs: int = 1,
+) -> list[int]:
+    """Mark the k[i] best blocks of every head of task i.
+
+    Args:
+        scores: [G n] float32 as `score` writes them. first: [tasks + 1] int64. k: [tasks] int32. heads: [n] uint16,
+            written: bit g of a block that head g takes.
+
+    Returns:
+        Nanoseconds of each run.
+    """
+    ns = torch.empty(runs, dtype=torch.int64)
+    function("probe_select")(workers.handle, isa, scores, first, k, heads, ns)
+    return ns.tolist()

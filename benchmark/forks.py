@@ -1,0 +1,100 @@
+"""Branches of one document decoded together: the time of their step over that of one branch alone.
+
+    python benchmark/forks.py            # 8 branches over 32K tokens; about a minute
+    python benchmark/forks.py --quick
+
+The branches have the document's pages in common and a few tokens of their own. Their queries are alike, as those of
+samples of one prompt, or independent; heads of a group are alike in both. With the engine's option share_prefixes what
+several branches read is read once; without it every branch reads its own. Caches are filled with other memory before
+every step, and the steps take turns. Results go to forks.json in benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import common
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # before torch is loaded
+
+import torch
+from layers import HAS_SHARING, Steps, filled_pool, flushed
+from roofline import Arena, interleave, ratio
+
+from fluxion_sglang.kv.placement import PAGE
+
+BRANCHES = 8
+OWN = 24
+"""Tokens of a branch's own."""
+POLICIES = ("fixed:16:0.05", "full")
+QUERIES = {"alike": 0.2, "independent": 1.0}
+BAR = 2.5
+
+
+def measure(
+    document: int, policies: list[str], rounds: int, arena: Arena, branches: int = BRANCHES
+) -> list[dict[str, Any]]:
+    """A row a policy, kind of queries, and way to read a common prefix."""
+    shared, own = document // PAGE, -(-(OWN + 1) // PAGE)
+    ids = 1 + torch.randperm(shared + branches * own, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    tables = [torch.cat([ids[:shared], part]) for part in ids[shared:].split(own)]
+    lengths = [document + OWN] * branches
+    pool = filled_pool(tables, lengths)
+    rows = []
+    for policy in policies:
+        one = Steps(pool, tables[:1], lengths[:1], policy)
+        sides = {"on": True, "off": False} if HAS_SHARING else {"none": None}
+        cells = {
+            (kind, side): Steps(pool, tables, lengths, policy, apart=apart, sharing=sharing)
+            for kind, apart in QUERIES.items()
+            for side, sharing in sides.items()
+        }
+        contenders = {"one": lambda one=one: flushed(arena, one)}
+        contenders |= {
+            f"{kind} {side}": lambda steps=steps: flushed(arena, steps) for (kind, side), steps in cells.items()
+        }  # type: ignore[misc]
+        times = interleave(contenders, rounds)  # type: ignore[arg-type]
+        for (kind, side), steps in cells.items():
+            taken = times[f"{kind} {side}"]
+            rows.append(
+                {
+                    "policy": policy,
+                    "document": document,
+                    "branches": branches,
+                    "queries": kind,
+                    "sharing": side,
+                    "one_ms": round(median(times["one"]) / 1e6, 4),
+                    "step_ms": round(median(taken) / 1e6, 4),
+                    "over_one": round(ratio(taken, times["one"]), 3),
+                    "error": steps.error(),
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--quick", action="store_true", help="a document of 2K; the result file is not a published one")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    args = parser.parse_args()
+    arena = Arena.of(1 << (24 if args.quick else 27), 0)
+    rounds = 2 if args.quick else args.rounds
+    rows = measure(2048 if args.quick else 32768, list(POLICIES), rounds, arena)
+    for row in rows:
+        print(
+            f"{row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} one {row['one_ms']:.3f} ms, "
+            f"{row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  error {row['error']:.1e}"
+        )
+    path = common.RESULTS / args.machine / ("forks_quick.json" if args.quick else "forks.json")
+    common.save(path, {**common.header("forks"), "rounds": rounds, "rows": rows})
+    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""A row of kernels.py measured: a kernel or a layer step, beside its ceilings and beside float64."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import forks
+import peers
+import torch
+from cells import Cell
+from layers import CHUNK, HAS_WORKER_TIMES, HEAD_DIM, Steps, empty_step_ns, filled_pool, flushed, own_pages
+from roofline import (
+    DTYPES,
+    KV_HEADS,
+    STREAMED,
+    Arena,
+    ceilings,
+    error,
+    exact_attention,
+    exact_scores,
+    interleave,
+    isas,
+    judge,
+    page_lists,
+    queries,
+    ratio,
+    workers,
+)
+from torch import Tensor
+
+from fluxion_sglang import probe
+from fluxion_sglang.kv.placement import PAGE
+
+ALIKE = 0.3
+"""How much of its own a head's query has where choices of a group's heads are united: the less, the smaller the union,
+and the larger the share of everything that is not attention."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much memory there is to read, how much of it a run reads, and how many tokens the requests of a step have."""
+
+    rounds: int
+    memory: int = 1 << 30
+    read: int = 200 << 20
+    tokens: int = 1 << 18
+
+    @classmethod
+    def quick(cls) -> Sizes:
+        return cls(rounds=2, memory=32 << 20, read=8 << 20, tokens=1 << 13)
+
+
+@cache
+def arena_of(memory: int, read: int) -> Arena:
+    return Arena.of(memory, read)
+
+
+def measure(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
+    """The row of a cell; None where this version of the library lacks what it takes."""
+    found = MEASURES[cell.kernel](cell, sizes)
+    if found is None:
+        return None
+    row = {
+        "key": cell.key,
+        **asdict(cell),
+        "bytes": 0,
+        "gb_per_s": 0,
+        "what": "",
+        "value": None,
+        "error": None,
+        **found,
+    }
+    known = {**row, row["what"]: row["value"]}
+    holds = {">=": operator.ge, "<=": operator.le}
+    row["isa"] = cell.isa or isas()[-1]
+    row["judged"] = {name: known[name] for name, _, _ in cell.bars if name != "microseconds"}
+    row["judged"] |= {name: row[name] for name in ("of_scatter",) if name in row}
+    row["bars"] = [f"{name} {sign} {bound:g}" for name, sign, bound in cell.bars]
+    row["met"] = all(holds[sign](known[name], bound) for name, sign, bound in cell.bars)
+    return row
+
+
+@dataclass
+class Groups:
+    """Tasks of groups of heads: what of the tiles or entries each reads, and its queries."""
+
+    arena: Arena
+    pieces: Tensor
+    tasks: probe.TaskList
+    q: Tensor
+
+    @classmethod
+    def of(cls, cell: Cell, sizes: Sizes, *shape: int, spread: float = 1.0) -> Groups:
+        arena, dtype = arena_of(sizes.memory, sizes.read), DTYPES[cell.dtype]
+        pieces = arena.pieces(*shape, cell.head_dim, dtype=dtype)
+        tasks = page_lists(arena, pieces[0].nbytes, cell.context, cell.budget, cell.blk)
+        return cls(arena, pieces, tasks, queries(tasks.tasks, cell.group, cell.head_dim, dtype, spread))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tasks.pieces) * self.pieces[0].nbytes
+
+    def of_task(self, i: int, pieces: Tensor) -> Tensor:
+        return pieces[self.tasks.pieces[int(self.tasks.first[i]) : int(self.tasks.first[i + 1])].long()]
+
+    def judged(self, cell: Cell, sizes: Sizes, run: Callable[[], int]) -> dict[str, Any]:
+        pool, memory = workers(cell.threads), self.arena.memory
+        readers = ceilings(memory, self.pieces[0].nbytes, self.tasks, pool, probe.PLANS)
+        times = interleave({**readers, "kernel": run}, sizes.rounds)
+        return judge(times, "kernel", self.nbytes, min(memory.numel(), STREAMED))
+
+
+def attend(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    groups = Groups.of(cell, sizes, 2, PAGE)
+    q, tasks, tiles, isa = groups.q, groups.tasks, groups.pieces, cell.isa or isas()[-1]
+    scale, o, lse = cell.head_dim**-0.5, torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
+    pool = workers(cell.threads)
+    row = groups.judged(cell, sizes, lambda: probe.attend(pool, isa, q, scale, tiles, tasks, o, lse)[0])
+    errors = []
+    for i in (0, tasks.tasks - 1):
+        k, v = (part.reshape(-1, cell.head_dim) for part in groups.of_task(i, tiles).unbind(1))
+        errors.append(error(o[i], exact_attention(q[i], k, v, scale)))
+    return row | {"error": max(errors)}
+
+
+def scan(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    groups = Groups.of(cell, sizes, 2)
+    q, tasks, entries, isa = groups.q, groups.tasks, groups.pieces, cell.isa or isas()[-1]
+    out, pool = torch.full((len(tasks.pieces) * cell.group,), torch.nan), workers(cell.threads)
+    row = groups.judged(cell, sizes, lambda: probe.score(pool, isa, q, entries, tasks, out)[0])
+    want = exact_scores(q[0], groups.of_task(0, entries))
+    return row | {"error": error(out[: want.numel()].view_as(want), want)}
+
+
+def select(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    """Scan, select and attention one after another, over the same tasks: the share that select has of the three."""
+    pool, isa, G = workers(cell.threads), cell.isa or isas()[-1], cell.group
+    dense = Groups.of(Cell(**{**asdict(cell), "blk": 0}), sizes, 2, spread=ALIKE)
+    tasks, tiles = dense.tasks, dense.arena.pieces(2, PAGE, cell.head_dim, dtype=DTYPES[cell.dtype])
+    blocks = cell.context // PAGE
+    k = torch.full((tasks.tasks,), -(-blocks * cell.budget // 1), dtype=torch.int32)
+    scores, heads = torch.empty(len(tasks.pieces) * G), torch.empty(len(tasks.pieces), dtype=torch.uint16)
+    probe.score(pool, isa, dense.q, dense.pieces, tasks, scores)
+    probe.select(pool, isa, scores, tasks.first, k, heads)
+    # Blocks of one task, wherever its tiles are: a task has a part of the memory, of as many tiles as it has blocks.
+    chosen = [part.to(torch.int32).nonzero().flatten() for part in heads.split(blocks)]
+    parts = len(tiles) // blocks
+    lists = probe.TaskList.of([own + i % parts * blocks for i, own in enumerate(chosen)])
+    o, lse = torch.empty(dense.q.shape), torch.empty(dense.q.shape[:2])
+    times = interleave(
+        {
+            "scan": lambda: probe.score(pool, isa, dense.q, dense.pieces, tasks, scores)[0],
+            "select": lambda: probe.select(pool, isa, scores, tasks.first, k, heads)[0],
+            "attend": lambda: probe.attend(pool, isa, dense.q, 0.1, tiles, lists, o, lse)[0],
+        },
+        sizes.rounds,
+    )
+    whole = [sum(ns) for ns in zip(*times.values(), strict=True)]
+    wrong = 0
+    for g in range(G):
+        best = scores[: G * blocks].view(G, blocks)[g].sort(descending=True, stable=True).indices[: int(k[0])]
+        marked = (heads[:blocks].to(torch.int32) >> g & 1).nonzero().flatten()
+        wrong += len(set(best.tolist()) ^ set(marked.tolist()))
+    return {
+        "bytes": dense.nbytes + len(lists.pieces) * tiles[0].nbytes,
+        "gb_per_s": round((dense.nbytes + len(lists.pieces) * tiles[0].nbytes) / median(whole), 2),
+        "what": "share",
+        "value": round(ratio(times["select"], whole), 4),
+        "error": wrong / (G * int(k[0])),
+    }
+
+
+def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    """A prefill chunk written through: tiles, metadata of every level, moments."""
+    chunk = min(CHUNK, cell.context)
+    tables, lengths = own_pages([min(sizes.tokens, cell.context)]), [chunk]
+    pool = filled_pool(tables, lengths, cell.threads)
+    k, v = (torch.randn(chunk, KV_HEADS, HEAD_DIM).to(torch.bfloat16) for _ in range(2))
+    places = len(tables[0]) * PAGE // chunk
+    turn = 0
+
+    def run() -> int:
+        nonlocal turn
+        at = turn % places * chunk
+        turn += 1
+        start = time.perf_counter_ns()
+        pool.append(0, tables[0], at, k, v)
+        return time.perf_counter_ns() - start
+
+    memory = arena_of(sizes.memory, sizes.read).memory
+    none = probe.TaskList.of([torch.zeros(0)])
+    readers = ceilings(memory, 8192, none, pool.workers, probe.PLANS)
+    readers = {name: read for name, read in readers.items() if name.startswith("stream")}
+    times = interleave({**readers, "kernel": run}, sizes.rounds)
+    pages = chunk // PAGE
+    metadata = sum(-(-pages >> level) for level in range(4)) * 2 * HEAD_DIM * 2 + pages * (2 * HEAD_DIM + 8) * 8
+    nbytes = 2 * (k.nbytes + v.nbytes) + KV_HEADS * metadata  # read and written
+    last = (turn - 1) % places * pages
+    got = pool.tiles(0)[:, tables[0][last : last + pages].long()]
+    want = torch.stack([k, v]).view(2, pages, PAGE, KV_HEADS, HEAD_DIM).permute(3, 1, 0, 2, 4)
+    return judge(times, "kernel", nbytes, min(memory.numel(), STREAMED)) | {"error": error(got, want.double())}
+
+
+def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    """A step of a batch: its time over what its bytes would take, the metadata streamed and the tiles scattered."""
+    lengths = [cell.context - 1] * max(sizes.tokens // cell.context, 1)
+    tables = own_pages(lengths)
+    pool = filled_pool(tables, lengths, cell.threads)
+    steps = Steps(pool, tables, lengths, f"fixed:{cell.blk}:{cell.budget:g}", spread=ALIKE)
+    before = steps.engine.stats()
+    steps.run()
+    counted = {name: value - before[name] for name, value in steps.engine.stats().items()}
+    tiles = pool.tiles(0)
+    memory = tiles.view(torch.uint8).view(-1)
+    tile_bytes = tiles[0, 0].nbytes
+    turns = [0] * len(probe.PLANS)
+
+    def scatter(plan: int) -> int:
+        lists = steps.selections[turns[plan] % len(steps.selections)][1]
+        turns[plan] += 1
+        return probe.scatter(pool.workers, isas()[-1], memory, tile_bytes, lists, probe.PLANS[plan])[0][0]
+
+    streamed = memory[: min(memory.numel(), STREAMED) // probe.STREAM_PIECE * probe.STREAM_PIECE]
+    contenders: dict[str, Callable[[], int]] = {}
+    for i, plan in enumerate(probe.PLANS):
+        contenders[f"stream {i}"] = lambda plan=plan: probe.stream(pool.workers, isas()[-1], streamed, plan)[0][0]  # type: ignore[misc]
+        contenders[f"scatter {i}"] = lambda i=i: scatter(i)  # type: ignore[misc]
+    fault = steps.error()
+    arena = arena_of(sizes.memory, sizes.read)
+    times = interleave({**contenders, "kernel": lambda: flushed(arena, steps)}, sizes.rounds)
+    streams, scatters = ([times[f"{kind} {i}"] for i in range(len(probe.PLANS))] for kind in ("stream", "scatter"))
+    best_stream, best_scatter = min(streams, key=median), min(scatters, key=median)
+    scan_bytes = counted["metadata_bytes"]
+    ideal = [a * scan_bytes / streamed.numel() + b for a, b in zip(best_stream, best_scatter, strict=True)]
+    nbytes = scan_bytes + counted["tile_bytes"]
+    return {
+        "bytes": nbytes,
+        "gb_per_s": round(nbytes / median(times["kernel"]), 2),
+        "stream": round(streamed.numel() / median(best_stream), 2),
+        "scatter": round(len(steps.selections[0][1].pieces) * tile_bytes / median(best_scatter), 2),
+        "what": "over_ceiling",
+        "value": round(ratio(times["kernel"], ideal), 3),
+        "error": fault,
+    }
+
+
+def empty(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    native, whole = empty_step_ns(400 if sizes.rounds > 3 else 20)
+    return {
+        "what": "microseconds",
+        "value": round(median(native) / 1e3, 2),
+        "with_python_us": round(median(whole) / 1e3, 2),
+    }
+
+
+def imbalance(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
+    """Lengths from 1K to the context: the time of the busiest worker over the mean, the median over steps."""
+    if not HAS_WORKER_TIMES:
+        return None
+    lengths = [n - 1 for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536) if n <= cell.context]
+    tables = own_pages(lengths)
+    steps = Steps(filled_pool(tables, lengths, cell.threads), tables, lengths, "fixed:16:0.05", spread=ALIKE)
+    arena = arena_of(sizes.memory, sizes.read)
+    found = []
+    for _ in range(sizes.rounds * 3):
+        before = steps.engine.native.worker_ns()  # type: ignore[attr-defined]
+        flushed(arena, steps)
+        spent = [a - b for a, b in zip(steps.engine.native.worker_ns(), before, strict=True)]  # type: ignore[attr-defined]
+        found.append(max(spent) / (sum(spent) / len(spent)))
+    return {"what": "busiest_over_mean", "value": round(median(found), 3), "error": steps.error()}
+
+
+def forked(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    arena = arena_of(sizes.memory, sizes.read)
+    rows = forks.measure(cell.context, [f"fixed:{cell.blk}:{cell.budget:g}"], sizes.rounds, arena)
+    row = next(row for row in rows if row["queries"] == "alike" and row["sharing"] != "off")
+    return {"what": "over_one", "value": row["over_one"], "error": row["error"]}
+
+
+def sdpa(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    arena = arena_of(sizes.memory, sizes.read)
+    rows = peers.measure(cell.context, cell.budget, sizes.rounds, arena, names=("sdpa bf16",))
+    return {"what": "sdpa_over_ours", "value": rows[0]["over_ours"], "error": rows[0]["error_ours"]}
+
+
+MEASURES: dict[str, Callable[[Cell, Sizes], dict[str, Any] | None]] = {
+    "attend": attend,
+    "scan": scan,
+    "select": select,
+    "append": append,
+    "layer": layer,
+    "empty": empty,
+    "imbalance": imbalance,
+    "forks": forked,
+    "sdpa": sdpa,
+}

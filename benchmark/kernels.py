@@ -1,0 +1,132 @@
+"""The CPU executor's kernels and layer steps against the memory roofline.
+
+    python benchmark/kernels.py            # about 4 minutes on two cores
+    python benchmark/kernels.py --quick    # small sizes, to see that it runs
+    python benchmark/kernels.py --check    # measure again, and compare fractions with the bands of this machine
+    python benchmark/kernels.py --bands    # make the bands from the results
+
+Every row is interleaved with two ceilings in the same process: *stream*, memory read from end to end, and *scatter*,
+the very list of pieces that the row's kernel reads, read and nothing else (`fluxion_sglang/probe.py`), each by the best
+of several plans and by the same threads. Rows say what they are held to, and how far the result is from float64.
+Results go to kernels.json in benchmark/results/<machine>, row by row; an interrupted run continues there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+from tqdm import tqdm
+
+from fluxion_sglang import openmp
+
+openmp.wait_passively()  # before torch is loaded
+
+from cells import Cell, default_cells, quick_cells  # noqa: E402
+from judged import Sizes, measure  # noqa: E402
+
+TOLERANCE = 0.10
+"""How much worse than when the bands were made a fraction may be, as a share of itself. Timings have no bands."""
+
+
+def line(row: dict[str, Any]) -> str:
+    parts = [f"{row['key']:58}"]
+    if row["gb_per_s"]:
+        parts.append(f"{row['gb_per_s']:6.1f} GB/s ({row['bytes'] / 1e6:.0f} MB)")
+    if "of_stream" in row:
+        parts += [f"{kind} {row[kind]:.1f}: {row[f'of_{kind}']:4.0%}" for kind in ("stream", "scatter") if kind in row]
+    if row["value"] is not None:
+        parts.append(f"{row['what']} {row['value']:.3g}")
+    if row["error"] is not None:
+        parts.append(f"error {row['error']:.1e}")
+    if row["bars"]:
+        parts.append(f"[{', '.join(row['bars'])}: {'met' if row['met'] else 'NOT MET'}]")
+    return "  ".join(parts)
+
+
+def run(cells: list[Cell], path: Path, sizes: Sizes, header: dict[str, Any]) -> dict[str, Any]:
+    data = common.resume(path, header, (*common.SAME, "rounds"))
+    done = {row["key"] for row in data["rows"]}
+    missing = [cell for cell in cells if cell.key not in done]
+    with tqdm(total=len(cells), initial=len(cells) - len(missing), unit="row") as bar:
+        for cell in missing:
+            bar.set_description(cell.key)
+            row = measure(cell, sizes)
+            if row is not None:
+                data["rows"].append(row)
+                common.save(path, data)
+                tqdm.write(line(row))
+            bar.update()
+    return data
+
+
+def bands(data: dict[str, Any]) -> dict[str, Any]:
+    """What `check` compares with: the judged fractions, by key; at least 1 is better, or at most 1 (see `higher`)."""
+    found = {row["key"]: row["judged"] for row in data["rows"] if row["judged"]}
+    return {**{key: data[key] for key in ("commit", "date", "machine")}, "tolerance": TOLERANCE, "rows": found}
+
+
+def fell_out(data: dict[str, Any], held: dict[str, Any]) -> list[str]:
+    """Rows whose fraction is worse than its band, a sentence each."""
+    found = []
+    for row in data["rows"]:
+        for name, value in row["judged"].items():
+            was = held["rows"].get(row["key"], {}).get(name)
+            if was is None:
+                continue
+            higher = name.startswith("of_")
+            limit = was * (1 - held["tolerance"]) if higher else was * (1 + held["tolerance"])
+            if value < limit if higher else value > limit:
+                found.append(f"{row['key']}: {name} is {value:.3f}, its band ends at {limit:.3f}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=11, help="of every row; fractions are medians over them")
+    parser.add_argument("--only", default="", help="rows whose key contains this")
+    parser.add_argument("--quick", action="store_true", help="small sizes; the result file is not a published one")
+    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
+    parser.add_argument("--check", action="store_true", help="measure anew; exit code 1 if a row fell out of its band")
+    parser.add_argument(
+        "--bands", action="store_true", help="write the bands that --check compares with; no measurement"
+    )
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    args = parser.parse_args()
+    folder = common.RESULTS / args.machine
+    path, banded = folder / "kernels.json", folder / "kernels_bands.json"
+    if args.bands:
+        data = common.load(path)
+        if data is None:
+            sys.exit(f"{path} does not exist; measure first: python benchmark/kernels.py")
+        common.save(banded, bands(data))
+        return
+    if args.check:
+        held = common.load(banded)
+        if held is None:
+            sys.exit(f"{banded} does not exist; make it with python benchmark/kernels.py --bands")
+        path = folder / "kernels_check.json"
+    if args.quick:
+        path = folder / "kernels_quick.json"
+    if args.fresh or args.check:
+        path.unlink(missing_ok=True)
+    cells = [cell for cell in (quick_cells() if args.quick else default_cells()) if args.only in cell.key]
+    sizes = Sizes.quick() if args.quick else Sizes(rounds=args.rounds)
+    data = run(cells, path, sizes, {**common.header("kernels"), "rounds": sizes.rounds})
+    judged = [row for row in data["rows"] if row["bars"]]
+    print(f"{sum(row['met'] for row in judged)} of {len(judged)} rows with a bar meet it.")
+    if args.check:
+        assert held is not None
+        path.unlink()
+        if out := fell_out(data, held):
+            sys.exit("\n".join(out))
+        print("Every row is within its band.")
+        return
+    print(f"{path.relative_to(common.ROOT)}: {len(data['rows'])} rows. Now: python benchmark/tables.py")
+
+
+if __name__ == "__main__":
+    main()

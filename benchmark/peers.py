@@ -1,0 +1,280 @@
+"""The same attention by what one would pick instead, interleaved with ours in one process.
+
+    python benchmark/peers.py            # about a minute; needs nothing beyond what SGLang brings
+    python benchmark/peers.py --quick
+
+Two kinds of work, in the shape of a layer of Llama-3.1-8B: the pages that every group of a batch selected, and a whole
+context. Each peer gets KV in the layout it likes best, made beforehand; "with gather" counts the copy of the selected
+pages into it as well, which nobody who selects anew at every step can do without. Peers that are installed take part:
+torch, SGLang's torch_native backend, and onnxruntime with onnx, for its GroupQueryAttention. Results go to peers.json
+in benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import common
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # before torch is loaded
+
+import torch
+from roofline import KV_HEADS, Arena, error, exact_attention, interleave, isas, page_lists, queries, ratio, workers
+from torch import Tensor
+from torch.nn import functional as F
+
+from fluxion_sglang import probe
+from fluxion_sglang.kv.placement import PAGE
+
+GROUP, HEAD_DIM = 4, 128
+SCALE = HEAD_DIM**-0.5
+BAR = 3.0
+
+
+@dataclass
+class Work:
+    """Attention of B requests: q [B, H, G, D], and the tiles that each of their groups reads, all as many."""
+
+    arena: Arena
+    tasks: probe.TaskList
+    q: Tensor
+    batch: int
+    what: str
+
+    @classmethod
+    def of(cls, arena: Arena, context: int, budget: float) -> Work:
+        """budget 1: the whole context, in one run."""
+        tile_bytes = 2 * PAGE * HEAD_DIM * 2
+        dense = budget == 1
+        lists = page_lists(arena, tile_bytes, context, budget, 0 if dense else 16)
+        batch = max(lists.tasks // KV_HEADS, 1)
+        ids = lists.pieces.view(lists.tasks, -1)
+        ids = ids[torch.arange(batch * KV_HEADS) % lists.tasks]
+        tasks = probe.TaskList.of(list(ids))
+        q = queries(tasks.tasks, GROUP, HEAD_DIM, torch.bfloat16).view(batch, KV_HEADS, GROUP, HEAD_DIM)
+        share = "" if dense else f"{budget:.0%} of "
+        return cls(arena, tasks, q, batch, f"{share}{context // 1024}K, {batch} requests")
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        return self.arena.pieces(2, PAGE, HEAD_DIM, dtype=torch.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tasks.pieces) * self.tiles[0].nbytes
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """k, v [B, H, n, D]: copies."""
+        pages = self.tiles.index_select(0, self.tasks.pieces)
+        k, v = pages.view(self.batch, KV_HEADS, -1, 2, PAGE, HEAD_DIM).unbind(3)
+        return k.flatten(2, 3), v.flatten(2, 3)
+
+    @cached_property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        return self.gathered()
+
+    def error(self, o: Tensor) -> float:
+        """Of the first group; o [B, H, G, D]."""
+        k, v = self.kv
+        return error(o[0, 0], exact_attention(self.q[0, 0], k[0, 0], v[0, 0], SCALE))
+
+
+Peer = Callable[[], Tensor]
+"""Does the work; o [B, H, G, D]."""
+
+
+def sdpa(work: Work, dtype: torch.dtype, *, gather: bool = False, fold: bool = True) -> Peer:
+    """torch's attention: with the heads of a group as queries of one head (fold), or with its enable_gqa."""
+    B, q = work.batch, work.q.to(dtype)
+    if not fold:
+        q = q.view(B, KV_HEADS * GROUP, 1, HEAD_DIM)
+    k, v = (part.to(dtype) for part in work.kv)
+
+    def run() -> Tensor:
+        keys, values = (part.to(dtype) for part in work.gathered()) if gather else (k, v)
+        o = F.scaled_dot_product_attention(q, keys, values, scale=SCALE, enable_gqa=not fold)
+        return o.view(B, KV_HEADS, GROUP, HEAD_DIM)
+
+    return run
+
+
+def torch_native(work: Work) -> Peer:
+    """The decode function of SGLang's backend torch_native, which gathers tokens of a pool [tokens, H, D] itself."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
+    k, v = work.kv
+    B, n = work.batch, k.shape[2]
+    # The selected pages lie anywhere in SGLang's pool, too.
+    places = torch.randperm(B * n // PAGE, generator=torch.Generator().manual_seed(0))
+    slots = (places[:, None] * PAGE + torch.arange(PAGE)).view(B, n)
+    pools = []
+    for part in (k, v):
+        pool = torch.empty(B * n, KV_HEADS, HEAD_DIM, dtype=part.dtype)
+        pool[slots.flatten()] = part.transpose(1, 2).reshape(B * n, KV_HEADS, HEAD_DIM)
+        pools.append(pool)
+    q = work.q.view(B, KV_HEADS * GROUP, HEAD_DIM)
+    out = torch.empty_like(q)
+    lengths, rows = torch.full((B,), n), torch.arange(B)
+
+    def run() -> Tensor:
+        backend._run_sdpa_forward_decode(
+            q, out, *pools, slots, rows, lengths, scaling=SCALE, enable_gqa=True, causal=False
+        )
+        return out.view(B, KV_HEADS, GROUP, HEAD_DIM)
+
+    return run
+
+
+def onnx_gqa(work: Work) -> Peer:
+    """GroupQueryAttention of ONNX Runtime in float32; its query's own token is the last of the selected ones."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    names = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length")
+    kinds = [TensorProto.FLOAT] * 5 + [TensorProto.INT32] * 2
+    node = helper.make_node(
+        "GroupQueryAttention",
+        list(names),
+        ["output", "present_key", "present_value"],
+        domain="com.microsoft",
+        num_heads=KV_HEADS * GROUP,
+        kv_num_heads=KV_HEADS,
+        scale=SCALE,
+    )
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(names, kinds, strict=True)],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in node.output],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = workers(0).count
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    k, v = (part.float() for part in work.kv)
+    B, n = work.batch, k.shape[2]
+
+    def value(tensor: Tensor) -> Any:
+        return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
+
+    # Past and present are one buffer, as its users bind them: nothing but the last token is copied.
+    past = [value(k), value(v)]
+    binding = session.io_binding()
+    flat = work.q.float().reshape(B, 1, -1)
+    last = [part[:, :, -1].reshape(B, 1, -1) for part in (k, v)]
+    for name, tensor in zip(names[:3], (flat, *last), strict=True):
+        binding.bind_ortvalue_input(name, value(tensor))
+    for name, held in zip(names[3:5], past, strict=True):
+        binding.bind_ortvalue_input(name, held)
+    binding.bind_ortvalue_input("seqlens_k", value(torch.full((B,), n - 1, dtype=torch.int32)))
+    binding.bind_ortvalue_input("total_sequence_length", value(torch.tensor([n], dtype=torch.int32)))
+    out = value(torch.empty(B, 1, KV_HEADS * GROUP * HEAD_DIM))
+    for name, held in zip(node.output, (out, *past), strict=True):
+        binding.bind_ortvalue_output(name, held)
+
+    def run() -> Tensor:
+        session.run_with_iobinding(binding)
+        return torch.from_numpy(out.numpy()).view(B, KV_HEADS, GROUP, HEAD_DIM)
+
+    return run
+
+
+PEERS: dict[str, Callable[[Work], Peer]] = {
+    "sdpa bf16": lambda work: sdpa(work, torch.bfloat16),
+    "sdpa bf16, enable_gqa": lambda work: sdpa(work, torch.bfloat16, fold=False),
+    "sdpa bf16, with gather": lambda work: sdpa(work, torch.bfloat16, gather=True),
+    "sdpa f32": lambda work: sdpa(work, torch.float32),
+    "sdpa f32, with gather": lambda work: sdpa(work, torch.float32, gather=True),
+    "SGLang torch_native": torch_native,
+    "onnxruntime GroupQueryAttention f32": onnx_gqa,
+}
+
+
+def installed(name: str) -> bool:
+    return not name.startswith("onnxruntime") or all(map(importlib.util.find_spec, ("onnx", "onnxruntime")))
+
+
+def measure(
+    context: int, budget: float, rounds: int, arena: Arena, names: tuple[str, ...] = tuple(PEERS)
+) -> list[dict[str, Any]]:
+    """A row a peer; over_ours is the median over rounds of its time over ours."""
+    work = Work.of(arena, context, budget)
+    pool, isa = workers(0), isas()[-1]
+    torch.set_num_threads(pool.count)
+    names = tuple(name for name in names if installed(name) and not (budget == 1 and "gather" in name))
+    q = work.q.view(-1, GROUP, HEAD_DIM)
+    o, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    errors: dict[str, float] = {}
+
+    def ours() -> int:
+        return probe.attend(pool, isa, q, SCALE, work.tiles, work.tasks, o, lse)[0]
+
+    def timed(name: str, peer: Peer) -> int:
+        start = time.perf_counter_ns()
+        found = peer()
+        took = time.perf_counter_ns() - start
+        if name not in errors:
+            errors[name] = work.error(found)
+        return took
+
+    peers = {name: PEERS[name](work) for name in names}
+    contenders: dict[str, Callable[[], int]] = {"ours": ours}
+    contenders |= {name: lambda name=name: timed(name, peers[name]) for name in names}  # type: ignore[misc]
+    times = interleave(contenders, rounds)
+    error_ours = work.error(o.view(work.q.shape))
+    return [
+        {
+            "peer": name,
+            "work": work.what,
+            "budget": budget,
+            "context": context,
+            "ms": round(median(times[name]) / 1e6, 3),
+            "ours_ms": round(median(times["ours"]) / 1e6, 3),
+            "over_ours": round(ratio(times[name], times["ours"]), 2),
+            "gb_per_s_ours": round(work.nbytes / median(times["ours"]), 2),
+            "error": errors[name],
+            "error_ours": error_ours,
+        }
+        for name in names
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="2K tokens; the result file is not a published one")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    args = parser.parse_args()
+    arena = Arena.of(1 << (25 if args.quick else 30), 1 << (22 if args.quick else 27))
+    context, rounds = (2048, 2) if args.quick else (32768, args.rounds)
+    rows = [row for budget in (0.05, 1) for row in measure(context, budget, rounds, arena)]
+    for row in rows:
+        print(
+            f"{row['work']:26} {row['peer']:38} {row['ms']:9.2f} ms, ours {row['ours_ms']:.2f} ms: "
+            f"{row['over_ours']:5.1f}x  error {row['error']:.1e}, ours {row['error_ours']:.1e}"
+        )
+    missing = [name for name in PEERS if not installed(name)]
+    if missing:
+        print(f"Not installed, left out: {', '.join(missing)}.")
+    path = common.RESULTS / args.machine / ("peers_quick.json" if args.quick else "peers.json")
+    onnx = importlib.metadata.version("onnxruntime") if importlib.util.find_spec("onnxruntime") else None
+    common.save(path, {**common.header("peers"), "rounds": rounds, "onnxruntime": onnx, "rows": rows})
+    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -63,8 +63,10 @@ def main() -> None:
     results = common.RESULTS / common.machine_name()
     if args.only != "quality":
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
-        for script in ("attention.py", "one_batch.py", "schedulers.py"):
+        for script in ("kernels.py", "attention.py", "one_batch.py", "schedulers.py"):
             _run([sys.executable, str(HERE / script), *passed])
+        for script in ("forks.py", "peers.py"):  # of a minute each: nothing to continue
+            _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":
         for name in QUALITY:
             _run(quality(name, results, args.quick, args.fresh))

@@ -12,6 +12,7 @@ every step, and the steps take turns. Results go to forks.json in benchmark/resu
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -33,7 +34,6 @@ OWN = 24
 """Tokens of a branch's own."""
 POLICIES = ("fixed:16:0.05", "full")
 QUERIES = {"alike": 0.2, "independent": 1.0}
-BAR = 2.5
 
 
 def measure(
@@ -54,11 +54,9 @@ def measure(
             for kind, apart in QUERIES.items()
             for side, sharing in sides.items()
         }
-        contenders = {"one": lambda one=one: flushed(arena, one)}
-        contenders |= {
-            f"{kind} {side}": lambda steps=steps: flushed(arena, steps) for (kind, side), steps in cells.items()
-        }  # type: ignore[misc]
-        times = interleave(contenders, rounds)  # type: ignore[arg-type]
+        contenders = {"one": partial(flushed, arena, one)}
+        contenders |= {f"{kind} {side}": partial(flushed, arena, steps) for (kind, side), steps in cells.items()}
+        times = interleave(contenders, rounds)
         for (kind, side), steps in cells.items():
             taken = times[f"{kind} {side}"]
             rows.append(

@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
@@ -221,6 +221,9 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     tile_bytes = tiles[0, 0].nbytes
     turns = [0] * len(probe.PLANS)
 
+    def stream(plan: probe.ReadPlan) -> int:
+        return probe.stream(pool.workers, isas()[-1], streamed, plan)[0][0]
+
     def scatter(plan: int) -> int:
         lists = steps.selections[turns[plan] % len(steps.selections)][1]
         turns[plan] += 1
@@ -229,8 +232,8 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     streamed = memory[: min(memory.numel(), STREAMED) // probe.STREAM_PIECE * probe.STREAM_PIECE]
     contenders: dict[str, Callable[[], int]] = {}
     for i, plan in enumerate(probe.PLANS):
-        contenders[f"stream {i}"] = lambda plan=plan: probe.stream(pool.workers, isas()[-1], streamed, plan)[0][0]  # type: ignore[misc]
-        contenders[f"scatter {i}"] = lambda i=i: scatter(i)  # type: ignore[misc]
+        contenders[f"stream {i}"] = partial(stream, plan)
+        contenders[f"scatter {i}"] = partial(scatter, i)
     fault = steps.error()
     arena = arena_of(sizes.memory, sizes.read)
     times = interleave({**contenders, "kernel": lambda: flushed(arena, steps)}, sizes.rounds)
@@ -284,9 +287,14 @@ def forked(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 
 def sdpa(cell: Cell, sizes: Sizes) -> dict[str, Any]:
+    """torch's attention, of the selected KV as it likes it best: gathered, before the clock starts."""
     arena = arena_of(sizes.memory, sizes.read)
-    rows = peers.measure(cell.context, cell.budget, sizes.rounds, arena, names=("sdpa bf16",))
-    return {"what": "sdpa_over_ours", "value": rows[0]["over_ours"], "error": rows[0]["error_ours"]}
+    gathered = "sdpa bf16, with gather"
+    rows = peers.measure(cell.context, cell.budget, sizes.rounds, arena, names=("sdpa bf16", "sdpa f32", gathered))
+    over = {row["peer"]: row["over_ours"] for row in rows}
+    with_gather = over.pop(gathered)
+    best = min(over.values())
+    return {"what": "sdpa_over_ours", "value": best, "with_gather": with_gather, "error": rows[0]["error_ours"]}
 
 
 MEASURES: dict[str, Callable[[Cell, Sizes], dict[str, Any] | None]] = {

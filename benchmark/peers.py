@@ -6,8 +6,8 @@
 Two kinds of work, in the shape of a layer of Llama-3.1-8B: the pages that every group of a batch selected, and a whole
 context. Each peer gets KV in the layout it likes best, made beforehand; "with gather" counts the copy of the selected
 pages into it as well, which nobody who selects anew at every step can do without. Peers that are installed take part:
-torch, SGLang's torch_native backend, and onnxruntime with onnx, for its GroupQueryAttention. Results go to peers.json
-in benchmark/results/<machine>.
+torch, SGLang's torch_native backend, onnxruntime with onnx for its GroupQueryAttention, and llama-cpp-python for
+llama.cpp's ggml_flash_attn_ext. Results go to peers.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -30,6 +30,7 @@ if __name__ == "__main__":
     openmp.wait_passively()  # before torch is loaded
 
 import torch
+from foreign import GgmlAttention, OnnxAttention
 from roofline import KV_HEADS, Arena, error, exact_attention, interleave, isas, page_lists, queries, ratio, workers
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,7 +40,6 @@ from fluxion_sglang.kv.placement import PAGE
 
 GROUP, HEAD_DIM = 4, 128
 SCALE = HEAD_DIM**-0.5
-BAR = 3.0
 
 
 @dataclass
@@ -137,62 +137,6 @@ def torch_native(work: Work) -> Peer:
     return run
 
 
-def onnx_gqa(work: Work) -> Peer:
-    """GroupQueryAttention of ONNX Runtime in float32; its query's own token is the last of the selected ones."""
-    import onnxruntime
-    from onnx import TensorProto, helper
-
-    names = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length")
-    kinds = [TensorProto.FLOAT] * 5 + [TensorProto.INT32] * 2
-    node = helper.make_node(
-        "GroupQueryAttention",
-        list(names),
-        ["output", "present_key", "present_value"],
-        domain="com.microsoft",
-        num_heads=KV_HEADS * GROUP,
-        kv_num_heads=KV_HEADS,
-        scale=SCALE,
-    )
-    graph = helper.make_graph(
-        [node],
-        "attention",
-        [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(names, kinds, strict=True)],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in node.output],
-    )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = workers(0).count
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    k, v = (part.float() for part in work.kv)
-    B, n = work.batch, k.shape[2]
-
-    def value(tensor: Tensor) -> Any:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
-
-    # Past and present are one buffer, as its users bind them: nothing but the last token is copied.
-    past = [value(k), value(v)]
-    binding = session.io_binding()
-    flat = work.q.float().reshape(B, 1, -1)
-    last = [part[:, :, -1].reshape(B, 1, -1) for part in (k, v)]
-    for name, tensor in zip(names[:3], (flat, *last), strict=True):
-        binding.bind_ortvalue_input(name, value(tensor))
-    for name, held in zip(names[3:5], past, strict=True):
-        binding.bind_ortvalue_input(name, held)
-    binding.bind_ortvalue_input("seqlens_k", value(torch.full((B,), n - 1, dtype=torch.int32)))
-    binding.bind_ortvalue_input("total_sequence_length", value(torch.tensor([n], dtype=torch.int32)))
-    out = value(torch.empty(B, 1, KV_HEADS * GROUP * HEAD_DIM))
-    for name, held in zip(node.output, (out, *past), strict=True):
-        binding.bind_ortvalue_output(name, held)
-
-    def run() -> Tensor:
-        session.run_with_iobinding(binding)
-        return torch.from_numpy(out.numpy()).view(B, KV_HEADS, GROUP, HEAD_DIM)
-
-    return run
-
-
 PEERS: dict[str, Callable[[Work], Peer]] = {
     "sdpa bf16": lambda work: sdpa(work, torch.bfloat16),
     "sdpa bf16, enable_gqa": lambda work: sdpa(work, torch.bfloat16, fold=False),
@@ -200,12 +144,15 @@ PEERS: dict[str, Callable[[Work], Peer]] = {
     "sdpa f32": lambda work: sdpa(work, torch.float32),
     "sdpa f32, with gather": lambda work: sdpa(work, torch.float32, gather=True),
     "SGLang torch_native": torch_native,
-    "onnxruntime GroupQueryAttention f32": onnx_gqa,
+    "onnxruntime GroupQueryAttention f32": lambda work: OnnxAttention(work.q, *work.kv, SCALE),
+    "ggml flash_attn_ext f16": lambda work: GgmlAttention(work.q, *work.kv, SCALE),
 }
+PACKAGES = {"onnxruntime": ("onnx", "onnxruntime"), "ggml": ("llama_cpp",)}
+"""What a peer needs, by the first word of its name, where it is more than SGLang brings."""
 
 
 def installed(name: str) -> bool:
-    return not name.startswith("onnxruntime") or all(map(importlib.util.find_spec, ("onnx", "onnxruntime")))
+    return all(map(importlib.util.find_spec, PACKAGES.get(name.split()[0], ())))
 
 
 def measure(
@@ -214,6 +161,7 @@ def measure(
     """A row a peer; over_ours is the median over rounds of its time over ours."""
     work = Work.of(arena, context, budget)
     pool, isa = workers(0), isas()[-1]
+    threads = torch.get_num_threads()
     torch.set_num_threads(pool.count)
     names = tuple(name for name in names if installed(name) and not (budget == 1 and "gather" in name))
     q = work.q.view(-1, GROUP, HEAD_DIM)
@@ -233,8 +181,9 @@ def measure(
 
     peers = {name: PEERS[name](work) for name in names}
     contenders: dict[str, Callable[[], int]] = {"ours": ours}
-    contenders |= {name: lambda name=name: timed(name, peers[name]) for name in names}  # type: ignore[misc]
+    contenders |= {name: partial(timed, name, peers[name]) for name in names}
     times = interleave(contenders, rounds)
+    torch.set_num_threads(threads)
     error_ours = work.error(o.view(work.q.shape))
     return [
         {
@@ -271,8 +220,12 @@ def main() -> None:
     if missing:
         print(f"Not installed, left out: {', '.join(missing)}.")
     path = common.RESULTS / args.machine / ("peers_quick.json" if args.quick else "peers.json")
-    onnx = importlib.metadata.version("onnxruntime") if importlib.util.find_spec("onnxruntime") else None
-    common.save(path, {**common.header("peers"), "rounds": rounds, "onnxruntime": onnx, "rows": rows})
+    distributions = importlib.metadata.packages_distributions()
+    modules = sorted({module for name in PEERS if installed(name) for module in PACKAGES.get(name.split()[0], ())})
+    versions = {
+        name: importlib.metadata.version(name) for module in modules for name in distributions.get(module, [])[:1]
+    }
+    common.save(path, {**common.header("peers"), "rounds": rounds, "peers": versions, "rows": rows})
     print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
 
 

@@ -1,6 +1,6 @@
-"""Draws TPOT, and attention time, against prompt length, a panel a model and batch size.
+"""Draws TPOT, and attention time, against prompt length, a panel a model and batch size; and kernels against ceilings.
 
-python benchmark/plot.py    # an svg beside each result file of one_batch.py and attention.py; needs matplotlib
+python benchmark/plot.py    # an svg beside each file of one_batch.py, attention.py and kernels.py; needs matplotlib
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DRAWN = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
 """What of a file's rows is drawn, and the name of its axis."""
 
 
-def draw(data: dict[str, Any], path: Path) -> None:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
@@ -24,6 +24,11 @@ def draw(data: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9})
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    plt = pyplot()
     rows = data["rows"]
     value = next(name for name in DRAWN if name in rows[0])
     panels = sorted({(row["model"], row["batch"]) for row in rows})
@@ -46,13 +51,33 @@ def draw(data: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_roofline(data: dict[str, Any], path: Path) -> None:
+    """A bar a row of kernels.json: what it reads in a second, and what is read in a second without computing."""
+    plt = pyplot()
+    rows = [row for row in data["rows"] if row["gb_per_s"] and "scatter" in row][::-1]
+    places = range(len(rows))
+    figure, axis = plt.subplots(figsize=(8, 1 + 0.22 * len(rows)))
+    colors = {kernel: f"C{i}" for i, kernel in enumerate(dict.fromkeys(row["kernel"] for row in rows[::-1]))}
+    axis.barh(places, [row["gb_per_s"] for row in rows], color=[colors[row["kernel"]] for row in rows], height=0.7)
+    for kind, mark in (("scatter", "|"), ("stream", "d")):
+        axis.plot([row[kind] for row in rows], places, mark, color="black", label=kind, fillstyle="none")
+    axis.set(xlabel="GB/s (10^9 bytes)", ylim=(-0.7, len(rows) - 0.3), xlim=(0, None))
+    axis.set_yticks(places, [row["key"] for row in rows], fontsize=7)
+    axis.grid(alpha=0.3, axis="x")
+    axis.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> None:
-    for path in sorted(path for name in FILES for path in common.RESULTS.glob(f"*/{name}")):
+    drawn = {**dict.fromkeys(FILES, draw), "kernels.json": draw_roofline}
+    for path, how in ((path, how) for name, how in drawn.items() for path in sorted(common.RESULTS.glob(f"*/{name}"))):
         if path.stem.endswith("_quick"):
             continue
         data = common.load(path)
         if data and data["rows"]:
-            draw(data, path.with_suffix(".svg"))
+            how(data, path.with_suffix(".svg"))
             print(path.with_suffix(".svg").relative_to(common.ROOT))
 
 

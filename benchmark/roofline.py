@@ -6,7 +6,7 @@ machine that drifts drifts out. Of several ways to read memory (`probe.PLANS`) t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -66,7 +66,7 @@ Contender = Callable[[], int]
 """Runs once, and says in how many nanoseconds."""
 
 
-def interleave(contenders: dict[str, Contender], rounds: int) -> dict[str, list[int]]:
+def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[int]]:
     """Nanoseconds of every contender in every round, after one round that warms up."""
     times: dict[str, list[int]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
@@ -77,7 +77,7 @@ def interleave(contenders: dict[str, Contender], rounds: int) -> dict[str, list[
     return times
 
 
-def ratio(top: list[int], bottom: list[int]) -> float:
+def ratio(top: Sequence[float], bottom: Sequence[float]) -> float:
     """The median over rounds of top over bottom."""
     return median(a / b for a, b in zip(top, bottom, strict=True))
 

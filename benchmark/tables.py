@@ -17,6 +17,8 @@ from typing import Any
 
 import common
 from one_batch import BEST_FIXED
+from rendering import link, nothing, result_files, table, where
+from roofline_tables import ROOFLINE_TABLES
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
@@ -24,16 +26,10 @@ from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
     *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
-    *("docs/scheduling.md", "docs/speed.md"),
+    *("docs/scheduling.md", "docs/speed.md", "docs/executor.md"),
     "models/needle/README.md",
 )
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
-
-
-def table(head: list[str], rows: list[list[str]], align: str) -> str:
-    """A Markdown table; `align` has one of l, r a column."""
-    rule = [{"l": "---", "r": "---:"}[a] for a in align]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *rows])
 
 
 def options(_: Path) -> str:
@@ -44,19 +40,19 @@ def options(_: Path) -> str:
 def one_batch(results: Path) -> str:
     """TPOT by model, batch and length; a column a policy, and gains."""
     out = []
-    for path, data in _found(results, "one_batch_*.json"):
+    for path, data in result_files(results, "one_batch_*.json"):
         reads = data.get("memory_read_gb_per_s", [])
-        note = f"TPOT, medians of {_steps(data)} steps in {_rounds(data)} run(s). {_where(data)}"
+        note = f"TPOT, medians of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
         if reads:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
-        out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({_link(path)}).\n")
-    return "\n".join(out) or _nothing("one_batch.py")
+        out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("one_batch.py")
 
 
 def schedulers(results: Path) -> str:
     """Time of a layer by lengths, executors and scheduler; ratios are taken within a round, where the batch is one."""
     out = []
-    for path, data in _found(results, "schedulers.json"):
+    for path, data in result_files(results, "schedulers.json"):
         cells: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
         for row in data["rows"]:
             cell = cells.setdefault((row["workload"], row["executors"]), {})
@@ -79,10 +75,10 @@ def schedulers(results: Path) -> str:
                 )
         head = ["lengths", "executors", "scheduler", "ms a layer", "of priority's", "in a round", "tasks done by torch"]
         reads = data["memory_read_gb_per_s"]
-        note = f"Medians of {_rounds(data)} batches of {len(data['rows'][0]['lengths'])} requests. {_where(data)}"
+        note = f"Medians of {_rounds(data)} batches of {len(data['rows'][0]['lengths'])} requests. {where(data)}"
         note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
-        out.append(table(head, rows, "lllrrrr") + f"\n{note} [Data]({_link(path)}).\n")
-    return "\n".join(out) or _nothing("schedulers.py")
+        out.append(table(head, rows, "lllrrrr") + f"\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("schedulers.py")
 
 
 def attention(results: Path) -> str:
@@ -140,12 +136,12 @@ def overhead(results: Path) -> str:
 
 def _attention(results: Path, draw: Callable[[list[dict[str, Any]], Path], str]) -> str:
     out = []
-    for path, data in _found(results, "attention.json"):
+    for path, data in result_files(results, "attention.json"):
         reads = [row["memory_read_gb_per_s"] for row in data["rows"]]
-        note = f"Of {data['turns']} turns. {_where(data)}"
+        note = f"Of {data['turns']} turns. {where(data)}"
         note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
-        out.append(f"{draw(data['rows'], path)}\n{note} [Data]({_link(path)}).\n")
-    return "\n".join(out) or _nothing("attention.py")
+        out.append(f"{draw(data['rows'], path)}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("attention.py")
 
 
 def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) -> str:
@@ -208,9 +204,9 @@ def ablations(results: Path) -> str:
 
 def guard(results: Path) -> str:
     """What the guard rail buys and costs: policies by guard, without one first."""
-    files = _found(results, "quality_guard_*.json")
+    files = result_files(results, "quality_guard_*.json")
     out = []
-    for base, whole in _found(results, "quality_ruler.json"):
+    for base, whole in result_files(results, "quality_ruler.json"):
         guarded = [(path, data) for path, data in files if path.parent == base.parent]
         if not guarded:
             continue
@@ -225,8 +221,8 @@ def guard(results: Path) -> str:
                 rows.append((length or 0, policy, -(value or 9), [f"{length:,}", policy, f"{value or 'off'}", *cells]))
         head = ["prompt", "policy", "guard", "score", "read", "error", "p99", "KL"]
         lines = [line for *_, line in sorted(rows, key=lambda row: row[:3])]
-        sources = [f"[commit {data['commit']}]({_link(path)})" for path, data in [(base, whole), *guarded]]
-        note = f"Of {', '.join(sources)}. {_where(guarded[0][1])}"
+        sources = [f"[commit {data['commit']}]({link(path)})" for path, data in [(base, whole), *guarded]]
+        note = f"Of {', '.join(sources)}. {where(guarded[0][1])}"
         out.append(f"{table(head, lines, 'rllrrrrr')}\n{note}\n")
     return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
 
@@ -284,7 +280,7 @@ def calibration(_: Path) -> str:
 def block_scores(results: Path) -> str:
     """Recall of the attention mass by block score; a column a block size and budget."""
     out = []
-    for path, data in _found(results, "block_scores.json"):
+    for path, data in result_files(results, "block_scores.json"):
         shown = [(16, 0.02), (16, 0.05), (16, 0.1), (32, 0.05), (64, 0.05)]
         recall = {(row["score"], row["blk"], row["budget"]): row["recall"] for row in data["rows"]}
         cost = {row["score"]: row["metadata"] for row in data["rows"]}
@@ -295,18 +291,18 @@ def block_scores(results: Path) -> str:
         head = ["score", "vectors a block", *(f"{blk}, {budget:.0%}" for blk, budget in shown)]
         note = (
             f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['length']:,} tokens, "
-            f"{data['samples']} document(s) a task. {_where(data)}"
+            f"{data['samples']} document(s) a task. {where(data)}"
         )
-        out.append(table(head, rows, "lr" + "r" * len(shown)) + f"\n{note} [Data]({_link(path)}).\n")
-    return "\n".join(out) or _nothing("block_scores.py")
+        out.append(table(head, rows, "lr" + "r" * len(shown)) + f"\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("block_scores.py")
 
 
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
     out = []
-    for path, data in _found(results, name):
+    for path, data in result_files(results, name):
         model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
-        note = f"{model}, seed {data['seed']}, dtype {data['dtype']}. {_where(data)}"
-        out.append(f"{draw(data)}\n{note} [Data]({_link(path)}).\n")
+        note = f"{model}, seed {data['seed']}, dtype {data['dtype']}. {where(data)}"
+        out.append(f"{draw(data)}\n{note} [Data]({link(path)}).\n")
     suite = name.removeprefix("quality_").removesuffix(".json")
     return "\n".join(out) or f"Not measured yet: `fluxion bench quality --suite {suite}`.\n"
 
@@ -331,6 +327,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "predictor": predictor,
     "calibration": calibration,
     "block_scores": block_scores,
+    **ROOFLINE_TABLES,
 }
 
 
@@ -353,32 +350,12 @@ def fill(text: str, results: Path, prefix: str = "") -> str:
     return _MARKED.sub(render, text)
 
 
-def _found(results: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
-    files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
-    found = [(path, common.load(path)) for path in files]
-    return [(path, data) for path, data in found if data is not None and data["rows"]]
-
-
 def _rounds(data: dict[str, Any]) -> int:
     return 1 + max(row["round"] for row in data["rows"])
 
 
 def _steps(data: dict[str, Any]) -> int:
     return min(row.get("steps", 32) for row in data["rows"])
-
-
-def _where(data: dict[str, Any]) -> str:
-    at, of = data["machine"], data["versions"]
-    cpu = f"{at['cpu']}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
-    return f"{cpu}, no GPU; sglang {of['sglang']}, torch {of['torch']}; commit {data['commit']}, {data['date']}."
-
-
-def _link(path: Path) -> str:
-    return f"benchmark/results/{path.parent.name}/{path.name}"
-
-
-def _nothing(script: str) -> str:
-    return f"Not measured yet: `python benchmark/{script}`.\n"
 
 
 def main() -> None:

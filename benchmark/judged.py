@@ -239,14 +239,16 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     times = interleave({**contenders, "kernel": lambda: flushed(arena, steps)}, sizes.rounds)
     streams, scatters = ([times[f"{kind} {i}"] for i in range(len(probe.PLANS))] for kind in ("stream", "scatter"))
     best_stream, best_scatter = min(streams, key=median), min(scatters, key=median)
-    scan_bytes = counted["metadata_bytes"]
-    ideal = [a * scan_bytes / streamed.numel() + b for a, b in zip(best_stream, best_scatter, strict=True)]
-    nbytes = scan_bytes + counted["tile_bytes"]
+    # Sinks and windows are scattered tiles, too, of memory of their own.
+    scan_bytes, selected = counted["metadata_bytes"], len(steps.selections[0][1].pieces)
+    attended = 1 + steps.resident_tiles / selected
+    ideal = [a * scan_bytes / streamed.numel() + b * attended for a, b in zip(best_stream, best_scatter, strict=True)]
+    nbytes = scan_bytes + counted["tile_bytes"] + steps.resident_tiles * tile_bytes
     return {
         "bytes": nbytes,
         "gb_per_s": round(nbytes / median(times["kernel"]), 2),
         "stream": round(streamed.numel() / median(best_stream), 2),
-        "scatter": round(len(steps.selections[0][1].pieces) * tile_bytes / median(best_scatter), 2),
+        "scatter": round(selected * tile_bytes / median(best_scatter), 2),
         "what": "over_ceiling",
         "value": round(ratio(times["kernel"], ideal), 3),
         "error": fault,

@@ -124,6 +124,12 @@ class Steps:
         self.engine.decode(0, q, self.k, self.v, SCALE)
         return time.perf_counter_ns() - start
 
+    @property
+    def resident_tiles(self) -> int:
+        """Tiles of all sinks and windows."""
+        placement = self.pool.placement
+        return sum(KV_HEADS * -(-placement.resident(n + 1) // PAGE) for n in self.lengths)
+
     @cached_property
     def selections(self) -> list[tuple[dict[int, Tensor], probe.TaskList]]:
         """Of every variant what its tasks read: pages by b * H + h; the same as pieces of the pool's tiles."""

@@ -74,15 +74,17 @@ class Work:
     def nbytes(self) -> int:
         return len(self.tasks.pieces) * self.tiles[0].nbytes
 
-    def gathered(self) -> tuple[Tensor, Tensor]:
-        """k, v [B, H, n, D]: copies."""
-        pages = self.tiles.index_select(0, self.tasks.pieces)
-        k, v = pages.view(self.batch, KV_HEADS, -1, 2, PAGE, HEAD_DIM).unbind(3)
-        return k.flatten(2, 3), v.flatten(2, 3)
+    def gather(self, k: Tensor, v: Tensor) -> None:
+        """Copy what is read into k, v [B, H, n, D]."""
+        for part, to in enumerate((k, v)):
+            torch.index_select(self.tiles[:, part], 0, self.tasks.pieces, out=to.view(-1, PAGE, HEAD_DIM))
 
     @cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
-        return self.gathered()
+        size = (self.batch, KV_HEADS, len(self.tasks.pieces) // self.tasks.tasks * PAGE, HEAD_DIM)
+        k, v = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.bfloat16)
+        self.gather(k, v)
+        return k, v
 
     def error(self, o: Tensor) -> float:
         """Of the first group; o [B, H, G, D]."""
@@ -99,11 +101,16 @@ def sdpa(work: Work, dtype: torch.dtype, *, gather: bool = False, fold: bool = T
     B, q = work.batch, work.q.to(dtype)
     if not fold:
         q = q.view(B, KV_HEADS * GROUP, 1, HEAD_DIM)
-    k, v = (part.to(dtype) for part in work.kv)
+    own = tuple(part.clone() for part in work.kv)
+    k, v = (part.to(dtype) for part in own)
 
     def run() -> Tensor:
-        keys, values = (part.to(dtype) for part in work.gathered()) if gather else (k, v)
-        o = F.scaled_dot_product_attention(q, keys, values, scale=SCALE, enable_gqa=not fold)
+        if gather:
+            work.gather(*own)
+            if dtype != torch.bfloat16:
+                for part, to in zip(own, (k, v), strict=True):
+                    to.copy_(part)
+        o = F.scaled_dot_product_attention(q, k, v, scale=SCALE, enable_gqa=not fold)
         return o.view(B, KV_HEADS, GROUP, HEAD_DIM)
 
     return run

@@ -146,7 +146,7 @@ def _attention(results: Path, draw: Callable[[list[dict[str, Any]], Path], str])
 
 def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) -> str:
     """A line a model, batch and length, a column a policy with the median of its `value`, and where there is something
-    to compare: what `base` takes over `fluxion` and over a fixed policy, and that fixed policy over `fluxion`."""
+    to compare: what `base` and `full` take over `fluxion`, `base` over a fixed policy, and that over `fluxion`."""
     found: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     for row in rows:
         cell = found.setdefault((row["model"], row["batch"], row["length"]), {})
@@ -154,7 +154,7 @@ def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) ->
     cells = {key: {policy: median(of) for policy, of in cell.items()} for key, cell in sorted(found.items())}
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     fixed = BEST_FIXED if BEST_FIXED in policies else next((p for p in reversed(policies) if p.startswith("fixed")), "")
-    pairs = [(base, "fluxion"), (base, fixed), (fixed, "fluxion")]
+    pairs = list(dict.fromkeys([(base, "fluxion"), ("full", "fluxion"), (base, fixed), (fixed, "fluxion")]))
     pairs = [(a, b) for a, b in pairs if any(a in cell and b in cell for cell in cells.values())]
     lines = [
         [model, str(batch), f"{length:,}"]

@@ -170,8 +170,11 @@ class TestOwnPolicies:
         scanned = {spec.decode() for spec in set(records["policy"][records["metadata_bytes"] > 0])}
         assert scanned == {"fixed:16:0.1"}, "exact scores need no metadata, and neither does reading everything"
         now = server.metrics()
-        grown = now["fluxion_tile_bytes_total"] - read["fluxion_tile_bytes_total"]
-        assert grown == records["tile_bytes"].sum(), "the counters leave out what only the audit read"
+        tiles, shared = (
+            now[name] - read[name] for name in ("fluxion_tile_bytes_total", "fluxion_shared_tile_bytes_total")
+        )
+        assert tiles + shared == records["tile_bytes"].sum(), "the counters leave out what only the audit read"
+        assert shared > 0, "requests with one prompt read it together"
 
 
 class TestTensorParallel:

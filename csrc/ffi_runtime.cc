@@ -346,10 +346,11 @@ void engine_stats(EngineRef ref, TensorView out) {
   ref->engine->stats(data<int64_t>(out));
 }
 
-void engine_worker_ns(EngineRef ref, TensorView out) {
+void engine_worker_counts(EngineRef ref, TensorView out) {
   Engine& engine = *ref->engine;
-  expect(out, "out", kInt64, {engine.pool().workers().size()}, 1);
-  engine.worker_ns(data<int64_t>(out));
+  const int64_t workers = engine.pool().workers().size();
+  expect(out, "out", kInt64, {2, workers}, 2);
+  engine.worker_counts(data<int64_t>(out), data<int64_t>(out) + workers);
 }
 
 int64_t engine_owners(EngineRef ref, TensorView out) {
@@ -391,5 +392,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task_failed, fluxion::engine_task_failed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_selection, fluxion::engine_selection);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stat_names, fluxion::engine_stat_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_stats, fluxion::engine_stats);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_worker_ns, fluxion::engine_worker_ns);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_worker_counts, fluxion::engine_worker_counts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_owners, fluxion::engine_owners);

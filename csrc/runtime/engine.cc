@@ -16,7 +16,7 @@
 namespace fluxion {
 
 const char* const kStatNames =
-    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,helped_chunks,middle_tokens,"
+    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,middle_tokens,"
     "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes";
 
 namespace {
@@ -63,7 +63,8 @@ Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
       kernels_(pool_->kernels()),
       exact_(*kernel_table(kernels_.isa, DType::kF32)),
       scratch_(pool_->workers().size()),
-      worker_ns_(pool_->workers().size()) {
+      worker_ns_(scratch_.size()),
+      worker_helped_(scratch_.size()) {
   if (config.q_heads < 1 || config.q_heads % shape_.kv_heads != 0 ||
       config.q_heads / shape_.kv_heads > kMaxGroup) {
     refuse("The model has " + std::to_string(config.q_heads) + " query heads and " +
@@ -170,6 +171,7 @@ void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const
   finished_ = false;
   batch_ = 0;
   step_failure_.clear();
+  resident_pages_ = 0;
   int longest = 1;
   for (int b = 0; b < batch; ++b) {
     if (seq_lens[b] >= 1 && seq_lens[b] <= columns * kPage) longest = std::max(longest, seq_lens[b]);
@@ -189,6 +191,10 @@ void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const
       std::copy_n(from, count, table_.data() + static_cast<int64_t>(b) * max_pages_);
     }
     r.good = wrong.empty();
+    if (r.good) {
+      const int end = (r.length - 1) / kPage + 1;
+      resident_pages_ += end - r.window_page + std::min(sink_pages(), r.window_page);
+    }
     if (!r.good && step_failure_.empty()) {
       step_failure_ = "Request " + std::to_string(b) + " cannot be computed: " + wrong + ".";
     }
@@ -220,6 +226,7 @@ std::array<int, kLanes> Engine::make_tasks() {
   std::array<int, kLanes> lanes{};
   int single_tokens = 0;  // the longest middle that is ranked token by token
   int64_t middle_tokens = 0;
+  task_bytes_ = 0;
   for (int b = 0; b < batch_; ++b) {
     if (skip_[b]) continue;
     const int middle = (requests_[b].window_page - sink_pages()) * kPage;
@@ -245,6 +252,8 @@ std::array<int, kLanes> Engine::make_tasks() {
         continue;
       }
       if (blk == 1) single_tokens = std::max(single_tokens, middle);
+      const float largest = std::min(1.0f, *std::max_element(budget, budget + group_));
+      task_bytes_ += static_cast<int64_t>((largest + 1.0f / 16) * (middle / kPage) * shape_.tile_bytes());
       parts_[i].store(2, std::memory_order_relaxed);
       ++lanes[lane];
       order_[count++] = static_cast<uint64_t>(lane) << (32 + TaskQueue::kBits) | static_cast<uint64_t>(i);
@@ -273,6 +282,15 @@ void Engine::check_rows(const WindowView& window, const TokenView& k) const {
   }
 }
 
+// False when the workers are taken. Those that sleep are left alone where they would come too late to be of
+// use.
+bool Engine::launch(WorkerPool::Fn work) {
+  const bool residents = items_ > 0 && !held_;
+  const int64_t bytes =
+      task_bytes_ + (residents ? resident_pages_ * shape_.kv_heads * shape_.tile_bytes() : 0);
+  return pool_->workers().launch(work, this, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
+}
+
 void Engine::layer_resident(const ResidentArgs& args) {
   abandon();
   finished_ = false;
@@ -287,12 +305,14 @@ void Engine::layer_resident(const ResidentArgs& args) {
   args_.window = args.window;
   args_.scale = args.scale;
   parts_out_ = args.parts;
+  held_ = false;
+  task_bytes_ = 0;
   check_requests(args_);
   appended_ = args.k.data != nullptr;
   items_ = batch_ * shape_.kv_heads;
   next_item_.store(0, std::memory_order_relaxed);
   if (items_ > 0) {
-    if (!pool_->workers().launch(&Engine::parts_main, this)) throw_busy();
+    if (!launch(&Engine::parts_main)) throw_busy();
     pool_->workers().join();
   }
   held_layer_ = args.layer;
@@ -328,7 +348,7 @@ int Engine::layer_begin(const LayerArgs& args) {
     open_.store(true, std::memory_order_release);
   }
   launched_ = queue_.count() + items_ > 0;
-  if (launched_ && !pool_->workers().launch(&Engine::worker_main, this)) {
+  if (launched_ && !launch(&Engine::worker_main)) {
     launched_ = false;
     abandon();
     throw_busy();
@@ -407,7 +427,8 @@ void Engine::drain(bool abandoned) {
   for (size_t w = 0; w < scratch_.size(); ++w) {
     Scratch& s = scratch_[w];
     worker_ns_[w].fetch_add(s.busy_ns, std::memory_order_relaxed);
-    s.busy_ns = 0;
+    worker_helped_[w].fetch_add(s.helped_chunks, std::memory_order_relaxed);
+    s.busy_ns = s.helped_chunks = 0;
     for (int i = 0; i < kStatCount; ++i) {
       if (s.stats[i] == 0) continue;
       totals_[i].fetch_add(s.stats[i], std::memory_order_relaxed);
@@ -466,8 +487,11 @@ void Engine::stats(int64_t* out) const {
   for (int i = 0; i < kStatCount; ++i) out[i] = totals_[i].load(std::memory_order_relaxed);
 }
 
-void Engine::worker_ns(int64_t* out) const {
-  for (size_t w = 0; w < worker_ns_.size(); ++w) out[w] = worker_ns_[w].load(std::memory_order_relaxed);
+void Engine::worker_counts(int64_t* ns, int64_t* helped_chunks) const {
+  for (size_t w = 0; w < worker_ns_.size(); ++w) {
+    ns[w] = worker_ns_[w].load(std::memory_order_relaxed);
+    helped_chunks[w] = worker_helped_[w].load(std::memory_order_relaxed);
+  }
 }
 
 }  // namespace fluxion

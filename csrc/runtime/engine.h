@@ -22,6 +22,9 @@ namespace fluxion {
 // 20 to 40 us on one core, a hundred times what it costs to claim a chunk and to merge its result.
 inline constexpr int64_t kChunkBytes = 512 << 10;
 inline constexpr int kMaxChunks = 64;  // of a stage: bounds the partial results
+// From this many chunks on, a layer wakes workers that sleep: before, the others would be done by the time
+// they came.
+inline constexpr int kWakeChunks = 3;
 
 struct EngineConfig {
   int q_heads;
@@ -71,7 +74,6 @@ enum Stat {
   kStatTasksGpu,
   kStatFailedTasks,
   kStatWidenedTasks,  // that the guard made read more
-  kStatHelpedChunks,  // that another worker did than the one that has the task
   kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included
   kStatTokensRead,    // summed over heads: what they attended to in the middle
   kStatTileBytes,     // see Reads; in bundles each tile and entry counts once
@@ -164,8 +166,10 @@ class Engine {
   // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
-  void stats(int64_t* out) const;      // [kStatCount], cumulative
-  void worker_ns(int64_t* out) const;  // [workers], cumulative: time that each worker has computed
+  void stats(int64_t* out) const;  // [kStatCount], cumulative
+  // [workers], cumulative, of finished layers: the time that each worker has computed, and the chunks it did
+  // of tasks of others. These alone depend on timing.
+  void worker_counts(int64_t* ns, int64_t* helped_chunks) const;
   int last_tasks() const { return queue_.count(); }
   int owner(int i) const { return queue_.owner(i); }
 
@@ -231,7 +235,7 @@ class Engine {
     BlockScorer scorer;
     Together together;
     int64_t stats[kStatCount] = {};
-    int64_t busy_ns = 0;
+    int64_t busy_ns = 0, helped_chunks = 0;
   };
 
   void reserve(int requests, int pages);
@@ -247,6 +251,7 @@ class Engine {
                    int head) const;  // first of the group's states in res_lse_, mid_lse_; * D in the o's
 
   void find_families(int batch);
+  bool launch(WorkerPool::Fn work);
   void check_requests(const LayerArgs& args);
   void check_rows(const WindowView& window, const TokenView& k) const;
   // Whether the layer's parts are merged as they come, and not with what set_resident() brings.
@@ -321,6 +326,7 @@ class Engine {
   std::vector<int32_t> table_;  // [max_requests][max_pages]
   std::vector<int32_t> sorted_rows_;
   bool rows_differ_ = true;
+  int64_t resident_pages_ = 0;  // of all requests
   std::string step_failure_;
   Families families_;
   std::vector<int32_t> middle_ends_;  // [B]: logical page; of a bad request 0
@@ -347,6 +353,7 @@ class Engine {
   std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
   std::unique_ptr<std::atomic<uint8_t>[]> parts_;         // [B][Hk]: results a group still waits for
   int items_ = 0;                                         // resident items: B * Hk, or 0
+  int64_t task_bytes_ = 0;                                // that the tasks read, at most about
   alignas(64) std::atomic<int> next_item_{0};
   TaskQueue queue_;
   alignas(64) std::atomic<int> owners_{0};  // workers that have a task or may yet get one
@@ -360,7 +367,7 @@ class Engine {
   Scratch selection_scratch_;
 
   std::atomic<int64_t> totals_[kStatCount] = {};
-  std::vector<std::atomic<int64_t>> worker_ns_;
+  std::vector<std::atomic<int64_t>> worker_ns_, worker_helped_;
 };
 
 }  // namespace fluxion

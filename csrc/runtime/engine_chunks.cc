@@ -30,7 +30,7 @@ void Engine::help(int worker) {
     for (int i = 1; i < workers; ++i) helped += scratch_[(worker + i) % workers].stage.help(own);
     if (helped > 0) {
       own->busy_ns += now_ns() - start;
-      own->stats[kStatHelpedChunks] += helped;
+      own->helped_chunks += helped;
       backoff = {};
     } else {
       backoff.wait(kPauses);

@@ -161,16 +161,16 @@ void WorkerPool::leave_workers_core() const {
   }
 }
 
-bool WorkerPool::launch(Fn fn, void* ctx) {
+bool WorkerPool::launch(Fn fn, void* ctx, bool wake) {
   if (busy_.exchange(true, std::memory_order_acquire)) return false;
   fn_ = fn;
   ctx_ = ctx;
   if (threads_ == 1) return true;
-  leave_workers_core();
+  if (wake) leave_workers_core();
   launches_ = launches_ == UINT32_MAX ? 1 : launches_ + 1;
   gate_.store(static_cast<uint64_t>(launches_) << 32 | kOpen, std::memory_order_release);
   signal_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&signal_);
+  if (wake && sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&signal_);
   return true;
 }
 

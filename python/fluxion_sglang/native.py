@@ -303,7 +303,7 @@ class NativeEngine:
             twice the head's blocks in the same step (docs/sglang.md, "Guard rail"): the tasks of native workers in
             layers that `layer_resident` began. None: no guard.
         chunk_bytes: what a stage of a task (scan, attention) reads at a time, so that idle workers can help with the
-            rest. None: what is best.
+            rest; a layer wakes workers that sleep from three times as much on. None: what is best.
         share_prefixes: of requests whose page tables begin alike, the tasks that are for the CPU alone (see `owner` of
             `layer_begin`), of one KV head and block size, are done together: what several of them read of the common
             pages is read once. What each head reads stays the same.
@@ -359,7 +359,7 @@ class NativeEngine:
         self._selection = function("engine_selection")
         self._stats = function("engine_stats")
         self._owners = function("engine_owners")
-        self._worker_ns = function("engine_worker_ns")
+        self._worker_counts = function("engine_worker_counts")
         self._stat_names = str(function("engine_stat_names")()).split(",")
         self._empty = torch.empty(0)
         self._tasks = 0
@@ -569,10 +569,10 @@ class NativeEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, widened_tasks (that
-        the guard made read more), helped_chunks (parts of tasks that idle workers did), middle_tokens and tokens_read
-        (summed over query heads), tile_bytes and metadata_bytes (see `reads`, but what tasks read together counts
-        once), shared_tasks (done together with others), shared_tile_bytes and shared_metadata_bytes (what these would
-        have read besides if each had been done alone).
+        the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
+        metadata_bytes (see `reads`, but what tasks read together counts once), shared_tasks (done together with
+        others), shared_tile_bytes and shared_metadata_bytes (what these would have read besides if each had been done
+        alone).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)
@@ -580,8 +580,15 @@ class NativeEngine:
 
     def worker_ns(self) -> list[int]:
         """Cumulative nanoseconds that each worker has computed in finished layers, waiting left out."""
-        out = torch.empty(self.pool.workers.count, dtype=torch.int64)
-        self._worker_ns(self.handle, out)
+        return self._counts_of_workers()[0]
+
+    def helped_chunks(self) -> list[int]:
+        """Cumulative number of chunks that each worker has done of tasks that another one had."""
+        return self._counts_of_workers()[1]
+
+    def _counts_of_workers(self) -> list[list[int]]:
+        out = torch.empty(2, self.pool.workers.count, dtype=torch.int64)
+        self._worker_counts(self.handle, out)
         return out.tolist()  # type: ignore[no-any-return]
 
     def owners(self) -> torch.Tensor:

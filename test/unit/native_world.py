@@ -52,7 +52,8 @@ class Plan:
 class NativeWorld:
     """A pool, an engine and windows without the layers above them.
 
-    Pages are dealt out in a shuffled order; windows and outputs start as NaN.
+    Pages are dealt out in a shuffled order; windows and outputs start as NaN. Chunks are small, so that tasks as small
+    as the tests' are cut, and worth waking workers for.
     """
 
     layers: int = 1
@@ -68,7 +69,7 @@ class NativeWorld:
     placement: Placement = field(default_factory=lambda: Placement(sinks=32, window=48))
     attend_union: bool = True
     guard: float | None = None
-    chunk_bytes: int | None = None
+    chunk_bytes: int | None = 1 << 14
     share_prefixes: bool = False
     isa: str | None = None
     seed: int = 0

@@ -97,7 +97,7 @@ def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **o
     for name, value in alone.stats.items():
         if name.startswith("shared"):
             assert value == 0
-        elif name not in ("tile_bytes", "metadata_bytes", "helped_chunks"):
+        elif name not in ("tile_bytes", "metadata_bytes"):
             assert value == shared.stats[name]
     return shared, alone
 

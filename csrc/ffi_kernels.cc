@@ -86,10 +86,10 @@ struct Argument {
     return static_cast<int>(D);
   }
 
-  int group() const {
+  int group(int most = kMaxGroup) const {
     const int64_t G = tensor.ndim() > 0 ? tensor.size(0) : 0;
-    if (G < 1 || G > kMaxGroup) {
-      TVM_FFI_THROW(ValueError) << name << " has " << G << " heads; pass 1 to " << kMaxGroup
+    if (G < 1 || G > most) {
+      TVM_FFI_THROW(ValueError) << name << " has " << G << " heads; pass 1 to " << most
                                 << " heads, those that share one KV head.";
     }
     return static_cast<int>(G);
@@ -145,7 +145,7 @@ void k_score(const String& isa, TensorView q, TensorView entries, TensorView ind
              TensorView out) {
   const Argument queries{"q", q}, ids{"index", index};
   const DType dtype = queries.kv_dtype();
-  const int G = queries.group(), D = queries.head_dim();
+  const int G = queries.group(kMaxHeads), D = queries.head_dim();
   queries.require(dl_dtype(dtype), {G, D});
   const int64_t N = Argument{"entries", entries}.require(dl_dtype(dtype), {-1, 2, D}).tensor.size(0);
   const int n = ids.ids(N);

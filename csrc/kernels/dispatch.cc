@@ -96,8 +96,8 @@ const KernelTable* best_kernel_table(DType dtype) {
 }
 
 int64_t select_scratch_bytes(int n) {
-  // Counts of 1024 buckets and n keys, see select.h.
-  return (1024 + static_cast<int64_t>(n)) * 4;
+  // The scores and some of them again, see select.h; each up to two vectors longer.
+  return (2 * static_cast<int64_t>(n) + 64) * 4;
 }
 
 }  // namespace fluxion

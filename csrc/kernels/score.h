@@ -5,29 +5,61 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Blocks of rows between the one fetched and the one in use.
-inline constexpr int kRowsAhead = 2 * kLanes;
+// Heads that share one reading of an entry; with kH of them kLanes / kH entries at a time, so that the sums
+// stay in registers and reduce to one vector.
+inline constexpr int kScoreHeads = kLanes < 4 ? kLanes : 4;
+// Entries that every head goes through before the next ones are begun. They are fetched one such block ahead.
+inline constexpr int kScoreBlock = 16;
 
-// Fetches kLanes entries, a few lines at each step of the arithmetic (see Fetcher in attend.h). Also where
-// entries follow one another: the hardware does not see a stream in rows read column by column.
-struct RowFetcher {
-  const char* rows[kLanes];
-  int64_t row_bytes;
-  int lines_per_step;
-  int row = 0;
-  int64_t offset = 0;
+// What to fetch meanwhile: nothing, entries that follow one another, or others. The hardware sees a run only
+// where its lines are asked for in their order; of others it fetches too much if they are.
+enum class Ahead { kNone, kRun, kRows };
 
-  void step() {
-    for (int i = 0; i < lines_per_step && row < kLanes; ++i) {
-      __builtin_prefetch(rows[row] + offset, 0, 2);
-      offset += kLine;
-      if (offset >= row_bytes) {
-        offset = 0;
-        ++row;
+inline void fetch(const void* from, int bytes) {
+  for (int b = 0; b < bytes; b += kLine) __builtin_prefetch(static_cast<const char*>(from) + b, 0, 3);
+}
+
+// bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch. A sum runs over the elements in
+// their order, whatever rows and heads share its registers.
+template <class T, int kD, int kH, Ahead kAhead>
+[[gnu::noinline]] void score_heads(const typename Dot<T>::Query* q, int size, const T* const* rows,
+                                   const T* const* next, float (*bounds)[kScoreBlock]) {
+  constexpr int kR = kLanes / kH, kStep = 2 * kLanes;
+  constexpr int kBytes = kStep * static_cast<int>(sizeof(T));
+  const int n = kD ? 2 * kD : size;
+  for (int first = 0; first < kScoreBlock; first += kR) {
+    Vec sums[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
+    for (int d = 0; d < n; d += kStep) {
+      const int at = d * static_cast<int>(sizeof(T));
+      if (kAhead == Ahead::kRun && (kBytes * kR >= kLine || at * kR % kLine == 0))
+        fetch(next[first] + d * kR, kBytes * kR);
+      if (kAhead == Ahead::kRows && (kBytes >= kLine || at % kLine == 0)) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kR; ++r) fetch(next[first + r] + d, kBytes);
+      }
+      if constexpr (kH == 1) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kR; ++r) sums[r] = Dot<T>::step(sums[r], q + d, rows[first + r] + d);
+      } else {
+        typename Dot<T>::Pair pairs[kR];
+#pragma GCC unroll 16
+        for (int r = 0; r < kR; ++r) pairs[r] = Dot<T>::row_pair(rows[first + r] + d);
+#pragma GCC unroll 16
+        for (int h = 0; h < kH; ++h) {
+          const typename Dot<T>::Pair weights = Dot<T>::query_pair(q + h * n + d);
+#pragma GCC unroll 16
+          for (int r = 0; r < kR; ++r) sums[h * kR + r] = Dot<T>::add(sums[h * kR + r], weights, pairs[r]);
+        }
       }
     }
+    float out[kLanes];
+    store(out, reduce_rows(sums));
+#pragma GCC unroll 16
+    for (int h = 0; h < kH; ++h) __builtin_memcpy(bounds[h] + first, out + h * kR, kR * sizeof(float));
   }
-};
+}
 
 // sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an
 // entry {min, max} with {q-, q+}, where q- = (q - spread * |q|) / 2 and q+ = (q + spread * |q|) / 2.
@@ -35,48 +67,65 @@ template <class T, int kD>
 void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries,
                   const int32_t* index, int n, float* out, int64_t out_stride) {
   const int size = 2 * (kD ? kD : head_dim);
-  const int64_t row_bytes = size * static_cast<int64_t>(sizeof(T));
-  const int steps = G * (size / (2 * kLanes));
-  const int lines = static_cast<int>((row_bytes + kLine - 1) / kLine) * kLanes;
-  const T* rows[kLanes];
-  float bounds[kLanes];
-  for (int i = 0; i < n; i += kLanes) {
-    const int count = n - i < kLanes ? n - i : kLanes;
-    RowFetcher fetcher{{}, row_bytes, (lines + steps - 1) / steps};
+  const T* rows[2][kScoreBlock];
+  float bounds[kScoreHeads][kScoreBlock];
+  // Past the end the last entry stands in: its bounds are dropped, and to fetch it again costs nothing.
+  // Whether the entries from `first` on follow one another.
+  const auto find = [&](int first, const T** to) {
     bool run = true;
-    for (int j = 0; j < kLanes; ++j) {
-      // Past the end the last entry stands in: its bounds are dropped, and to fetch it again costs nothing.
-      const int at = i + j < n ? i + j : n - 1;
-      const int next = i + j + kRowsAhead < n ? i + j + kRowsAhead : n - 1;
-      rows[j] = entries + index[at] * static_cast<int64_t>(size);
-      fetcher.rows[j] = reinterpret_cast<const char*>(entries + index[next] * static_cast<int64_t>(size));
-      run &= rows[j] == rows[0] + j * static_cast<int64_t>(size);
+    for (int j = 0; j < kScoreBlock; ++j) {
+      to[j] = entries + index[first + j < n ? first + j : n - 1] * static_cast<int64_t>(size);
+      run &= to[j] == to[0] + j * static_cast<int64_t>(size);
     }
-    for (int g = 0; g < G; ++g) {
-      const auto* q = queries + static_cast<int64_t>(g) * size;
-      const auto between = [&] { fetcher.step(); };
-      store(bounds, run ? dot_rows<T>(q, StridedRows<T>{rows[0], size}, size, between)
-                        : dot_rows<T>(q, ListedRows<T>{rows}, size, between));
-      for (int j = 0; j < count; ++j) out[g * out_stride + i + j] = bounds[j];
-    }
+    return run;
+  };
+  if (n > 0) find(0, rows[0]);
+  for (int i = 0, now = 0; i < n; i += kScoreBlock, now = 1 - now) {
+    const int count = n - i < kScoreBlock ? n - i : kScoreBlock;
+    const T** next = rows[1 - now];
+    const bool run =
+        find(i + kScoreBlock, next) && next[0] == rows[now][0] + kScoreBlock * static_cast<int64_t>(size);
+    const auto heads_from = [&]<int kH, Ahead kAhead>(int g) {
+      score_heads<T, kD, kH, kAhead>(queries + static_cast<int64_t>(g) * size, size, rows[now], next, bounds);
+      for (int h = 0; h < kH && g + h < G; ++h) {
+        float* to = out + (g + h) * out_stride + i;
+        if (count == kScoreBlock) {
+          __builtin_memcpy(to, bounds[h], sizeof(bounds[h]));
+        } else {
+          for (int j = 0; j < count; ++j) to[j] = bounds[h][j];
+        }
+      }
+    };
+    const auto heads = [&]<int kH>(int g) {
+      if (g > 0) return heads_from.template operator()<kH, Ahead::kNone>(g);
+      if (run) return heads_from.template operator()<kH, Ahead::kRun>(g);
+      return heads_from.template operator()<kH, Ahead::kRows>(g);
+    };
+    int g = 0;
+    for (; g + 1 < G; g += kScoreHeads) heads.template operator()<kScoreHeads>(g);
+    if (g < G) heads.template operator()<1>(g);
   }
 }
 
 template <class T>
 void score(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float spread,
            float* out, int64_t out_stride) {
+  using Query = typename Dot<T>::Query;
   const T* queries = static_cast<const T*>(q);
   T split[2 * kMaxHeadDim];
-  alignas(64) typename Dot<T>::Query packed[kMaxHeads * 2 * kMaxHeadDim];
+  alignas(64) Query packed[kMaxHeads * 2 * kMaxHeadDim];
   for (int g = 0; g < G; ++g) {
-    for (int d = 0; d < D; ++d) {
-      const float half = 0.5f * to_float(queries[g * D + d]);
-      const float wide = spread * (half < 0.0f ? -half : half);
-      round_to(half - wide, &split[d]);
-      round_to(half + wide, &split[D + d]);
+    for (int d = 0; d < D; d += kLanes) {
+      const Vec half = mul(load_one(queries + g * D + d), set1(0.5f));
+      const Vec wide = mul(max(half, sub(set1(0.0f), half)), set1(spread));
+      store_one(split + d, sub(half, wide));
+      store_one(split + D + d, add(half, wide));
     }
     Dot<T>::pack(split, 2 * D, packed + g * 2 * D);
   }
+  // Heads are scored kScoreHeads at a time; those that are missing are zero.
+  const int padded = (G + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
+  for (int i = G * 2 * D; i < padded * 2 * D; ++i) packed[i] = Query{};
   const T* base = static_cast<const T*>(entries);
   switch (D) {
     case 64:

@@ -41,8 +41,9 @@ struct KernelTable {
   // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in (0, 1]
   // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
   // The weights (1 +- spread) q_d / 2 are rounded to the KV dtype.
-  // q: KV dtype [G][D]. entries: one head's metadata, KV dtype [.][2][D] = {min, max}; index[n]: entry ids.
-  // out[g * out_stride + i]: float32.
+  // q: KV dtype [G][D], G up to kMaxHeads. entries: one head's metadata, KV dtype [.][2][D] = {min, max};
+  // index[n]: entry ids. out[g * out_stride + i]: float32. A score depends on its head and entry alone, not
+  // on what else is scored with them.
   void (*score)(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float spread,
                 float* out, int64_t out_stride);
 

@@ -6,9 +6,28 @@ namespace fluxion {
 
 void BlockScorer::resize(int pages, int group, int64_t entry_bytes) {
   index_.resize(pages);
+  without_.resize(pages);
   merged_.resize(kMergeBatch * entry_bytes);
-  merged_block_.resize(kMergeBatch);
   merged_score_.resize(kMergeBatch * group);
+}
+
+int BlockScorer::find_entries(const int32_t* tags, const Blocks& blocks, const int32_t* pages) {
+  const int level = blocks.level;
+  // Only the last block may end beyond the middle, which is then cut.
+  const int whole = blocks.last(blocks.count - 1) < blocks.end_page ? blocks.count : blocks.count - 1;
+  const int32_t* last = pages + blocks.last(0);
+  int without = 0;
+  for (int i = 0; i < whole; ++i) {
+    const int32_t page = last[static_cast<int64_t>(i) << level];
+    index_[i] = page >> level;
+    without_[without] = i;
+    without += tags[page >> level] != page;
+  }
+  for (int i = whole; i < blocks.count; ++i) {
+    index_[i] = pages[blocks.from(i)] >> level;
+    without_[without++] = i;
+  }
+  return without;
 }
 
 int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Blocks& blocks,
@@ -16,52 +35,32 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
   const KernelTable& kernels = pool.kernels();
   const int D = pool.shape().head_dim, level = blocks.level;
   const int64_t entry_bytes = pool.shape().entry_bytes();
-  const int32_t* tags = level == 0 ? nullptr : pool.tags(layer, level);
-  int merged = 0;
-  // Blocks without an entry of their own get one here, and their scores in batches.
+  const int32_t* index = level == 0 ? pages + blocks.first_page : index_.data();
+  const int without = level == 0 ? 0 : find_entries(pool.tags(layer, level), blocks, pages);
+  // Where a block has no entry, that of another one is scored in its place, and then overwritten.
+  kernels.score(q, group, D, pool.entries(layer, head, level), index, blocks.count, pool.spread(), scores,
+                stride);
+  int64_t bytes = (blocks.count - without) * entry_bytes;
   constexpr int32_t kIota[kMergeBatch] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-  const auto score_merged = [&] {
-    kernels.score(q, group, D, merged_.data(), kIota, merged, pool.spread(), merged_score_.data(),
+  for (int done = 0; done < without; done += kMergeBatch) {
+    const int count = std::min(kMergeBatch, without - done);
+    const int32_t* block = &without_[done];
+    for (int m = 0; m < count; ++m) {
+      const int first = blocks.from(block[m]), end = blocks.to(block[m]);
+      char* entry = merged_.data() + m * entry_bytes;
+      std::memcpy(entry, pool.entry(layer, head, 0, pages[first]), entry_bytes);
+      for (int p = first + 1; p < end; ++p) {
+        kernels.merge_minmax(entry, pool.entry(layer, head, 0, pages[p]), D);
+      }
+      bytes += (end - first) * entry_bytes;
+    }
+    kernels.score(q, group, D, merged_.data(), kIota, count, pool.spread(), merged_score_.data(),
                   kMergeBatch);
     for (int g = 0; g < group; ++g) {
-      for (int m = 0; m < merged; ++m)
-        scores[g * stride + merged_block_[m]] = merged_score_[g * kMergeBatch + m];
+      for (int m = 0; m < count; ++m) scores[g * stride + block[m]] = merged_score_[g * kMergeBatch + m];
     }
-    merged = 0;
-  };
-  const auto has_entry = [&](int last) {
-    if (last >= blocks.end_page) return false;
-    return level == 0 || tags[pages[last] >> level] == pages[last];
-  };
-  int entries = 0;
-  for (int i = 0; i < blocks.count; ++i) {
-    const int last = blocks.last(i);
-    index_[i] = has_entry(last) ? pages[last] >> level : -1;
-    entries += index_[i] >= 0;
   }
-  int64_t bytes = entries * entry_bytes;
-  const char* own = pool.entries(layer, head, level);
-  // Runs of blocks that have an entry, and the others merged in between.
-  for (int i = 0; i < blocks.count;) {
-    if (index_[i] >= 0) {
-      int run = i;
-      while (run < blocks.count && index_[run] >= 0) ++run;
-      kernels.score(q, group, D, own, &index_[i], run - i, pool.spread(), scores + i, stride);
-      i = run;
-      continue;
-    }
-    const int first = blocks.from(i), end = blocks.to(i);
-    char* entry = merged_.data() + merged * entry_bytes;
-    std::memcpy(entry, pool.entry(layer, head, 0, pages[first]), entry_bytes);
-    for (int p = first + 1; p < end; ++p) {
-      kernels.merge_minmax(entry, pool.entry(layer, head, 0, pages[p]), D);
-    }
-    bytes += (end - first) * entry_bytes;
-    merged_block_[merged++] = i++;
-    if (merged == kMergeBatch) score_merged();
-  }
-  if (merged > 0) score_merged();
   return bytes;
 }
 

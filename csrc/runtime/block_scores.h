@@ -45,9 +45,12 @@ class BlockScorer {
  private:
   static constexpr int kMergeBatch = 32;
 
-  std::vector<int32_t> index_;  // [pages]
-  std::vector<char> merged_;    // [kMergeBatch] entries of blocks that have none
-  std::vector<int> merged_block_;
+  // Fills index_ and without_ for a level above 0; how many blocks have no entry.
+  int find_entries(const int32_t* tags, const Blocks& blocks, const int32_t* pages);
+
+  std::vector<int32_t> index_;       // [pages]
+  std::vector<int32_t> without_;     // [pages]: blocks that have no entry
+  std::vector<char> merged_;         // [kMergeBatch] entries made for some of them
   std::vector<float> merged_score_;  // [G][kMergeBatch]
 };
 

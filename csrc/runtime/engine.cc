@@ -155,6 +155,7 @@ void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   s->scores.resize(units * group_);
   s->chosen.resize(units);
   s->added.resize(config_.guard > 0 ? pages : 0);
+  s->blocks.resize(pages);
   s->pages.resize(pages);
   s->masks.resize(pages * group_);
   // A step with families needs more, and has it already where single tokens ask for room.

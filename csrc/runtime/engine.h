@@ -227,6 +227,7 @@ class Engine {
     std::vector<float> scores;     // [G][units]: of blocks, or of tokens
     std::vector<uint16_t> chosen;  // [units]: heads that chose a block or token
     std::vector<uint16_t> added;   // [max_pages]: heads that read a block because of the guard; only with one
+    std::vector<int32_t> blocks;   // [max_pages]: blocks that some head reads
     std::vector<int32_t> pages;    // [max_pages]
     std::vector<uint16_t> masks;   // [max_pages][G]
     std::vector<float> select;

@@ -132,22 +132,31 @@ Selection Engine::widen(const Task& task, uint16_t ranked, Scratch* s) const {
 void Engine::list_pages(const Blocks& at, const int32_t* pages, const uint16_t* chosen, Scratch* s,
                         Selection* out) const {
   const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
+  // Which blocks are chosen no branch could foretell.
+  int32_t* blocks = s->blocks.data();
+  int count = 0;
+  uint16_t all = everyone;
   for (int i = 0; i < at.count; ++i) {
-    if (chosen[i] == 0) continue;
-    const uint16_t readers = config_.attend_union ? everyone : chosen[i];
-    const int from = at.from(i), to = at.to(i);
-    out->tokens += static_cast<int64_t>(to - from) * kPage * std::popcount(readers);
-    if (readers != everyone && !out->masked) {
-      out->masked = true;  // what came before was for everyone
-      std::fill_n(s->masks.data(), out->count * group_, uint16_t{0xffff});
-    }
-    for (int p = from; p < to; ++p) {
-      if (out->masked) {
-        for (int g = 0; g < group_; ++g) s->masks[out->count * group_ + g] = readers >> g & 1 ? 0xffff : 0;
-      }
-      s->pages[out->count++] = pages[p];
+    blocks[count] = i;
+    count += chosen[i] != 0;
+    all &= chosen[i] != 0 ? chosen[i] : everyone;
+  }
+  out->masked = !config_.attend_union && all != everyone;
+  int32_t* to = s->pages.data();
+  uint16_t* masks = s->masks.data();
+  for (int j = 0; j < count; ++j) {
+    const int from = at.from(blocks[j]), end = at.to(blocks[j]);
+    to = std::copy(pages + from, pages + end, to);
+    if (config_.attend_union) continue;
+    const uint16_t readers = chosen[blocks[j]];
+    out->tokens += static_cast<int64_t>(end - from) * kPage * std::popcount(readers);
+    if (!out->masked) continue;
+    for (int p = from; p < end; ++p) {
+      for (int g = 0; g < group_; ++g) *masks++ = readers >> g & 1 ? 0xffff : 0;
     }
   }
+  out->count = static_cast<int>(to - s->pages.data());
+  if (config_.attend_union) out->tokens = static_cast<int64_t>(out->count) * kPage * group_;
   out->reads.tile_bytes = out->count * shape_.tile_bytes();
 }
 

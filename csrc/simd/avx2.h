@@ -15,6 +15,10 @@ inline constexpr int kValuePairs = 1;
 
 inline Vec set1(float x) { return _mm256_set1_ps(x); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec in_register(Vec x) {
+  asm("" : "+x"(x));
+  return x;
+}
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
@@ -36,6 +40,35 @@ inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) {
 }
 inline Vec zero_below(Vec x, Vec limit, Vec v) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v);
+}
+inline uint32_t lanes_at_least(Vec x, Vec limit) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ)));
+}
+inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) {
+  __m128i* words = reinterpret_cast<__m128i*>(p);
+  const __m128i lane = _mm_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m128i chosen =
+      _mm_cmpeq_epi16(_mm_and_si128(_mm_set1_epi16(static_cast<int16_t>(bits)), lane), lane);
+  const __m128i values = _mm_and_si128(chosen, _mm_set1_epi16(static_cast<int16_t>(value)));
+  _mm_storeu_si128(words, _mm_or_si128(_mm_loadu_si128(words), values));
+}
+// Byte j of entry b: the lane of the j-th bit of b that is set.
+struct PackOrder {
+  uint64_t lanes[256];
+  constexpr PackOrder() : lanes() {
+    for (int b = 0; b < 256; ++b) {
+      int j = 0;
+      for (int lane = 0; lane < 8; ++lane) {
+        if (b >> lane & 1) lanes[b] |= static_cast<uint64_t>(lane) << 8 * j++;
+      }
+    }
+  }
+};
+inline constexpr PackOrder kPackOrder;
+inline int pack_lanes(float* p, uint32_t bits, Vec x) {
+  const __m128i order = _mm_cvtsi64_si128(static_cast<int64_t>(kPackOrder.lanes[bits]));
+  store(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(order)));
+  return __builtin_popcount(bits);
 }
 inline Vec exp2_of_rounded(Vec t) {
   const __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(t), 23);

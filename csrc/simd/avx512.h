@@ -15,6 +15,10 @@ inline constexpr int kValuePairs = 2;
 
 inline Vec set1(float x) { return _mm512_set1_ps(x); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec in_register(Vec x) {
+  asm("" : "+v"(x));
+  return x;
+}
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -32,6 +36,16 @@ inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) {
 }
 inline Vec zero_below(Vec x, Vec limit, Vec v) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), v);
+}
+inline uint32_t lanes_at_least(Vec x, Vec limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ); }
+inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) {
+  __m256i* words = reinterpret_cast<__m256i*>(p);
+  const __m256i chosen = _mm256_maskz_set1_epi16(static_cast<__mmask16>(bits), static_cast<int16_t>(value));
+  _mm256_storeu_si256(words, _mm256_or_si256(_mm256_loadu_si256(words), chosen));
+}
+inline int pack_lanes(float* p, uint32_t bits, Vec x) {
+  store(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), x));
+  return __builtin_popcount(bits);
 }
 inline Vec exp2_of_rounded(Vec t) {
   const __m512i shifted = _mm512_slli_epi32(_mm512_castps_si512(t), 23);

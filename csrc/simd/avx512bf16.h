@@ -19,6 +19,10 @@ struct Dot<BF16> {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(q)),
                             reinterpret_cast<__m512bh>(_mm512_loadu_si512(k)));
   }
+  using Pair = __m512bh;
+  static Pair query_pair(const Query* q) { return reinterpret_cast<Pair>(_mm512_loadu_si512(q)); }
+  static Pair row_pair(const BF16* k) { return reinterpret_cast<Pair>(_mm512_loadu_si512(k)); }
+  static Vec add(Vec sum, Pair q, Pair k) { return _mm512_dpbf16_ps(sum, q, k); }
   static Vec tail(Vec sum, const Query* q, const BF16* k) { return _mm512_dpbf16_ps(sum, half(q), half(k)); }
 
  private:

@@ -28,6 +28,17 @@ struct Dot {
     load_pair(k, a, b);
     return fma(load(q), a, fma(load(q + kLanes), b, sum));
   }
+  // The same in three steps, for products of several queries with several rows.
+  struct Pair {
+    Vec a, b;
+  };
+  static Pair query_pair(const Query* q) { return {in_register(load(q)), in_register(load(q + kLanes))}; }
+  static Pair row_pair(const T* k) {
+    Pair pair;
+    load_pair(k, pair.a, pair.b);
+    return {in_register(pair.a), in_register(pair.b)};
+  }
+  static Vec add(Vec sum, const Pair& q, const Pair& k) { return fma(q.a, k.a, fma(q.b, k.b, sum)); }
   // The last kLanes elements of a row whose length is no multiple of a pair.
   static Vec tail(Vec sum, const Query* q, const T* k) { return fma(load(q), load_one(k), sum); }
 };

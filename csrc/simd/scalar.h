@@ -18,6 +18,9 @@ inline constexpr int kValuePairs = 4;
 
 inline Vec set1(float x) { return x; }
 inline Vec load(const float* p) { return *p; }
+// x, which the compiler must not load again where it is used again: it would to save registers, and what
+// takes two loads an instruction waits for loads.
+inline Vec in_register(Vec x) { return x; }
 inline void store(float* p, Vec x) { *p = x; }
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
@@ -32,6 +35,15 @@ inline Vec keep(uint32_t bits, Vec x, Vec fill) { return bits & 1 ? x : fill; }
 inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) { return (*p & bits) != 0; }
 // 0 where x < limit, v elsewhere (also where x is NaN).
 inline Vec zero_below(Vec x, Vec limit, Vec v) { return x < limit ? 0.0f : v; }
+// Bit i: whether lane i of x is at least that of limit; not where either is NaN.
+inline uint32_t lanes_at_least(Vec x, Vec limit) { return x >= limit; }
+// p[i] |= value where bit i of `bits` is set, of kLanes consecutive words.
+inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) { *p |= bits & 1 ? value : 0; }
+// Writes the lanes of x whose bits are set one after another, and anything up to p[kLanes - 1]; how many.
+inline int pack_lanes(float* p, uint32_t bits, Vec x) {
+  *p = x;
+  return bits & 1;
+}
 // 2^n for t = n + 1.5 * 2^23 as a float add leaves it, -126 <= n <= 127.
 inline Vec exp2_of_rounded(Vec t) { return float_of((bits_of(t) << 23) + 0x3f800000u); }
 

@@ -221,7 +221,7 @@ def test_attend_over_a_long_list(isa: str, dtype: torch.dtype) -> None:
 @given(
     seed=seeds,
     D=head_dims,
-    G=st.integers(1, 16),
+    G=st.integers(1, 16) | st.sampled_from([31, 62, 64]),
     n=st.integers(0, 70),
     runs=st.booleans(),
     spread=st.sampled_from([1.0, 0.75, 0.5, 0.3]),
@@ -249,6 +249,24 @@ def test_score(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, 
         return
     true = torch.einsum("gd,ntd->gnt", q.double(), keys[index.long()].double())
     assert (true <= (out.double() + 1e-5 * size)[:, :, None]).all()
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, G=st.integers(1, 64), n=st.integers(1, 70), part=st.integers(1, 8))
+def test_a_score_depends_on_its_head_and_entry_alone(
+    isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, part: int
+) -> None:
+    """Bit for bit the same, wherever in a list, run or not, and in whatever company."""
+    torch.manual_seed(seed)
+    entries = torch.randn(n, 2, D).to(dtype)
+    q = torch.randn(G, D).to(dtype)
+    whole, some = torch.full((G, n), NAN), torch.full((min(part, G), n), NAN)
+    k("score")(isa, q, entries, torch.arange(n, dtype=torch.int32), 0.5, whole)
+    order = torch.randperm(n)
+    k("score")(isa, q[: len(some)].contiguous(), entries, order.to(torch.int32), 0.5, some)
+    assert torch.equal(some, whole[: len(some), order])
 
 
 @isas
@@ -296,8 +314,8 @@ def test_select(isa: str, scores: list[float], data: st.DataObject) -> None:
 
 
 @isas
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 1000, 4099])
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "bits", "nothing", "one", "narrow"])
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 255, 256, 1000, 4099])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "bits", "nothing", "one", "narrow", "sorted", "infinite"])
 def test_select_of_many(isa: str, n: int, kind: str) -> None:
     torch.manual_seed(n)
     scores = {
@@ -309,8 +327,11 @@ def test_select_of_many(isa: str, n: int, kind: str) -> None:
         "nothing": lambda: torch.where(torch.rand(n) < 0.5, NAN, -INF),
         "one": lambda: torch.full((n,), -INF).index_fill(0, torch.tensor([n // 2]), 1.0),
         "narrow": lambda: (torch.randint(0, 5000, (n,)).to(torch.int32) + 0x3F800000).view(torch.float32),
+        # Neighbours are alike, so the largest may share few groups; ties at the largest number there is.
+        "sorted": lambda: torch.randn(n).sort().values,
+        "infinite": lambda: torch.tensor([INF, NAN, 0.0, -0.0, -INF])[torch.randint(0, 5, (n,))],
     }[kind]()
-    for count in sorted({1, (n + 1) // 2, max(1, n // 20), max(1, n - 1), n}):
+    for count in sorted({1, (n + 1) // 2, max(1, n // 20), max(1, n // 16), max(1, n - 1), n}):
         check_select(isa, scores, count, bit=0x4000)
 
 

@@ -1,24 +1,17 @@
 // The predictor's C ABI. Argument checks live here.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/object.h>
-#include <tvm/ffi/string.h>
+#include <tvm/ffi/optional.h>
 
 #include <initializer_list>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "ffi_common.h"
 #include "runtime/predictor.h"
 
 namespace fluxion {
 namespace {
-
-namespace ffi = tvm::ffi;
-using ffi::TensorView;
 
 class PredictorObj : public ffi::Object {
  public:
@@ -33,11 +26,6 @@ class PredictorRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(PredictorRef, ffi::ObjectRef, PredictorObj);
 };
 
-constexpr DLDataType kInt32{kDLInt, 32, 1}, kFloat32{kDLFloat, 32, 1};
-
-// Without the backtrace of TVM_FFI_THROW, which takes seconds (see ffi_runtime.cc).
-[[noreturn]] void raise(const char* kind, const std::string& text) { throw ffi::Error(kind, text, ""); }
-
 // A contiguous host tensor of this dtype and shape (-1: any).
 void expect(const TensorView& t, const char* name, DLDataType dtype, std::initializer_list<int64_t> shape) {
   bool fits = t.ndim() == static_cast<int32_t>(shape.size());
@@ -48,20 +36,13 @@ void expect(const TensorView& t, const char* name, DLDataType dtype, std::initia
     wanted += (axis++ ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
   }
   for (int32_t i = 0; i < t.ndim(); ++i) given += (i ? ", " : "") + std::to_string(t.size(i));
-  const DLDataType got = t.dtype();
   const int device = t.device().device_type;
-  if (fits && got.code == dtype.code && got.bits == dtype.bits && got.lanes == dtype.lanes &&
-      (device == kDLCPU || device == kDLCUDAHost) && (t.numel() == 0 || t.IsContiguous()))
+  if (fits && same(t.dtype(), dtype) && (device == kDLCPU || device == kDLCUDAHost) &&
+      (t.numel() == 0 || t.IsContiguous()))
     return;
-  raise("ValueError", std::string(name) + " is a " + std::string(ffi::DLDataTypeToString(got)) +
-                          " tensor of shape [" + given +
-                          "] and must be a contiguous tensor in host memory of " +
-                          std::string(ffi::DLDataTypeToString(dtype)) + " and shape [" + wanted + "].");
-}
-
-template <typename T>
-T* data(const TensorView& t) {
-  return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+  Raise("ValueError") << name << " is a " << ffi::DLDataTypeToString(t.dtype()) << " tensor of shape ["
+                      << given << "] and must be a contiguous tensor in host memory of "
+                      << ffi::DLDataTypeToString(dtype) << " and shape [" << wanted << "].";
 }
 
 PredictorRef predictor_create(ffi::String isa, TensorView widths, TensorView mean, TensorView std,
@@ -72,38 +53,34 @@ PredictorRef predictor_create(ffi::String isa, TensorView widths, TensorView mea
   expect(mean, "mean", kFloat32, {features});
   expect(std, "std", kFloat32, {features});
   expect(parameters, "parameters", kFloat32, {-1});
-  try {
+  return guarded([&] {
     return PredictorRef(ffi::make_object<PredictorObj>(std::make_unique<Predictor>(
         std::string(isa), std::vector<int>(w, w + widths.size(0)), data<float>(mean), data<float>(std),
         data<float>(parameters), parameters.size(0))));
-  } catch (const std::invalid_argument& e) {
-    raise("ValueError", e.what());
-  } catch (const std::exception& e) {
-    raise("RuntimeError", e.what());
-  }
+  });
 }
 
 ffi::String predictor_isa(PredictorRef ref) { return ffi::String(ref->predictor->isa()); }
 
-void predictor_forward(PredictorRef ref, TensorView x, TensorView out) {
+void predictor_forward(PredictorRef ref, TensorView x, TensorView out, ffi::Optional<Workers> workers) {
   expect(x, "x", kFloat32, {-1, ref->predictor->features()});
   expect(out, "out", kFloat32, {x.size(0), kPredictions});
-  ref->predictor->forward(data<float>(x), x.size(0), data<float>(out));
+  ref->predictor->forward(data<float>(x), x.size(0), data<float>(out),
+                          workers.has_value() ? workers.value()->pool.get() : nullptr);
 }
 
 // What a plan is made for and written to; returns the heads of a request.
 int64_t check_plan(TensorView middle, int64_t kv_heads, int64_t blocks, TensorView blk, TensorView budget,
                    TensorView value) {
   constexpr int64_t kAll = 16 + 32 + 64 + 128;
-  if (blocks == 0 || (blocks & ~kAll) != 0) raise("ValueError", "blocks must be among 16, 32, 64 and 128.");
+  if (blocks == 0 || (blocks & ~kAll) != 0) Raise("ValueError") << "blocks must be among 16, 32, 64 and 128.";
   expect(middle, "middle", kInt32, {-1});
   const int64_t B = middle.size(0);
   expect(budget, "budget", kFloat32, {B, -1});
   const int64_t heads = budget.size(1);
   if (kv_heads < 1 || heads % kv_heads != 0 || heads / kv_heads > kMaxGroup || heads < kv_heads) {
-    raise("ValueError", "budget has " + std::to_string(heads) + " heads and kv_heads is " +
-                            std::to_string(kv_heads) + "; 1 to " + std::to_string(kMaxGroup) +
-                            " heads must share each KV head.");
+    Raise("ValueError") << "budget has " << heads << " heads and kv_heads is " << kv_heads << "; 1 to "
+                        << kMaxGroup << " heads must share each KV head.";
   }
   expect(blk, "blk", kInt32, {B, kv_heads});
   expect(value, "value", kFloat32, {B, kv_heads});

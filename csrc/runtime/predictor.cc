@@ -1,6 +1,7 @@
 #include "runtime/predictor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <stdexcept>
 
@@ -8,8 +9,9 @@ namespace fluxion {
 namespace {
 
 constexpr float kClip = 8;
-// Rows whose activations stay in the cache between the layers.
-constexpr int kRowBlock = 32;
+// Rows that one worker takes at a time: what `dense` computes together, and some microseconds' work, so that
+// two of them are worth a second worker.
+constexpr int kRowBlock = 8;
 
 constexpr int kBlockSizes = 4;
 constexpr int kFirstLog2 = 4;  // 16 tokens
@@ -111,31 +113,55 @@ Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, con
     parameters += out;
     layers_.push_back(std::move(layer));
   }
-  now_.resize(kRowBlock * stride_);
-  next_.resize(kRowBlock * stride_);
+  scratch_.resize(2 * kRowBlock * stride_);
 }
 
-void Predictor::forward(const float* x, int64_t rows, float* out) {
-  for (int64_t first = 0; first < rows; first += kRowBlock) {
-    const int n = static_cast<int>(std::min<int64_t>(kRowBlock, rows - first));
-    float* now = now_.data();
-    float* next = next_.data();
-    for (int r = 0; r < n; ++r) {
-      const float* row = x + (first + r) * features_;
-      for (int f = 0; f < features_; ++f) {
-        const float z = (row[f] - mean_[f]) * inverse_std_[f];
-        now[r * stride_ + f] = z < -kClip ? -kClip : z > kClip ? kClip : z;  // NaN stays NaN
-      }
-    }
-    for (const Layer& layer : layers_) {
-      const bool last = &layer == &layers_.back();
-      kernels_->dense(now, stride_, n, layer.in, layer.weights.data(), layer.bias.data(), layer.panels, !last,
-                      next, stride_);
-      std::swap(now, next);
-    }
-    for (int r = 0; r < n; ++r)
-      std::copy_n(now + r * stride_, kPredictions, out + (first + r) * kPredictions);
+struct Predictor::Rows {
+  Predictor* self;
+  const float* x;
+  int64_t count;
+  float* out;
+  std::atomic<int64_t> next;  // first row that nobody has taken
+};
+
+void Predictor::forward(const float* x, int64_t rows, float* out, WorkerPool* workers) {
+  Rows all{this, x, rows, out, {0}};
+  if (rows > kRowBlock && workers != nullptr && workers->size() > 1) {
+    const size_t wanted = workers->size() * 2 * kRowBlock * stride_;
+    if (scratch_.size() < wanted) scratch_.resize(wanted);
+    const auto body = [](void* ctx, int worker) {
+      Rows* rows = static_cast<Rows*>(ctx);
+      rows->self->run(rows, worker);
+    };
+    if (workers->launch(body, &all)) return workers->join();
   }
+  run(&all, 0);
+}
+
+void Predictor::run(Rows* rows, int worker) {
+  float* now = scratch_.data() + worker * 2 * kRowBlock * stride_;
+  for (int64_t first; (first = rows->next.fetch_add(kRowBlock, std::memory_order_relaxed)) < rows->count;) {
+    const int n = static_cast<int>(std::min<int64_t>(kRowBlock, rows->count - first));
+    run_block(rows->x + first * features_, n, rows->out + first * kPredictions, now,
+              now + kRowBlock * stride_);
+  }
+}
+
+void Predictor::run_block(const float* x, int rows, float* out, float* now, float* next) const {
+  for (int r = 0; r < rows; ++r) {
+    const float* row = x + r * features_;
+    for (int f = 0; f < features_; ++f) {
+      const float z = (row[f] - mean_[f]) * inverse_std_[f];
+      now[r * stride_ + f] = z < -kClip ? -kClip : z > kClip ? kClip : z;  // NaN stays NaN
+    }
+  }
+  for (const Layer& layer : layers_) {
+    const bool last = &layer == &layers_.back();
+    kernels_->dense(now, stride_, rows, layer.in, layer.weights.data(), layer.bias.data(), layer.panels,
+                    !last, next, stride_);
+    std::swap(now, next);
+  }
+  for (int r = 0; r < rows; ++r) std::copy_n(now + r * stride_, kPredictions, out + r * kPredictions);
 }
 
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "runtime/worker_pool.h"
 
 namespace fluxion {
 
@@ -14,7 +15,7 @@ namespace fluxion {
 inline constexpr int kPredictions = 3;
 
 // A multilayer perceptron in float32: features standardised and clipped to +-8, ReLU between the layers. One
-// object belongs to one thread at a time, as it holds the scratch of a block of rows.
+// object belongs to one thread at a time, as it holds the workers' scratch.
 class Predictor {
  public:
   // widths: features, hidden layers, kPredictions. mean, std: [features]. parameters: of each layer in turn
@@ -24,9 +25,10 @@ class Predictor {
   Predictor(const std::string& isa, const std::vector<int>& widths, const float* mean, const float* std,
             const float* parameters, int64_t count);
 
-  // x [rows][features] to out [rows][kPredictions]; runs on the calling thread and does not allocate. A NaN
-  // among a row's features makes its predictions NaN.
-  void forward(const float* x, int64_t rows, float* out);
+  // x [rows][features] to out [rows][kPredictions], a row by itself whatever worker has it. A NaN among a
+  // row's features makes its predictions NaN. Runs on the calling thread alone where workers is nullptr,
+  // busy, or not worth waking; allocates only when a pool of more workers than ever before comes.
+  void forward(const float* x, int64_t rows, float* out, WorkerPool* workers);
 
   int features() const { return features_; }
   const char* isa() const { return kernels_->isa; }
@@ -39,12 +41,16 @@ class Predictor {
     std::vector<float> bias;
   };
 
+  struct Rows;  // of one forward()
+  void run(Rows* rows, int worker);
+  void run_block(const float* x, int rows, float* out, float* now, float* next) const;
+
   const KernelTable* kernels_;
   int features_;
   std::vector<float> mean_, inverse_std_;
   std::vector<Layer> layers_;
-  int64_t stride_;                 // floats of a scratch row
-  std::vector<float> now_, next_;  // scratch: activations of a block of rows
+  int64_t stride_;              // floats of a scratch row
+  std::vector<float> scratch_;  // [workers][2]: activations of a block of rows, before and after a layer
 };
 
 // Block size, budgets and priority of every group from the predictions, by Eq. 3: the block size of

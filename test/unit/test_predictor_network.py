@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fluxion_sglang.native import library
+from fluxion_sglang.native import Workers, library
 from fluxion_sglang.predictor.native import NativePredictor
 from fluxion_sglang.predictor.network import FEATURES, PARAMETERS, HeadPredictor
 
@@ -33,11 +33,11 @@ def features(rows: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(seed)) * 8
 
 
-def run(native: NativePredictor, x: torch.Tensor) -> torch.Tensor:
+def run(native: NativePredictor, x: torch.Tensor, workers: Workers | None = None) -> torch.Tensor:
     """Predictions, written between rows that must stay as they are."""
     guarded = torch.full((len(x) + 2, 3), math.nan)
     guarded[0] = guarded[-1] = 7.0
-    native.forward(x, guarded[1:-1])
+    native.forward(x, guarded[1:-1], workers)
     assert (guarded[0] == 7.0).all() and (guarded[-1] == 7.0).all()
     return guarded[1:-1].clone()
 
@@ -65,6 +65,17 @@ def test_a_row_does_not_depend_on_the_others(isa: str) -> None:
     together = run(native, x)
     for rows in (1, 5, 16, 40):
         assert torch.equal(torch.cat([run(native, part) for part in x.split(rows)]), together)
+
+
+@isas
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_workers_change_no_bit(isa: str, count: int) -> None:
+    native, workers = NativePredictor(network(), isa), Workers(count)
+    for rows in (0, 1, 8, 9, 16, 17, 64, 77, 1000):
+        x = features(rows, seed=rows)
+        alone = run(native, x)
+        for _ in range(3):
+            assert torch.equal(run(native, x, workers), alone)
 
 
 @isas

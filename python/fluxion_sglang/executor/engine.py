@@ -111,7 +111,8 @@ class DecodeEngine:
         Raises:
             ValueError: there are more or fewer policies than requests.
         """
-        step = DecodeStep.build(rows, seq_lens, self.pool.placement, self.pool.shape.kv_heads, self.q_heads)
+        pool = self.pool
+        step = DecodeStep.build(rows, seq_lens, pool.placement, pool.shape.kv_heads, self.q_heads, pool.workers)
         if policies is not None and len(policies) != step.batch:
             raise ValueError(f"the step has {step.batch} requests and {len(policies)} policies; give one a request.")
         self.native.step(step.rows, step.seq_lens, page_table)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.native import Workers
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class DecodeStep:
         seq_lens: [B] int32, tokens of each request, this step's included.
         middle: [B] int32, tokens of each request's middle.
         kv_heads: KV heads of this process; q_heads: query heads of this process.
+        workers: threads that a policy may plan with; they are idle between `begin_step` and a plan's execution.
     """
 
     rows: torch.Tensor
@@ -33,6 +35,7 @@ class DecodeStep:
     middle: torch.Tensor
     kv_heads: int
     q_heads: int
+    workers: Workers | None = None
 
     @classmethod
     def build(
@@ -42,9 +45,10 @@ class DecodeStep:
         placement: Placement,
         kv_heads: int,
         q_heads: int,
+        workers: Workers | None = None,
     ) -> DecodeStep:
         middle = torch.tensor([placement.middle(int(n)) for n in seq_lens], dtype=torch.int32)
-        return cls(rows.to(torch.int32), seq_lens.to(torch.int32), middle, kv_heads=kv_heads, q_heads=q_heads)
+        return cls(rows.to(torch.int32), seq_lens.to(torch.int32), middle, kv_heads, q_heads, workers)
 
     @property
     def batch(self) -> int:

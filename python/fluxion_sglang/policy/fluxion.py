@@ -50,7 +50,7 @@ class FluxionPolicy(Policy):
         assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
         step = self._step
-        self.predictor.forward(observed.features.view(-1, COUNT), self._predicted)
+        self.predictor.forward(observed.features.view(-1, COUNT), self._predicted, step.workers)
         plan = unplanned(step)
         plan_groups(
             self._predicted,

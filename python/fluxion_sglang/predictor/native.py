@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
-from fluxion_sglang.native import function
+from fluxion_sglang.native import Workers, function
 from fluxion_sglang.predictor.network import WIDTHS, HeadPredictor
 
 
 class NativePredictor:
     """A HeadPredictor's weights, copied and packed for one instruction set.
 
-    Runs on the calling thread and allocates nothing after construction; one object serves one thread at a time.
+    One object serves one thread at a time.
 
     Args:
         network: its parameters and standardisation; later changes to it do not show here.
@@ -40,18 +40,19 @@ class NativePredictor:
         """The kernels in use."""
         return str(function("predictor_isa")(self.handle))
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def forward(self, x: torch.Tensor, out: torch.Tensor, workers: Workers | None = None) -> None:
         """Predict rows of heads, any number of them.
 
         A row's predictions do not depend on the other rows; a NaN among its features makes them NaN.
 
         Args:
             x: [N, 41] float32, contiguous. out: [N, 3] float32, written: bgt0, k, streaming logit.
+            workers: threads that share the rows; None, or while they are busy: the caller alone, with the same bits.
 
         Raises:
             ValueError: a shape or dtype that does not fit; nothing was written.
         """
-        self._forward(self.handle, x, out)
+        self._forward(self.handle, x, out, None if workers is None else workers.handle)
 
 
 def plan_groups(

@@ -135,13 +135,12 @@ void Engine::list_pages(const Blocks& at, const int32_t* pages, const uint16_t* 
   // Which blocks are chosen no branch could foretell.
   int32_t* blocks = s->blocks.data();
   int count = 0;
-  uint16_t all = everyone;
   for (int i = 0; i < at.count; ++i) {
     blocks[count] = i;
     count += chosen[i] != 0;
-    all &= chosen[i] != 0 ? chosen[i] : everyone;
   }
-  out->masked = !config_.attend_union && all != everyone;
+  out->masked = !config_.attend_union &&
+                std::any_of(blocks, blocks + count, [&](int32_t i) { return chosen[i] != everyone; });
   int32_t* to = s->pages.data();
   uint16_t* masks = s->masks.data();
   for (int j = 0; j < count; ++j) {

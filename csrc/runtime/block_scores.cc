@@ -35,7 +35,7 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
   const KernelTable& kernels = pool.kernels();
   const int D = pool.shape().head_dim, level = blocks.level;
   const int64_t entry_bytes = pool.shape().entry_bytes();
-  const int32_t* index = level == 0 ? pages + blocks.first_page : index_.data();
+  const int32_t* index = level == 0 ? pages + blocks.from(0) : index_.data();
   const int without = level == 0 ? 0 : find_entries(pool.tags(layer, level), blocks, pages);
   // Where a block has no entry, that of another one is scored in its place, and then overwritten.
   kernels.score(q, group, D, pool.entries(layer, head, level), index, blocks.count, pool.spread(), scores,

@@ -10,8 +10,8 @@
 
 namespace fluxion {
 
-// The blocks of a middle that is not empty: aligned to absolute positions, the first and the last cut where
-// the middle ends.
+// The blocks of a middle that is not empty, or some of them: aligned to absolute positions, the first and the
+// last cut where the middle ends.
 struct Blocks {
   int level;
   int first_page, end_page;  // logical pages of the middle
@@ -29,6 +29,16 @@ struct Blocks {
   int to(int i) const { return std::min((first + i + 1) << level, end_page); }
   int last(int i) const { return ((first + i + 1) << level) - 1; }
   int tokens() const { return (end_page - first_page) * kPage; }
+
+  // Blocks [begin, end) of these, as blocks of a middle that has no others.
+  Blocks part(int begin, int end) const {
+    Blocks some = *this;
+    some.first_page = std::max((first + begin) << level, first_page);
+    some.end_page = std::min((first + end) << level, end_page);
+    some.first = first + begin;
+    some.count = end - begin;
+    return some;
+  }
 };
 
 class BlockScorer {

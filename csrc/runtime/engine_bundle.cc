@@ -9,18 +9,8 @@ namespace fluxion {
 
 namespace {
 
-// The blocks of a middle before and from the page where what is shared ends.
-Blocks shared_part(Blocks at, int end_page) {
-  at.count = (end_page >> at.level) - at.first;
-  return at;
-}
-
-Blocks own_part(Blocks at, int end_page) {
-  const int shared = shared_part(at, end_page).count;
-  at.first += shared;
-  at.count -= shared;
-  return at;
-}
+// How many blocks of a middle lie before the page where what is shared ends.
+int shared_blocks(const Blocks& at, int end_page) { return (end_page >> at.level) - at.first; }
 
 }  // namespace
 
@@ -131,20 +121,22 @@ void Engine::gather_members(const Bundle& bundle, Scratch* s) const {
 // What every member chooses of its whole middle. Returns the bytes of metadata that sharing saved.
 int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
   Together& t = s->together;
-  const auto scan = [&](const Task& task, const Blocks& at, int first, int heads, int block) {
-    return score_blocks(task, at, &t.queries[first * shape_.token_bytes()], heads,
-                        &t.scores[first * t.stride + block], t.stride, s);
+  // Blocks [begin, end) of member m for its heads and those of the members after it.
+  const auto scan = [&](int m, int begin, int end, int heads) -> int64_t {
+    if (begin == end || heads == 0) return 0;
+    const Member& member = t.members[m];
+    const int64_t first = m * group_;
+    return score_blocks(member.task, member.at.part(begin, end), &t.queries[first * shape_.token_bytes()],
+                        heads, &t.scores[first * t.stride + begin], t.stride, s);
   };
   int ranked = 0;
   while (ranked < bundle.count && t.members[ranked].wanted.ranked != 0) ++ranked;
-  const Blocks shared = shared_part(t.members[0].at, bundle.end_page);
-  const int64_t bytes = ranked == 0 ? 0 : scan(t.members[0].task, shared, 0, ranked * group_, 0);
+  const int shared = shared_blocks(t.members[0].at, bundle.end_page);
+  const int64_t bytes = scan(0, 0, shared, ranked * group_);
   for (int m = 0; m < bundle.count; ++m) {
     Member& member = t.members[m];
     member.chose.ranked = member.wanted.ranked;
-    if (m >= ranked) continue;
-    const Blocks own = own_part(member.at, bundle.end_page);
-    member.chose.reads.metadata_bytes = bytes + scan(member.task, own, m * group_, group_, shared.count);
+    if (m < ranked) member.chose.reads.metadata_bytes = bytes + scan(m, shared, member.at.count, group_);
   }
   const auto choose_for = [&](int m, Scratch* helper) {
     choose(t.members[m].wanted, &t.scores[m * group_ * t.stride], t.stride, t.members[m].at.count,
@@ -157,8 +149,9 @@ int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
 // The pages of the shared blocks that anyone reads, with masks for the heads of all members.
 Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
   Together& t = s->together;
-  const Blocks at = shared_part(t.members[0].at, bundle.end_page);
-  const int32_t* pages = pages_of(t.members[0].task.request);
+  const Member& first = t.members[0];
+  const Blocks at = first.at.part(0, shared_blocks(first.at, bundle.end_page));
+  const int32_t* pages = pages_of(first.task.request);
   const int heads = bundle.count * group_;
   const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
   uint16_t* anyone = s->chosen.data();
@@ -199,10 +192,10 @@ void Engine::finish_member(const Bundle& bundle, int m, Scratch* s) {
   Member& member = t.members[m];
   const Task& task = member.task;
   const int G = group_, D = shape_.head_dim;
-  const Blocks own = own_part(member.at, bundle.end_page);
+  const int shared = shared_blocks(member.at, bundle.end_page);
   const uint16_t* chosen = &t.chosen[m * t.stride];
   Selection more;
-  list_pages(own, pages_of(task.request), chosen + member.at.count - own.count, s, &more);
+  list_pages(member.at.part(shared, member.at.count), pages_of(task.request), chosen + shared, s, &more);
   const int64_t at = state_at(task.request, task.head);
   attend(task, more, s, &mid_o_[at * D], &mid_lse_[at]);
   for (int g = 0; g < G; ++g) {

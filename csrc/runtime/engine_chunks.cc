@@ -74,9 +74,7 @@ int64_t Engine::score_blocks(const Task& task, const Blocks& at, const char* q, 
   std::atomic<int64_t> bytes{0};
   const auto score_chunk = [&](int i, Scratch* helper) {
     const int from = cut(units, chunks, i) * kUnit;
-    Blocks part = at;
-    part.first += from;
-    part.count = std::min(cut(units, chunks, i + 1) * kUnit, at.count) - from;
+    const Blocks part = at.part(from, std::min(cut(units, chunks, i + 1) * kUnit, at.count));
     const int64_t read = helper->scorer.score(*pool_, args_.layer, task.head, part, pages_of(task.request), q,
                                               heads, scores + from, stride);
     bytes.fetch_add(read, std::memory_order_relaxed);

@@ -9,6 +9,10 @@ NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(SOURCES))
 TESTS := $(wildcard test/unit test/engine test/gpu)
+# What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
+SANITIZED := helping queue engine resident guard native kernels host_pool_native executors measure features
+SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
+  test/unit/test_engine.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
 # Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".
 ARGS ?=
 
@@ -20,12 +24,13 @@ ifeq ($(origin HOME),undefined)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: help demo test lint bench clean install
+.PHONY: help demo test lint sanitize bench clean install
 
 help:
 	@echo "make demo     serve the bundled model with the flag and ask it about a long document"
 	@echo "make test     ruff, mypy, unit tests, end-to-end tests"
 	@echo "make lint     style and types, C++ included"
+	@echo "make sanitize native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make bench    the benchmarks (see benchmark/)"
 	@echo "make clean    remove build products and caches; keeps $(VENV)"
 
@@ -42,6 +47,27 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+sanitize: sanitize-thread sanitize-address
+sanitize-thread: RUNTIME := libtsan.so
+sanitize-address: RUNTIME := libasan.so
+
+# FLUXION_LIBRARY names the library, which is not the package's. Python knows nothing of sanitizers, so their runtime has
+# to be there first; libstdc++ comes with it, for its exceptions to be seen. Leaks are not looked for: Python keeps what
+# it keeps. Reports go to a file, because pytest drops what a test that passes has said.
+sanitize-%: $(STAMP)
+	@echo "Building the native library in build/$*"
+	@mkdir -p build/$*; rm -f build/$*/report.*
+	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && cmake --build build/$*) \
+	  > build/$*/build.log 2>&1 || { tail -n 60 build/$*/build.log >&2; exit 1; }
+	@report=$(CURDIR)/build/$*/report; \
+	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	FLUXION_LIBRARY=$(CURDIR)/build/$*/libfluxion.so \
+	TSAN_OPTIONS="suppressions=$(CURDIR)/test/tsan.supp log_path=$$report" \
+	ASAN_OPTIONS="detect_leaks=0 log_path=$$report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$$report" \
+	  $(BIN)/python -m pytest -q $(SANITIZED_TESTS) $(ARGS); status=$$?; \
+	cat $$report.* 2>/dev/null; exit $$status
 
 bench: install
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install -q --no-build-isolation -e ".[bench]"

@@ -82,8 +82,9 @@ def mixed_step(
     owner = torch.tensor(pause.choices(lanes, k=plan.blk.numel()), dtype=torch.int32).view_as(plan.blk)
     plan.owner = None if lanes == (ANY,) else owner
     tasks, q, out = world.begin_layer(requests, 0, plan)
-    allowed = [int(owner.flatten()[world.engine.task(i)]) for i in range(tasks)]
+    # At once: the workers may be done soon.
     claims = [world.engine.queue_pop(executor) if pause.random() < 0.7 else -1 for executor in executors]
+    allowed = [int(owner.flatten()[world.engine.task(i)]) for i in range(tasks)]
     pullers = [
         Puller(world, requests, q, executor, claim, random.Random(pause.random()))
         for executor, claim in zip(executors, claims, strict=True)

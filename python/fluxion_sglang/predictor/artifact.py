@@ -38,6 +38,10 @@ class PredictorError(ValueError):
     """A predictor cannot be used: one sentence that says what is wrong and what to do."""
 
 
+class DoesNotFit(PredictorError):
+    """There is no predictor for what is served: none at all, or one of another model or other options."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """What a predictor was trained for.
@@ -158,7 +162,8 @@ def load(
         expect: the model it will serve, and with which options; None accepts any (tools that only look).
 
     Raises:
-        PredictorError: one sentence that says what is wrong and what to do.
+        DoesNotFit: it is for something else than `expect`. Whatever else is wrong with the artifact is found later.
+        PredictorError: it cannot be used.
     """
     folder = Path(folder)
     document = _read_document(folder)
@@ -227,11 +232,11 @@ def _check_identity(folder: Path, identity: Identity, expect: Identity) -> None:
         if has == needs:
             continue
         if field.name in _OPTIONS:
-            raise PredictorError(
+            raise DoesNotFit(
                 f"The predictor in {folder} was trained with {field.name} {has} and this server has {field.name} "
                 f"{needs}; set {field.name} to {has} or train a predictor with {needs}."
             )
-        raise PredictorError(
+        raise DoesNotFit(
             f"The predictor in {folder} was trained for another model: its {field.name} is {has} and that of the model "
             f"served is {needs}; give the predictor of this model or train one."
         )

@@ -13,7 +13,7 @@ import torch
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.policy import AUTO, Context, Policy, parse_spec
-from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor, PredictorError, load
+from fluxion_sglang.predictor.artifact import JSON_NAME, DoesNotFit, Identity, LoadedPredictor, load
 from fluxion_sglang.predictor.features import NAMES
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
     def predictor(tau: float | None) -> LoadedPredictor:
         folder = _folder(config, runner)
         if folder is None:
-            raise PredictorError(
+            raise DoesNotFit(
                 'policy "fluxion" needs a predictor that was trained for this model, and none is named or in the '
                 f"folder {FOLDER!r} of the model; train one with `fluxion train`, name it in the option predictor, or "
                 'use "anchor", which needs none.'
@@ -86,17 +86,23 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
     """The policy of requests that have none of their own.
 
     Raises:
-        PredictorError: the policy, or the option predictor, asks for one that is not there or does not fit.
+        PredictorError: the policy, or the option predictor, asks for one that is not there or does not fit; or one that
+            fits cannot be used.
     """
     if config.policy != AUTO:
         return parse_spec(config.policy, context)
     try:
         policy = parse_spec("fluxion", context)
-    except PredictorError as error:
-        # A predictor that somebody named must fit; one that merely lies there need not.
+    except DoesNotFit as error:
+        # A predictor that somebody named must fit; one that merely lies there need not. But one that fits must load:
+        # anything else wrong with it ends the start.
         if config.predictor is not None:
             raise
-        logger.warning("Fluxion: policy anchor, because there is no predictor for this model: %s", error)
+        logger.warning(
+            "Fluxion: policy anchor, which needs no predictor and may lose answers (docs/quality.md): %s "
+            '{"policy": "full"} reads everything, and `fluxion train` makes a predictor.',
+            error,
+        )
         return parse_spec("anchor", context)
     logger.info("Fluxion: policy fluxion, tau %.2f", policy.criterion.limit)
     return policy
@@ -106,4 +112,4 @@ def _folder(config: FluxionConfig, runner: Any) -> Path | None:
     if config.predictor is not None:
         return Path(os.path.expanduser(config.predictor))
     folder = Path(runner.server_args.model_path) / FOLDER
-    return folder if folder.is_dir() else None
+    return folder if (folder / JSON_NAME).is_file() else None

@@ -1,0 +1,93 @@
+"""Which policy a server starts with: what falls back to anchor, what ends the start, and what the log says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_predictor_artifact as trained
+
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.policy import Policy
+from fluxion_sglang.predictor.artifact import DoesNotFit, Identity, PredictorError
+from fluxion_sglang.predictor.features import NAMES
+from fluxion_sglang.sglang import predictors
+
+
+@pytest.fixture(autouse=True)
+def _served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The model served is the one that `trained` saves predictors of."""
+
+    def identity(options: FluxionConfig, runner: Any) -> Identity:
+        return dataclasses.replace(trained.IDENTITY, window=options.window)
+
+    monkeypatch.setattr(predictors, "identity", identity)
+    caplog.set_level(logging.INFO, logger=predictors.logger.name)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder with a predictor for it."""
+    trained.save(tmp_path / "fluxion", features=NAMES)
+    return tmp_path
+
+
+def start(model: Path, **options: Any) -> Policy:
+    config = FluxionConfig(**options).validate()
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
+    return predictors.server_policy(config, predictors.context(config, runner))
+
+
+def test_a_predictor_that_fits_is_used(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert start(model).spec == "fluxion" and "policy fluxion, tau 0.10" in caplog.text
+    assert start(model, tau=0.05).criterion.limit == 0.05
+
+
+@pytest.mark.parametrize("case", ["nothing", "no predictor.json", "another window"])
+def test_none_that_fits_is_anchor_and_the_log_says_what_that_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    if case == "no predictor.json":
+        (tmp_path / "fluxion").mkdir()
+    elif case == "another window":
+        trained.save(tmp_path / "fluxion", features=NAMES)
+    assert start(tmp_path, window=512).spec == "anchor"
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING and "\n" not in message
+    for words in ("policy anchor", "may lose answers", '{"policy": "full"} reads everything', "`fluxion train`"):
+        assert words in message
+    assert ("set window to 256" in message) == (case == "another window")
+
+
+def test_a_tau_that_was_not_trained_ends_the_start(model: Path) -> None:
+    with pytest.raises(PredictorError, match=r"has no tau 0\.15, only 0\.05, 0\.10; choose one"):
+        start(model, tau=0.15)
+    # Of another model's predictor nobody asked for a tau: anchor takes any.
+    assert start(model, tau=0.15, window=512).spec == "anchor"
+
+
+@pytest.mark.parametrize("file", ["predictor.json", trained.FIRST])
+def test_a_damaged_file_ends_the_start(model: Path, file: str) -> None:
+    path = model / "fluxion" / file
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(PredictorError, match="copy the folder again or train again"):
+        start(model)
+
+
+def test_features_of_another_version_end_the_start(tmp_path: Path) -> None:
+    trained.save(tmp_path / "fluxion", features=NAMES[::-1])
+    with pytest.raises(PredictorError, match="trained on other features"):
+        start(tmp_path)
+
+
+def test_a_policy_or_a_predictor_that_was_named_must_fit(model: Path, tmp_path: Path) -> None:
+    for options in ({"policy": "fluxion"}, {"predictor": str(model / "fluxion")}):
+        with pytest.raises(DoesNotFit, match="set window to 256"):
+            start(tmp_path / "other", window=512, **{"predictor": str(model / "fluxion"), **options})
+    with pytest.raises(DoesNotFit, match="none is named"):
+        start(tmp_path / "other", policy="fluxion:0.05")

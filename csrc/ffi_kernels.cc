@@ -268,8 +268,8 @@ double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView
 
 // isa "": the best one.
 void k_features(const String& isa, TensorView q, TensorView parts, TensorView rows, TensorView seq_lens,
-                TensorView anchor, TensorView anchor_q, TensorView mean_k, int64_t layer, int64_t sinks,
-                int64_t window, double scale, TensorView out) {
+                TensorView anchor, TensorView anchor_q, TensorView mean_k, int64_t layer, int64_t first_head,
+                int64_t sinks, int64_t window, double scale, TensorView out) {
   const Argument queries{"q", q}, lengths{"seq_lens", seq_lens}, requests{"rows", rows},
       means{"mean_k", mean_k};
   const DType dtype = queries.kv_dtype();
@@ -304,10 +304,11 @@ void k_features(const String& isa, TensorView q, TensorView parts, TensorView ro
   const int64_t element = dtype == DType::kBF16 ? 2 : 4;
   const KernelTable& table = isa.size() == 0 ? *best_kernel_table(dtype) : table_of(isa, dtype);
   table.features({B, static_cast<int>(Hq), static_cast<int>(Hk), D, static_cast<int>(layer),
-                  static_cast<int>(sinks), static_cast<int>(window), static_cast<float>(scale), q.data_ptr(),
-                  q.stride(0) * element, static_cast<float*>(parts.data_ptr()), requests.data<int32_t>(),
-                  lengths.data<int32_t>(), static_cast<float*>(anchor.data_ptr()), anchor_q.data_ptr(),
-                  means.data<float>(), static_cast<float*>(out.data_ptr())});
+                  static_cast<int>(first_head), static_cast<int>(sinks), static_cast<int>(window),
+                  static_cast<float>(scale), q.data_ptr(), q.stride(0) * element,
+                  static_cast<float*>(parts.data_ptr()), requests.data<int32_t>(), lengths.data<int32_t>(),
+                  static_cast<float*>(anchor.data_ptr()), anchor_q.data_ptr(), means.data<float>(),
+                  static_cast<float*>(out.data_ptr())});
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isas, [] { return String(isas()); });

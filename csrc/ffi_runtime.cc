@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 10;
+constexpr int64_t kAbiVersion = 11;
 
 class EngineObj : public ffi::Object {
  public:

@@ -72,7 +72,7 @@ void features(const FeatureArgs& a) {
       // Keys of a normal distribution: ln E exp x = mean + variance / 2.
       const double lse_middle = log_middle + score + 0.5 * dot.self * out[kFeatureZ + 1];
       out[kFeatureLayer] = static_cast<float>(a.layer);
-      out[kFeatureHead] = static_cast<float>(h);
+      out[kFeatureHead] = static_cast<float>(a.first_head + h);
       out[kFeatureCpuTokens] = cpu_tokens;
       out[kFeatureGpuTokens] = gpu_tokens;
       out[kFeatureQMeanK] = norm > 0 ? static_cast<float>(score / norm) : 0.0f;

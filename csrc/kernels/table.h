@@ -19,7 +19,7 @@ enum class DType : int { kF32 = 0, kBF16 = 1 };
 // requests: that of request b is rows[b].
 struct FeatureArgs {
   int batch, q_heads, kv_heads, head_dim;
-  int layer;
+  int layer, first_head;    // of the model; first_head: that of head 0, more than 0 under tensor parallelism
   int sinks, window;        // tokens, multiples of 16
   float scale;              // multiplies q.k
   const void* q;            // [B][Hq][D] KV dtype, the last two contiguous

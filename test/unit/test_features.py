@@ -51,6 +51,7 @@ def make(seed: int, B: int, H: int, G: int, D: int, dtype: torch.dtype, lengths:
         "anchor_q": anchor_q,
         "mean_k": mean_k,
         "layer": 7,
+        "first_head": 0,
         "sinks": 64,
         "window": 256,
         "scale": D**-0.5,
@@ -146,6 +147,29 @@ def test_what_the_numbers_are() -> None:
     assert {name for name in INDEX if FEATURES[INDEX[name]].part != "anchor"} == set(want)
     for name, number in want.items():
         assert float(out[INDEX[name]]) == pytest.approx(number, rel=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_number_their_heads_as_the_whole_model_does(dtype: torch.dtype) -> None:
+    """Two halves of the heads are the rows of all heads, but for what depends on the other heads."""
+    whole = make(3, 2, 4, 2, 64, dtype, [1000, 5000])
+    want = check(whole)
+    halves = []
+    for first in (0, 4):
+        half = {**whole, "first_head": first, "out": torch.full_like(want[:, :4], NAN)}
+        for name, heads in (("q", 4), ("parts", 4), ("anchor", 4), ("anchor_q", 4), ("mean_k", 2)):
+            at = first * heads // 4
+            half[name] = whole[name][:, at : at + heads]
+            if name != "q":
+                half[name] = half[name].contiguous()
+        halves.append(check(half))
+    got = torch.cat(halves, 1)
+    largest = INDEX["o_resident_max"]
+    kept = [i for i in range(len(FEATURES)) if i != largest]
+    assert torch.equal(got[..., kept], want[..., kept])
+    assert want[0, :, INDEX["head"]].tolist() == list(range(8))
+    of_a_half = whole["parts"][..., PARTS.index("o_resident_norm")].view(2, 2, 4).amax(-1)
+    assert torch.equal(got[..., largest], of_a_half.repeat_interleave(4, 1))
 
 
 def test_an_empty_middle_has_no_statistics() -> None:

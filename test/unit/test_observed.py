@@ -134,6 +134,22 @@ def test_a_row_without_a_prefill_takes_its_next_query_as_anchor() -> None:
     assert (second[..., INDEX["q_cosine"]] < 0.9).all(), "the anchor stays"
 
 
+def test_layers_and_heads_have_the_models_numbers() -> None:
+    """A process with part of a model shows what one with all of it would."""
+    parts = []
+    for first in ((0, 0), (7, 16)):
+        world, spy = World(seed=18, first=first), Spy()
+        world.extend(1, 900)
+        world.decode([1], [spy])
+        parts.append(torch.stack(spy.seen)[:, 0])
+    whole, part = parts
+    assert part[..., INDEX["layer"]].tolist() == [[7.0] * 8, [8.0] * 8]
+    assert (part[..., INDEX["head"]] == 16 + torch.arange(8.0)).all()
+    at = [INDEX["layer"], INDEX["head"]]
+    part[..., at] = whole[..., at]
+    assert torch.equal(part, whole)
+
+
 def test_requests_of_one_batch_have_criteria_of_their_own() -> None:
     world = World(seed=15)
     for row in (1, 2, 3):

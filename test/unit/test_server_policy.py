@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import test_predictor_artifact as trained
+import torch
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.policy import Policy
@@ -36,9 +37,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(model: Path, **options: Any) -> Policy:
+def start(model: Path, stages: int = 1, **options: Any) -> Policy:
     config = FluxionConfig(**options).validate()
-    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model), pp_size=stages))
     return predictors.server_policy(config, predictors.context(config, runner))
 
 
@@ -91,3 +92,32 @@ def test_a_policy_or_a_predictor_that_was_named_must_fit(model: Path, tmp_path: 
             start(tmp_path / "other", window=512, **{"predictor": str(model / "fluxion"), **options})
     with pytest.raises(DoesNotFit, match="none is named"):
         start(tmp_path / "other", policy="fluxion:0.05")
+
+
+def test_a_stage_of_a_pipeline_has_no_predictor(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert start(model, stages=2).spec == "anchor" and "--pp-size 2" in caplog.text
+    for options in ({"policy": "fluxion"}, {"predictor": str(model / "fluxion")}):
+        with pytest.raises(DoesNotFit, match=r"--pp-size 2, because .*; use --pp-size 1"):
+            start(model, stages=2, **options)
+
+
+def test_the_fingerprint_is_that_of_the_whole_model_on_every_rank() -> None:
+    def built(rank: int, ranks: int, first: float = 1.0) -> torch.nn.Module:
+        """Two layers as `ranks` ranks have them: matrices and the norm of queries are divided, other norms are not."""
+        layers = torch.nn.ModuleList()
+        for _ in range(2):
+            layer = torch.nn.Module()
+            layer.proj, layer.input_layernorm, layer.q_norm = (
+                torch.nn.Linear(8, 8 // ranks),
+                torch.nn.LayerNorm(8, bias=False),
+                torch.nn.LayerNorm(8 // ranks, bias=False),
+            )
+            torch.nn.init.constant_(layer.q_norm.weight, rank + 1)
+            torch.nn.init.constant_(layer.input_layernorm.weight, first)
+            layers.append(layer)
+        return layers
+
+    whole = predictors.fingerprint(built(0, 1))
+    assert predictors.fingerprint(built(0, 2)) == predictors.fingerprint(built(1, 2)) == whole
+    assert predictors.fingerprint(built(0, 1).bfloat16()) == whole
+    assert predictors.fingerprint(built(0, 1, first=1.25)) != whole

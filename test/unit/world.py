@@ -48,6 +48,7 @@ class World:
     seed: int = 0
     audit: Path | None = None
     spread: float = 1.0
+    first: tuple[int, int] = (0, 0)  # the model's numbers of layer 0 and query head 0
     whole: bool = False  # numbers are small integers: every score is exact, and many are equal
     placement: Placement = field(default_factory=Placement)
 
@@ -65,6 +66,7 @@ class World:
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
             attend_union=self.attend_union, guard=self.guard, scheduler=SCHEDULERS[self.scheduler],
             share_prefixes=self.share_prefixes,
+            first_layer=self.first[0], first_head=self.first[1],
         )  # fmt: skip
         self.scale = self.dim**-0.5
         self.free = (torch.randperm(self.pool.pages - 1, generator=self.random) + 1).tolist()

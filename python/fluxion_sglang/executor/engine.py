@@ -41,7 +41,7 @@ class DecodeEngine:
 
     Args:
         policy: what requests follow that have none of their own.
-        q_heads: query heads of this process.
+        q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
         guard: as of `NativeEngine`. With one, every policy's plan follows the resident attention, so that what a
@@ -64,6 +64,8 @@ class DecodeEngine:
         guard: float | None = None,
         scheduler: Scheduler = by_priority,
         share_prefixes: bool = True,
+        first_layer: int = 0,
+        first_head: int = 0,
     ) -> None:
         self.pool = pool
         self.windows = windows
@@ -72,6 +74,7 @@ class DecodeEngine:
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self.scheduler = scheduler
         self.q_heads = q_heads
+        self._first_layer, self._first_head = first_layer, first_head
         placement = pool.placement
         self.native = NativeEngine(
             pool.workers,
@@ -177,7 +180,8 @@ class DecodeEngine:
                 self.anchors.statistics[layer],
                 self.anchors.queries[layer],
                 self.anchors.mean_k[layer],
-                layer,
+                self._first_layer + layer,
+                self._first_head,
                 placement.sinks,
                 placement.window,
                 scale,

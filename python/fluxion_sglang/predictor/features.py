@@ -50,7 +50,7 @@ def _moments(name: str, of: str, unit: str) -> tuple[Feature, ...]:
 
 FEATURES: tuple[Feature, ...] = (
     Feature("layer", "index of the model's layer", "index", "structure"),
-    Feature("head", "index of the process's query head", "index", "structure"),
+    Feature("head", "index of the model's query head", "index", "structure"),
     Feature("cpu_tokens", "ln(1 + tokens of the middle)", "ln tokens", "structure"),
     Feature("gpu_tokens", "ln(1 + resident tokens)", "ln tokens", "structure"),
     Feature("sink_k_norm", "mean of |k_i| over sink", "|k|", "anchor"),
@@ -109,6 +109,7 @@ def decode_features(
     anchor_q: torch.Tensor,
     mean_k: torch.Tensor,
     layer: int,
+    first_head: int,
     sinks: int,
     window: int,
     scale: float,
@@ -124,7 +125,8 @@ def decode_features(
         anchor: [R, Hq, 28] float32, the features `ANCHOR`.
         anchor_q: [R, Hq, D], KV dtype, q'.
         mean_k: [R, H, D] float32, mean key of the middle as it was for q'.
-        layer: of the model. sinks, window: tokens (`Placement`). scale: multiplies q.k.
+        layer, first_head: of the model; first_head is that of q's head 0, more than 0 under tensor parallelism.
+        sinks, window: tokens (`Placement`). scale: multiplies q.k.
         out: [B, Hq, 41] float32, written whole.
     """
     B, Hq, _ = q.shape
@@ -141,7 +143,7 @@ def decode_features(
     lse_cpu = torch.where(middle, cpu.log() + score + norm**2 * z_var / 2, EMPTY_LSE)
     numbers = {
         "layer": torch.full((B, Hq), float(layer)),
-        "head": torch.arange(float(Hq)).expand(B, Hq),
+        "head": (first_head + torch.arange(float(Hq))).expand(B, Hq),
         "cpu_tokens": cpu.log1p(),
         "gpu_tokens": (seq_lens.double().view(B, 1) - cpu).log1p(),
         "q_mean_k": torch.where(norm > 0, score / norm, 0.0),

@@ -16,6 +16,7 @@ def features(
     anchor_q: torch.Tensor,
     mean_k: torch.Tensor,
     layer: int,
+    first_head: int,
     sinks: int,
     window: int,
     scale: float,
@@ -31,4 +32,6 @@ def features(
     Raises:
         ValueError: a shape, dtype, row or length that does not fit; nothing was written.
     """
-    function("k_features")(isa, q, parts, rows, seq_lens, anchor, anchor_q, mean_k, layer, sinks, window, scale, out)
+    function("k_features")(
+        isa, q, parts, rows, seq_lens, anchor, anchor_q, mean_k, layer, first_head, sinks, window, scale, out
+    )

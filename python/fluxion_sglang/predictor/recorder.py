@@ -132,6 +132,7 @@ class Recorder:
             anchor_q,
             at_anchor.mean_k,
             layer,
+            0,  # a process that records has all heads of all layers
             placement.sinks,
             placement.window,
             scale,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.audit import AuditLog
 from fluxion_sglang.executor.audit import AuditedEngine
@@ -66,6 +67,8 @@ class FluxionAttnBackend(AttentionBackend):
             guard=pool.config.guard,
             scheduler=SCHEDULERS[pool.config.scheduler],
             share_prefixes=pool.config.share_prefixes,
+            first_layer=pool.start_layer,
+            first_head=get_parallel().attn_tp_rank * layers[0].tp_q_head_num,
         )
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:

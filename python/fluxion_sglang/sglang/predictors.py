@@ -29,18 +29,9 @@ DEFAULT_TAU = 0.10
 
 
 def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
-    """What a predictor was trained for, as this process serves it.
-
-    The weights' fingerprint is of the norm weights, rounded to bfloat16: training changes them all, every
-    tensor-parallel rank has them whole, and they survive a cast or the quantisation of the matrices.
-    """
+    """What a predictor was trained for, as this process serves it; it must have every layer."""
     config = runner.model_config
     text = config.hf_text_config
-    digest = hashlib.sha256()
-    for name, weight in sorted(runner.model.named_parameters()):
-        if "norm" in name:
-            digest.update(name.encode())
-            digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     rope = getattr(text, "rope_parameters", None) or {}
     return Identity(
         architecture=str((config.hf_config.architectures or ["unknown"])[0]),
@@ -51,11 +42,24 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
         hidden_size=int(config.hidden_size),
         vocab_size=int(config.vocab_size),
         rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", 0.0) or 0.0),
-        weights=digest.hexdigest()[:16],
+        weights=fingerprint(runner.model),
         sinks=options.sinks,
         window=options.window,
         spread=options.spread,
     )
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Of the norm weights, rounded to bfloat16: training changes them all, every tensor-parallel rank has them whole,
+    and they survive a cast or the quantisation of the matrices. Norms of queries and keys are left out, because some
+    models divide them among ranks.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        if "norm" in name and "q_norm" not in name and "k_norm" not in name:
+            digest.update(name.encode())
+            digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def context(config: FluxionConfig, runner: ModelRunner) -> Context:
@@ -65,6 +69,12 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
 
     @cache
     def predictor(tau: float | None) -> LoadedPredictor:
+        stages = runner.server_args.pp_size
+        if stages > 1:
+            raise DoesNotFit(
+                f'policy "fluxion" does not work with --pp-size {stages}, because a process that has the layers of one '
+                'stage cannot tell which model its predictor was trained for; use --pp-size 1 or "anchor".'
+            )
         folder = _folder(config, runner)
         if folder is None:
             raise DoesNotFit(

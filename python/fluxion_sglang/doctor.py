@@ -70,12 +70,12 @@ def _versions() -> Iterator[Check]:
         yield Check("sglang", FAIL, sglang, problem)
     else:
         yield Check("sglang", OK, f"{sglang} (supported: {compat.SUPPORTED})")
-    for distribution, needed in (("torch", True), ("apache-tvm-ffi", True), ("flashinfer-python", False)):
+    for distribution in ("torch", "apache-tvm-ffi"):
         version = _version(distribution)
-        if version is None and needed:
+        if version is None:
             yield Check(distribution, FAIL, "not installed", f"pip install {distribution}")
         else:
-            yield Check(distribution, OK, version or "not installed (needed with a GPU only)")
+            yield Check(distribution, OK, version)
 
 
 def _entry_points() -> Iterator[Check]:
@@ -189,6 +189,10 @@ def _gpu() -> Iterator[Check]:
     if not torch.cuda.is_available():
         yield Check("gpu", OK, "none: the CPU is the device")
         return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield Check("gpu", OK, f"{properties.name}, {properties.total_memory / GIB:.0f} GiB")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    yield Check(
+        "gpu",
+        FAIL,
+        f"{names}: SGLang would serve on it, and this version of Fluxion serves on the CPU only",
+        'hide it from the server and from this command: set CUDA_VISIBLE_DEVICES="" and add --device cpu to the server',
+    )

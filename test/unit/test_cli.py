@@ -59,7 +59,7 @@ def test_a_healthy_machine_passes(healthy: pytest.MonkeyPatch, capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     names = [check.name for check in doctor.run_checks()]
     assert names == [
-        *("python", "fluxion-sglang", "sglang", "torch", "apache-tvm-ffi", "flashinfer-python", "plug-in"),
+        *("python", "fluxion-sglang", "sglang", "torch", "apache-tvm-ffi", "plug-in"),
         *("hooks", "native library", "instruction set", "cores", "huge pages", "host memory", "gpu"),
     ]
     for name in names:
@@ -148,13 +148,27 @@ def test_a_missing_distribution_fails(healthy: pytest.MonkeyPatch) -> None:
     real = metadata.version
 
     def version(name: str) -> str:
-        if name in ("apache-tvm-ffi", "flashinfer-python"):
+        if name == "apache-tvm-ffi":
             raise metadata.PackageNotFoundError(name)
         return real(name)
 
     healthy.setattr(metadata, "version", version)
     assert one("apache-tvm-ffi").status == FAIL
-    assert one("flashinfer-python").status == OK
+
+
+def test_a_gpu_that_sglang_would_use_fails(healthy: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the flag does, which refuses to start there."""
+    import torch
+
+    healthy.setattr(torch.cuda, "is_available", lambda: True)
+    healthy.setattr(torch.cuda, "device_count", lambda: 2)
+    healthy.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    check = one("gpu")
+    assert check.status == FAIL
+    assert "GPU 0, GPU 1: " in check.found and "serves on the CPU only" in check.found
+    assert 'CUDA_VISIBLE_DEVICES=""' in check.advice and "--device cpu" in check.advice
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Not ready")
 
 
 def test_missing_entry_points_fail(healthy: pytest.MonkeyPatch) -> None:
@@ -170,7 +184,7 @@ def test_a_check_that_breaks_does_not_stop_the_others(healthy: pytest.MonkeyPatc
     healthy.setattr(doctor, "_gpu", broken)
     checks = doctor.run_checks()
     assert checks[-1] == Check("gpu", FAIL, "OSError: no /proc", "please report this")
-    assert len(checks) == 14
+    assert len(checks) == 13
 
 
 def test_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

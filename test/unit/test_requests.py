@@ -41,7 +41,9 @@ def run(policies: RequestPolicies, requests: list[Request], mode: ForwardMode = 
 
     worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(requests=policies)))
     assert (
-        forward_batch_generation(original, worker, SimpleNamespace(reqs=requests, forward_mode=mode), "logits")
+        forward_batch_generation(
+            original, worker, SimpleNamespace(reqs=requests, forward_mode=mode, decoding_reqs=None), "logits"
+        )
         == "logits"
     )
     assert policies.current is None
@@ -96,6 +98,17 @@ def test_an_illegal_one_ends_its_request_alone(policies: RequestPolicies, value:
     assert error is not None and error.status_code == 400 and bad.skip_radix_cache_insert
     assert words in error.message and "\n" not in error.message and error.message.endswith(".")
     assert len(error.message) < 500
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_who_decodes_in_a_prefill_of_others_is_known(policies: RequestPolicies, mode: ForwardMode) -> None:
+    requests = [request({"fluxion_policy": "streaming"}), request(), request()]
+    seen: list[Any] = []
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(requests=policies)))
+    # SGLang leaves the list of an earlier pass on a batch that is none of that kind.
+    batch = SimpleNamespace(reqs=requests, forward_mode=mode, decoding_reqs=requests[1:])
+    forward_batch_generation(lambda *_: seen.append(policies.riding), worker, batch)
+    assert seen == [{1, 2} if mode is ForwardMode.MIXED else set()] and not policies.riding
 
 
 def kept_of(policies: RequestPolicies, own: Request, overlap: bool, foreseen: bool) -> list[str]:

@@ -24,6 +24,7 @@ class ExtendRequest:
         stop: tokens after this chunk.
         offset: index of its first token in the batch's flat q, k, v.
         pages: [>= ceil(stop / 16)] int32, its page list.
+        decodes: its one token was generated and rides along with the prefill of others (a mixed chunk).
     """
 
     row: int
@@ -31,6 +32,7 @@ class ExtendRequest:
     stop: int
     offset: int
     pages: torch.Tensor
+    decodes: bool = False
 
     @property
     def tokens(self) -> slice:

@@ -115,16 +115,20 @@ class FluxionAttnBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
         pages = page_table(self.table.req_to_token, rows, int(lengths.max()))
-        rows = rows.cpu()
+        rows, riding = rows.cpu(), self.requests.riding
+        generations = self.table.req_generation[rows]
+        for i in self.pool.windows.stale(rows, generations, lengths - 1):
+            if i in riding:
+                self.engine.anchors.forget(int(rows[i]))
         self._extends = []
         offset = 0
         for i, (start, count) in enumerate(
             zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
         ):
-            extend = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i])
+            extend = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], i in riding)
             self._extends.append((extend, self.requests.recorded[i] if self.recorder is not None else None))
             offset += int(count)
-        self.pool.windows.mark(rows, self.table.req_generation[rows], lengths)
+        self.pool.windows.mark(rows, generations, lengths)
 
     def forward_extend(
         self,
@@ -175,7 +179,8 @@ class FluxionAttnBackend(AttentionBackend):
             if request.stop > request.start:
                 out[tokens] = extend_attention(self.pool.host, layer, request, q[tokens], k[tokens], v[tokens], scale)
                 self.pool.host.append(layer, request.pages, request.start, k[tokens], v[tokens])
-                self.engine.anchors.note(layer, request.row, request.stop, q[tokens][-1])
+                if not request.decodes:
+                    self.engine.anchors.note(layer, request.row, request.stop, q[tokens][-1])
                 if self.recorder is not None and wishes is not None:
                     self.recorder.observe(layer, wishes, request, q[tokens], scale)
             self.pool.windows.fill(layer, request.row, request.stop, request.pages)

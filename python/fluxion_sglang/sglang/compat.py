@@ -109,6 +109,7 @@ NEEDS = (
     Need("sglang.srt.mem_cache.memory_pool", "KVCache"),
     Need("sglang.srt.models.utils", "get_token_to_kv_pool", ()),
     Need("sglang.srt.managers.schedule_batch", "FINISH_ABORT"),
+    Need("sglang.srt.managers.schedule_batch", "ScheduleBatch.decoding_reqs"),
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from http import HTTPStatus
@@ -60,6 +60,7 @@ class RequestPolicies:
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
+        riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
         recorded: what a request of the batch wants recorded of it (`predictor/recorder.py`), or None.
     """
 
@@ -67,24 +68,28 @@ class RequestPolicies:
         self.server = server
         self.allowed = allowed
         self.current: Sequence[Policy] | None = None
+        self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(lambda spec: parse_spec(spec, context))
 
     @contextmanager
-    def of(self, requests: Sequence[Any], decoding: bool) -> Iterator[None]:
+    def of(self, requests: Sequence[Any], decoding: bool, riding: Sequence[Any] = ()) -> Iterator[None]:
         """Make the policies of `requests` (SGLang's) current, and end those that have no legal one.
 
         Args:
             decoding: the pass is a decode step; any other is exact.
+            riding: those of `requests` that decode in a pass that is none.
         """
         policies = [self._policy(request, decoding) for request in requests]
         if any(policy is not self.server for policy in policies):
             self.current = policies
+        ids = {id(request) for request in riding}
+        self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
         self.recorded = [_recorded(request) for request in requests]
         try:
             yield
         finally:
-            self.current, self.recorded = None, ()
+            self.current, self.riding, self.recorded = None, (), ()
 
     def _policy(self, request: Any, decoding: bool) -> Policy:
         params = request.sampling_params.custom_params
@@ -133,5 +138,7 @@ def forward_batch_generation(
     policies = getattr(worker.model_runner.attn_backend, "requests", None)
     if not isinstance(policies, RequestPolicies) or batch is None:
         return original(worker, batch, *args, **kwargs)
-    with policies.of(batch.reqs, batch.forward_mode.is_decode()):
+    # Asked of the batch: by the time the backend sees a mixed pass, it is called an extend.
+    riding = (batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
+    with policies.of(batch.reqs, batch.forward_mode.is_decode(), riding):
         return original(worker, batch, *args, **kwargs)

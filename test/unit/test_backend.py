@@ -1,0 +1,108 @@
+"""The attention backend's passes over a small world, without SGLang's model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from world import World
+
+from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.predictor import anchors
+from fluxion_sglang.sglang.backend import FluxionAttnBackend
+from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.requests import RequestPolicies
+
+NEW, RUNNING = 1, 2  # rows
+
+
+class Backend(FluxionAttnBackend):
+    """As after its start, with the world's pool and engine."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.engine = world.engine
+        self.pool: Any = SimpleNamespace(
+            host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens
+        )
+        slots = torch.zeros(world.rows, world.tokens, dtype=torch.int32)
+        self.table: Any = SimpleNamespace(req_to_token=slots, req_generation=torch.ones(world.rows, dtype=torch.int64))
+        self.requests = RequestPolicies(parse_spec("anchor"))
+        self.failures = FailureGuard()
+        self.metrics = self.recorder = None
+        self._extends = []
+
+    def forward(self, counts: dict[int, int], riding: list[int]) -> None:
+        """A pass over `counts` new tokens of each row, of which those in `riding` decode."""
+        world, rows = self.world, list(counts)
+        before = [world.length(row) for row in rows]
+        lengths = [n + count for n, count in zip(before, counts.values(), strict=True)]
+        for row, length in zip(rows, lengths, strict=True):
+            pages = world.page_list(row, length)
+            slots = (pages.unsqueeze(1) * 16 + torch.arange(16, dtype=torch.int32)).flatten()
+            self.table.req_to_token[row, : len(slots)] = slots
+        batch: Any = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,  # also of a mixed pass, by now
+            req_pool_indices=torch.tensor(rows),
+            seq_lens_cpu=torch.tensor(lengths),
+            extend_prefix_lens_cpu=before,
+            extend_seq_lens_cpu=list(counts.values()),
+        )
+        requests = [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None), row=row) for row in rows]
+        with self.requests.of(requests, False, [request for request in requests if request.row in riding]):
+            self.init_forward_metadata(batch)
+            for index in range(world.layers):
+                layer: Any = SimpleNamespace(
+                    layer_id=index, tp_q_head_num=world.heads * world.group, head_dim=world.dim, scaling=world.scale
+                )
+                total = sum(counts.values())
+                q = world.randn(total, world.heads * world.group, world.dim)
+                k, v = (world.randn(total, world.heads, world.dim) for _ in range(2))
+                self.forward_extend(q, k, v, layer, batch)
+                for row, keys, values in zip(
+                    rows, k.split(list(counts.values())), v.split(list(counts.values())), strict=True
+                ):
+                    for kept, new in ((world.keys, keys), (world.values, values)):
+                        old = kept.setdefault(row, [new[:0]] * world.layers)
+                        old[index] = torch.cat([old[index], new])
+
+
+def queries(world: World, row: int) -> torch.Tensor:
+    return torch.stack([of_rows[row] for of_rows in world.engine.anchors.queries]).clone()
+
+
+def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
+    world = World(seed=3)
+    backend = Backend(world)
+    backend.forward({RUNNING: 900}, [])
+    prefilled = queries(world, RUNNING)
+    policy = parse_spec("anchor")
+    world.decode([RUNNING], [policy])
+    measured: list[int] = []
+    measure = anchors.measure
+    monkeypatch.setattr(anchors, "measure", lambda *args: measured.append(1) or measure(*args))
+    backend.pool.windows.mark(torch.tensor([RUNNING]), torch.ones(1, dtype=torch.int64), torch.tensor([901]))
+    backend.forward({NEW: 700, RUNNING: 1}, [RUNNING])
+    assert torch.equal(queries(world, RUNNING), prefilled)
+    for got, want in world.decode([RUNNING], [parse_spec("full")]):
+        assert torch.allclose(got.double(), want, atol=1e-4)
+    world.decode([RUNNING], [policy])
+    assert not measured, "the middle was measured again"
+    world.decode([NEW], [policy])
+    assert len(measured) == world.layers
+    # A chunk of one token that was prefilled is an anchor like any other.
+    backend.forward({RUNNING: 1}, [])
+    assert not torch.equal(queries(world, RUNNING), prefilled)
+
+
+def test_a_row_that_another_request_took_over_has_no_anchor() -> None:
+    """It rides along without ever having been prefilled in this row."""
+    world = World(seed=4)
+    backend = Backend(world)
+    backend.forward({RUNNING: 900}, [])
+    backend.table.req_generation[RUNNING] = 2
+    backend.forward({NEW: 700, RUNNING: 1}, [RUNNING])
+    assert [lengths[RUNNING] for lengths in world.engine.anchors._lengths] == [0] * world.layers
+    assert [lengths[NEW] for lengths in world.engine.anchors._lengths] == [700] * world.layers

@@ -67,7 +67,7 @@ class FluxionConfig:
     )
     host_memory_gb: float | None = _option(
         None,
-        "Size of the host pool in GiB, instead of host_tokens (all tensor-parallel ranks together).",
+        "Size of the host pool in GiB, instead of host_tokens; all ranks of a host divide it.",
         "64",
     )
     sinks: int = _option(64, "First tokens of a request that stay on the device; a multiple of 16.", "64")
@@ -96,11 +96,12 @@ class FluxionConfig:
         "0.05",
     )
     workers: int | None = _option(
-        None, "CPU threads of the engine, the calling thread included; by default one a core.", "16"
+        None, "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank.", "16"
     )
     cores: str | None = _option(
         None,
-        "Cores that the engine's threads are pinned to; by default those the process may use.",
+        "Cores that the engine's threads are pinned to, divided among the ranks of the host; by default those the "
+        "process may use.",
         '"0-3,8"',
     )
     executors: str = _option("auto", f"Who computes tasks: {', '.join(EXECUTORS)}.", '"cpu"')

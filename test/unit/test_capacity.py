@@ -1,4 +1,4 @@
-"""Memory is shared by all ranks of a host; what the options say is for all of them together."""
+"""Memory and cores are shared by all ranks of a host; what the options say is for all of them together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.executor.cpu import create_workers, share_of
+from fluxion_sglang.native import topology
 from fluxion_sglang.sglang import capacity
 
 
@@ -44,3 +49,50 @@ def test_max_total_tokens_is_the_default_capacity() -> None:
     assert (
         capacity.rank_config(args(max_total_tokens=40000, fluxion_config='{"host_memory_gb": 1}')).host_tokens is None
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "expected"),
+    [
+        ({}, [None], [0]),
+        ({"tp_size": 2, "pp_size": 2}, [None], [0, 1, 2, 3]),
+        ({"tp_size": 2, "dp_size": 3}, [0, 1, 2], [0, 1, 2, 3, 4, 5]),
+        ({"tp_size": 4, "nnodes": 2}, [None], [0, 1, 0, 1]),
+    ],
+)
+def test_no_two_processes_of_a_host_are_the_same_rank(
+    changes: dict[str, int], replicas: list[int | None], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    found = []
+    for replica in replicas:
+        monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda r=replica: SimpleNamespace(dp_rank=r))
+        for rank in range(args(**changes).tp_size * args(**changes).pp_size):  # torch's ranks: those of one replica
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda r=rank: r)
+            found.append(capacity.rank_on_host(args(**changes)))
+    assert found == expected
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_cores_are_divided(count: int, ranks: int) -> None:
+    shares = [share_of(list(range(100, 100 + count)), rank, ranks) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {max(count // ranks, 1)}
+    dealt = [core for share in shares for core in share]
+    assert set(dealt) <= set(range(100, 100 + count))
+    assert len(set(dealt)) == min(len(dealt), count)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_workers_are_pinned_to_their_ranks_cores(named: bool) -> None:
+    allowed = [int(core) for core in topology()["cores"]][:2]
+    if len(allowed) < 2:
+        pytest.skip("needs two cores")
+    config = FluxionConfig(cores=",".join(map(str, reversed(allowed))) if named else None)
+    got = [create_workers(config, rank, 2) for rank in range(2)]
+    assert all(workers.count == len(workers.cores) for workers in got)
+    assert not set(got[0].cores) & set(got[1].cores)
+    if named:
+        assert [workers.cores for workers in got] == [[allowed[1]], [allowed[0]]]
+    assert create_workers(config).cores[:2] == (allowed[::-1] if named else allowed)

@@ -433,13 +433,22 @@ def test_a_failed_activation_is_refused(server_args: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("option", ["tp_size", "pp_size", "dp_size"])
 def test_an_audit_is_one_process_own(option: str) -> None:
-    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1)
+    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1)
     audited = FluxionConfig(audit="/tmp/audit.npy")
     validation.check_config(audited, args)
     setattr(args, option, 2)
     validation.check_config(FluxionConfig(), args)
     with pytest.raises(ConfigError, match=f"audit does not work with --{option.replace('_', '-')} 2, because .*; use"):
         validation.check_config(audited, args)
+
+
+def test_ranks_divide_the_cores_that_are_named() -> None:
+    args = SimpleNamespace(tp_size=2, pp_size=1, dp_size=2, nnodes=1)
+    for legal in ({"cores": "0-3"}, {"cores": "0-7", "workers": 2}, {"workers": 9}, {}):
+        validation.check_config(FluxionConfig(**legal).validate(), args)
+    for cores, workers, words in (("0-2", None, "need 1 each; name at least 4"), ("0-6", 2, "2 each; name at least 8")):
+        with pytest.raises(ConfigError, match=f"names {3 if workers is None else 7}, but the 4 ranks .*{words}"):
+            validation.check_config(FluxionConfig(cores=cores, workers=workers).validate(), args)
 
 
 def test_hooks_that_are_not_there_are_an_error() -> None:

@@ -1,4 +1,4 @@
-"""What of this machine's memory is ours, and what the options make of it: for the launcher and for every rank."""
+"""What of this machine is ours, and what the options make of it: for the launcher and for every rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def ranks_on_host(server_args: Any) -> int:
     SGLang's own count sees one data-parallel replica, but the replicas start together and share the memory.
     """
     return max(server_args.tp_size * server_args.pp_size * server_args.dp_size // server_args.nnodes, 1)
+
+
+def rank_on_host(server_args: Any) -> int:
+    """This process among `ranks_on_host`, replica by replica. Replicas on several hosts SGLang refuses."""
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    replica = get_parallel().dp_rank or 0  # None: there is no data parallelism
+    return (replica * server_args.tp_size * server_args.pp_size + rank) % ranks_on_host(server_args)
 
 
 def available_bytes(server_args: Any) -> int:

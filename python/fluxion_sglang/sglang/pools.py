@@ -164,7 +164,7 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         config=capacity.rank_config(configurator.server_args),
         device=str(configurator.device),
         start_layer=configurator.layer_info.start_layer,
-        rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+        rank=capacity.rank_on_host(configurator.server_args),
         ranks=capacity.ranks_on_host(configurator.server_args),
     )
 

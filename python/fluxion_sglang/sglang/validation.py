@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import compat
+from fluxion_sglang.sglang import capacity, compat
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -169,6 +169,12 @@ def check_config(config: FluxionConfig, args: Any) -> None:
         raise ConfigError(
             f"predictor is {config.predictor!r}, which has no predictor.json; give the folder that `fluxion train` "
             "wrote, or leave the key out."
+        )
+    cores, ranks, each = len(config.core_list()), capacity.ranks_on_host(args), config.workers or 1
+    if cores and cores < ranks * each:
+        raise ConfigError(
+            f"cores is {config.cores!r}, which names {cores}, but the {ranks} ranks of this host divide them and need "
+            f"{each} each; name at least {ranks * each} or leave the key out."
         )
     for option in ("tp_size", "pp_size", "dp_size"):
         count = getattr(args, option)

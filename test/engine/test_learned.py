@@ -24,7 +24,8 @@ class TestDefault:
 
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:
-        config = '{"host_tokens": 40000}'
+        # Measured, so that requests may ask for yardsticks.
+        config = f'{{"host_tokens": 40000, "audit": "{logs / "learned.npy"}"}}'
         with Server("--chunked-prefill-size", "1024", fluxion=config, log=logs / "learned.log") as server:
             yield server
             server.assert_clean()

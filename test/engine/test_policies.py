@@ -192,9 +192,9 @@ class TestTensorParallel:
             server.assert_clean()
 
     def test_policies_mix_and_illegal_ones_end(self, server: Server, prompt: list[int]) -> None:
-        specs = ["full", "oracle:1", "streaming", "y", None]
+        specs = ["full", "fixed:64:1", "streaming", "y", None]
         alone = {spec: ask(server, prompt, spec).tokens for spec in specs}
-        assert alone["full"] == alone["oracle:1"] != alone["streaming"] and alone["y"] == []
+        assert alone["full"] == alone["fixed:64:1"] != alone["streaming"] and alone["y"] == []
         together = ask_together(server, [(prompt, spec) for spec in specs])
         assert [c.tokens for c in together] == [alone[spec] for spec in specs]
         assert "policy 'y' is not one" in together[3].raw["error"]["message"]

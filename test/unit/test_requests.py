@@ -63,9 +63,9 @@ def test_requests_without_one_follow_the_server(policies: RequestPolicies, param
 
 
 def test_a_batch_may_mix_policies(policies: RequestPolicies) -> None:
-    specs = ["streaming", "full", "oracle:0.1", None, "streaming"]
+    specs = ["streaming", "full", "fixed:32:0.1", None, "streaming"]
     requests = [request(spec and {"fluxion_policy": spec}) for spec in specs]
-    assert run(policies, requests) == ["streaming", "full", "oracle:0.1", "full", "streaming"]
+    assert run(policies, requests) == ["streaming", "full", "fixed:32:0.1", "full", "streaming"]
     assert all(r.to_finish is None for r in requests)
 
 
@@ -109,6 +109,20 @@ def test_who_decodes_in_a_prefill_of_others_is_known(policies: RequestPolicies, 
     batch = SimpleNamespace(reqs=requests, forward_mode=mode, decoding_reqs=requests[1:])
     forward_batch_generation(lambda *_: seen.append(policies.riding), worker, batch)
     assert seen == [{1, 2} if mode is ForwardMode.MIXED else set()] and not policies.riding
+
+
+@pytest.mark.parametrize("spec", ["oracle:0.1", "labels", "labels:0.05", "labels:0.05:16:all", "labels:score95"])
+def test_a_policy_that_reads_everything_to_decide_is_for_measuring(policies: RequestPolicies, spec: str) -> None:
+    own, plain = request({"fluxion_policy": spec}), request({"fluxion_policy": "streaming"})
+    assert run(policies, [own, plain]) == ["full", "streaming"]
+    message = own.to_finish.message
+    assert repr(spec) in message and "option audit" in message and message.endswith(".") and "\n" not in message
+    measuring = RequestPolicies(parse_spec("full"), yardsticks=True)
+    own = request({"fluxion_policy": spec})
+    assert run(measuring, [own]) == [spec] and own.to_finish is None
+    # What the server itself was started with, everybody follows anyway.
+    own = request({"fluxion_policy": spec})
+    assert run(RequestPolicies(parse_spec(spec)), [own]) is None and own.to_finish is None
 
 
 def kept_of(policies: RequestPolicies, own: Request, overlap: bool, foreseen: bool) -> list[str]:

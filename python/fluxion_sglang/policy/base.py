@@ -149,11 +149,13 @@ class Policy(ABC):
         spec: the string that names it; "" when it was not made from one.
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
+        yardstick: it reads every key to decide: to measure by, not to serve with.
     """
 
     spec: str = ""
     needs: Needs = Needs.NOTHING
     criterion: Criterion = Criterion()
+    yardstick: bool = False
 
     @abstractmethod
     def begin_step(self, step: DecodeStep) -> None:

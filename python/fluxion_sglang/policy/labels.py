@@ -16,6 +16,7 @@ class LabelsPolicy(AnchorPolicy):
     """As `AnchorPolicy`, with every step as its own anchor."""
 
     needs = Needs.BUDGETS
+    yardstick = True
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         assert observed.budgets is not None

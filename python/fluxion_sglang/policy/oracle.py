@@ -21,5 +21,7 @@ class OraclePolicy(FixedPolicy):
         budget: fraction of the middle in (0, 1].
     """
 
+    yardstick = True
+
     def __init__(self, budget: float) -> None:
         super().__init__(1, budget)

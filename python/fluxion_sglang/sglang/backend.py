@@ -78,7 +78,7 @@ class FluxionAttnBackend(AttentionBackend):
                 resident_tokens_per_request=pool.host.placement.slots,
             )
         self.failures = FailureGuard()
-        self.requests = RequestPolicies(policy, pool.config.request_policies, context)
+        self.requests = RequestPolicies(policy, pool.config.request_policies, context, audit is not None)
         self.recorder: Recorder | None = None
         if pool.config.record is not None:
             folder = Path(os.path.expanduser(pool.config.record))

@@ -57,6 +57,8 @@ class RequestPolicies:
         server: the policy of requests that name none.
         allowed: whether a request may name another one; one that does is ended otherwise.
         context: what specs refer to.
+        yardsticks: whether a request may name one that reads everything to decide; all requests of its batches wait
+            for it.
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
@@ -64,9 +66,10 @@ class RequestPolicies:
         recorded: what a request of the batch wants recorded of it (`predictor/recorder.py`), or None.
     """
 
-    def __init__(self, server: Policy, allowed: bool = True, context: Context = BARE) -> None:
+    def __init__(self, server: Policy, allowed: bool = True, context: Context = BARE, yardsticks: bool = False) -> None:
         self.server = server
         self.allowed = allowed
+        self.yardsticks = yardsticks
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
@@ -122,7 +125,13 @@ class RequestPolicies:
             raise ValueError(
                 f"{PARAMETER} is not taken by this server, where all requests follow one policy; leave it out."
             )
-        return self._parse(spec)
+        policy = self._parse(spec)
+        if policy.yardstick and not self.yardsticks:
+            raise ValueError(
+                f"{PARAMETER} {spec!r} is not taken by this server, because it reads everything to decide, which all "
+                "requests wait for; use another policy, or start the server with the option audit to measure."
+            )
+        return policy
 
 
 def _recorded(request: Any) -> Mapping[str, Any] | None:

@@ -301,6 +301,10 @@ def _load_object(text: str, source: str) -> dict[str, Any]:
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; give an object "
             f'such as {{"policy": "full"}}{hint}.'
         ) from None
+    except ConfigError:
+        raise
+    except ValueError:  # JSON, but longer than Python reads a number
+        raise ConfigError(f"{source} has a number of thousands of digits; give one that a machine can hold.") from None
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply; give a flat JSON object.") from None
     if not isinstance(value, dict):

@@ -81,6 +81,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"host_memory_gb": NaN}', ["host_memory_gb is nan", "finite"]),
         ('{"host_memory_gb": Infinity}', ["finite"]),
         ('{"host_memory_gb": 1' + "0" * 400 + "}", ["401 digits"]),
+        ('{"host_tokens": 1' + "0" * 5000 + "}", ["thousands of digits"]),
         ('{"host_memory_gb": 0}', ["host_memory_gb is 0", "positive"]),
         ('{"host_memory_gb": -1.5}', ["-1.5", "positive"]),
         ('{"host_tokens": -16}', ["host_tokens is -16", "336"]),

@@ -45,7 +45,10 @@ def test_host_tokens_is_taken_as_it_is() -> None:
     assert plan_tokens(FluxionConfig(host_tokens=5000), SHAPE, GIB) == 4992
 
 
-@pytest.mark.parametrize("config", [FluxionConfig(host_tokens=10**9), FluxionConfig(host_memory_gb=50)])
+@pytest.mark.parametrize(
+    "config",
+    [*(FluxionConfig(host_tokens=10**digits) for digits in (9, 12, 30, 400)), FluxionConfig(host_memory_gb=50)],
+)
 def test_too_large_is_refused_with_the_number_that_fits(config: FluxionConfig) -> None:
     with pytest.raises(ConfigError, match=r"pass host_tokens=(\d+) or less") as error:
         plan_tokens(config, SHAPE, 2 * GIB)

@@ -72,7 +72,9 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
     floor = Placement(config.sinks, config.window).slots
     if config.host_tokens is not None:
         tokens = config.host_tokens // PAGE * PAGE
-        asked = f"host_tokens={config.host_tokens} needs {shape.pool_bytes(tokens) / GIB:.2f} GiB of host memory"
+        asked = f"host_tokens={config.host_tokens}"
+        if tokens <= MAX_PAGES * PAGE:  # more the native library cannot count
+            asked += f" needs {shape.pool_bytes(tokens) / GIB:.2f} GiB of host memory"
     elif config.host_memory_gb is not None:
         tokens = fitting(config.host_memory_gb * GIB)
         asked = f"host_memory_gb={config.host_memory_gb:g}"

@@ -92,7 +92,7 @@ class FluxionConfig:
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. The torch executor has no guard.",
+        "in the same step; by default none does. Not with executors cpu+torch.",
         "0.05",
     )
     workers: int | None = _option(
@@ -104,7 +104,11 @@ class FluxionConfig:
         "process may use.",
         '"0-3,8"',
     )
-    executors: str = _option("auto", f"Who computes tasks: {', '.join(EXECUTORS)}.", '"cpu"')
+    executors: str = _option(
+        "auto",
+        "Who computes tasks: cpu (what auto means), or cpu+torch, which adds a slow reference executor for tests.",
+        '"cpu"',
+    )
     scheduler: str = _option(
         SCHEDULERS[0],
         f"How tasks come to executors: {', '.join(SCHEDULERS)}; the others divide them beforehand, and are there to be "
@@ -210,6 +214,11 @@ class FluxionConfig:
             )
         if self.executors not in EXECUTORS:
             raise ConfigError(f"executors is {self.executors!r}; use one of {_quoted(EXECUTORS)}.")
+        if self.guard is not None and self.executors == "cpu+torch":
+            raise ConfigError(
+                "guard does not work with executors 'cpu+torch', because the torch executor is not given what a guard "
+                'estimates by; use executors "cpu" or leave guard out.'
+            )
         if self.scheduler not in SCHEDULERS:
             raise ConfigError(f"scheduler is {self.scheduler!r}; use one of {_quoted(SCHEDULERS)}.")
         self._check_policy()

@@ -112,6 +112,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"guard": false}', ["guard is false", "number or null"]),
         ('{"executors": "cpu+gpu"}', ["cpu+gpu", "this version", '"cpu+torch"']),
         ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+torch"']),
+        ('{"executors": "cpu+torch", "guard": 0.05}', ["guard does not work", 'executors "cpu"', "leave guard out"]),
         ('{"scheduler": "fifo"}', ["scheduler is 'fifo'", '"priority", "none", "uniform", "length"']),
         ('{"scheduler": null}', ["scheduler is null", "string"]),
         ('{"policy": "ful"}', ["'ful'", 'or "auto"']),
@@ -155,6 +156,8 @@ def valid(draw: st.DrawFn) -> dict[str, Any]:
         "executors": draw(st.sampled_from(["auto", "cpu", "cpu+torch"])),
         "scheduler": draw(st.sampled_from(["priority", "none", "uniform", "length"])),
     }
+    if values["guard"] is not None and values["executors"] == "cpu+torch":
+        del values["executors"]
     size = draw(st.sampled_from(["host_tokens", "host_memory_gb", None]))
     if size == "host_tokens":
         values[size] = draw(st.integers(values["sinks"] + values["window"] + 16, 1 << 40))

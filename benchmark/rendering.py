@@ -7,6 +7,10 @@ from typing import Any
 
 import common
 
+from fluxion_quality.table import where
+
+__all__ = ["link", "nothing", "result_files", "table", "where"]
+
 
 def table(head: list[str], rows: list[list[str]], align: str) -> str:
     """A Markdown table; `align` has one of l, r a column."""
@@ -18,12 +22,6 @@ def result_files(results: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
     files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
     loaded = [(path, common.load(path)) for path in files]
     return [(path, data) for path, data in loaded if data is not None and data["rows"]]
-
-
-def where(data: dict[str, Any]) -> str:
-    at, of = data["machine"], data["versions"]
-    cpu = f"{at['cpu']}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
-    return f"{cpu}, no GPU; sglang {of['sglang']}, torch {of['torch']}; commit {data['commit']}, {data['date']}."
 
 
 def link(path: Path) -> str:

@@ -22,14 +22,20 @@ def markdown(data: dict[str, Any]) -> str:
     """Scores by task, then averages over tasks, then what the columns mean."""
     if not data["rows"]:
         return "No cell is measured yet.\n"
-    at, of = data["machine"], data["versions"]
-    where = f"{at['gpu'] or 'no GPU'}; {at['cpu']}, {at['cores']} cores; sglang {of['sglang']}, torch {of['torch']}"
     model = f"model {data['model']['id']} ({data['model']['sha256'][:12]})"
     head = (
         f"Suite {data['suite']}, {model}, {data['samples']} samples a task, seed {data['seed']}, "
-        f"dtype {data['dtype']}; {where}; commit {data['commit']}, {data['date']}."
+        f"dtype {data['dtype']}. {where(data)}"
     )
     return "\n".join([head, "", scores(data), averages(data), _MEANING])
+
+
+def where(data: Mapping[str, Any]) -> str:
+    """On what, with what and when any result file was measured: a sentence of what `record.header` wrote."""
+    at, of = data["machine"], data["versions"]
+    cpu = f"{at['cpu']}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
+    made = f"sglang {of['sglang']}, torch {of['torch']}; commit {data['commit']}, {data['date']}"
+    return f"{cpu}, {at['gpu'] or 'no GPU'}; {made}."
 
 
 _MEANING: Final = """\

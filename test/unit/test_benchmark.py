@@ -37,7 +37,7 @@ from fluxion_sglang.policy import parse_spec  # noqa: E402
 HEADER = {
     "commit": "abc",
     "date": "2026-01-01",
-    "machine": {"cpu": "X", "cores": 2, "flags": ["avx2"]},
+    "machine": {"cpu": "X", "cores": 2, "flags": ["avx2"], "gpu": None},
     "versions": {"sglang": "1", "torch": "2"},
     "memory_read_gb_per_s": [20.4, 30.2],
 }

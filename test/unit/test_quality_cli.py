@@ -153,6 +153,14 @@ class TestRendering:
         assert found is not None
         return found
 
+    def test_a_gpu_is_named(self, data: dict[str, Any]) -> None:
+        data["machine"] |= {"cpu": "a CPU", "cores": 3, "flags": ["avx2"], "gpu": None}
+        assert table.where(data).startswith("a CPU, 3 cores (avx2), no GPU; sglang ")
+        data["machine"] |= {"flags": [], "gpu": "a GPU"}
+        assert table.where(data).startswith("a CPU, 3 cores, a GPU; sglang ")
+        assert table.where(data).endswith(f"commit {data['commit']}, {data['date']}.")
+        assert table.where(data) in table.markdown(data)
+
     def test_gaps_stay_empty(self, data: dict[str, Any]) -> None:
         data["rows"] = [row for row in data["rows"] if (row["task"], row["policy"]) != ("echo", "streaming")]
         text = table.scores(data)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from fluxion_sglang.audit import SPEC_BYTES
+
 from . import suite_named
 from .base import Codec, MissingData, Sample, Task
 from .codec import codec_of
 from .model import SPARE, Model
 from .record import SAME, header, load
 from .serve import CHUNK, OFF, PAGE, Needs
-from .stats import SPEC_BYTES
 
 FULL: Final = "full"
 ORACLE_BUDGET: Final = "0.05"

@@ -8,11 +8,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fluxion_sglang.audit import SPEC_BYTES
+
 RESAMPLES: Final = 10_000
 LEVEL: Final = 0.95
-
-SPEC_BYTES: Final = 32
-"""Of a policy's spec that an audit record has room for."""
 
 Floats = NDArray[np.float64]
 

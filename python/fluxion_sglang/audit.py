@@ -15,13 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
+SPEC_BYTES = 32
+"""Of a policy's spec that a record has room for."""
+
 _MAGIC = b"\x93NUMPY"
 
 
 def record_dtype(q_heads: int) -> np.dtype:
     """A layer of a request in a decode step.
 
-    policy: spec of the request's policy, cut at 32 bytes. layer: index. length: tokens of the request, this step's
+    policy: spec of the request's policy, cut at SPEC_BYTES. layer: index. length: tokens of the request, this step's
     included. middle: those that are not resident. tile_bytes: bytes of K and V of the middle that were read, summed
     over groups: whole tiles of selected blocks, once for all heads of a group; of single tokens (`oracle`) the rows
     attended to, not the keys scanned to find them. metadata_bytes: block metadata scanned. kv_bytes: K and V of the
@@ -30,7 +33,7 @@ def record_dtype(q_heads: int) -> np.dtype:
     """
     return np.dtype(
         [
-            ("policy", "S32"),
+            ("policy", f"S{SPEC_BYTES}"),
             ("layer", "<i4"),
             ("length", "<i4"),
             ("middle", "<i4"),

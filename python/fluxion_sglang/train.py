@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.kv.placement import BLOCKS, Placement
 
 SPARE: Final = 8
 """Positions of the model that a text leaves free: SGLang needs some for what it generates."""
@@ -155,9 +155,10 @@ def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dic
     except ModuleNotFoundError:
         print("No plots without matplotlib; install it with: pip install 'fluxion-sglang[train]'.")
         return
-    heads = int(table.features[:, 1].max()) + 1
+    layer, head = (table.features[:, INDEX[name]].long() for name in ("layer", "head"))
+    heads = int(head.max()) + 1
     shape = (layers, heads)
-    at = (table.features[:, 0] * heads + table.features[:, 1]).long()
+    at = layer * heads + head
 
     def mean(values: Any) -> Any:
         import torch
@@ -167,10 +168,10 @@ def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dic
 
     import torch
 
-    by_block = torch.stack([mean(table.budgets[:, i]) for i in range(4)], -1)
+    by_block = torch.stack([mean(table.budgets[:, i]) for i in range(len(BLOCKS))], -1)
     report.plot_streaming_share(mean(table.streaming), folder / "streaming.svg")
-    report.plot_budgets_by_head(by_block[..., [0, 3]], range(layers), folder / "budgets.svg", titles=("16", "128"))
-    report.plot_budget_by_block(by_block, (16, 32, 64, 128), range(layers), folder / "blocks.svg")
+    report.plot_budgets_by_head(by_block[..., [0, -1]], range(layers), folder / "budgets.svg", titles=("16", "128"))
+    report.plot_budget_by_block(by_block, BLOCKS, range(layers), folder / "blocks.svg")
 
 
 def _taus(text: str) -> list[float]:

@@ -14,16 +14,12 @@ from fluxion_quality.base import Codec, Sample, Suite, Task
 from fluxion_quality.forced import NOTES
 from fluxion_quality.serve import Needs, Server
 from fluxion_sglang import needle
+from fluxion_sglang.audit import record_dtype
 
 VOCABULARY = len(needle.VOCABULARY)
 HEADS = 4
 CONFIDENCE = {"full": 6.0, "off": 6.0, "streaming": 2.0, "prefill": 9.0}
-AUDIT = np.dtype(
-    [
-        *(("policy", "S32"), ("layer", "<i4"), ("length", "<i4"), ("middle", "<i4"), ("tile_bytes", "<i8")),
-        *(("metadata_bytes", "<i8"), ("kv_bytes", "<i8"), ("error", "<f4", (HEADS,))),
-    ]
-)
+AUDIT = record_dtype(HEADS)
 
 
 class Echo(Task):

@@ -15,6 +15,7 @@ from fluxion_sglang.executor.torch_reference import blocks_to_read
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy.base import Deviation
+from fluxion_sglang.predictor.features import ANCHOR, BUDGETS, COUNT, EMPTY_LSE
 from fluxion_sglang.predictor.labels import (
     block_positions,
     budget_of_count,
@@ -24,9 +25,7 @@ from fluxion_sglang.predictor.labels import (
     prefixes,
 )
 from fluxion_sglang.predictor.measure import (
-    ANCHOR_COLUMNS,
     BLOCK_SIZES,
-    EMPTY_LSE,
     Measurement,
     measure,
     measure_into,
@@ -123,14 +122,14 @@ def statistics(
     distance = (torch.stack(residents) - torch.stack(outputs)).norm(dim=-1)
     result[:, 1] = distance / largest if largest > 0 else 0
     anchor[:, 40] = parts[:, 4].max()
-    return anchor[:, list(ANCHOR_COLUMNS)], mean_k, parts, result
+    return anchor[:, list(ANCHOR)], mean_k, parts, result
 
 
 def check(world: GridWorld, request: Request, lengths: list[int], q: torch.Tensor, got: Measurement) -> None:
     """Everything of a measurement under CRITERIA."""
-    bgt = [ANCHOR_COLUMNS.index(i) for i in range(35, 39)]
+    bgt = [ANCHOR.index(i) for i in range(*BUDGETS.indices(COUNT))]
     scale = world.sharp
-    others = [i for i in range(len(ANCHOR_COLUMNS)) if i not in bgt]
+    others = [i for i in range(len(ANCHOR)) if i not in bgt]
     assert torch.equal(got.anchor[..., bgt], got.budgets[:, :, 0, 1:])
     for i, n in enumerate(lengths):
         k, v = request.keys[0][:n], request.values[0][:n]

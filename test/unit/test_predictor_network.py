@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fluxion_sglang.native import Workers, library
+from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.native import NativePredictor
-from fluxion_sglang.predictor.network import FEATURES, PARAMETERS, HeadPredictor
+from fluxion_sglang.predictor.network import PARAMETERS, HeadPredictor
 
 ISAS = str(library().isas()).split(",")
 isas = pytest.mark.parametrize("isa", ISAS)
@@ -23,14 +24,14 @@ def network(seed: int = 0) -> HeadPredictor:
         for layer in made.layers:
             layer.weight.copy_(torch.randn(layer.weight.shape, generator=random) * (2 / layer.in_features) ** 0.5)
             layer.bias.copy_(torch.randn(layer.bias.shape, generator=random))
-        made.mean.copy_(torch.randn(FEATURES, generator=random) * 5)
-        made.std.copy_(torch.rand(FEATURES, generator=random) * 3 + 0.1)
+        made.mean.copy_(torch.randn(COUNT, generator=random) * 5)
+        made.std.copy_(torch.rand(COUNT, generator=random) * 3 + 0.1)
     return made
 
 
 def features(rows: int, seed: int = 1) -> torch.Tensor:
     """Features of which some lie beyond the clip."""
-    return torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(seed)) * 8
+    return torch.randn(rows, COUNT, generator=torch.Generator().manual_seed(seed)) * 8
 
 
 def run(native: NativePredictor, x: torch.Tensor, workers: Workers | None = None) -> torch.Tensor:
@@ -119,7 +120,7 @@ def test_weights_are_copied() -> None:
 def test_wrong_arguments() -> None:
     native = NativePredictor(network())
     out = torch.full((4, 3), 7.0)
-    for x in (torch.zeros(4, 40), torch.zeros(4, FEATURES).double(), torch.zeros(FEATURES, 4).T, torch.zeros(3, 41)):
+    for x in (torch.zeros(4, 40), torch.zeros(4, COUNT).double(), torch.zeros(COUNT, 4).T, torch.zeros(3, 41)):
         with pytest.raises(ValueError, match=r"and must be a contiguous tensor in host memory of float32 and shape \["):
             native.forward(x, out)
     assert (out == 7.0).all()

@@ -11,16 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.native import NativePool, function
+from fluxion_sglang.predictor.features import ANCHOR
 
-BLOCK_SIZES = (1, 16, 32, 64, 128)
+BLOCK_SIZES = (1, *BLOCKS)
 """Tokens of a block, in the order of `Measurement.budgets`; 1 is single tokens."""
-
-EMPTY_LSE = -30.0
-"""The LSE of an empty segment, as a feature."""
-
-ANCHOR_COLUMNS = (*range(4, 16), *range(17, 21), 24, 25, 26, 29, 30, 31, 33, *range(35, 39), 40)
-"""The 28 of the predictor's 41 features that `Measurement.anchor` holds, by their index there."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +24,8 @@ class Measurement:
     """What `measure` found, all float32.
 
     Attributes:
-        anchor: [N, Hq, 28], the features `ANCHOR_COLUMNS` with each query as the anchor. Of the middle: norm of the
-            mean key and value; mean, variance, skewness and kurtosis (population; m4 / m2^2) of |k|, |v| and of
-            z_i = <q, k_i> * scale / |q|; skewness and kurtosis are 0 when the variance is below 1e-12 mean^2. An LSE
-            of nothing is EMPTY_LSE. Budgets are those of the first criterion for blocks of 16 to 128 tokens.
+        anchor: [N, Hq, 28], the features `ANCHOR` (`features.py`) with each query as the anchor. Budgets are those of
+            the first criterion for blocks of 16 to 128 tokens.
         mean_k: [N, H, D], mean key of the middle; 0 where it is empty.
         parts: [N, Hq, 5]: LSE of the sinks, LSE of the window, norms of the attention to the sinks, to the window and
             to both. LSE natural, -inf for an empty part; its norm is 0.
@@ -87,7 +81,7 @@ def measure(
         raise ValueError(f"q has {q.ndim} dimensions and must have three: queries, heads and head_dim.")
     count, heads, dim = q.shape
     found = Measurement(
-        anchor=torch.empty(count, heads, len(ANCHOR_COLUMNS)),
+        anchor=torch.empty(count, heads, len(ANCHOR)),
         mean_k=torch.empty(count, pool.tensor("tiles", layer).shape[0], dim),
         parts=torch.empty(count, heads, 5),
         result=torch.empty(count, heads, 3),

@@ -7,10 +7,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-FEATURES = 41
-"""Features of (request, layer, query head) at a decode step."""
+from fluxion_sglang.predictor.features import COUNT
 
-WIDTHS = (FEATURES, 272, 240, 144, 3)
+WIDTHS = (COUNT, 272, 240, 144, 3)
 """Features, hidden layers, outputs: a shared backbone, the three predictions apart only in the last layer."""
 
 PARAMETERS = sum((inputs + 1) * outputs for inputs, outputs in pairwise(WIDTHS))
@@ -34,8 +33,8 @@ class HeadPredictor(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(FEATURES))
-        self.register_buffer("std", torch.ones(FEATURES))
+        self.register_buffer("mean", torch.zeros(COUNT))
+        self.register_buffer("std", torch.ones(COUNT))
         self.layers = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(WIDTHS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,15 +24,11 @@ from torch import nn
 from tqdm import tqdm
 
 from fluxion_sglang.kv.placement import BLOCKS
-from fluxion_sglang.predictor.network import FEATURES, HeadPredictor
+from fluxion_sglang.policy.selector import LOG2_BLOCKS
+from fluxion_sglang.predictor.features import BUDGETS, COUNT, INDEX
+from fluxion_sglang.predictor.network import HeadPredictor
 
-LAYER, HEAD, CPU_TOKENS = 0, 1, 2
-"""Features that the baselines and the metrics read: layer, query head, ln(1 + tokens of the middle)."""
-
-ANCHOR_BUDGETS = slice(35, 39)
-"""The anchor query's own least budgets at the four block sizes."""
-
-_LOG2 = torch.tensor([float(blk.bit_length() - 1) for blk in BLOCKS])
+_LOG2 = torch.tensor(LOG2_BLOCKS, dtype=torch.float32)
 _SKEWED = 0.2
 """A class with a smaller share than this is weighted up."""
 
@@ -199,7 +195,7 @@ def _checked(
     sequences: torch.Tensor,
 ) -> Samples:
     count = len(features)
-    wanted = {"features": (FEATURES,), "bgt0": (), "k": (), "streaming": (), "budgets": (len(BLOCKS),), "sequences": ()}
+    wanted = {"features": (COUNT,), "bgt0": (), "k": (), "streaming": (), "budgets": (len(BLOCKS),), "sequences": ()}
     given = (features, bgt0, k, streaming, budgets, sequences)
     for (name, shape), tensor in zip(wanted.items(), given, strict=True):
         if tuple(tensor.shape) != (count, *shape):
@@ -330,7 +326,8 @@ def _head_constant(
     train: Samples, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Baseline: every (layer, head) always as it was on average in training; unseen ones as all heads were."""
-    where = torch.cat([train.features, features])[:, [LAYER, HEAD]].unique(dim=0, return_inverse=True)[1]
+    names = torch.cat([train.features, features])[:, [INDEX["layer"], INDEX["head"]]]
+    where = names.unique(dim=0, return_inverse=True)[1]
     seen, asked = where[: len(train)], where[len(train) :]
     heads = int(where.max()) + 1
 
@@ -348,7 +345,7 @@ def _head_constant(
 
 def _anchor(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Baseline: the anchor query's budgets, which need no training; bgt0 and k by a line through the four."""
-    budgets = features[:, ANCHOR_BUDGETS]
+    budgets = features[:, BUDGETS]
     centred = _LOG2 - _LOG2.mean()
     k = (budgets * centred).sum(1) / (centred**2).sum()
     line = torch.stack([budgets.mean(1) - k * _LOG2.mean(), k], 1)
@@ -364,7 +361,7 @@ def _score(
     retrieval heads, whatever the method calls them; `miss_rate` is the share of them that it calls streaming.
     """
     keep = ~test.streaming
-    tokens = torch.expm1(test.features[keep, CPU_TOKENS]).clamp(min=1.0).unsqueeze(1)
+    tokens = torch.expm1(test.features[keep, INDEX["cpu_tokens"]]).clamp(min=1.0).unsqueeze(1)
     one_block = (torch.tensor(BLOCKS) / tokens).clamp(max=1.0)
     served = torch.minimum(torch.maximum(budgets[keep], one_block), torch.ones(()))
     labels = test.budgets[keep]

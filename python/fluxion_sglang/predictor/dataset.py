@@ -13,7 +13,7 @@ import torch
 
 from fluxion_sglang.predictor import recorder
 from fluxion_sglang.predictor.features import BUDGETS, COUNT
-from fluxion_sglang.predictor.labels import fit
+from fluxion_sglang.predictor.line import fit_line
 
 SEGMENT: Final = 4096
 STEPS: Final = 8
@@ -157,7 +157,7 @@ def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Ta
         # Recorded under the first criterion; these are the columns that depend on it.
         features[..., BUDGETS] = torch.from_numpy(found.anchor_budgets[..., at, 1:])
         budgets = torch.from_numpy(found.budgets[..., at, :].copy()).reshape(-1, 5)
-        bgt0, k, _ = fit(budgets)
+        bgt0, k = fit_line(budgets)
         parts.append(
             [
                 features.reshape(-1, COUNT),

@@ -1,6 +1,6 @@
-"""Least budgets written straight from their definition, in torch float64, and the curve that is learnt of them.
+"""Least budgets written straight from their definition, in torch float64: what `predictor.measure` has to find.
 
-The oracle of `predictor.measure`: it shares nothing with the native code. Slow; for tests and small studies.
+It shares nothing with the native code.
 """
 
 from __future__ import annotations
@@ -145,26 +145,3 @@ def least_budgets(
                 count = walk.first(kind, threshold, norms[head], max(norms))
                 out[head, c, size] = budget_of_count(count, middle, blk, blocks)
     return out
-
-
-def fit(budgets: torch.Tensor, *, fixed: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Least squares of Fluxion's Eq. 1, bgt(blk) = bgt0 + k log2 blk, over BLOCK_SIZES.
-
-    Args:
-        budgets: [..., 5], as `Measurement.budgets`.
-        fixed: bgt0 is the budget for blocks of one token, as in the paper, and k alone is fitted; otherwise both are.
-
-    Returns:
-        bgt0 [...], k [...], residual [...]: the root of the mean squared difference over the five sizes. In the
-        dtype of `budgets`.
-    """
-    x = torch.tensor(BLOCK_SIZES, dtype=budgets.dtype, device=budgets.device).log2()
-    if fixed:
-        bgt0 = budgets[..., 0]
-        k = ((budgets - bgt0[..., None]) * x).sum(-1) / x.square().sum()
-    else:
-        centred = x - x.mean()
-        k = (budgets * centred).sum(-1) / centred.square().sum()
-        bgt0 = budgets.mean(-1) - k * x.mean()
-    residual = (bgt0[..., None] + k[..., None] * x - budgets).square().mean(-1).sqrt()
-    return bgt0, k, residual

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -51,7 +52,14 @@ def world(count: int = 6000, sequences: int = 14, noise: float = 0.0, seed: int 
 
 
 def train(samples: Samples, sequences: torch.Tensor, **options: object) -> Fitted:
-    settings: dict[str, object] = {"epochs": 15, "progress": False, **options}
+    settings: dict[str, object] = {
+        "epochs": 15,
+        "seed": 0,
+        "quantile": 0.7,
+        "miss_rate": 0.02,
+        "progress": False,
+        **options,
+    }
     s = samples
     return fit(s.features, s.bgt0, s.k, s.streaming, s.budgets, sequences, **settings)  # type: ignore[arg-type]
 
@@ -200,7 +208,7 @@ def test_metrics_that_are_not_defined() -> None:
 def test_refusals() -> None:
     samples, sequences = world(count=300)
     with pytest.raises(ValueError, match=r"k has the shape \[299\] and must have \[300\]"):
-        fit(samples.features, samples.bgt0, samples.k[1:], samples.streaming, samples.budgets, sequences)
+        train(replace(samples, k=samples.k[1:]), sequences)
     with pytest.raises(ValueError, match="come from 2 sequences"):
         train(samples, sequences % 2)
     with pytest.raises(ValueError, match="quantile is 1,"):

@@ -6,8 +6,8 @@ sizes 16 to 128, so the main regression term is on these four budgets against th
 
 That term is a pinball loss. An error of a budget does not cost the same on both sides: too small breaks the error bound
 tau, so it costs quality, and too large only costs bytes. The pinball loss at quantile p has its minimum where the
-budget suffices for a share p of the cases that look alike, 0.7 by default; a squared error would aim at the mean, which
-is too small for many heads of a skewed distribution. bgt0 and k by themselves are fitted at the median: two upper
+budget suffices for a share p of the cases that look alike; a squared error would aim at the mean, which is too small
+for many heads of a skewed distribution. bgt0 and k by themselves are fitted at the median: two upper
 quantiles added up would be more than the quantile of the sum.
 
 Sequences, not samples, are dealt to training, validation and test: the steps of one sequence resemble each other.
@@ -105,11 +105,11 @@ def fit(
     budgets: torch.Tensor,
     sequences: torch.Tensor,
     *,
-    epochs: int = 40,
-    seed: int = 0,
+    epochs: int,
+    seed: int,
+    quantile: float,
+    miss_rate: float,
     progress: bool = True,
-    quantile: float = 0.7,
-    miss_rate: float = 0.02,
     batch: int = 4096,
     learning_rate: float = 2e-3,
     weight_decay: float = 1e-2,
@@ -120,10 +120,10 @@ def fit(
     Args:
         features: [S, 41] float32. bgt0, k: [S] float32. streaming: [S] bool. budgets: [S, 4] float32 (see `Samples`).
         sequences: [S] integers, the sequence a sample comes from.
-        progress: show a bar.
         quantile: in (0, 1), of the budgets: the share of heads whose budget shall suffice.
         miss_rate: the share of the validation sequences' retrieval heads that the streaming threshold may call
             streaming.
+        progress: show a bar.
         batch: samples of an optimiser step, fewer where there are few samples.
 
     Raises:

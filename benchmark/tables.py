@@ -22,6 +22,7 @@ from roofline_tables import ROOFLINE_TABLES
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.predictor.calibration import verdict
 from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
@@ -273,8 +274,9 @@ def predictor(_: Path) -> str:
 
 
 def calibration(_: Path) -> str:
-    """What every tau did to held-out sequences."""
-    return calibration_table(json.loads((common.PREDICTOR / "calibration.json").read_text())["rows"])
+    """What every tau did to held-out sequences, and what followed."""
+    found = json.loads((common.PREDICTOR / "calibration.json").read_text())
+    return f"{calibration_table(found['rows'])}\n{verdict(found)}\n"
 
 
 def block_scores(results: Path) -> str:

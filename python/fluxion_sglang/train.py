@@ -13,21 +13,17 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.kv.placement import BLOCKS, Placement
 
+if TYPE_CHECKING:
+    from fluxion_sglang.predictor import calibration
+
 SPARE: Final = 8
 """Positions of the model that a text leaves free: SGLang needs some for what it generates."""
-
-FORCED: Final = 64
-"""Tokens at the end of a text that calibration decodes."""
-
-CALIBRATION: Final = "calibration.json"
-"""What every tau did to held-out sequences, beside the predictor."""
 
 
 class TrainError(Exception):
@@ -71,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    from fluxion_sglang.predictor import artifact, dataset, recorder
+    from fluxion_sglang.predictor import artifact, calibration, dataset, recorder
     from fluxion_sglang.predictor.features import NAMES
     from fluxion_sglang.predictor.train import fit, split_sequences
     from fluxion_sglang.sglang import collect
@@ -124,28 +120,55 @@ def _run(arguments: argparse.Namespace) -> None:
             raise TrainError(str(error)) from None
         trained[tau] = artifact.Trained(*fitted)
     held = found.sequence[split_sequences(found.sequence, arguments.seed).test].unique().tolist()
-    test = [sequences[i] for i in held]
+    ends = calibration.ends(sequences[i] for i in held)
+    if not ends:
+        raise TrainError(
+            "No held-out sequence ends in two tokens that could be decoded, so nothing can be calibrated; give more "
+            "sequences, longer answers, or another --seed."
+        )
     identity = artifact.Identity(**json.loads((folder / recorder.IDENTITY).read_text()))
     save = functools.partial(artifact.save, arguments.out, trained, identity=identity, features=NAMES)
     save(calibrated=taus[0])
-    rows = _calibrate(arguments, test, taus)
-    best = choose(rows, arguments.kl, arguments.accuracy)
-    save(calibrated=best)
-    (arguments.out / CALIBRATION).write_text(json.dumps({"tau": best, "rows": rows}, indent=1) + "\n")
-    _report(arguments.out, layers, trained, rows, found)
-    print(f"\n{arguments.out}: tau {best:g} is the default")
+    rows = _calibrate(arguments, ends, taus, int(config.vocab_size))
+    calibrated = calibration.outcome(rows, arguments.kl, arguments.accuracy)
+    save(calibrated=calibrated["tau"])
+    (arguments.out / calibration.NAME).write_text(json.dumps(calibrated, indent=1) + "\n")
+    _report(arguments.out, layers, trained, calibrated, found)
+    print(f"\n{arguments.out}: {calibration.verdict(calibrated)}")
 
 
-def _report(folder: Path, layers: int, trained: dict[float, Any], rows: list[dict[str, Any]], table: Any) -> None:
+def _calibrate(
+    arguments: argparse.Namespace, ends: list[calibration.End], taus: list[float], vocabulary: int
+) -> list[dict[str, Any]]:
+    """The rows of `calibration.measure`, by an engine of its own."""
+    from fluxion_quality import serve
+    from fluxion_quality.kl import tokens_compared
+    from fluxion_sglang.predictor import calibration
+
+    config = {
+        "predictor": str(arguments.out),
+        "sinks": arguments.sinks,
+        "window": arguments.window,
+        "spread": arguments.spread,
+    }
+    start = serve.starter(Path(arguments.model), tokens_compared(vocabulary), arguments.dtype, arguments.device, config)
+    longest = max(len(sequence.tokens) for sequence, _ in ends)
+    server = start("fluxion", serve.Needs(longest + serve.CHUNK, 1, True))
+    try:
+        return calibration.measure(server, ends, taus)
+    finally:
+        server.close()
+
+
+def _report(folder: Path, layers: int, trained: dict[float, Any], calibrated: dict[str, Any], table: Any) -> None:
     """Metrics as Markdown, and plots in the shape of the paper's figures 4 and 5, of the last tau's labels."""
-    from fluxion_sglang.predictor import report
+    from fluxion_sglang.predictor import calibration, report
     from fluxion_sglang.predictor.features import INDEX
 
     lines = ["# Predictor", "", report.metrics_table({tau: entry.metrics for tau, entry in trained.items()}), ""]
-    lines.append(report.calibration_table(rows))
+    lines += [report.calibration_table(calibrated["rows"]), calibration.verdict(calibrated), ""]
     error = (table.features[:, INDEX["lse_cpu"]] - table.lse_middle).double()
     lines += [
-        "",
         f"The moment approximation of the LSE over the middle, less the exact one: mean {error.mean():+.2f}, "
         f"mean absolute {error.abs().mean():.2f}, 99th percentile of the absolute {error.abs().quantile(0.99):.2f}.",
     ]
@@ -204,90 +227,3 @@ def _claim(folder: Path, arguments: argparse.Namespace) -> None:
     if claim.exists() and json.loads(claim.read_text()) != mine:
         raise TrainError(f"{folder} has samples of another run (see {claim.name}); give another --out, or delete it.")
     claim.write_text(json.dumps(mine, indent=1) + "\n")
-
-
-def choose(rows: Sequence[dict[str, Any]], kl: float, accuracy: float) -> float:
-    """The largest tau whose KL and loss of answers are within the targets; the smallest where none is.
-
-    Args:
-        rows: of `_calibrate`, `full` first.
-    """
-    full, *others = rows
-    fitting = [
-        row["tau"]
-        for row in others
-        if row["kl"] <= kl and (full["right"] is None or row["right"] >= full["right"] - accuracy)
-    ]
-    return float(max(fitting) if fitting else min(row["tau"] for row in others))
-
-
-def _calibrate(arguments: argparse.Namespace, sequences: Sequence[Any], taus: Sequence[float]) -> list[dict[str, Any]]:
-    """Serve the ends of held-out sequences with every tau, forced to the true tokens.
-
-    Returns:
-        Rows for `full` and every tau: kl, nats a token; right, share of answers whose every token is the most
-        probable (None: texts only); read, bytes over those of the middle; error_mean and error_p99 of heads; beyond,
-        share of heads and steps whose error exceeds tau (None for full).
-    """
-    try:
-        from fluxion_quality import serve
-        from fluxion_quality.kl import divergence, tokens_compared
-    except ModuleNotFoundError as error:
-        raise TrainError(
-            f"calibration needs the Python package {error.name!r}; install it with: "
-            "pip install 'fluxion-sglang[train]'."
-        ) from None
-    import numpy as np
-    from tqdm import tqdm
-    from transformers import AutoConfig
-
-    ends = [(s.tokens, s.answer or min(FORCED, len(s.tokens) // 8)) for s in sequences]
-    ends = [(tokens, count) for tokens, count in ends if count >= 2]
-    vocabulary = int(AutoConfig.from_pretrained(arguments.model).get_text_config().vocab_size)
-    longest = max(len(tokens) for tokens, _ in ends)
-    config = {
-        "predictor": str(arguments.out),
-        "sinks": arguments.sinks,
-        "window": arguments.window,
-        "spread": arguments.spread,
-    }
-    server = serve.starter(
-        Path(arguments.model), tokens_compared(vocabulary), arguments.dtype, arguments.device, config
-    )("fluxion", serve.Needs(longest + serve.CHUNK, 1, True))
-    policies = ["full", *(f"fluxion:{tau:g}" for tau in taus)]
-    kl: dict[str, list[float]] = {policy: [] for policy in policies}
-    right: dict[str, list[bool]] = {policy: [] for policy in policies}
-    audits: dict[str, list[Any]] = {policy: [] for policy in policies}
-    try:
-        for sequence, (tokens, count) in zip(sequences, tqdm(ends, desc="calibrating", unit="seq"), strict=False):
-            reference = None
-            for policy in policies:
-                (reply,) = server.generate([serve.Request(tokens[:-count], policy, count, tokens[-count:])])
-                audits[policy] += server.audited()
-                reference = reference or reply
-                pairs = list(zip(reference.steps, reply.steps, strict=True))[1:]
-                kl[policy] += [divergence(full, other) for full, other in pairs]
-                if sequence.answer:
-                    named = [int(step.ids[step.logprobs.argmax()]) for step in reply.steps]
-                    right[policy].append(named == list(tokens[-count:]))
-    finally:
-        server.close()
-    rows = []
-    for policy in policies:
-        records = np.concatenate(audits[policy])
-        read = (records["tile_bytes"].sum() + records["metadata_bytes"].sum()) / records["kv_bytes"].sum()
-        tau = float(policy.partition(":")[2]) if ":" in policy else None
-        rows.append(
-            {
-                "policy": policy,
-                "tau": tau,
-                "kl": float(np.mean(kl[policy])),
-                "right": float(np.mean(right[policy])) if right[policy] else None,
-                "read": float(read),
-                "error_mean": float(records["error"].mean()),
-                "error_p99": float(np.quantile(records["error"], 0.99)),
-                "beyond": None if tau is None else float((records["error"] > tau).mean()),
-            }
-        )
-        print(json.dumps(rows[-1]))
-    return rows

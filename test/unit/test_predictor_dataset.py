@@ -1,4 +1,4 @@
-"""Training data: what lines are sequences, which steps are taken, what the tables hold, and which tau is chosen."""
+"""Training data: what lines are sequences, which steps are taken, and what the tables hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fluxion_sglang.predictor import dataset
 from fluxion_sglang.predictor.dataset import DataError, TokenSequence, choose_steps, read_sequences
 from fluxion_sglang.predictor.features import BUDGETS
 from fluxion_sglang.predictor.recorder import TAUS, Recorder, path
-from fluxion_sglang.train import choose
 
 
 def encode(text: str) -> list[int]:
@@ -109,15 +108,3 @@ def test_a_table_has_the_labels_of_its_tau(tmp_path: Path) -> None:
     assert torch.equal(few.features[:, :35], many.features[:, :35])
     with pytest.raises(DataError, match="no steps were recorded"):
         dataset.table(tmp_path, [0, 1], world.layers, 0.1)
-
-
-def test_the_largest_tau_within_the_targets_is_chosen() -> None:
-    def row(tau: float | None, kl: float, right: float | None) -> dict[str, object]:
-        return {"tau": tau, "kl": kl, "right": right}
-
-    rows = [row(None, 0.0, 0.9), row(0.1, 0.001, 0.9), row(0.2, 0.005, 0.9), row(0.3, 0.008, 0.8), row(0.4, 0.02, 0.9)]
-    assert choose(rows, 0.01, 0.005) == 0.2
-    assert choose(rows, 0.01, 0.2) == 0.3
-    assert choose(rows, 0.5, 0.2) == 0.4
-    assert choose(rows, 1e-6, 0.0) == 0.1, "none is within: the smallest"
-    assert choose([row(None, 0.0, None), row(0.1, 0.0, None), row(0.5, 0.0, None)], 0.01, 0.0) == 0.5

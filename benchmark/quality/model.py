@@ -50,7 +50,10 @@ class Model:
         """
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(f"There is no model in {folder} (no config.json); give the folder of one by --model.")
+            raise ValueError(
+                f"There is no model in {folder} (no config.json); give the folder of one by --model: a name on the Hub "
+                "has to be downloaded first (hf download NAME --local-dir FOLDER)."
+            )
         try:
             config = json.loads(path.read_text())
             config = {**config, **config.get("text_config", {})}

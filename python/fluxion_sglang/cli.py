@@ -51,7 +51,7 @@ def _add_quality(parser: argparse.ArgumentParser) -> None:
         help="policy specs; full is always among them; oracle alone takes the budgets of the others; off is SGLang "
         "without the flag (default: %(default)s)",
     )
-    option("--model", type=Path, help="folder of a model; default: the one of the checkout, models/needle")
+    option("--model", type=Path, help="folder of a model, not its name; default: models/needle of the checkout")
     option("--samples", type=int, default=20, help="questions of a task at a length (default: %(default)s)")
     option("--tasks", default="", help="some of the suite's tasks; default: all")
     option("--data", type=Path, help="folder with the suite's files, where it has any")

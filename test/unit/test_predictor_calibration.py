@@ -62,13 +62,13 @@ def test_ends_are_answers_and_the_last_tokens_of_texts() -> None:
 
 def test_an_end_stays_with_its_sequence() -> None:
     """A sequence that is left out shifts none of the others: the text is no answer, and the answer is one."""
-    short, answer, text = sequence(400, 1, 3), sequence(400, 5, 4), sequence(80, 0, 0)
+    short, answer, text = sequence(400, 1, 3), sequence(400, 5, 4), TokenSequence((0,) * 80)
     server: Any = FakeServer({"full": 0.0, "fluxion:0.1": 0.2, "fluxion:0.3": 0.2})
     full, tight, loose = measure(server, ends([short, answer, text]), [0.1, 0.3])
     asked = [(len(request.prompt), request.forced) for request in server.requests]
     assert asked == [(395, answer.tokens[-5:])] * 3 + [(70, text.tokens[-10:])] * 3
-    assert full["right"] == 1.0, "of the one answer; what is said of the text does not count"
-    assert tight["right"] == loose["right"] == 0.0
+    assert full["right"] == 1.0
+    assert tight["right"] == loose["right"] == 0.0, "of the answer alone: that of the text would be right"
     assert (full["read"], tight["read"]) == (1.0, 0.25)
     assert full["kl"] == 0.0 < tight["kl"] == loose["kl"]
     assert tight["error_mean"] == pytest.approx(0.1)

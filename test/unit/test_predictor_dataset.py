@@ -11,9 +11,11 @@ from world import World
 
 from fluxion_sglang.executor.extend import ExtendRequest
 from fluxion_sglang.predictor import dataset
-from fluxion_sglang.predictor.dataset import DataError, TokenSequence, choose_steps, read_sequences
+from fluxion_sglang.predictor.dataset import DataError, TokenSequence, choose_steps, read_sequences, with_steps
 from fluxion_sglang.predictor.features import BUDGETS
 from fluxion_sglang.predictor.recorder import TAUS, Recorder, path
+
+ROOM = 50
 
 
 def encode(text: str) -> list[int]:
@@ -36,7 +38,7 @@ def test_lines_are_sequences(tmp_path: Path) -> None:
         {"text": "ab", "answer": "cde"},
         {"context": "x", "question": "y", **choices, "answer": "A"},
     )
-    found = read_sequences(file, encode)
+    found = read_sequences(file, encode, ROOM)
     assert found[:3] == [
         TokenSequence((97, 98)),
         TokenSequence((1, 2, 3, 4), 1),
@@ -60,13 +62,31 @@ def test_lines_are_sequences(tmp_path: Path) -> None:
 )
 def test_what_is_no_sequence_is_one_sentence(tmp_path: Path, line: object, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
-        read_sequences(write(tmp_path, line), encode)
+        read_sequences(write(tmp_path, line), encode, ROOM)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be read .* give a JSONL file"):
-        read_sequences(tmp_path / "none.jsonl", encode)
+        read_sequences(tmp_path / "none.jsonl", encode, ROOM)
+
+
+def test_texts_are_cut_and_answers_are_not(tmp_path: Path) -> None:
+    ids = list(range(ROOM))
+    choices = {f"choice_{letter}": "z" for letter in "ABCD"}
+    lines: list[object] = [{"input_ids": [*ids, 1]}, {"context": "x" * 100, **choices}]
+    lines += [{"input_ids": ids[:-2], "answer_ids": [7, 8]}]
+    text, bench, answer = read_sequences(write(tmp_path, *lines), encode, ROOM)
+    assert text == TokenSequence(tuple(ids)) and len(bench.tokens) == ROOM
+    assert answer == TokenSequence((*ids[:-2], 7, 8), 2)
+    with pytest.raises(DataError, match=r"data.jsonl:2 has 51 tokens, its answer included, .* room for 50; shorten"):
+        read_sequences(write(tmp_path, {"text": "a"}, {"input_ids": ids, "answer_ids": [7]}), encode, ROOM)
+
+
+def test_sequences_with_a_step_are_told_by_their_lengths() -> None:
+    given = [TokenSequence((1,) * n, answer) for n, answer in ((344, 0), (345, 0), (337, 2), (340, 10), (20, 19))]
+    assert with_steps(given, 336) == [1, 3]
+    assert [i for i, sequence in enumerate(given) if choose_steps(sequence, 9, 336)] == [1, 3]
 
 
 def test_steps_follow_their_anchors() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -62,26 +62,27 @@ class Table:
     lse_middle: torch.Tensor
 
 
-def read_sequences(path: Path, encode: Encode) -> list[TokenSequence]:
+def read_sequences(path: Path, encode: Encode, room: int) -> list[TokenSequence]:
     """The sequences of a JSONL file.
 
     A line is an object with `input_ids` or `text`, and, where the end is an answer, `answer_ids` or `answer`; or a line
-    of LongBench-V2 (`context`, `question`, `choice_A` to `choice_D`, `answer`), which becomes a text.
+    of LongBench-V2 (`context`, `question`, `choice_A` to `choice_D`, `answer`), which becomes a text. Texts are cut at
+    `room` tokens.
 
     Raises:
-        DataError: the file is missing, or a line is none of these.
+        DataError: the file is missing, a line is none of these, or one with an answer has more than `room` tokens.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); give a JSONL file, one sequence a line.") from None
-    found = [_sequence(line, f"{path}:{number}", encode) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_sequence(line, f"{path}:{number}", encode, room) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise DataError(f"{path} has no sequences; give a JSONL file, one sequence a line.")
     return found
 
 
-def _sequence(line: str, where: str, encode: Encode) -> TokenSequence:
+def _sequence(line: str, where: str, encode: Encode, room: int) -> TokenSequence:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -90,12 +91,17 @@ def _sequence(line: str, where: str, encode: Encode) -> TokenSequence:
         raise DataError(f"{where} is no object; write one with `text` or `input_ids`.")
     if "choice_A" in row and "context" in row:
         choices = "\n".join(f"({letter}) {row.get('choice_' + letter, '')}" for letter in "ABCD")
-        return TokenSequence(tuple(encode(f"{row['context']}\n\n{row.get('question', '')}\n{choices}")))
+        return TokenSequence(tuple(encode(f"{row['context']}\n\n{row.get('question', '')}\n{choices}"))[:room])
     prompt = _tokens(row, "input_ids", "text", where, encode)
     if prompt is None:
         raise DataError(f"{where} has neither `text` nor `input_ids`; give one of the two.")
     answer = _tokens(row, "answer_ids", "answer", where, encode) or ()
-    return TokenSequence((*prompt, *answer), len(answer))
+    if answer and len(prompt) + len(answer) > room:
+        raise DataError(
+            f"{where} has {len(prompt) + len(answer)} tokens, its answer included, and the model has room for {room}; "
+            "shorten the prompt or leave the line out."
+        )
+    return TokenSequence((*prompt, *answer)[:room], len(answer))
 
 
 def _tokens(row: dict[str, Any], ids: str, text: str, where: str, encode: Encode) -> tuple[int, ...] | None:
@@ -134,6 +140,11 @@ def choose_steps(sequence: TokenSequence, seed: int, resident: int) -> list[tupl
         steps = rng.choice(answer, min(ANSWER_STEPS, len(answer)), replace=False)
         chosen.append((prompt - 1, sorted(int(step) for step in steps)))
     return chosen
+
+
+def with_steps(sequences: Sequence[TokenSequence], resident: int) -> list[int]:
+    """Indices of the sequences that have a step to take; whether one has does not depend on the seed."""
+    return [i for i, sequence in enumerate(sequences) if choose_steps(sequence, 0, resident)]
 
 
 def samples(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tuple[int, recorder.Samples]]:

@@ -223,6 +223,7 @@ class FluxionConfig:
             raise ConfigError(f"scheduler is {self.scheduler!r}; use one of {_quoted(SCHEDULERS)}.")
         self._check_policy()
         self._check_audit()
+        self._check_record()
         return self
 
     def core_list(self) -> list[int]:
@@ -291,6 +292,18 @@ class FluxionConfig:
             what = "is a folder" if self.audit and path.is_dir() else "is in no folder that exists"
             raise ConfigError(
                 f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
+            )
+
+    def _check_record(self) -> None:
+        if self.record is None:
+            return
+        path = Path(os.path.expanduser(self.record))
+        there = next(place for place in (path, *path.parents) if os.path.exists(place))
+        folder = bool(self.record) and os.path.isdir(there)
+        if not folder or not os.access(there, os.W_OK | os.X_OK):
+            what = "cannot be written" if folder else "is no folder and cannot be made one"
+            raise ConfigError(
+                f"record is {self.record!r}, which {what}; give a folder that can be written, such as /tmp/samples."
             )
 
 

@@ -122,6 +122,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"audit": ""}', ["audit is ''", "no folder"]),
         ('{"audit": "/"}', ["audit is '/'", "is a folder"]),
         ('{"audit": "/no/such/folder/a.npy"}', ["no folder that exists", "/tmp/audit.npy"]),
+        ('{"record": ""}', ["record is ''", "is no folder", "/tmp/samples"]),
+        ('{"record": "/proc/version"}', ["record is '/proc/version'", "is no folder"]),
+        ('{"record": "/proc/version/samples"}', ["is no folder and cannot be made one"]),
+        ('{"record": 1}', ["record is 1", "string or null"]),
         ('{"audit": true}', ["audit is true", "string or null"]),
     ],
 )
@@ -129,6 +133,21 @@ def test_what_is_wrong_is_said_in_one_sentence(text: str, words: list[str]) -> N
     message = refusal(text)
     for word in words:
         assert word in message, message
+
+
+def test_samples_must_have_somewhere_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (tmp_path, tmp_path / "new" / "folder"):
+        assert FluxionConfig.from_dict({"record": str(folder)}).record == str(folder)
+        assert not (tmp_path / "new").exists(), "it is made when there is something to write"
+    asked: list[Path] = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr("os.access", access)
+    assert "cannot be written; give a folder" in refusal(json.dumps({"record": str(tmp_path / "new" / "folder")}))
+    assert asked == [tmp_path]
 
 
 def test_a_config_error_is_a_value_error() -> None:

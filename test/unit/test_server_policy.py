@@ -121,3 +121,26 @@ def test_the_fingerprint_is_that_of_the_whole_model_on_every_rank() -> None:
     assert predictors.fingerprint(built(0, 2)) == predictors.fingerprint(built(1, 2)) == whole
     assert predictors.fingerprint(built(0, 1).bfloat16()) == whole
     assert predictors.fingerprint(built(0, 1, first=1.25)) != whole
+
+
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        ({"policy": "full", "tau": 0.2}, "option tau; only requests that bring"),
+        ({"policy": "fixed:16:0.05", "predictor": "p"}, "option predictor; only requests"),
+        ({"policy": "full", "tau": 0.2, "predictor": "p", "request_policies": False}, "tau or predictor; nothing here"),
+        ({"policy": "anchor:0.05", "tau": 0.2}, "option tau; "),
+        ({"policy": "fluxion:0.05", "tau": 0.1}, "option tau; "),
+        ({"policy": "labels:score95", "tau": 0.1}, "option tau; "),
+        ({"policy": "anchor", "tau": 0.2}, ""),
+        ({"policy": "fluxion", "tau": 0.05}, ""),
+        ({"policy": "auto", "tau": 0.05}, ""),
+        ({"policy": "full"}, ""),
+    ],
+)
+def test_the_log_names_options_that_the_policy_does_not_use(
+    model: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], unused: str
+) -> None:
+    start(model, **options)
+    lines = [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()]
+    assert len(lines) == bool(unused) and unused in "".join(lines)

@@ -100,6 +100,7 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
             fits cannot be used.
     """
     if config.policy != AUTO:
+        _say_what_is_unused(config)
         return parse_spec(config.policy, context)
     try:
         policy = parse_spec("fluxion", context)
@@ -116,6 +117,19 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
         return parse_spec("anchor", context)
     logger.info("Fluxion: policy fluxion, tau %.2f", policy.criterion.limit)
     return policy
+
+
+def _say_what_is_unused(config: FluxionConfig) -> None:
+    """A line in the log for options that the server's policy does not look at."""
+    name, given = config.policy.partition(":")[::2]
+    unused = []
+    if config.tau is not None and (given or name not in ("fluxion", "anchor", "labels")):
+        unused.append("tau")
+    if config.predictor is not None and name != "fluxion":
+        unused.append("predictor")
+    if unused:
+        who = "only requests that bring a policy of their own do" if config.request_policies else "nothing here does"
+        logger.warning("Fluxion: policy %s does not use the option %s; %s", config.policy, " or ".join(unused), who)
 
 
 def _folder(config: FluxionConfig, runner: Any) -> Path | None:

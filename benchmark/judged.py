@@ -274,9 +274,9 @@ def imbalance(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
     arena = arena_of(sizes.memory, sizes.read)
     found = []
     for _ in range(sizes.rounds * 3):
-        before = steps.engine.native.worker_ns()  # type: ignore[attr-defined]
+        before = steps.engine.native.worker_ns()
         flushed(arena, steps)
-        spent = [a - b for a, b in zip(steps.engine.native.worker_ns(), before, strict=True)]  # type: ignore[attr-defined]
+        spent = [a - b for a, b in zip(steps.engine.native.worker_ns(), before, strict=True)]
         found.append(max(spent) / (sum(spent) / len(spent)))
     return {"what": "busiest_over_mean", "value": round(median(found), 3), "error": steps.error()}
 

@@ -589,7 +589,7 @@ class NativeEngine:
     def _counts_of_workers(self) -> list[list[int]]:
         out = torch.empty(2, self.pool.workers.count, dtype=torch.int64)
         self._worker_counts(self.handle, out)
-        return out.tolist()  # type: ignore[no-any-return]
+        return out.tolist()
 
     def owners(self) -> torch.Tensor:
         """[tasks] int8: the executor that did each task of the last layer; -1 when nobody finished it."""

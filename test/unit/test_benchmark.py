@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,17 +17,9 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import attention  # noqa: E402
 import common  # noqa: E402
-import forks  # noqa: E402
-import judged  # noqa: E402
-import kernels  # noqa: E402
-import layers  # noqa: E402
 import one_batch  # noqa: E402
-import peers  # noqa: E402
 import plot  # noqa: E402
-import roofline  # noqa: E402
-import roofline_tables  # noqa: E402
 import tables  # noqa: E402
-from cells import Cell, default_cells, quick_cells  # noqa: E402
 from states import capture  # noqa: E402
 
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
@@ -206,109 +197,3 @@ def test_a_result_file_is_continued_only_when_it_measured_the_same(tmp_path: Pat
     path = tmp_path / "box" / "r.json"
     assert common.resume(path, HEADER, ("commit", "machine"))["rows"] == [row("off", 1.0)]
     assert common.resume(path, {**HEADER, "commit": "def"}, ("commit", "machine"))["rows"] == []
-
-
-def kernel_row(key: str, fraction: float, **others: Any) -> dict[str, Any]:
-    row = {**asdict(Cell("attend")), "key": key, "bytes": 1_000_000, "gb_per_s": 20.0, "what": "", "value": None}
-    row |= {"stream": 40.0, "scatter": 25.0, "of_stream": fraction / 2, "of_scatter": fraction, "error": 1e-6}
-    return row | {"bars": ["of_scatter >= 0.9"], "met": fraction >= 0.9, "judged": {"of_scatter": fraction}} | others
-
-
-@pytest.mark.parametrize("cell", quick_cells(), ids=lambda cell: cell.kernel)
-def test_every_kind_of_row_of_the_roofline(cell: Cell) -> None:
-    row = judged.measure(cell, judged.Sizes.quick())
-    if row is None:
-        assert cell.kernel == "imbalance" and not layers.HAS_WORKER_TIMES
-        return
-    assert row["kernel"] == cell.kernel and len(row["bars"]) == len(cell.bars)
-    assert row["error"] is None or 0 <= row["error"] < 5e-3
-    if cell.kernel in ("attend", "scan"):
-        assert row["of_scatter"] > 0 and row["of_stream"] > 0 and row["stream"] > 0
-    else:
-        assert row["value"] is None or row["value"] > 0
-    assert cell.key in kernels.line(row)
-
-
-def test_the_rows_of_the_roofline_have_names_of_their_own_and_every_bar() -> None:
-    cells = default_cells()
-    assert len({cell.key for cell in cells}) == len(cells)
-    assert {name for cell in cells for name, _, _ in cell.bars} == set(roofline_tables.WORDS)
-    assert {cell.kernel for cell in cells} == set(judged.MEASURES)
-
-
-@pytest.mark.parametrize(("blk", "budget"), [(16, 0.05), (16, 1.0), (128, 0.25), (0, 0.05)])
-def test_lists_of_pages_are_what_a_cell_says(blk: int, budget: float) -> None:
-    arena = judged.arena_of(32 << 20, 8 << 20)
-    context, tile = 4096, 8192
-    tasks = roofline.page_lists(arena, tile, context, budget, blk)
-    sizes = tasks.first.diff().unique().tolist()
-    run = blk // 16 or context // 16
-    blocks = round(context // 16 // run * budget) if blk else 1
-    assert sizes == [blocks * run]
-    assert len(tasks.pieces) * tile >= arena.read, "a run reads what was asked for"
-    starts = tasks.pieces.view(-1, run)
-    assert torch.equal(starts, starts[:, :1] + torch.arange(run, dtype=torch.int32)) and (starts[:, 0] % run == 0).all()
-    first = starts[: (32 << 20) // tile // run, 0]
-    assert len(first.unique()) == len(first), "no block twice before all were read"
-    assert int(tasks.pieces.max()) < (32 << 20) // tile
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    times = {"kernel": [10, 20, 40], "stream a": [5, 10, 20], "stream b": [9, 9, 9], "scatter a": [8, 16, 32]}
-    row = roofline.judge(times, "kernel", 1000, 500)
-    assert row["of_scatter"] == 0.8 and row["of_stream"] == 0.9 and row["stream_plan"] == "b"
-    assert row["gb_per_s"] == 50 and row["scatter"] == 62.5 and row["stream"] == round(500 / 9, 2)
-
-
-def test_ceilings_are_the_faster_plan() -> None:
-    times = {"kernel": [10, 10, 10], "stream a": [8, 8, 8], "stream b": [4, 4, 4]}
-    assert roofline.judge(times, "kernel", 1000, 1000)["of_stream"] == 0.4
-
-
-def test_a_row_that_fell_out_of_its_band_is_named() -> None:
-    data = {**HEADER, "rows": [kernel_row("a", 0.95), kernel_row("b", 0.8)]}
-    data["rows"].append(kernel_row("c", 0.5, what="over_ceiling", value=1.2, judged={"over_ceiling": 1.2}))
-    held = kernels.bands(data)
-    assert kernels.fell_out(data, held) == []
-    later = {**HEADER, "rows": [kernel_row("a", 0.86), kernel_row("b", 0.7), kernel_row("new", 0.1)]}
-    later["rows"].append(kernel_row("c", 0.5, judged={"over_ceiling": 1.4}))
-    assert kernels.fell_out(later, held) == [
-        "b: of_scatter is 0.700, its band ends at 0.720",
-        "c: over_ceiling is 1.400, its band ends at 1.320",
-    ]
-
-
-def test_roofline_tables(tmp_path: Path) -> None:
-    rows = [kernel_row("a", 0.95), kernel_row("b", 0.5, blk=0, group=8)]
-    rows.append(kernel_row("c", 0.5, kernel="layer", what="over_ceiling", value=1.3, bars=["over_ceiling <= 1.2"]))
-    common.save(tmp_path / "box" / "kernels.json", {**HEADER, "rounds": 3, "rows": rows})
-    bars = roofline_tables.bars(tmp_path)
-    assert "| attend | blk 16, 5% of 32K | G=4, D=128, bf16, " in bars
-    assert "| at least 90% of scatter | 95% | met |" in bars
-    assert "| at least 90% of scatter | 50% | **not met** |" in bars
-    assert "| at most 1.2 x the time of its bytes | 1.3 | **not met** |" in bars
-    table = roofline_tables.kernels(tmp_path)
-    assert "| attend | dense, 32K | G=8, D=128, bf16, " in table
-    assert "| 1 | 20.0 | 40.0 | 25.0 | 48% | 95% | 1.0e-06 |" in table
-    plot.draw_roofline({"rows": rows}, tmp_path / "kernels.svg")
-    assert "GB/s" in (tmp_path / "kernels.svg").read_text()
-
-
-def test_peers_agree_and_are_compared(tmp_path: Path) -> None:
-    arena = judged.arena_of(32 << 20, 8 << 20)
-    rows = [row for budget in (0.05, 1) for row in peers.measure(2048, budget, 1, arena)]
-    names = {(row["peer"], row["budget"]) for row in rows}
-    assert {("sdpa bf16", 0.05), ("sdpa bf16, with gather", 0.05), ("SGLang torch_native", 1)} <= names
-    assert ("sdpa bf16, with gather", 1) not in names, "nobody gathers a whole context"
-    assert all(row["error"] < 5e-3 and row["error_ours"] < 5e-3 and row["over_ours"] > 0 for row in rows)
-    common.save(tmp_path / "box" / "peers.json", {**HEADER, "rounds": 1, "rows": rows})
-    assert "| SGLang torch_native |" in roofline_tables.peers(tmp_path)
-
-
-def test_forks_read_one_document(tmp_path: Path) -> None:
-    rows = forks.measure(1024, ["fixed:16:0.25", "full"], 1, judged.arena_of(32 << 20, 8 << 20), branches=3)
-    assert {row["queries"] for row in rows} == {"alike", "independent"} and {row["branches"] for row in rows} == {3}
-    assert {row["sharing"] for row in rows} == ({"on", "off"} if layers.HAS_SHARING else {"none"})
-    assert all(row["error"] < 5e-3 and row["over_one"] > 0 for row in rows)
-    common.save(tmp_path / "box" / "forks.json", {**HEADER, "rounds": 1, "rows": rows})
-    assert "| full | 1K | 3 | alike |" in roofline_tables.forks(tmp_path)

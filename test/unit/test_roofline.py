@@ -27,7 +27,7 @@ from cells import Cell, default_cells, quick_cells  # noqa: E402
 HEADER = {
     "commit": "abc",
     "date": "2026-01-01",
-    "machine": {"cpu": "X", "cores": 2, "flags": ["avx2"]},
+    "machine": {"cpu": "X", "cores": 2, "flags": ["avx2"], "gpu": None},
     "versions": {"sglang": "1", "torch": "2"},
 }
 

@@ -28,7 +28,7 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
-    "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24", "--policies", LARGE],
+    "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     **{
         f"guard_{guard}": [

@@ -55,8 +55,8 @@ void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, con
   repeat(workers, tasks.count, runs, [&](int, int i) {
     const int64_t first = tasks.first[i];
     kernels.attend(what.q + i * size * element, what.G, what.D, what.scale, what.tiles, what.pages + first,
-                   what.masks ? what.masks + first * rows : nullptr, static_cast<int>(tasks.size(i)),
-                   0, what.o + i * size, what.lse + i * rows);
+                   what.masks ? what.masks + first * rows : nullptr, static_cast<int>(tasks.size(i)), 0,
+                   what.o + i * size, what.lse + i * rows);
   });
 }
 

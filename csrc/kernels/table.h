@@ -64,7 +64,7 @@ struct KernelTable {
   void (*block_mass)(const float* scores, const uint16_t* heads, uint16_t bits, int n, float scale,
                      int tokens, int first_tokens, int last_tokens, float* mass);
 
-  // Attention of G queries over a list of tiles of one KV head.
+  // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //
   // q: KV dtype [G][D]. Tile i starts at tiles + pages[i] * 2 * 16 * D elements.
   //

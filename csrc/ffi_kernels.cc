@@ -212,7 +212,7 @@ void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, T
               TensorView masks, TensorView o, TensorView lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
   const DType dtype = queries.kv_dtype();
-  const int G = queries.group(), D = queries.head_dim();
+  const int G = queries.group(kMaxHeads), D = queries.head_dim();
   queries.require(dl_dtype(dtype), {G, D});
   const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
   const int n = ids.ids(P);

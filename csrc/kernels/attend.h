@@ -1,302 +1,229 @@
 #pragma once
 
-#include "kernels/exp.h"
-#include "kernels/rows.h"
+#include "kernels/attend_part.h"
+#include "kernels/attend_tiles.h"
 
-// Online softmax over tiles in float32. Per page: the scores of all its heads, one rescaling factor a head,
-// then the values, accumulated in registers across the 16 tokens.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
 inline constexpr int kAllTokens = 0xffff;
-// A page with at most this many wanted tokens is read token by token: its other rows would be fetched for
-// nothing.
-inline constexpr int kSparseTokens = 4;
-// How far ahead of its use a tile is fetched: far enough to cover the latency of memory, near enough to be
-// still in L2.
-inline constexpr int kAheadBytes = 24 * 1024;
-inline constexpr int kMaxAhead = 4;
+// Pages that all heads go through before the next ones are begun, where heads take turns: their tiles stay in
+// the cache meanwhile.
+inline constexpr int kTurnPages = 8;
 
-// Fetches tiles that are needed soon, a few lines at each step of the arithmetic: a burst would fill the miss
-// buffers of the core and stall it.
-struct Fetcher {
-  const char* at = nullptr;
-  const char* end = nullptr;
-  int lines_per_step = 0;
-
-  void aim(const void* from, int64_t bytes, int steps) {
-    at = static_cast<const char*>(from);
-    end = at + bytes;
-    lines_per_step = static_cast<int>((bytes / kLine + steps - 1) / (steps > 0 ? steps : 1));
-  }
-  void step() {
-    for (int i = 0; i < lines_per_step && at < end; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
-  }
-  void finish() {
-    for (; at < end; at += kLine) __builtin_prefetch(at, 0, 2);
-  }
-};
-
-// Heads of one page that go through the values together.
-struct Heads {
-  const float* weights[kValueHeads];  // [16] each
-  float* out[kValueHeads];            // [D] each, in pair layout
-  float rescale[kValueHeads];
-};
-
-// out = out * rescale + sum over tokens of weight * v, for kH heads and kP pairs of columns.
-template <class T, int kH, int kP>
-inline void add_values_pairs(const T* v, int D, const Heads& heads, int column, const uint8_t* tokens,
-                             int count, Fetcher& fetcher) {
-  Vec sums[kH][2 * kP];
-#pragma GCC unroll 16
-  for (int h = 0; h < kH; ++h) {
-#pragma GCC unroll 16
-    for (int c = 0; c < 2 * kP; ++c)
-      sums[h][c] = mul(load(heads.out[h] + column + c * kLanes), set1(heads.rescale[h]));
-  }
-  for (int i = 0; i < count; ++i) {
-    const int t = tokens ? tokens[i] : i;
-    const T* row = v + t * D + column;
-    Vec values[2 * kP];
-#pragma GCC unroll 16
-    for (int c = 0; c < kP; ++c) load_pair(row + 2 * c * kLanes, values[2 * c], values[2 * c + 1]);
-#pragma GCC unroll 16
-    for (int h = 0; h < kH; ++h) {
-      const Vec weight = set1(heads.weights[h][t]);
-#pragma GCC unroll 16
-      for (int c = 0; c < 2 * kP; ++c) sums[h][c] = fma(weight, values[c], sums[h][c]);
-    }
-    fetcher.step();
-  }
-#pragma GCC unroll 16
-  for (int h = 0; h < kH; ++h) {
-#pragma GCC unroll 16
-    for (int c = 0; c < 2 * kP; ++c) store(heads.out[h] + column + c * kLanes, sums[h][c]);
-  }
-}
-
-template <class T, int kH>
-inline void add_values_last(const T* v, int D, const Heads& heads, int column, const uint8_t* tokens,
-                            int count) {
-  for (int h = 0; h < kH; ++h) {
-    Vec sum = mul(load(heads.out[h] + column), set1(heads.rescale[h]));
-    for (int i = 0; i < count; ++i) {
-      const int t = tokens ? tokens[i] : i;
-      sum = fma(set1(heads.weights[h][t]), load_one(v + t * D + column), sum);
-    }
-    store(heads.out[h] + column, sum);
-  }
-}
-
-template <class T, int kD, int kH>
-void add_values(const T* v, int head_dim, const Heads& heads, const uint8_t* tokens, int count,
-                Fetcher& fetcher) {
-  const int D = kD ? kD : head_dim;
-  constexpr int kWide = 2 * kLanes * kValuePairs, kPair = 2 * kLanes;
-  int column = 0;
-  for (; column + kWide <= D; column += kWide) {
-    add_values_pairs<T, kH, kValuePairs>(v, D, heads, column, tokens, count, fetcher);
-  }
-  for (; column + kPair <= D; column += kPair) {
-    add_values_pairs<T, kH, 1>(v, D, heads, column, tokens, count, fetcher);
-  }
-  if (column < D) add_values_last<T, kH>(v, D, heads, column, tokens, count);
-}
-
-template <class T, int kD>
-void add_values_of(int count_heads, const T* v, int head_dim, const Heads& heads, Fetcher& fetcher) {
-  static_assert(kValueHeads <= 4);
-  if constexpr (kValueHeads >= 4) {
-    if (count_heads == 4) return add_values<T, kD, 4>(v, head_dim, heads, nullptr, kPage, fetcher);
-  }
-  if constexpr (kValueHeads >= 3) {
-    if (count_heads == 3) return add_values<T, kD, 3>(v, head_dim, heads, nullptr, kPage, fetcher);
-  }
-  if constexpr (kValueHeads >= 2) {
-    if (count_heads == 2) return add_values<T, kD, 2>(v, head_dim, heads, nullptr, kPage, fetcher);
-  }
-  add_values<T, kD, 1>(v, head_dim, heads, nullptr, kPage, fetcher);
-}
-
+// Heads go through a tile in parties of a power of two, which idle heads may fill up: a tile is read from
+// memory for the first party, and the less often the others take turns the better. Where every head of a
+// party wants all tokens of a tile, the party attends to it as a whole (attend_tiles.h), elsewhere each head
+// to its own tokens (attend_part.h).
 template <class T, int kD>
 struct Attention {
   using Query = typename Dot<T>::Query;
+  static constexpr int kMaxParties = (kMaxHeads + kHeadsTogether - 1) / kHeadsTogether;
+
+  struct Party {
+    int first;
+    int count;  // heads that are not idle
+    int heads;
+  };
 
   int D, G;
   float scale;
-  // Per head: the running maximum (-inf past G), the lanes of the running sum and the output so far, in pair
-  // layout; of the page at hand the scores (later weights), the new maximum and the factor for what came
-  // before, exp(old maximum less new).
-  alignas(64) float top[kMaxHeads];
-  alignas(64) float next_top[kMaxHeads];
-  alignas(64) float rescale[kMaxHeads];
-  alignas(64) float total[kMaxHeads][kLanes];
-  alignas(64) float weights[kMaxHeads][kPage];
+  const T* tiles;
+  const int32_t* pages;
+  int known;  // pages that are listed: those to attend to, and those that follow
+  int parties = 0;
+  Party party[kMaxParties];
+  alignas(64) float top[kMaxParties][kLanes];
+  alignas(64) float total[kMaxParties][kLanes];
   alignas(64) Query queries[kMaxHeads * kMaxHeadDim];
   alignas(64) float out[kMaxHeads * kMaxHeadDim];
 
   int dim() const { return kD ? kD : D; }
 
-  Attention(const T* q, int group, int head_dim, float factor) : D(head_dim), G(group), scale(factor) {
-    for (int g = 0; g < kMaxHeads; ++g) top[g] = next_top[g] = kNegInf;
-    for (int g = 0; g < G; ++g) {
-      Dot<T>::pack(q + g * dim(), dim(), queries + g * dim());
-      store(total[g], set1(0.0f));
-      for (int d = 0; d < dim(); d += kLanes) store(out + g * dim() + d, set1(0.0f));
+  Attention(const T* q, int group, int head_dim, float factor, const void* base, const int32_t* list,
+            int count)
+      : D(head_dim), G(group), scale(factor), tiles(static_cast<const T*>(base)), pages(list), known(count) {
+    for (int g = 0; g < G; g += kHeadsTogether) {
+      const int count = smaller(G - g, kHeadsTogether);
+      int heads = kHeadsTogether;
+      while (heads / 2 >= count) heads /= 2;
+      store(top[parties], set1(kNegInf));
+      store(total[parties], set1(0.0f));
+      party[parties++] = {g, count, heads};
     }
+    const Party& last = party[parties - 1];
+    const int zeros = (last.first + last.heads - G) * dim();
+    __builtin_memset(queries + G * dim(), 0, zeros * sizeof(Query));
+    for (int d = 0; d < G * dim() + zeros; d += kLanes) store(out + d, set1(0.0f));
+    for (int g = 0; g < G; ++g) Dot<T>::pack(q + g * dim(), dim(), queries + g * dim());
   }
 
-  // An exponent is taken from this, so that a head whose scores are all -inf gets weights 0, not NaN.
-  static float reference(float maximum) { return maximum == kNegInf ? 0.0f : maximum; }
+  const T* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
+  HeadStates state(int p) { return {top[p], total[p], out + party[p].first * dim()}; }
 
-  void score_page(int g, const T* k, int wanted, Fetcher& fetcher) {
-    const Query* q = queries + g * dim();
-    if (__builtin_popcount(wanted) <= kSparseTokens) {
-      for (int bits = wanted; bits; bits &= bits - 1) {
-        const int t = __builtin_ctz(bits);
-        weights[g][t] = dot_row<T>(q, k + t * dim(), dim());
+  // Calls run<heads>() for the heads of a party.
+  template <class Run>
+  static void with_heads(int heads, Run&& run) {
+    if constexpr (kHeadsTogether >= 8) {
+      if (heads == 8) return run.template operator()<8>();
+      if (heads == 4) return run.template operator()<4>();
+      if (heads == 2) return run.template operator()<2>();
+    }
+    run.template operator()<1>();
+  }
+
+  template <int kTiles>
+  static int rows_ahead(int D) {
+    return smaller(kAheadBytes / (kTiles * D * static_cast<int>(sizeof(T))), 2 * kPage);
+  }
+
+  // All of the first n pages, for a single party.
+  void add_pages(int n) {
+    with_heads(party[0].heads, [&]<int kHeads>() {
+      constexpr int kTiles = kTilesTogether<kHeads>;
+      const int ahead = rows_ahead<kTiles>(dim());
+      for (int row = 0; row < ahead; ++row) {
+        for (int s = 0; s < smaller(kTiles, n); ++s) fetch_row(tile(s) + row * dim());
       }
-      return;
-    }
-    for (int t = 0; t < kPage; t += kLanes) {
-      const StridedRows<T> rows{k + t * dim(), dim()};
-      store(weights[g] + t, dot_rows<T>(q, rows, dim(), [&] { fetcher.step(); }));
-    }
+      int i = 0;
+      for (; i + kTiles <= n; i += kTiles) {
+        TileRows<T, kTiles> rows;
+        rows.ahead = ahead;
+        for (int s = 0; s < kTiles; ++s) {
+          rows.now[s] = tile(i + s);
+          rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
+        }
+        attend_tiles<T, kD, kTiles, kHeads>(queries, rows, D, scale, state(0));
+      }
+      for (; i < n; ++i) {
+        const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
+        attend_tiles<T, kD, 1, kHeads>(queries, rows, D, scale, state(0));
+      }
+    });
   }
 
-  // Scales, masks and bounds the scores. Bounded, an overflow to +inf stays a number; NaN stays NaN and is
-  // passed over by the maximum, and so reaches the output.
-  void find_top(int g, int mask) {
-    Vec highest = set1(top[g]);
-    for (int t = 0; t < kPage; t += kLanes) {
-      Vec x = mul(load(weights[g] + t), set1(scale));
-      x = keep(static_cast<uint32_t>(mask) >> t, min(set1(kMaxFloat), x), set1(kNegInf));
-      store(weights[g] + t, x);
-      highest = max(x, highest);
-    }
-    next_top[g] = reduce_max(highest);
+  void fetch_row(const T* row) const {
+    const char* p = reinterpret_cast<const char*>(row);
+    for (int64_t b = 0; b < dim() * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(p + b);
   }
 
-  void find_rescale() {
-    for (int g = 0; g < G; g += kLanes) {
-      const Vec next = load(next_top + g);
-      const Vec lowest = set1(-kMaxFloat);
-      store(rescale + g, exp_nonpositive(sub(load(top + g), max(next, lowest))));
-      store(top + g, next);
+  // Pages first..end-1, by parties in turn. masks: [.][G], of page 0 on; nullptr: every token of all.
+  void add_pages_in_turns(int first, int end, const uint16_t* masks) {
+    Ahead ahead;
+    look_ahead(first, end, masks, &ahead);
+    for (const T* next; (next = ahead.take()) != nullptr;) {
+      for (int row = 0; row < 2 * kPage; ++row) fetch_row(next + row * dim());
     }
-  }
-
-  void find_weights(int g) {
-    const Vec base = set1(reference(top[g]));
-    Vec sum = mul(load(total[g]), set1(rescale[g]));
-    for (int t = 0; t < kPage; t += kLanes) {
-      const Vec w = exp_nonpositive(sub(load(weights[g] + t), base));
-      store(weights[g] + t, w);
-      sum = add(sum, w);
-    }
-    store(total[g], sum);
-  }
-
-  void add_page(const T* tile, const uint16_t* masks, Fetcher& fetcher) {
-    int whole[kMaxHeads], part[kMaxHeads], any = 0, wholes = 0, parts = 0;
-    for (int g = 0; g < G; ++g) {
-      const int mask = masks ? masks[g] : kAllTokens;
-      any |= mask;
-      if (mask == kAllTokens) {
-        whole[wholes++] = g;
-      } else if (mask) {
-        part[parts++] = g;
+    for (int i = first; i < end; i += kTurnPages) {
+      const int to = smaller(i + kTurnPages, end);
+      look_ahead(to, masks ? end : known, masks, &ahead);
+      for (int p = 0; p < parties; ++p) {
+        // Every party fetches its share of what comes next.
+        ahead.limit = (ahead.count * (p + 1) + parties - 1) / parties;
+        with_heads(party[p].heads, [&]<int kHeads>() { add_turn<kHeads>(p, i, to, masks, &ahead); });
       }
     }
-    if (!any) return;
-    for (int i = 0; i < wholes; ++i) score_page(whole[i], tile, kAllTokens, fetcher);
-    for (int i = 0; i < parts; ++i) score_page(part[i], tile, masks[part[i]], fetcher);
-    for (int i = 0; i < wholes; ++i) find_top(whole[i], kAllTokens);
-    for (int i = 0; i < parts; ++i) find_top(part[i], masks[part[i]]);
-    find_rescale();
-    for (int i = 0; i < wholes; ++i) find_weights(whole[i]);
-    for (int i = 0; i < parts; ++i) find_weights(part[i]);
-
-    const T* values = tile + kPage * dim();
-    for (int i = 0; i < wholes; i += kValueHeads) {
-      const int count = wholes - i < kValueHeads ? wholes - i : kValueHeads;
-      Heads heads;
-      for (int h = 0; h < count; ++h) set_head(heads, h, whole[i + h]);
-      add_values_of<T, kD>(count, values, D, heads, fetcher);
-    }
-    // Only the tokens of its own mask are read for a head: weight 0 would not stop a NaN in the others.
-    for (int i = 0; i < parts; ++i) {
-      uint8_t tokens[kPage];
-      int count = 0;
-      for (int bits = masks[part[i]]; bits; bits &= bits - 1)
-        tokens[count++] = static_cast<uint8_t>(__builtin_ctz(bits));
-      Heads heads;
-      set_head(heads, 0, part[i]);
-      add_values<T, kD, 1>(values, D, heads, tokens, count, fetcher);
-    }
   }
 
-  void set_head(Heads& heads, int h, int g) {
-    heads.weights[h] = weights[g];
-    heads.out[h] = out + g * dim();
-    heads.rescale[h] = rescale[g];
-  }
+  // The tiles of the turn that comes next.
+  struct Ahead {
+    const T* tiles[kTurnPages];
+    int count = 0, taken = 0, limit = kTurnPages;
 
-  void finish(float* o, float* lse) {
-    for (int g = 0; g < G; ++g) {
-      const float sum = reduce_add(load(total[g]));
-      const bool none = sum == 0.0f;
-      lse[g] = none ? kNegInf : top[g] + __builtin_logf(sum);
-      const Vec factor = set1(none ? 0.0f : 1.0f / sum);
-      const float* from = out + g * dim();
-      float* to = o + g * dim();
-      int d = 0;
-      for (; d + 2 * kLanes <= dim(); d += 2 * kLanes) {
-        store_pair<T>(to + d, mul(load(from + d), factor), mul(load(from + d + kLanes), factor));
+    const T* take() { return taken < smaller(count, limit) ? tiles[taken++] : nullptr; }
+  };
+
+  // Lists the tiles of one turn from page `first` on. Tiles of which little is wanted are not listed: the
+  // rows that are wanted are fetched.
+  void look_ahead(int first, int end, const uint16_t* masks, Ahead* to) const {
+    *to = Ahead{};
+    for (int i = first; i < smaller(first + kTurnPages, end); ++i) {
+      int any = masks ? 0 : kAllTokens;
+      for (int g = 0; masks && g < G; ++g) any |= masks[static_cast<int64_t>(i) * G + g];
+      if (__builtin_popcount(any) > kSparseTokens) {
+        to->tiles[to->count++] = tile(i);
+        continue;
       }
-      if (d < dim()) store(to + d, mul(load(from + d), factor));
+      for (int bits = any; bits; bits &= bits - 1) {
+        const T* row = tile(i) + __builtin_ctz(bits) * dim();
+        fetch_row(row);
+        fetch_row(row + kPage * dim());
+      }
+    }
+  }
+
+  template <int kHeads>
+  void add_turn(int p, int first, int end, const uint16_t* masks, Ahead* ahead) {
+    constexpr int kTiles = kTilesTogether<kHeads>;
+    const Query* q = queries + party[p].first * dim();
+    const HeadStates states = state(p);
+    int whole[kTurnPages], count = 0;
+    for (int i = first; i < end; ++i) {
+      const uint16_t* mask = masks ? masks + static_cast<int64_t>(i) * G + party[p].first : nullptr;
+      int all = kAllTokens;
+      int any = mask == nullptr;
+      for (int h = 0; mask && h < party[p].count; ++h) {
+        all &= mask[h];
+        any |= mask[h];
+      }
+      if (all == kAllTokens) {
+        whole[count++] = i;
+      } else if (any) {
+        attend_part<T, kHeads>(q, tile(i), mask, party[p].count, dim(), scale, states);
+      }
+    }
+    const auto add = [&]<int kSide>(int i) {
+      TileRows<T, kSide> rows;
+      rows.ahead = 2 * kPage;
+      for (int s = 0; s < kSide; ++s) {
+        rows.now[s] = tile(whole[i + s]);
+        rows.next[s] = ahead->take();
+      }
+      attend_tiles<T, kD, kSide, kHeads>(q, rows, D, scale, states);
+    };
+    int i = 0;
+    for (; i + kTiles <= count; i += kTiles) add.template operator()<kTiles>(i);
+    for (; i < count; ++i) add.template operator()<1>(i);
+  }
+
+  void finish(float* o, float* lse) const {
+    for (int p = 0; p < parties; ++p) {
+      for (int h = 0; h < party[p].count; ++h) {
+        float sum = 0;
+        for (int i = h; i < kLanes; i += party[p].heads) sum += total[p][i];
+        const int g = party[p].first + h;
+        const bool none = sum == 0.0f;
+        lse[g] = none ? kNegInf : top[p][h] + __builtin_logf(sum);
+        const Vec factor = set1(none ? 0.0f : 1.0f / sum);
+        const float* from = out + g * dim();
+        float* to = o + g * dim();
+        int d = 0;
+        for (; d + 2 * kLanes <= dim(); d += 2 * kLanes)
+          store_pair<T>(to + d, mul(load(from + d), factor), mul(load(from + d + kLanes), factor));
+        if (d < dim()) store(to + d, mul(load(from + d), factor));
+      }
     }
   }
 };
 
 template <class T, int kD>
-void attend_tiles(const T* q, int G, int head_dim, float scale, const T* tiles, const int32_t* pages,
-                  const uint16_t* masks, int n, int ahead, float* o, float* lse) {
-  Attention<T, kD> attention(q, G, head_dim, scale);
-  const int D = attention.dim();
-  const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
-  const int64_t tile_bytes = tile_size * sizeof(T);
-  const int64_t row_bytes = D * static_cast<int64_t>(sizeof(T));
-  const int distance =
-      kAheadBytes / tile_bytes < kMaxAhead ? static_cast<int>(kAheadBytes / tile_bytes) : kMaxAhead;
-  const int steps_of_head = (kPage / kLanes + kPage / kValuePairs / kValueHeads) * (D / (2 * kLanes));
-
-  for (int i = -distance; i < n; ++i) {
-    Fetcher fetcher;
-    const int next = i + distance;
-    if (next < n + ahead) {
-      const char* tile = reinterpret_cast<const char*>(tiles + pages[next] * tile_size);
-      int any = masks ? 0 : kAllTokens;
-      for (int g = 0; masks && g < G; ++g) any |= masks[static_cast<int64_t>(next) * G + g];
-      if (__builtin_popcount(any) > kSparseTokens) {
-        fetcher.aim(tile, tile_bytes, steps_of_head * G);
-      } else {
-        for (int bits = any; bits; bits &= bits - 1) {
-          const char* row = tile + __builtin_ctz(bits) * row_bytes;
-          for (int64_t b = 0; b < row_bytes; b += kLine) {
-            __builtin_prefetch(row + b, 0, 2);
-            __builtin_prefetch(row + kPage * row_bytes + b, 0, 2);
-          }
-        }
-      }
+void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                const uint16_t* masks, int n, int ahead, float* o, float* lse) {
+  Attention<T, kD> attention(q, G, D, scale, tiles, pages, n + ahead);
+  // Up to the first page of which some head does not want everything there are no masks to look at.
+  int plain = n;
+  for (int64_t i = 0; masks && i < static_cast<int64_t>(n) * G; ++i) {
+    if (masks[i] != kAllTokens) {
+      plain = static_cast<int>(i / G);
+      break;
     }
-    if (i >= 0) {
-      attention.add_page(tiles + pages[i] * tile_size, masks ? masks + static_cast<int64_t>(i) * G : nullptr,
-                         fetcher);
-    }
-    fetcher.finish();
   }
+  if (attention.parties == 1) {
+    attention.add_pages(plain);
+  } else {
+    attention.add_pages_in_turns(0, plain, nullptr);
+  }
+  if (plain < n) attention.add_pages_in_turns(plain, n, masks);
   attention.finish(o, lse);
 }
 
@@ -304,14 +231,13 @@ template <class T>
 void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
             const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   const T* queries = static_cast<const T*>(q);
-  const T* base = static_cast<const T*>(tiles);
   switch (D) {
     case 64:
-      return attend_tiles<T, 64>(queries, G, D, scale, base, pages, masks, n, ahead, o, lse);
+      return attend_dim<T, 64>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse);
     case 128:
-      return attend_tiles<T, 128>(queries, G, D, scale, base, pages, masks, n, ahead, o, lse);
+      return attend_dim<T, 128>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse);
     default:
-      return attend_tiles<T, 0>(queries, G, D, scale, base, pages, masks, n, ahead, o, lse);
+      return attend_dim<T, 0>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse);
   }
 }
 

@@ -53,7 +53,7 @@ uint32_t read_list(const PieceList& list, int64_t ahead) {
   LineCursor fetched[kStreams];
   for (int s = 0; s < kStreams; ++s) fetched[s] = {s < list.count ? s : list.count - 1, kStreams};
   for (int64_t i = 0; i < ahead; ++i) {
-    for (LineCursor& cursor : fetched) __builtin_prefetch(cursor.next(list));
+    for (LineCursor& cursor : fetched) prefetch(cursor.next(list));
   }
   int64_t i = 0;
   for (; i + kStreams <= list.count; i += kStreams) {
@@ -62,7 +62,7 @@ uint32_t read_list(const PieceList& list, int64_t ahead) {
     for (int64_t b = 0; b < list.piece_bytes; b += kLine) {
 #pragma GCC unroll 8
       for (int s = 0; s < kStreams; ++s) {
-        if (ahead > 0) __builtin_prefetch(fetched[s].next(list));
+        if (ahead > 0) prefetch(fetched[s].next(list));
         add_line(piece[s] + b, sums);
       }
     }

@@ -16,7 +16,7 @@ inline constexpr int kScoreBlock = 16;
 enum class Ahead { kNone, kRun, kRows };
 
 inline void fetch(const void* from, int bytes) {
-  for (int b = 0; b < bytes; b += kLine) __builtin_prefetch(static_cast<const char*>(from) + b, 0, 3);
+  for (int b = 0; b < bytes; b += kLine) prefetch(static_cast<const char*>(from) + b);
 }
 
 // bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch. A sum runs over the elements in
@@ -150,7 +150,7 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
     const T* keys = base + pages[i] * tile_size;
     const char* next = reinterpret_cast<const char*>(base + pages[i + 1 < n ? i + 1 : i] * tile_size);
     for (int64_t b = 0; b < tile_size / 2 * static_cast<int64_t>(sizeof(T)); b += kLine)
-      __builtin_prefetch(next + b, 0, 2);
+      prefetch(next + b);
     for (int g = 0; g < G; ++g) {
       for (int t = 0; t < kPage; t += kLanes) {
         const StridedRows<T> rows{keys + t * D, D};

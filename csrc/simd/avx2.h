@@ -10,8 +10,6 @@ namespace {
 
 using Vec = __m256;
 inline constexpr int kLanes = 8;
-inline constexpr int kValueHeads = 4;
-inline constexpr int kValuePairs = 1;
 
 inline Vec set1(float x) { return _mm256_set1_ps(x); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -84,6 +82,13 @@ inline float reduce_add(Vec x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   y = _mm_add_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+template <int kPeriod>
+inline Vec max_by_period(Vec x) {
+  if constexpr (kPeriod <= 4) x = max(x, _mm256_permute2f128_ps(x, x, 0x01));
+  if constexpr (kPeriod <= 2) x = max(x, _mm256_permute_ps(x, 0x4e));
+  if constexpr (kPeriod == 1) x = max(x, _mm256_permute_ps(x, 0xb1));
+  return x;
 }
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
   const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(rows[0], rows[1]), _mm256_hadd_ps(rows[2], rows[3]));

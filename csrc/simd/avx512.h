@@ -10,8 +10,6 @@ namespace {
 
 using Vec = __m512;
 inline constexpr int kLanes = 16;
-inline constexpr int kValueHeads = 4;
-inline constexpr int kValuePairs = 2;
 
 inline Vec set1(float x) { return _mm512_set1_ps(x); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -54,6 +52,14 @@ inline Vec exp2_of_rounded(Vec t) {
 
 inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+template <int kPeriod>
+inline Vec max_by_period(Vec x) {
+  if constexpr (kPeriod <= 8) x = max(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+  if constexpr (kPeriod <= 4) x = max(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+  if constexpr (kPeriod <= 2) x = max(x, _mm512_permute_ps(x, 0x4e));
+  if constexpr (kPeriod == 1) x = max(x, _mm512_permute_ps(x, 0xb1));
+  return x;
+}
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
   // Each step adds two halves of two vectors and so halves their number; the last order of lanes is the order
   // of rows.

@@ -12,9 +12,6 @@ namespace {
 
 using Vec = float;
 inline constexpr int kLanes = 1;
-// Heads and pairs whose output accumulators fit into the registers together.
-inline constexpr int kValueHeads = 1;
-inline constexpr int kValuePairs = 4;
 
 inline Vec set1(float x) { return x; }
 inline Vec load(const float* p) { return *p; }
@@ -49,6 +46,11 @@ inline Vec exp2_of_rounded(Vec t) { return float_of((bits_of(t) << 23) + 0x3f800
 
 inline float reduce_max(Vec x) { return x; }
 inline float reduce_add(Vec x) { return x; }
+// Lane i = the maximum of all lanes j with j % kPeriod == i % kPeriod; kPeriod is a power of two.
+template <int kPeriod>
+inline Vec max_by_period(Vec x) {
+  return x;
+}
 // Lane i = sum of the lanes of rows[i].
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) { return rows[0]; }
 

@@ -1,216 +1,31 @@
-"""Every kernel of every ISA this CPU has, for both KV dtypes, against reference.py."""
+"""Every kernel of every ISA this CPU has, but for attention, for both KV dtypes, against reference.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import reference
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kernel_calls import (
+    INF,
+    ISAS,
+    NAN,
+    attend,
+    dtypes,
+    error,
+    few,
+    head_dims,
+    isas,
+    k,
+    random_tiles,
+    seeds,
+)
 from torch import Tensor
 
 from fluxion_sglang.native import library
-
-ISAS = str(library().isas()).split(",")
-DTYPES = [torch.float32, torch.bfloat16]
-HEAD_DIMS = [32, 48, 64, 80, 96, 128, 192, 256]
-NAN, INF = math.nan, math.inf
-EVERY = torch.empty(0, 0, dtype=torch.uint16)  # the masks that mean: all tokens
-
-few = settings(max_examples=40)
-isas = pytest.mark.parametrize("isa", ISAS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-seeds = st.integers(0, 2**31 - 1)
-head_dims = st.sampled_from(HEAD_DIMS)
-
-
-def k(name: str) -> Callable[..., Any]:
-    return getattr(library(), "k_" + name)
-
-
-def attend(
-    isa: str, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor = EVERY
-) -> tuple[Tensor, Tensor]:
-    o, lse = torch.full(q.shape, NAN), torch.full(q.shape[:1], NAN)
-    k("attend")(isa, q, scale, tiles, pages, masks, o, lse)
-    return o, lse
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """The largest relative error in norm over the rows; a row of zeros must be matched exactly."""
-    difference = (got.double() - want.double()).norm(dim=-1)
-    size = want.double().norm(dim=-1)
-    return float(torch.where(size > 0, difference / size, difference * INF).nan_to_num(0.0, INF).max())
-
-
-def poisoned(tiles: Tensor, pages: Tensor, masks: Tensor | None = None) -> Tensor:
-    """The tiles with NaN in every token that nobody attends to."""
-    wanted = torch.zeros(len(tiles), 16, dtype=torch.bool)
-    for i, page in enumerate(pages.tolist()):
-        wanted[page] |= True if masks is None else reference.token_bits(masks)[:, i].any(dim=0)
-    return torch.where(wanted[:, None, :, None], tiles, NAN)
-
-
-def draw_masks(style: str, n: int, G: int) -> Tensor:
-    any_tokens = torch.randint(0, 1 << 16, (n, G))
-    match style:
-        case "tokens":
-            masks = any_tokens
-        case "single":
-            masks = 1 << torch.randint(0, 16, (n, G))
-        case "pages":
-            masks = torch.where(torch.rand(n, G) < 0.5, 0xFFFF, 0)
-        case "prefix":
-            masks = ((1 << torch.randint(0, 17, (n, 1))) - 1).expand(n, G)
-        case _:
-            few_tokens = any_tokens & torch.randint(0, 1 << 16, (n, G)) & torch.randint(0, 1 << 16, (n, G))
-            kind = torch.randint(0, 4, (n, G))
-            masks = torch.where(kind == 0, 0xFFFF, torch.where(kind == 1, 0, any_tokens))
-            masks = torch.where(kind == 3, few_tokens, masks)
-            masks[:, torch.randint(0, G, ())] = 0
-    return masks.contiguous().to(torch.uint16)
-
-
-def random_tiles(P: int, D: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(P, 2, 16, D).to(dtype)
-
-
-# ---- attend
-
-
-@isas
-@dtypes
-@few
-@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(1, 12))
-def test_attend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int) -> None:
-    style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "prefix", "mixed"]))
-    torch.manual_seed(seed)
-    q, tiles = torch.randn(G, D).to(dtype), random_tiles(16, D, dtype)
-    pages = torch.randint(0, 16, (n,), dtype=torch.int32)
-    masks = None if style == "every" else draw_masks(style, n, G)
-    tiles = poisoned(tiles, pages, masks)
-    scale = data.draw(st.sampled_from([1.0, 3.0])) / math.sqrt(D)
-
-    o, lse = attend(isa, q, scale, tiles, pages, EVERY if masks is None else masks)
-
-    want_o, want_lse = reference.attend(q, scale, tiles, pages, masks)
-    assert error(o, want_o) < 1e-5
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-
-
-@isas
-@dtypes
-@pytest.mark.parametrize("D", range(32, 257, 16))
-def test_attend_has_every_shape(isa: str, dtype: torch.dtype, D: int) -> None:
-    torch.manual_seed(D)
-    tiles = random_tiles(5, D, dtype)
-    pages = torch.tensor([4, 1, 2], dtype=torch.int32)
-    for G in range(1, 17):
-        q = torch.randn(G, D).to(dtype)
-        o, lse = attend(isa, q, 0.1, tiles, pages)
-        want_o, want_lse = reference.attend(q, 0.1, tiles, pages)
-        assert error(o, want_o) < 1e-5
-        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-
-
-@isas
-@dtypes
-@pytest.mark.parametrize("D", HEAD_DIMS)
-def test_attend_to_nothing(isa: str, dtype: torch.dtype, D: int) -> None:
-    q, tiles = torch.randn(3, D).to(dtype), torch.full((4, 2, 16, D), NAN, dtype=dtype)
-    for n in (0, 1, 3):
-        pages, masks = torch.arange(1, n + 1, dtype=torch.int32), torch.zeros(n, 3, dtype=torch.uint16)
-        o, lse = attend(isa, q, 1.0, tiles, pages, masks)
-        assert (o == 0).all()
-        assert (lse == -INF).all()
-
-
-@isas
-@dtypes
-@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("bits", [0x0010, 0x00FF, 0xFFFF], ids=["sparse", "part", "whole"])
-def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(isa: str, dtype: torch.dtype, part: int, bits: int) -> None:
-    tiles = random_tiles(3, 64, dtype)
-    tiles[1, part, 4] = NAN
-    masks = torch.full((2, 5), 0xFFFF)
-    masks[1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits])
-    pages = torch.tensor([2, 1], dtype=torch.int32)
-    o, _ = attend(isa, torch.randn(5, 64).to(dtype), 0.1, tiles, pages, masks.to(torch.uint16))
-    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True]
-
-
-@isas
-@dtypes
-def test_softmax_weights_to_a_few_ulp(isa: str, dtype: torch.dtype) -> None:
-    """One-hot values make the output the weights themselves: this is the accuracy of exp, 0 below e^-87."""
-    tiles = torch.zeros(2, 2, 16, 32).to(dtype)
-    tiles[:, 1, :, :16] = torch.eye(16).to(dtype)
-    q = torch.zeros(1, 32).to(dtype)
-    q[0, 0] = 1
-    for _ in range(100):
-        tiles[1, 0, :, 0] = (-86 * torch.rand(16)).to(dtype)
-        tiles[1, 0, 5, 0] = 0
-        o, _ = attend(isa, q, 1.0, tiles, torch.tensor([1], dtype=torch.int32))
-        want, _ = reference.attend(q, 1.0, tiles, torch.tensor([1], dtype=torch.int32))
-        torch.testing.assert_close(o[:, :16].double(), want[:, :16], rtol=4e-7, atol=0)
-    tiles[1, 0, :, 0] = torch.tensor([0.0, -90, -100, -1e4, -1e30] + [-INF] * 11).to(dtype)
-    o, lse = attend(isa, q, 1.0, tiles, torch.tensor([1], dtype=torch.int32))
-    assert o[0, :16].tolist() == [1.0] + [0.0] * 15
-    assert lse.item() == 0.0
-
-
-@isas
-@dtypes
-@pytest.mark.parametrize("size", [1e2, 1e4, 1e10, 1e19, 3e38])
-def test_huge_scores(isa: str, dtype: torch.dtype, size: float) -> None:
-    """The largest score takes all, in whatever order the pages come, also when it overflows float32."""
-    for order in ([1, 2, 3], [3, 2, 1]):
-        tiles = torch.zeros(4, 2, 16, 64).to(dtype)
-        tiles[:, 1] = torch.randn(4, 16, 64).to(dtype)
-        tiles[1:, 0, :, 0] = -size
-        tiles[2, 0, 7, 0] = size
-        q = torch.zeros(2, 64).to(dtype)
-        q[:, 0] = size
-        o, lse = attend(isa, q, 1.0, tiles, torch.tensor(order, dtype=torch.int32))
-        assert (o == tiles[2, 1, 7].float()).all()
-        want = min(float(q[0, 0]) * float(tiles[2, 0, 7, 0]), torch.finfo(torch.float32).max)
-        torch.testing.assert_close(lse, torch.full((2,), want), rtol=1e-6, atol=0)
-
-
-@isas
-@dtypes
-def test_scores_of_minus_infinity_weigh_nothing(isa: str, dtype: torch.dtype) -> None:
-    tiles = random_tiles(3, 32, dtype)
-    tiles[1:, 0] = 0
-    tiles[1:, 0, :, 0] = -INF
-    q = torch.ones(1, 32).to(dtype)
-    o, lse = attend(isa, q, 0.2, tiles, torch.tensor([1, 2], dtype=torch.int32))
-    assert (o == 0).all()
-    assert lse.item() == -INF
-    o, lse = attend(isa, q, 0.2, tiles, torch.tensor([1, 0, 2], dtype=torch.int32))
-    want_o, want_lse = reference.attend(q, 0.2, tiles, torch.tensor([0]))
-    assert error(o, want_o) < 1e-5
-    assert lse.item() == pytest.approx(want_lse.item(), rel=1e-5)
-
-
-@isas
-@dtypes
-def test_attend_over_a_long_list(isa: str, dtype: torch.dtype) -> None:
-    """Rounding must not pile up over a long list, nor where the maximum keeps rising."""
-    tiles = random_tiles(600, 64, dtype)
-    q = torch.randn(2, 64).to(dtype)
-    pages = torch.randperm(600).to(torch.int32)
-    means = (tiles[:, 0].float() @ q[0].float()).amax(dim=1)
-    for order in (pages, means.argsort().to(torch.int32), means.argsort(descending=True).to(torch.int32)):
-        o, lse = attend(isa, q, 0.125, tiles, order)
-        want_o, want_lse = reference.attend(q, 0.125, tiles, order)
-        assert error(o, want_o) < 2e-5
-        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-
 
 # ---- score
 

@@ -1,0 +1,98 @@
+#pragma once
+
+#include "kernels/attend_tiles.h"
+
+// The same softmax for a tile of which each head attends to tokens of its own.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+// A tile with at most this many wanted tokens is read token by token: its other rows would be fetched for
+// nothing.
+inline constexpr int kSparseTokens = 4;
+
+// out += sum over the listed tokens of weight * value.
+template <class T>
+inline void add_listed_values(const float* weights, const T* values, int D, const uint8_t* tokens, int count,
+                              float* out) {
+  int d = 0;
+  for (; d + 2 * kLanes <= D; d += 2 * kLanes) {
+    Vec x = load(out + d), y = load(out + d + kLanes);
+    for (int i = 0; i < count; ++i) {
+      const Vec weight = set1(weights[tokens[i]]);
+      Vec a, b;
+      load_pair(values + tokens[i] * D + d, a, b);
+      x = fma(weight, a, x);
+      y = fma(weight, b, y);
+    }
+    store(out + d, x);
+    store(out + d + kLanes, y);
+  }
+  if (d == D) return;
+  Vec x = load(out + d);
+  for (int i = 0; i < count; ++i) x = fma(set1(weights[tokens[i]]), load_one(values + tokens[i] * D + d), x);
+  store(out + d, x);
+}
+
+// Scores of the tokens of the mask, scaled, and -inf for the others, which are not read; at least `top`,
+// their maximum.
+template <class T>
+inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask, int D, float scale,
+                        float top, float* scores) {
+  if (__builtin_popcount(mask) <= kSparseTokens) {
+    for (int t = 0; t < kPage; t += kLanes) store(scores + t, set1(0.0f));
+    for (int bits = mask; bits; bits &= bits - 1) {
+      const int t = __builtin_ctz(bits);
+      scores[t] = dot_row<T>(q, tile + t * D, D);
+    }
+  } else {
+    for (int t = 0; t < kPage; t += kLanes) {
+      const StridedRows<T> rows{tile + t * D, D};
+      store(scores + t, dot_rows<T>(q, rows, D, [] {}));
+    }
+  }
+  Vec highest = set1(top);
+  for (int t = 0; t < kPage; t += kLanes) {
+    const Vec x = min(set1(kMaxFloat), mul(load(scores + t), set1(scale)));
+    const Vec kept = keep(static_cast<uint32_t>(mask) >> t, x, set1(kNegInf));
+    store(scores + t, kept);
+    highest = max(kept, highest);
+  }
+  return reduce_max(highest);
+}
+
+// masks: of the first `count` of kHeads heads, any of which may be 0. Only the tokens of its own mask are
+// read for a head: weight 0 would not stop a NaN in the others.
+template <class T, int kHeads>
+void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t* masks, int count, int D,
+                 float scale, const HeadStates& state) {
+  alignas(64) float scores[kHeads][kPage];
+  alignas(64) float next[kLanes];
+  store(next, load(state.top));
+  for (int h = 0; h < count; ++h) {
+    if (masks[h] == 0) continue;
+    const float top = score_part(q + h * D, tile, masks[h], D, scale, state.top[h], scores[h]);
+    for (int i = h; i < kLanes; i += kHeads) next[i] = top;
+  }
+  raise_tops<kHeads>(load(next), D, state);
+  for (int h = 0; h < count; ++h) {
+    if (masks[h] == 0) continue;
+    const Vec base = reference(set1(state.top[h]));
+    Vec sum = set1(0.0f);
+    for (int t = 0; t < kPage; t += kLanes) {
+      const Vec w = exp_nonpositive(sub(load(scores[h] + t), base));
+      store(scores[h] + t, w);
+      sum = add(sum, w);
+    }
+    state.total[h] += reduce_add(sum);
+  }
+  for (int h = 0; h < count; ++h) {
+    uint8_t tokens[kPage];
+    int listed = 0;
+    for (int bits = masks[h]; bits; bits &= bits - 1)
+      tokens[listed++] = static_cast<uint8_t>(__builtin_ctz(bits));
+    if (listed > 0) add_listed_values(scores[h], tile + kPage * D, D, tokens, listed, state.out + h * D);
+  }
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

@@ -1,0 +1,210 @@
+#pragma once
+
+#include "kernels/exp.h"
+#include "kernels/rows.h"
+
+// Online softmax in float32 over tiles of which every token counts, several tiles side by side: a row of each
+// in turn, in the order of addresses, keys first. So memory gives most (kernels/probe.h), and all of these
+// tiles together take one maximum, one correction and one visit of the output rows.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+// How far ahead of its use a row is fetched: far enough to cover the latency of memory, near enough to be
+// still in the nearest cache.
+inline constexpr int kAheadBytes = 8 << 10;
+
+inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
+
+inline constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+// Heads that go through a tile together, at most: more would not fit into the registers.
+inline constexpr int kHeadsTogether = smaller(kLanes, 8);
+// Tiles that lie side by side for kHeads heads: with their scores of one token they fill a vector, if not
+// with those of several tokens.
+template <int kHeads>
+inline constexpr int kTilesTogether = smaller(4, kLanes / kHeads);
+// Rows of values that are in the registers together.
+inline constexpr int kValueRows = smaller(4, kLanes / 4);
+
+// What is known of the kHeads heads that go together. Lane i of a vector belongs to head i % kHeads.
+struct HeadStates {
+  float* top;    // [kLanes] running maximum of the scores, in every lane of its head
+  float* total;  // [kLanes] running sum of the weights, spread over the lanes of its head
+  float* out;    // [kHeads][D] output so far, not normalised, pair layout
+};
+
+// The rows of tiles side by side, and what is to be fetched meanwhile.
+template <class T, int kTiles>
+struct TileRows {
+  const T* now[kTiles];
+  const T* next[kTiles];  // the tiles that follow; nullptr: nothing to fetch
+  int ahead;              // in rows, at most the 2 * kPage of a tile
+
+  // Fetches what is as far ahead of n elements of row `row` from element `at` on.
+  void fetch(int row, int at, int n, int D) const {
+    const int to = row + ahead;
+    const bool here = to < 2 * kPage;
+    const int64_t offset = (here ? to : to - 2 * kPage) * static_cast<int64_t>(D) + at;
+#pragma GCC unroll 4
+    for (int s = 0; s < kTiles; ++s) {
+      const T* tile = here ? now[s] : next[s];
+      if (tile == nullptr) continue;
+      const char* p = reinterpret_cast<const char*>(tile + offset);
+      for (int64_t b = 0; b < n * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(p + b);
+    }
+  }
+};
+
+// scores[(t * kTiles + s) * kHeads + h] = q_h . key t of tile s, scaled. Returns by lane the maximum of these
+// and of `highest`.
+template <class T, int kD, int kTiles, int kHeads>
+inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int head_dim,
+                       float scale, float* scores, Vec highest) {
+  constexpr int kRows = kLanes / (kTiles * kHeads), kPair = 2 * kLanes;
+  static_assert(kRows * kTiles * kHeads == kLanes);
+  const int D = kD ? kD : head_dim;
+  for (int t = 0; t < kPage; t += kRows) {
+    Vec sums[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
+    int d = 0;
+    for (; d + kPair <= D; d += kPair) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) tiles.fetch(t + r, d, kPair, D);
+      // What there is less of is kept in registers.
+      if constexpr (kHeads <= kRows * kTiles) {
+        typename Dot<T>::Pair queries[kHeads];
+#pragma GCC unroll 16
+        for (int h = 0; h < kHeads; ++h) queries[h] = Dot<T>::query_pair(q + h * D + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows * kTiles; ++i) {
+          const auto key = Dot<T>::row_pair(tiles.now[i % kTiles] + (t + i / kTiles) * D + d);
+#pragma GCC unroll 16
+          for (int h = 0; h < kHeads; ++h)
+            sums[i * kHeads + h] = Dot<T>::add(sums[i * kHeads + h], queries[h], key);
+        }
+      } else {
+        typename Dot<T>::Pair keys[kRows * kTiles];
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows * kTiles; ++i)
+          keys[i] = Dot<T>::row_pair(tiles.now[i % kTiles] + (t + i / kTiles) * D + d);
+#pragma GCC unroll 16
+        for (int h = 0; h < kHeads; ++h) {
+          const auto query = Dot<T>::query_pair(q + h * D + d);
+#pragma GCC unroll 16
+          for (int i = 0; i < kRows * kTiles; ++i)
+            sums[i * kHeads + h] = Dot<T>::add(sums[i * kHeads + h], query, keys[i]);
+        }
+      }
+    }
+    if (d < D) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        const T* key = tiles.now[i / kHeads % kTiles] + (t + i / kHeads / kTiles) * D + d;
+        sums[i] = Dot<T>::tail(sums[i], q + i % kHeads * D + d, key);
+      }
+    }
+    // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
+    // reaches the output.
+    const Vec x = min(set1(kMaxFloat), mul(reduce_rows(sums), set1(scale)));
+    store(scores + t * kTiles * kHeads, x);
+    highest = max(x, highest);
+  }
+  return highest;
+}
+
+// Raises the maxima to `next` and corrects what was summed under the old ones.
+template <int kHeads>
+inline void raise_tops(Vec next, int D, const HeadStates& state) {
+  const Vec top = load(state.top);
+  if (lanes_at_least(top, next) == kEveryLane) return;
+  const Vec factors = exp_nonpositive(sub(top, max(next, set1(-kMaxFloat))));
+  store(state.top, next);
+  store(state.total, mul(load(state.total), factors));
+  float factor[kLanes];
+  store(factor, factors);
+  for (int h = 0; h < kHeads; ++h) {
+    for (int d = 0; d < D; d += kLanes) {
+      float* at = state.out + h * D + d;
+      store(at, mul(load(at), set1(factor[h])));
+    }
+  }
+}
+
+// An exponent is taken from this, so that a head whose scores are all -inf gets weights 0, not NaN.
+inline Vec reference(Vec top) { return keep(lanes_at_least(top, set1(-kMaxFloat)), top, set1(0.0f)); }
+
+// out_h += sum over tokens and tiles of weight * value. As many heads and rows at a time as weights and
+// values fit into the registers: the outputs come from the cache and go back to it.
+template <class T, int kD, int kTiles, int kHeads>
+inline void add_values(const float* weights, const TileRows<T, kTiles>& tiles, int head_dim, float* out) {
+  constexpr int kPair = 2 * kLanes;
+  constexpr int kRows = kValueRows > kTiles ? kValueRows / kTiles : 1;
+  constexpr int kPart = smaller(kHeads, 4), kParts = kHeads / kPart;
+  const int D = kD ? kD : head_dim;
+  for (int t = 0; t < kPage; t += kRows) {
+    const int row = kPage + t;
+    for (int part = 0; part < kParts; ++part) {
+      Vec weight[kRows * kTiles * kPart];
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows * kTiles; ++i) {
+#pragma GCC unroll 16
+        for (int h = 0; h < kPart; ++h)
+          weight[i * kPart + h] = set1(weights[(t * kTiles + i) * kHeads + part * kPart + h]);
+      }
+      int d = 0;
+      for (; d + kPair <= D; d += kPair) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          if (r % kParts == part) tiles.fetch(row + r, d, kPair, D);
+        }
+        Vec a[kRows * kTiles], b[kRows * kTiles];
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows * kTiles; ++i)
+          load_pair(tiles.now[i % kTiles] + (row + i / kTiles) * D + d, a[i], b[i]);
+#pragma GCC unroll 16
+        for (int h = 0; h < kPart; ++h) {
+          float* at = out + (part * kPart + h) * D + d;
+          Vec x = load(at), y = load(at + kLanes);
+#pragma GCC unroll 16
+          for (int i = 0; i < kRows * kTiles; ++i) {
+            x = fma(weight[i * kPart + h], a[i], x);
+            y = fma(weight[i * kPart + h], b[i], y);
+          }
+          store(at, x);
+          store(at + kLanes, y);
+        }
+      }
+      if (d < D) {
+        for (int h = 0; h < kPart; ++h) {
+          float* at = out + (part * kPart + h) * D + d;
+          Vec x = load(at);
+          for (int i = 0; i < kRows * kTiles; ++i)
+            x = fma(weight[i * kPart + h], load_one(tiles.now[i % kTiles] + (row + i / kTiles) * D + d), x);
+          store(at, x);
+        }
+      }
+    }
+  }
+}
+
+template <class T, int kD, int kTiles, int kHeads>
+[[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
+                                    float scale, const HeadStates& state) {
+  constexpr int kScores = kPage * kTiles * kHeads;
+  alignas(64) float weights[kScores];
+  const Vec highest = score_tiles<T, kD, kTiles, kHeads>(q, tiles, D, scale, weights, load(state.top));
+  raise_tops<kHeads>(max_by_period<kHeads>(highest), kD ? kD : D, state);
+  const Vec base = reference(load(state.top));
+  Vec total = load(state.total);
+  for (int i = 0; i < kScores; i += kLanes) {
+    const Vec w = exp_nonpositive(sub(load(weights + i), base));
+    store(weights + i, w);
+    total = add(total, w);
+  }
+  store(state.total, total);
+  add_values<T, kD, kTiles, kHeads>(weights, tiles, D, state.out);
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

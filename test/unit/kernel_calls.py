@@ -1,0 +1,50 @@
+"""Kernels of every ISA this CPU has, called as the tests of them call them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fluxion_sglang.native import library
+
+ISAS = str(library().isas()).split(",")
+DTYPES = [torch.float32, torch.bfloat16]
+HEAD_DIMS = [32, 48, 64, 80, 96, 128, 192, 256]
+NAN, INF = math.nan, math.inf
+EVERY = torch.empty(0, 0, dtype=torch.uint16)  # the masks that mean: all tokens
+
+few = settings(max_examples=40)
+isas = pytest.mark.parametrize("isa", ISAS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+seeds = st.integers(0, 2**31 - 1)
+head_dims = st.sampled_from(HEAD_DIMS)
+
+
+def k(name: str) -> Callable[..., Any]:
+    return getattr(library(), "k_" + name)
+
+
+def attend(
+    isa: str, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor = EVERY
+) -> tuple[Tensor, Tensor]:
+    o, lse = torch.full(q.shape, NAN), torch.full(q.shape[:1], NAN)
+    k("attend")(isa, q, scale, tiles, pages, masks, o, lse)
+    return o, lse
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest relative error in norm over the rows; a row of zeros must be matched exactly."""
+    difference = (got.double() - want.double()).norm(dim=-1)
+    size = want.double().norm(dim=-1)
+    return float(torch.where(size > 0, difference / size, difference * INF).nan_to_num(0.0, INF).max())
+
+
+def random_tiles(P: int, D: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(P, 2, 16, D).to(dtype)

@@ -340,7 +340,7 @@ def test_wrong_arguments_are_refused() -> None:
         (0, "sse9", "isa sse9 cannot be run"),
         (1, q.half(), "q is a float16 tensor, which no kernel takes"),
         (1, q[:, :40].contiguous(), "q has head_dim 40"),
-        (1, torch.zeros(17, 64), "q has 17 heads"),
+        (1, torch.zeros(65, 64), "q has 65 heads"),
         (1, torch.zeros(64, 2).T, "q is a float32 tensor of shape .*, not contiguous; pass"),
         (3, tiles.bfloat16(), "tiles is a bfloat16 tensor .* of float32 and shape"),
         (3, tiles[:, :1], "tiles is a float32 tensor of shape"),

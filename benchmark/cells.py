@@ -21,6 +21,8 @@ class Cell:
         budget: share of the blocks that is read.
         isa: "" for the best one.
         threads: 0 for one a core.
+        shuffled: of a layer step: the pages of a request lie anywhere, as after long use, not in the order in which a
+            prefill takes them from a pool that is mostly free.
     """
 
     kernel: str
@@ -32,6 +34,7 @@ class Cell:
     dtype: str = "bf16"
     isa: str = ""
     threads: int = 0
+    shuffled: bool = False
     bars: Bars = ()
 
     @property
@@ -40,6 +43,7 @@ class Cell:
         parts = [self.kernel]
         if self.kernel not in ("append", "empty", "imbalance"):
             parts += [f"blk {self.blk}", f"{self.budget:.0%}"] if self.blk else ["dense"]
+        parts += ["shuffled"] if self.shuffled else []
         parts += [f"{self.context // 1024}K", f"G={self.group}", f"D={self.head_dim}", self.dtype]
         parts += [self.isa or isas()[-1], f"{self.threads} threads" if self.threads else "all threads"]
         return " ".join(parts)
@@ -75,6 +79,7 @@ def default_cells() -> list[Cell]:
     cells += [Cell("select", context=context, bars=(("share", "<=", 0.10),)) for context in (32768, LONG)]
     cells += [Cell("append"), Cell("empty", context=1024, bars=(("microseconds", "<=", 15.0),))]
     cells += [Cell("layer", context=context, bars=(("over_ceiling", "<=", 1.20),)) for context in (32768, LONG)]
+    cells += [Cell("layer", context=context, shuffled=True) for context in (32768, LONG)]
     cells.append(Cell("imbalance", context=65536, bars=(("busiest_over_mean", "<=", 1.10),)))
     cells.append(Cell("forks", bars=(("over_one", "<=", 2.5),)))
     cells.append(Cell("sdpa", bars=(("sdpa_over_ours", ">=", 3.0),)))

@@ -210,7 +210,7 @@ def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     """A step of a batch: its time over what its bytes would take, the metadata streamed and the tiles scattered."""
     lengths = [cell.context - 1] * max(sizes.tokens // cell.context, 1)
-    tables = own_pages(lengths)
+    tables = own_pages(lengths, cell.shuffled)
     pool = filled_pool(tables, lengths, cell.threads)
     steps = Steps(pool, tables, lengths, f"fixed:{cell.blk}:{cell.budget:g}", spread=ALIKE)
     before = steps.engine.stats()

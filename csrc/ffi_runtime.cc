@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 11;
+constexpr int64_t kAbiVersion = 12;
 
 class EngineObj : public ffi::Object {
  public:
@@ -240,7 +240,8 @@ void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, TensorVie
 
 int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
                            TensorView window, TensorView blk, TensorView budget, TensorView value,
-                           TensorView owner, double scale, TensorView out) {
+                           TensorView owner, double scale, TensorView out, TensorView listed_offsets,
+                           TensorView listed_pages, TensorView listed_masks) {
   Engine& engine = *ref->engine;
   const HostPool& pool = engine.pool();
   const PoolShape& s = pool.shape();
@@ -266,6 +267,13 @@ int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorVie
   if (owner.numel() > 0) {
     expect(owner, "owner", kInt32, {B, s.kv_heads}, 2);
     args.owner = data<int32_t>(owner);
+  }
+  if (listed_offsets.numel() > 0) {
+    expect(listed_offsets, "listed.offsets", kInt64, {B * s.kv_heads + 1}, 1);
+    expect(listed_pages, "listed.pages", kInt32, {-1}, 1);
+    expect(listed_masks, "listed.masks", kUInt16, {listed_pages.size(0), engine.group()}, 2);
+    args.listed = {data<int64_t>(listed_offsets), data<int32_t>(listed_pages), data<uint16_t>(listed_masks),
+                   listed_pages.size(0)};
   }
   args.scale = static_cast<float>(scale);
   args.out = data<char>(out);

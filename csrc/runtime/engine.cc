@@ -237,10 +237,17 @@ std::array<int, kLanes> Engine::make_tasks() {
       parts_[i].store(1, std::memory_order_relaxed);
       const int blk = blk_[i];
       if (blk == 0) continue;
-      if (blk != 1 && blk != 16 && blk != 32 && blk != 64 && blk != 128) {
+      if (blk == kListed) {
+        const std::string wrong = check_list(i);
+        if (!wrong.empty()) {
+          record_failure("Request " + std::to_string(b) + ", KV head " + std::to_string(h) +
+                         " has a list that cannot be read: " + wrong + ".");
+        }
+        if (!wrong.empty() || listed_pages(i) == 0) continue;
+      } else if (blk != 1 && blk != 16 && blk != 32 && blk != 64 && blk != 128) {
         record_failure("Request " + std::to_string(b) + ", KV head " + std::to_string(h) +
                        " asks for blocks of " + std::to_string(blk) +
-                       " tokens; a block has 1, 16, 32, 64 or 128 (0 for no task).");
+                       " tokens; a block has 1, 16, 32, 64 or 128 (0 for no task, -1 for a list).");
         continue;
       }
       const float* budget = &budget_[state_at(b, h)];
@@ -252,9 +259,15 @@ std::array<int, kLanes> Engine::make_tasks() {
                        ", and any of them is " + std::to_string(static_cast<int>(Executor::kAny)) + ".");
         continue;
       }
-      if (blk == 1) single_tokens = std::max(single_tokens, middle);
       const float largest = std::min(1.0f, *std::max_element(budget, budget + group_));
-      task_bytes_ += static_cast<int64_t>((largest + 1.0f / 16) * (middle / kPage) * shape_.tile_bytes());
+      if (blk == kListed) {
+        if (*std::min_element(budget, budget + group_) < 1)
+          single_tokens = std::max(single_tokens, listed_pages(i) * kPage);
+        task_bytes_ += listed_pages(i) * shape_.tile_bytes();
+      } else {
+        if (blk == 1) single_tokens = std::max(single_tokens, middle);
+        task_bytes_ += static_cast<int64_t>((largest + 1.0f / 16) * (middle / kPage) * shape_.tile_bytes());
+      }
       parts_[i].store(2, std::memory_order_relaxed);
       ++lanes[lane];
       order_[count++] = static_cast<uint64_t>(lane) << (32 + TaskQueue::kBits) | static_cast<uint64_t>(i);

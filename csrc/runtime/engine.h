@@ -38,6 +38,18 @@ struct EngineConfig {
   bool share_prefixes = false;        // see Bundle
 };
 
+// The blk of a task that reads a list of tokens.
+inline constexpr int kListed = -1;
+
+// Tokens that tasks of blk kListed read (engine_listed.cc): group b * Hk + h has the pages
+// [offsets[b * Hk + h], offsets[b * Hk + h + 1]).
+struct ListedTokens {
+  const int64_t* offsets = nullptr;  // [B * Hk + 1]; nullptr: no task has a list
+  const int32_t* pages = nullptr;    // [count]: logical pages of the request, ascending, in its middle
+  const uint16_t* masks = nullptr;   // [count][G]: bit t = the head has token t of the page
+  int64_t count = 0;
+};
+
 // What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
 // until layer_finish() returns. B requests of the current step; absent parts have data == nullptr.
 struct LayerArgs {
@@ -46,7 +58,8 @@ struct LayerArgs {
   int64_t q_stride;    // bytes
   TokenView k, v;      // [B][Hk][D]: the token at position n-1 of each request; absent: it is written already
   WindowView window;   // absent: set_resident() gives the resident results
-  const int32_t* blk;  // [B][Hk]: 0 (no task), 1 (single tokens), 16, 32, 64, 128
+  const int32_t* blk;  // [B][Hk]: 0 (no task), 1 (single tokens), 16, 32, 64, 128, kListed
+  ListedTokens listed;
   const float* budget;   // [B][Hq]: fraction of the middle a head reads
   const float* value;    // [B][Hk]: priority, largest first
   const int32_t* owner;  // [B][Hk]: the Executor that alone may take the task, or kAny; nullptr: kAny for all
@@ -86,9 +99,10 @@ enum Stat {
 extern const char* const kStatNames;  // comma separated, in the order of Stat
 
 // Bytes that a task read of the middle. Of blocks the whole tiles, of single tokens (blk 1) the rows of K and
-// V attended to, each once a group; the keys that single tokens were chosen by are not counted. What the
-// guard adds is read by itself, and counts once more where another head of the group has read it. What the
-// tasks of a bundle read together counts for each of them.
+// V attended to, each once a group; the keys that single tokens were chosen by are not counted. Of listed
+// tokens the same rows, and the keys of the pages that were ranked. What the guard adds is read by itself,
+// and counts once more where another head of the group has read it. What the tasks of a bundle read together
+// counts for each of them.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;
@@ -291,9 +305,13 @@ class Engine {
               const uint16_t* masks, Scratch* scratch, float* o, float* lse) const;
   int64_t score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float* scores,
                        int64_t stride, Scratch* scratch) const;
-  void score_tokens(const Task& task, int pages, Scratch* scratch) const;
+  void score_tokens(const Task& task, const int32_t* pages, int count, Scratch* scratch) const;
   Selection select(const Task& task, Scratch* scratch) const;
   Selection select_tokens(const Task& task, Scratch* scratch) const;
+  std::string check_list(int i) const;
+  int listed_pages(int i) const;
+  Selection select_listed(const Task& task, Scratch* scratch) const;
+  int rank_listed(const Task& task, const uint16_t* listed, const Wanted& wanted, Scratch* scratch) const;
   void read_more(const Task& task, Selection* chosen, Scratch* scratch);
   Selection widen(const Task& task, uint16_t ranked, Scratch* scratch) const;
   void choose(const Wanted& wanted, const float* scores, int64_t stride, int blocks, uint16_t* chosen,

@@ -83,15 +83,14 @@ int64_t Engine::score_blocks(const Task& task, const Blocks& at, const char* q, 
   return bytes.load(std::memory_order_relaxed);
 }
 
-// Scores of all tokens of a middle of `pages` pages into the scratch.
-void Engine::score_tokens(const Task& task, int pages, Scratch* s) const {
+// Scores of all tokens of `count` physical pages into the scratch.
+void Engine::score_tokens(const Task& task, const int32_t* pages, int count, Scratch* s) const {
   const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-  const int32_t* page = pages_of(task.request) + sink_pages();
-  const int chunks = chunks_of(pages * shape_.tile_bytes() / 2, pages);
+  const int chunks = chunks_of(count * shape_.tile_bytes() / 2, count);
   const auto score_chunk = [&](int i, Scratch*) {
-    const int from = cut(pages, chunks, i), to = cut(pages, chunks, i + 1);
+    const int from = cut(count, chunks, i), to = cut(count, chunks, i + 1);
     kernels_.score_tokens(query(task.request, task.head), group_, shape_.head_dim,
-                          pool_->tiles(args_.layer, task.head), page + from, to - from,
+                          pool_->tiles(args_.layer, task.head), pages + from, to - from,
                           &s->scores[from * kPage], stride);
   };
   s->busy_ns -= s->stage.run(chunks, s, score_chunk);

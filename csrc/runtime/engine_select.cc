@@ -35,7 +35,7 @@ Selection Engine::select_tokens(const Task& task, Scratch* s) const {
   std::fill_n(s->chosen.data(), tokens, wanted.whole);
   if (wanted.whole != wanted.active) {
     const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-    score_tokens(task, pages, s);
+    score_tokens(task, page, pages, s);
     for (int g = 0; g < group_; ++g) {
       if (!((wanted.active & ~wanted.whole) >> g & 1)) continue;
       kernels_.select(s->scores.data() + g * stride, tokens, wanted.count[g], static_cast<uint16_t>(1u << g),
@@ -87,6 +87,7 @@ Blocks Engine::blocks_of(const Task& task) const {
 
 Selection Engine::select(const Task& task, Scratch* s) const {
   if (blk_of(task) == 1) return select_tokens(task, s);
+  if (blk_of(task) == kListed) return select_listed(task, s);
   Selection out;
   const Blocks at = blocks_of(task);
   const Wanted wanted = wanted_of(task, at);

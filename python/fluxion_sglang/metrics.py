@@ -59,10 +59,14 @@ class EngineMetrics:
             # Every rank has a pool of its own bytes; tokens are the same for all.
             mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
             Gauge(f"fluxion_{name}", text, multiprocess_mode=mode).set(values[name])
+        self._state = Gauge(
+            "fluxion_policy_state_bytes", "Memory that policies remember requests in.", multiprocess_mode="livesum"
+        )
         self._last: dict[str, int] = {}
 
-    def update(self, stats: Mapping[str, int]) -> None:
+    def update(self, stats: Mapping[str, int], state_bytes: int = 0) -> None:
         """Publish the growth since the last call; `stats` are the engine's cumulative statistics."""
+        self._state.set(state_bytes)
         for name, value in stats.items():
             growth = value - self._last.get(name, 0)
             if growth <= 0:

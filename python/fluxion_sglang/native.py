@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -429,6 +429,7 @@ class NativeEngine:
         scale: float,
         out: torch.Tensor,
         owner: torch.Tensor | None = None,
+        listed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -439,13 +440,14 @@ class NativeEngine:
             windows: [H, rows * S / 16, 2, 16, D], KV dtype. None: `layer_resident` computed the resident attention
                 (then k and v are None too), or `set_resident` delivers it.
             blk: [B, H] int32, block size in tokens (16, 32, 64, 128), 0 for no task; 1 selects single tokens by
-                their exact scores, each head its own (`attend_union` means blocks).
+                their exact scores, each head its own (`attend_union` means blocks); -1 reads what `listed` has.
             budget: [B, Hq] float32, fraction of the middle each head reads; 0 is a streaming head.
             value: [B, H] float32, priority; larger runs earlier.
             scale: multiplies q.k.
             out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns.
             owner: [B, H] int32, the executor that alone may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for
                 any; None: any takes all. An executor takes its own before those for any, each by value.
+            listed: offsets, pages and masks (`policy.base.Listed`) of the groups of block size -1.
 
         Returns:
             The number of tasks.
@@ -453,10 +455,12 @@ class NativeEngine:
         Raises:
             ValueError: a shape, dtype or layer that does not fit; nothing was started.
 
-        A layer that was begun before and not finished is abandoned first.
+        A layer that was begun before and not finished is abandoned first. A list that names pages outside the middle,
+        unsorted pages or offsets that cannot be fails the layer in `layer_finish`.
         """
         empty = self._empty
-        in_use = tuple(t for t in (q, k, v, windows, out) if t is not None)
+        lists = (empty, empty, empty) if listed is None else listed
+        in_use = tuple(t for t in (q, k, v, windows, out, *lists) if t is not None)
         # Before the call: the workers may read these from its first moment on, and an interrupt may follow it.
         self._in_use += in_use
         self._tasks = self._layer_begin(
@@ -472,6 +476,7 @@ class NativeEngine:
             empty if owner is None else owner,
             scale,
             out,
+            *lists,
         )
         self._in_use = in_use
         return self._tasks
@@ -505,7 +510,8 @@ class NativeEngine:
         """Bytes that each task of the last layer read: [B, H, 2] int64, written: tile bytes, metadata bytes.
 
         Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
-        each once a group. The keys that single tokens were chosen by are not counted. What the guard adds is read by
+        each once a group. The keys that single tokens were chosen by are not counted, those of listed pages that were
+        ranked are. What the guard adds is read by
         itself, and counts once more where another head of the group has read it. What tasks read together counts for
         each of them. Valid as `result` is, and raises as it does.
         """

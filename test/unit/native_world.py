@@ -9,6 +9,7 @@ import torch
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers
+from fluxion_sglang.policy.base import Listed
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,12 +41,13 @@ class Request:
 
 @dataclass
 class Plan:
-    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None of one layer."""
+    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None, and lists, of a layer."""
 
     blk: torch.Tensor
     budget: torch.Tensor
     value: torch.Tensor
     owner: torch.Tensor | None = None
+    listed: Listed | None = None
 
 
 @dataclass
@@ -185,7 +187,9 @@ class NativeWorld:
             parts = torch.empty(batch, self.q_heads, 5)
             self.engine.layer_resident(layer, q, k, v, self.windows[layer], self.scale, parts)
             new = (None, None, None)
-        tasks = self.engine.layer_begin(layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner)
+        tasks = self.engine.layer_begin(
+            layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner, plan.listed
+        )
         for b, request in enumerate(requests):
             request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
             request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])

@@ -9,7 +9,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from world import World
 
-from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
+from fluxion_sglang.policy import base as policy
+from fluxion_sglang.policy.base import DecodeStep
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.failures import FailureGuard
@@ -78,8 +80,8 @@ def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
     backend = Backend(world)
     backend.forward({RUNNING: 900}, [])
     prefilled = queries(world, RUNNING)
-    policy = parse_spec("anchor")
-    world.decode([RUNNING], [policy])
+    anchor = parse_spec("anchor")
+    world.decode([RUNNING], [anchor])
     measured: list[int] = []
     measure = anchors.measure
     monkeypatch.setattr(anchors, "measure", lambda *args: measured.append(1) or measure(*args))
@@ -88,9 +90,9 @@ def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
     assert torch.equal(queries(world, RUNNING), prefilled)
     for got, want in world.decode([RUNNING], [parse_spec("full")]):
         assert torch.allclose(got.double(), want, atol=1e-4)
-    world.decode([RUNNING], [policy])
+    world.decode([RUNNING], [anchor])
     assert not measured, "the middle was measured again"
-    world.decode([NEW], [policy])
+    world.decode([NEW], [anchor])
     assert len(measured) == world.layers
     # A chunk of one token that was prefilled is an anchor like any other.
     backend.forward({RUNNING: 1}, [])
@@ -106,3 +108,90 @@ def test_a_row_that_another_request_took_over_has_no_anchor() -> None:
     backend.forward({NEW: 700, RUNNING: 1}, [RUNNING])
     assert [lengths[RUNNING] for lengths in world.engine.anchors._lengths] == [0] * world.layers
     assert [lengths[NEW] for lengths in world.engine.anchors._lengths] == [700] * world.layers
+
+
+class Diary(Policy):
+    """Reads everything, and writes down what it is told."""
+
+    needs = Needs.RESIDENTS
+    prefill_rows = 3
+
+    def __init__(self) -> None:
+        self.full = parse_spec("full")
+        self.told: list[tuple[Any, ...]] = []
+
+    def bind(self, world: policy.World) -> None:
+        super().bind(world)
+        self.told.append(("bound",))
+
+    def begin_step(self, step: DecodeStep) -> None:
+        assert step.page_table is not None and step.page_table.shape[0] == step.batch
+        self.full.begin_step(step)
+
+    def plan(self, layer: int, q: torch.Tensor, observed: policy.Observed = policy.UNSEEN) -> LayerPlan:
+        self.told.append(("plan", layer, q.clone(), observed.scale))
+        return self.full.plan(layer, q)
+
+    def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
+        self.told.append(("prefilled", layer, row, length, queries.shape[0]))
+
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self.told.append(("decoded", layer, q.clone(), out.clone()))
+
+    def released(self, row: int) -> None:
+        self.told.append(("released", row))
+
+    @property
+    def state_bytes(self) -> int:
+        return 7
+
+    def read(self) -> list[tuple[Any, ...]]:
+        told, self.told = self.told, []
+        return told
+
+
+def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_hands() -> None:
+    world = World(seed=5)
+    backend, diary = Backend(world), Diary()
+    backend.requests = RequestPolicies(diary)
+    backend.engine.policy = diary
+    backend.forward({RUNNING: 700}, [])
+    told = [("prefilled", layer, RUNNING, 700, 3) for layer in range(world.layers)]
+    assert diary.read() == [("bound",), *told], "nobody knew the row before"
+    backend.forward({RUNNING: 2}, [])
+    assert diary.read() == [("prefilled", layer, RUNNING, 702, 2) for layer in range(world.layers)]
+    backend.forward({NEW: 400, RUNNING: 1}, [RUNNING])
+    assert diary.read() == [("released", NEW), *(("prefilled", layer, NEW, 400, 3) for layer in range(world.layers))]
+    backend.table.req_generation[RUNNING] = 2
+    backend.forward({RUNNING: 50}, [])
+    assert diary.read()[0] == ("released", RUNNING)
+    backend.engine.forget(NEW)
+    assert diary.read() == [("released", NEW)]
+    assert backend.engine.state_bytes == 7
+    del diary, backend.requests
+    backend.engine.policy = parse_spec("full")
+    backend.engine._policy, backend.engine._policies = backend.engine.policy, ()
+    assert backend.engine.state_bytes == 0, "a policy that nobody has any more is not kept"
+
+
+def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:
+    world = World(seed=6)
+    for row in (1, 2, 3):
+        world.extend(row, 400 + 50 * row)
+    diary = Diary()
+    world.decode([1, 2, 3], [parse_spec("full"), diary, diary])
+    told = diary.read()
+    assert [entry[:2] for entry in told] == [
+        ("bound",),
+        *((name, layer) for layer in range(world.layers) for name in ("plan", "decoded")),
+    ]
+    for _, layer, q, *rest in told[1:]:
+        assert torch.equal(q, world.queries[layer][1:])
+        if isinstance(rest[0], float):
+            assert rest[0] == world.scale
+        else:
+            assert rest[0].shape == q.shape
+    other = World(seed=6)
+    other.extend(1, 400)
+    other.decode([1], [diary])
+    assert diary.read()[0] == ("bound",), "another engine"

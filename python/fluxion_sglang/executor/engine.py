@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 
@@ -14,7 +15,7 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine
-from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Needs, Observed, Policy
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
 from fluxion_sglang.predictor.features import COUNT, PARTS
@@ -90,6 +91,9 @@ class DecodeEngine:
         )
         self._guarded = guard is not None
         self.anchors = Anchors(pool, windows.rows, q_heads)
+        self._world = World(pool, windows, q_heads, windows.rows)
+        self._bound: WeakSet[Policy] = WeakSet()
+        self._bind(policy)
         self._step: DecodeStep | None = None
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
         self._owner: torch.Tensor | None = None  # of tasks that the scheduler leaves to anyone
@@ -97,6 +101,36 @@ class DecodeEngine:
         self._policies: Sequence[Policy] = ()
         self._needs = Needs.NOTHING
         self._anchored: Sequence[Criterion | None] = ()  # of each request: what its anchor is measured for
+
+    def _bind(self, policy: Policy) -> None:
+        if policy.world is not self._world:
+            policy.bind(self._world)
+        self._bound.add(policy)
+
+    def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor, policy: Policy | None = None) -> None:
+        """A chunk was prefilled, and the host pool has it.
+
+        Args:
+            row, length: of the request, all its tokens so far.
+            queries: [T, Hq, D] of the chunk's tokens, T at least 1.
+            policy: the request's; None: the engine's.
+        """
+        self.anchors.note(layer, row, length, queries[-1])
+        policy = policy or self.policy
+        if policy.prefill_rows:
+            self._bind(policy)
+            policy.prefilled(layer, row, length, queries[-policy.prefill_rows :])
+
+    def forget(self, row: int) -> None:
+        """The row has another request than before, or one that came without a prefill."""
+        self.anchors.forget(row)
+        for policy in self._bound:
+            policy.released(row)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that the policies remember requests in."""
+        return sum(policy.state_bytes for policy in self._bound)
 
     def begin_step(
         self,
@@ -115,11 +149,15 @@ class DecodeEngine:
             ValueError: there are more or fewer policies than requests.
         """
         pool = self.pool
-        step = DecodeStep.build(rows, seq_lens, pool.placement, pool.shape.kv_heads, self.q_heads, pool.workers)
+        step = DecodeStep.build(
+            rows, seq_lens, pool.placement, pool.shape.kv_heads, self.q_heads, pool.workers, page_table
+        )
         if policies is not None and len(policies) != step.batch:
             raise ValueError(f"the step has {step.batch} requests and {len(policies)} policies; give one a request.")
         self.native.step(step.rows, step.seq_lens, page_table)
         self._policies = policies or [self.policy] * step.batch
+        for policy in policies or ():
+            self._bind(policy)
         self._needs = max((policy.needs for policy in self._policies), default=Needs.NOTHING)
         self._anchored = [p.criterion if p.needs is Needs.FEATURES else None for p in self._policies]
         self._policy = compose(self._policies) if policies else self.policy
@@ -149,7 +187,9 @@ class DecodeEngine:
         new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])
         value, owner = self.scheduler(plan, self._step, self._executor_ids)
         owner = self._owner if owner is None else owner
-        self.native.layer_begin(layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner)
+        self.native.layer_begin(
+            layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner, plan.listed
+        )
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:
             for executor in self.executors:
@@ -159,6 +199,7 @@ class DecodeEngine:
             self.native.abandon()
             raise
         self.native.layer_finish()
+        self._policy.decoded(layer, q, out)
         return out
 
     def _observe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Observed:
@@ -203,7 +244,7 @@ class DecodeEngine:
                         [policy.criterion],
                     )
                     budgets[i] = found.budgets[0, :, 0]
-        return Observed(features, budgets)
+        return Observed(features, budgets, scale)
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of what decoding did (`NativeEngine.stats`)."""

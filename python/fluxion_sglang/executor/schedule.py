@@ -16,7 +16,7 @@ import torch
 
 from fluxion_sglang import config
 from fluxion_sglang.executor.base import ExecutorId
-from fluxion_sglang.policy.base import DecodeStep, LayerPlan
+from fluxion_sglang.policy.base import LISTED, DecodeStep, LayerPlan
 
 
 class Schedule(NamedTuple):
@@ -77,6 +77,8 @@ SCHEDULERS: dict[str, Scheduler] = dict(
 def _tasks(plan: LayerPlan, step: DecodeStep) -> torch.Tensor:
     """[B, H] bool: the groups that make a task, as the native engine counts them."""
     wanted = (plan.budget > 0).view(step.batch, step.kv_heads, step.q_heads // step.kv_heads).any(-1)
+    if plan.listed is not None:
+        wanted &= (plan.blk != LISTED) | (plan.listed.offsets.diff().view_as(plan.blk) > 0)
     return (plan.blk != 0) & (step.middle > 0).unsqueeze(1) & wanted
 
 

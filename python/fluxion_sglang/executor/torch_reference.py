@@ -14,6 +14,7 @@ import torch
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.policy.base import LISTED
 
 
 def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
@@ -88,8 +89,11 @@ class TorchReferenceExecutor(Executor):
         group = work.group
         heads = slice(h * group, (h + 1) * group)
         q = work.q[b, heads].float()
-        tokens = work.plan.blk[b, h] == 1
-        chosen = self.select_tokens(work, b, h, q) if tokens else self.select(work, b, h, q)
+        blk, ranked_keys = int(work.plan.blk[b, h]), 0
+        if blk == LISTED:
+            chosen, ranked_keys = self.select_listed(work, b, h, q)
+        else:
+            chosen = self.select_tokens(work, b, h, q) if blk == 1 else self.select(work, b, h, q)
         o = torch.zeros_like(q)
         lse = torch.full((group,), -torch.inf)
         for g, positions in enumerate(chosen):
@@ -100,8 +104,8 @@ class TorchReferenceExecutor(Executor):
             lse[g] = scores.logsumexp(0)
             o[g] = (scores - lse[g]).exp() @ v.float()
         pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
-        tile_bytes = len(set().union(*chosen)) * pair
-        metadata_bytes = 0 if tokens else int(work.step.middle[b]) // PAGE * pair
+        tile_bytes = len(set().union(*chosen)) * pair + ranked_keys * pair // 2
+        metadata_bytes = 0 if blk in (1, LISTED) else int(work.step.middle[b]) // PAGE * pair
         return o, lse, sum(map(len, chosen)), tile_bytes, metadata_bytes
 
     def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +123,26 @@ class TorchReferenceExecutor(Executor):
         budgets = work.plan.budget[b, h * work.group : (h + 1) * work.group].tolist()
         counts = [blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0 for budget in budgets]
         return [sorted(row[:count].tolist()) for row, count in zip(order, counts, strict=True)]
+
+    def select_listed(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
+        """Positions that each head of the group lists, or the best of them; how many keys were ranked for it."""
+        assert work.plan.listed is not None
+        offsets, pages, masks = work.plan.listed
+        group, middle = work.group, int(work.step.middle[b])
+        at = slice(*offsets[b * work.step.kv_heads + h :][:2].tolist())
+        rows = list(zip(pages[at].tolist(), masks[at].tolist(), strict=True))
+        chosen: list[list[int]] = []
+        ranked_pages: set[int] = set()
+        for g, budget in enumerate(work.plan.budget[b, h * group : (h + 1) * group].tolist()):
+            listed = [page * PAGE + t for page, row in rows for t in range(PAGE) if row[g] >> t & 1]
+            count = blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0
+            if 0 < count < len(listed):
+                keys, _ = self.rows(work, b, h, listed)
+                best = torch.sort(keys.float() @ q[g], descending=True, stable=True).indices[:count]
+                ranked_pages |= {position // PAGE for position in listed}
+                listed = sorted(listed[i] for i in best.tolist())
+            chosen.append(listed if count else [])
+        return chosen, len(ranked_pages) * PAGE
 
     def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
         """Positions of the blocks that each head of the group attends to, in ascending order."""

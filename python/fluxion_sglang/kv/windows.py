@@ -52,6 +52,10 @@ class Windows:
         wrong = (self._generation[rows] != generations) | (self._length[rows] != lengths)
         return [int(i) for i in wrong.nonzero().flatten()]
 
+    def taken_over(self, rows: torch.Tensor, generations: torch.Tensor) -> list[int]:
+        """Indices into the batch whose row last had a request of another generation; arguments as in `mark`."""
+        return [int(i) for i in (self._generation[rows] != generations).nonzero().flatten()]
+
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
         """Refill every layer of a row from the host for a request of n tokens."""
         for layer in range(len(self.layers)):

@@ -2,7 +2,14 @@
 
 A policy decides, for every group of every request in a layer, the block size, each head's budget, and the priority of
 the task; it neither selects pages nor computes attention. Budgets are fractions of the middle, so a policy needs no
-knowledge of pages; executors turn them into selections, the one currency between the two sides.
+knowledge of pages; executors turn them into selections, the one currency between the two sides. A policy that keeps
+its own account of tokens lists them instead (`Listed`).
+
+Most policies are functions of a step. One that remembers, keeps its state by the row of SGLang's request table, and
+must do with four facts: a row's tokens are prefilled in chunks (`prefilled`) and decoded one by one (`plan`,
+`decoded`); when the row has another request, or one that came without a prefill, all it had is void (`released`);
+a row may decode that it has never heard of; and between two of its steps a row may gain tokens that it did not see. So
+state that is missing or behind is made anew from the step at hand, never an error.
 """
 
 from __future__ import annotations
@@ -10,12 +17,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
+
+LISTED: Final = -1
+"""The block size of a group that reads what its plan lists."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a policy with state may use of the engine that it serves.
+
+    Attributes:
+        pool: holds every token of every request.
+        windows: hold the residents; with `Needs.RESIDENTS` those of a step's own token, too.
+        q_heads: query heads of this process.
+        rows: rows of SGLang's request table: state of a request belongs to one of them.
+    """
+
+    pool: HostPool
+    windows: Windows
+    q_heads: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -28,6 +57,7 @@ class DecodeStep:
         middle: [B] int32, tokens of each request's middle.
         kv_heads: KV heads of this process; q_heads: query heads of this process.
         workers: threads that a policy may plan with; they are idle between `begin_step` and a plan's execution.
+        page_table: [B, M] int32, physical page of every logical page; of this step alone.
     """
 
     rows: torch.Tensor
@@ -36,6 +66,7 @@ class DecodeStep:
     kv_heads: int
     q_heads: int
     workers: Workers | None = None
+    page_table: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -46,13 +77,36 @@ class DecodeStep:
         kv_heads: int,
         q_heads: int,
         workers: Workers | None = None,
+        page_table: torch.Tensor | None = None,
     ) -> DecodeStep:
         middle = torch.tensor([placement.middle(int(n)) for n in seq_lens], dtype=torch.int32)
-        return cls(rows.to(torch.int32), seq_lens.to(torch.int32), middle, kv_heads, q_heads, workers)
+        return cls(rows.to(torch.int32), seq_lens.to(torch.int32), middle, kv_heads, q_heads, workers, page_table)
 
     @property
     def batch(self) -> int:
         return self.rows.numel()
+
+
+class Listed(NamedTuple):
+    """Tokens that a plan names one by one; contiguous CPU tensors.
+
+    A head with a budget of at least 1 attends to all tokens it lists; one with less, above 0, to the
+    ceil(budget * middle) of them with the largest exact q.k (of equal scores the earlier token); one with 0 to none.
+    Heads of a group share the reading of a page, and each attends to its own tokens alone, whatever `attend_union`
+    says. Bytes read are the rows of K and V that some head attends to, and the keys of the pages that were ranked.
+
+    Pages that are unsorted or outside the middle, and offsets that cannot be, fail the layer.
+
+    Attributes:
+        offsets: [B * H + 1] int64: the group of request b and KV head h has entries offsets[b * H + h] to
+            offsets[b * H + h + 1]; a group without any makes no task.
+        pages: [n] int32, logical pages of the request, ascending within a group, in its middle.
+        masks: [n, G] uint16: bit t of a head = it lists token t of the page.
+    """
+
+    offsets: torch.Tensor
+    pages: torch.Tensor
+    masks: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -61,15 +115,17 @@ class LayerPlan:
 
     Attributes:
         blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; 1 selects single
-            tokens by their exact scores, each head its own.
+            tokens by their exact scores, each head its own; `LISTED` reads what `listed` has.
         budget: [B, Hq] float32, fraction of the middle's tokens that each head reads; >= 1 is everything, 0 a
             streaming head.
         value: [B, H] float32, the task's priority: larger runs earlier.
+        listed: the tokens of groups of block size `LISTED`.
     """
 
     blk: torch.Tensor
     budget: torch.Tensor
     value: torch.Tensor
+    listed: Listed | None = None
 
 
 def unplanned(step: DecodeStep) -> LayerPlan:
@@ -117,9 +173,11 @@ class Needs(IntEnum):
     """What a policy has to see of a layer before it plans."""
 
     NOTHING = 0
-    FEATURES = 1
+    RESIDENTS = 1
+    """That the step's token is in the pool and the windows, and the residents are attended to."""
+    FEATURES = 2
     """The 41 features of every head, which rest on the anchor query and on attention to sinks and window."""
-    BUDGETS = 2
+    BUDGETS = 3
     """The least budgets of this very step. They take reading everything: for measurements, not for serving."""
 
 
@@ -133,10 +191,12 @@ class Observed:
         features: [B, Hq, 41] float32 (`predictor/features.py`); None unless a policy needs them.
         budgets: [B, Hq, 5] float32, least budgets for blocks of 1, 16, 32, 64 and 128 tokens under the policy's
             criterion; None unless a policy needs them.
+        scale: multiplies q.k; None unless a policy needs the residents.
     """
 
     features: torch.Tensor | None = None
     budgets: torch.Tensor | None = None
+    scale: float | None = None
 
 
 UNSEEN = Observed()
@@ -150,12 +210,38 @@ class Policy(ABC):
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
         yardstick: it reads every key to decide: to measure by, not to serve with.
+        prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
+        world: what it was bound to.
     """
 
     spec: str = ""
     needs: Needs = Needs.NOTHING
     criterion: Criterion = Criterion()
     yardstick: bool = False
+    prefill_rows: int = 0
+    world: World | None = None
+
+    def bind(self, world: World) -> None:
+        """Called by an engine before anything else; by another engine again, and then it starts anew."""
+        self.world = world
+
+    def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:  # noqa: B027
+        """A chunk of the request in `row` was prefilled; all its `length` tokens so far are in the host pool.
+
+        Args:
+            queries: [m, Hq, D], those of the last m tokens: `prefill_rows`, or what the chunk has.
+        """
+
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:  # noqa: B027
+        """`layer` of the current step is done. q: as `plan` had it. out: [B, Hq, D], the attention's output."""
+
+    def released(self, row: int) -> None:  # noqa: B027
+        """What is known of `row` is void: it has another request, or one that came without a prefill."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that its state takes."""
+        return 0
 
     @abstractmethod
     def begin_step(self, step: DecodeStep) -> None:

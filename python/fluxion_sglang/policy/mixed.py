@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Listed, Observed, Policy
 
 
 def compose(policies: Sequence[Policy]) -> Policy:
@@ -35,7 +35,15 @@ class MixedPolicy(Policy):
     def begin_step(self, step: DecodeStep) -> None:
         self._whole = None
         for policy, at in self._parts:
-            policy.begin_step(replace(step, rows=step.rows[at], seq_lens=step.seq_lens[at], middle=step.middle[at]))
+            table = None if step.page_table is None else step.page_table[at]
+            part = replace(
+                step, rows=step.rows[at], seq_lens=step.seq_lens[at], middle=step.middle[at], page_table=table
+            )
+            policy.begin_step(part)
+
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        for policy, at in self._parts:
+            policy.decoded(layer, q[at], out[at])
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         plans = [policy.plan(layer, q[at], _part(observed, at)) for policy, at in self._parts]
@@ -46,14 +54,36 @@ class MixedPolicy(Policy):
 
     def _scatter(self, plans: list[LayerPlan], batch: int) -> LayerPlan:
         first = plans[0]
-        whole = LayerPlan(
-            *(torch.empty(batch, part.shape[1], dtype=part.dtype) for part in (first.blk, first.budget, first.value))
+        blk, budget, value = (
+            torch.empty(batch, part.shape[1], dtype=part.dtype) for part in (first.blk, first.budget, first.value)
         )
+        whole = LayerPlan(blk, budget, value, self._joined(plans, batch, first.blk.shape[1]))
         for (_, at), plan in zip(self._parts, plans, strict=True):
             whole.blk[at], whole.budget[at], whole.value[at] = plan.blk, plan.budget, plan.value
         return whole
 
+    def _joined(self, plans: list[LayerPlan], batch: int, kv_heads: int) -> Listed | None:
+        """The lists of all plans as one: those of a request follow one another in both."""
+        parts = [
+            (at.tolist(), plan.listed)
+            for (_, at), plan in zip(self._parts, plans, strict=True)
+            if plan.listed is not None
+        ]
+        if not parts:
+            return None
+        counts = torch.zeros(batch, kv_heads, dtype=torch.int64)
+        of: dict[int, tuple[Listed, int, int]] = {}
+        for at, listed in parts:
+            counts[at] = listed.offsets.diff().view(-1, kv_heads)
+            starts = listed.offsets[::kv_heads].tolist()
+            of |= {b: (listed, *ends) for b, *ends in zip(at, starts[:-1], starts[1:], strict=True)}
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.flatten().cumsum(0)])
+        pieces = [of[b] for b in sorted(of)]
+        pages = torch.cat([listed.pages[first:end] for listed, first, end in pieces])
+        masks = torch.cat([listed.masks[first:end] for listed, first, end in pieces])
+        return Listed(offsets, pages, masks)
+
 
 def _part(observed: Observed, at: torch.Tensor) -> Observed:
     features, budgets = (None if tensor is None else tensor[at] for tensor in (observed.features, observed.budgets))
-    return Observed(features, budgets)
+    return Observed(features, budgets, observed.scale)

@@ -21,6 +21,7 @@ from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
 from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.metrics import EngineMetrics
+from fluxion_sglang.policy import Policy
 from fluxion_sglang.predictor.recorder import IDENTITY, Recorder
 from fluxion_sglang.sglang import compat, predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
@@ -86,7 +87,7 @@ class FluxionAttnBackend(AttentionBackend):
             (folder / IDENTITY).write_text(
                 json.dumps(dataclasses.asdict(predictors.identity(pool.config, runner))) + "\n"
             )
-        self._extends: list[tuple[ExtendRequest, Mapping[str, Any] | None]] = []
+        self._extends: list[tuple[ExtendRequest, Mapping[str, Any] | None, Policy | None]] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
@@ -106,7 +107,7 @@ class FluxionAttnBackend(AttentionBackend):
         generations = self.table.req_generation[rows]
         for i in self.pool.windows.stale(rows, generations, lengths - 1):
             self.pool.windows.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
-            self.engine.anchors.forget(int(rows[i]))
+            self.engine.forget(int(rows[i]))
         self.engine.begin_step(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
         self.pool.windows.mark(rows, generations, lengths)
@@ -115,18 +116,21 @@ class FluxionAttnBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
         pages = page_table(self.table.req_to_token, rows, int(lengths.max()))
-        rows, riding = rows.cpu(), self.requests.riding
+        rows, riding = rows.cpu(), set(self.requests.riding)
         generations = self.table.req_generation[rows]
-        for i in self.pool.windows.stale(rows, generations, lengths - 1):
-            if i in riding:
-                self.engine.anchors.forget(int(rows[i]))
+        gone = set(self.pool.windows.taken_over(rows, generations))
+        gone |= riding & set(self.pool.windows.stale(rows, generations, lengths - 1))
+        for i in sorted(gone):
+            self.engine.forget(int(rows[i]))
+        policies = self.requests.current
         self._extends = []
         offset = 0
         for i, (start, count) in enumerate(
             zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
         ):
             extend = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], i in riding)
-            self._extends.append((extend, self.requests.recorded[i] if self.recorder is not None else None))
+            wishes = self.requests.recorded[i] if self.recorder is not None else None
+            self._extends.append((extend, wishes, None if policies is None else policies[i]))
             offset += int(count)
         self.pool.windows.mark(rows, generations, lengths)
 
@@ -160,7 +164,7 @@ class FluxionAttnBackend(AttentionBackend):
         index = self._index(layer)
         out = self.failures.run(lambda: self.engine.decode(index, q, k, v, layer.scaling))
         if self.metrics is not None and index == self.pool.layer_num - 1:
-            self.metrics.update(self.engine.stats())
+            self.metrics.update(self.engine.stats(), self.engine.state_bytes)
         return self._flat(out, q)
 
     @staticmethod
@@ -174,13 +178,13 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         out = torch.empty_like(q)
-        for request, wishes in self._extends:
+        for request, wishes, policy in self._extends:
             tokens = request.tokens
             if request.stop > request.start:
                 out[tokens] = extend_attention(self.pool.host, layer, request, q[tokens], k[tokens], v[tokens], scale)
                 self.pool.host.append(layer, request.pages, request.start, k[tokens], v[tokens])
                 if not request.decodes:
-                    self.engine.anchors.note(layer, request.row, request.stop, q[tokens][-1])
+                    self.engine.prefilled(layer, request.row, request.stop, q[tokens], policy)
                 if self.recorder is not None and wishes is not None:
                     self.recorder.observe(layer, wishes, request, q[tokens], scale)
             self.pool.windows.fill(layer, request.row, request.stop, request.pages)

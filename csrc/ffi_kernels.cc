@@ -208,6 +208,16 @@ void k_block_mass(const String& isa, TensorView scores, TensorView heads, int64_
                   static_cast<int>(last_tokens), static_cast<float*>(mass.data_ptr()));
 }
 
+void k_add_weights(const String& isa, TensorView scores, double scale, double lse, double keep, double take,
+                   TensorView sum) {
+  const Argument values{"scores", scores};
+  values.require(kFloat32, {-1});
+  Argument{"sum", sum}.require(kFloat32, {scores.size(0)});
+  table_of(isa, DType::kF32)
+      .add_weights(values.data<float>(), values.count(), static_cast<float>(scale), static_cast<float>(lse),
+                   static_cast<float>(keep), static_cast<float>(take), static_cast<float*>(sum.data_ptr()));
+}
+
 void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
               TensorView masks, TensorView o, TensorView lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
@@ -323,6 +333,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score, k_score);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_tokens, k_score_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_select, k_select);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);

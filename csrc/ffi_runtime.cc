@@ -41,27 +41,6 @@ TokenView token_view(const HostPool& pool, const TensorView& t, const char* name
   return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
 }
 
-WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {
-  const PoolShape& s = pool.shape();
-  expect(t, "window", kv_type(pool), {s.kv_heads, -1, 2, kPage, s.head_dim}, 4);
-  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0) {
-    Raise("ValueError") << "sinks is " << sinks << " and window is " << window
-                        << "; both must be multiples of 16, and window at least 16.";
-  }
-  WindowView w;
-  w.data = data<char>(t);
-  w.head_stride = t.size(1) * s.tile_bytes();
-  if (s.kv_heads > 1) w.head_stride = t.stride(0) * s.element();
-  w.sink_pages = static_cast<int>(sinks / kPage);
-  w.ring_pages = static_cast<int>(window / kPage) + 1;
-  if (t.size(1) % w.slot_pages() != 0) {
-    Raise("ValueError") << "window has " << t.size(1) << " pages a head, which is no multiple of the "
-                        << w.slot_pages() << " pages of a row (sinks, window and one page).";
-  }
-  w.rows = static_cast<int>(t.size(1) / w.slot_pages());
-  return w;
-}
-
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
   for (int64_t v : {layers, kv_heads, pages, head_dim, sink_pages}) {

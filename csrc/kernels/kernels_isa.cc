@@ -14,6 +14,7 @@
 #include "kernels/select.h"
 #include "kernels/table.h"
 #include "kernels/walk.h"
+#include "kernels/weights.h"
 
 #define FLUXION_STRING_OF(x) #x
 #define FLUXION_STRING(x) FLUXION_STRING_OF(x)
@@ -28,6 +29,7 @@ constexpr KernelTable make_table() {
           score_tokens<T>,
           select,
           block_mass,
+          add_weights,
           attend<T>,
           page_minmax<T>,
           merge_minmax<T>,

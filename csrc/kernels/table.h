@@ -64,6 +64,10 @@ struct KernelTable {
   void (*block_mass)(const float* scores, const uint16_t* heads, uint16_t bits, int n, float scale,
                      int tokens, int first_tokens, int last_tokens, float* mass);
 
+  // sum[i] = keep * sum[i] + take * e^(scale * scores[i] - lse), the power at most 1; of a NaN 0. Where keep
+  // is 0, what sum held is not used. n >= 0.
+  void (*add_weights)(const float* scores, int n, float scale, float lse, float keep, float take, float* sum);
+
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //
   // q: KV dtype [G][D]. Tile i starts at tiles + pages[i] * 2 * 16 * D elements.

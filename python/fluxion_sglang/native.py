@@ -37,6 +37,8 @@ _BLOCKING = frozenset(
         "pool_fill_window",
         "pool_gather",
         "measure",
+        "hgca_establish",
+        "hgca_step",
         "host_memory",
         "probe_read",
         "probe_attend",

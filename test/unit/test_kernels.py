@@ -199,6 +199,29 @@ def test_block_mass_of_many_and_of_nothing(isa: str, n: int) -> None:
 
 
 @isas
+@few
+@given(
+    seed=seeds,
+    n=st.integers(0, 70),
+    size=st.sampled_from([0.1, 10.0, 1e3, 3e38]),
+    keep=st.sampled_from([0.0, 0.9, 1.0]),
+    take=st.sampled_from([0.0, 0.1, 1.0]),
+    special=st.sampled_from([NAN, INF, -INF, 0.0]),
+)
+def test_add_weights(isa: str, seed: int, n: int, size: float, keep: float, take: float, special: float) -> None:
+    torch.manual_seed(seed)
+    scores, scale = size * (torch.rand(n) * 2 - 1), 0.25
+    scores[torch.randint(0, n, (1,)) if n else torch.empty(0, dtype=torch.long)] = special
+    lse = float(torch.where(scores.isnan(), -INF, scores * scale).logsumexp(0).clamp(-1e38, 1e38)) if n else 0.0
+    sums = torch.cat([torch.rand(n) if keep else torch.full((n,), NAN), torch.full((16,), 7.0)])
+    weights = torch.where(scores.isnan(), 0.0, (scores.double() * scale - lse).clamp(max=0.0).exp())
+    want = (sums[:n].double() * keep if keep else 0.0) + take * weights
+    k("add_weights")(isa, scores, scale, lse, keep, take, sums[:n])
+    torch.testing.assert_close(sums[:n].double(), want, rtol=2e-4, atol=1e-7)
+    assert (sums[n:] == 7.0).all()
+
+
+@isas
 @dtypes
 @few
 @given(seed=seeds, D=head_dims, n=st.integers(2, 40), size=st.sampled_from([0.3, 1.0, 3.0]), read=st.floats(0.0, 1.0))

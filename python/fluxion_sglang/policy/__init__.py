@@ -15,6 +15,7 @@ from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.base import Criterion, DecodeStep, Deviation, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.fluxion import FluxionPolicy
+from fluxion_sglang.policy.hgca import HgcaPolicy
 from fluxion_sglang.policy.labels import LabelsPolicy
 from fluxion_sglang.policy.oracle import OraclePolicy
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
@@ -44,11 +45,13 @@ AUTO: Final = "auto"
 
 _LEGAL = (
     '"full", "streaming", "fixed:BLK:BUDGET", "oracle:BUDGET", "fluxion", "anchor", "labels" (each of the three also '
-    'as NAME:TAU and NAME:TAU:BLK[:all], BLK also any), "score95", "output10", "labels:score95" or "labels:output10" '
-    "(BLK 16, 32, 64 or 128 tokens; BUDGET and TAU fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10)"
+    'as NAME:TAU and NAME:TAU:BLK[:all], BLK also any), "score95", "output10", "labels:score95", "labels:output10" '
+    'or "hgca[:BETA[:ALPHA]]" (BLK 16, 32, 64 or 128 tokens; BUDGET and TAU fractions in (0, 1], as in fixed:16:0.05 '
+    "and anchor:0.10; BETA at least 0, ALPHA from 0 to 1)"
 )
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
+_LARGEST: Final = torch.finfo(torch.float32).max
 _SHOWN = 60
 """Characters of a wrong spec that its error repeats: it may come from a client."""
 
@@ -133,6 +136,13 @@ def _named(name: str, *args: str) -> Build | None:
             choice = _choice(*chosen)
             if choice is not None:
                 return _given(_fraction(tau), lambda limit, context: _by_tau(name, context, limit, choice))
+        case ("hgca",):
+            return lambda _: HgcaPolicy()
+        case "hgca", beta:
+            return _given(_number(beta), lambda share, _: HgcaPolicy(share))
+        case "hgca", beta, alpha:
+            above, newest = _number(beta), _number(alpha, 1.0)
+            return None if above is None or newest is None else lambda _: HgcaPolicy(above, newest)
     return None
 
 
@@ -152,6 +162,12 @@ def _choice(blocks: str = _ANY, heads: str | None = None, *more: str) -> Choice 
     if more or heads not in (None, "all") or blocks not in (_ANY, *map(str, BLOCKS)):
         return None
     return Choice(BLOCKS if blocks == _ANY else (int(blocks),), heads == "all")
+
+
+def _number(text: str, most: float = _LARGEST) -> float | None:
+    """The number in [0, most] that `text` spells, or None."""
+    number = float(text) if _NUMBER.fullmatch(text) else _LARGEST * 2
+    return number if number <= most else None
 
 
 def _fraction(text: str) -> float | None:

@@ -25,6 +25,9 @@ SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
 LARGE = "full,fixed:16:0.35,fixed:16:0.50,fluxion"
 GUARDED = "full,fixed:16:0.02,anchor,fluxion"
+# In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
+HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
+RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
 # Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
@@ -39,6 +42,13 @@ QUALITY = {
     },
     "far": ["--suite", "ruler", "--lengths", "16k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
     "extraction": ["--suite", "extraction", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
+    **{
+        f"hgca_{share}": [
+            *("--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", HGCA),
+            *("--fluxion-config", f'{{"window": {window}}}'),
+        ]
+        for share, window in RESIDENT.items()
+    },
     "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
 }
 

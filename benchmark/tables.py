@@ -16,6 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 import common
+from hgca_tables import HGCA_TABLES
 from one_batch import BEST_FIXED
 from rendering import link, nothing, result_files, table, where
 from roofline_tables import ROOFLINE_TABLES
@@ -27,7 +28,7 @@ from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
     *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
-    *("docs/scheduling.md", "docs/speed.md", "docs/executor.md"),
+    *("docs/scheduling.md", "docs/speed.md", "docs/executor.md", "docs/rivals.md"),
     "models/needle/README.md",
 )
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
@@ -330,6 +331,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "calibration": calibration,
     "block_scores": block_scores,
     **ROOFLINE_TABLES,
+    **HGCA_TABLES,
 }
 
 

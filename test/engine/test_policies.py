@@ -18,7 +18,7 @@ from server import Completion, Server
 from fluxion_sglang import audit
 
 LENGTH, NEW = 1800, 48
-SPECS = [None, "fixed:16:0.1", "oracle:0.05", "streaming", "oracle:1", "fixed:64:1"]
+SPECS = [None, "fixed:16:0.1", "oracle:0.05", "streaming", "oracle:1", "fixed:64:1", "hgca:0.5", "hgca:0"]
 
 
 def sampling(policy: Any, new: int = NEW) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class TestOwnPolicies:
 
     def test_policies_differ_and_agree_as_they_should(self, alone: dict[str | None, list[int]]) -> None:
         assert all(len(tokens) == NEW for tokens in alone.values())
-        assert alone["oracle:1"] == alone["fixed:64:1"] == alone[None]
+        assert alone["oracle:1"] == alone["fixed:64:1"] == alone["hgca:0"] == alone[None]
         # The first token is the prefill's, which is exact under every policy.
         assert {tokens[0] for tokens in alone.values()} == {alone[None][0]}
         assert alone["streaming"] != alone[None]
@@ -160,7 +160,7 @@ class TestOwnPolicies:
             assert len(mine[mine["layer"] == 0]) == len(mine[mine["layer"] == 1])
             assert sorted(set(mine["length"]))[: NEW - 1] == list(range(LENGTH + 1, LENGTH + NEW))
             fractions[spec] = mine["tile_bytes"] / mine["kv_bytes"]
-            if spec in (None, "oracle:1", "fixed:64:1"):
+            if spec in (None, "oracle:1", "fixed:64:1", "hgca:0"):
                 assert (fractions[spec] == 1).all() and mine["error"].max() < 1e-5
             else:
                 assert mine["error"].max() > 1e-3

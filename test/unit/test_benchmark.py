@@ -34,8 +34,8 @@ HEADER = {
 }
 
 
-def write(results: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    common.save(results / "box" / name, {**HEADER, "rows": rows})
+def write(results: Path, name: str, rows: list[dict[str, Any]], **header: Any) -> None:
+    common.save(results / "box" / name, {**HEADER, **header, "rows": rows})
 
 
 def row(policy: str, tpot: float, turn: int = 0, model: str = "m") -> dict[str, Any]:
@@ -160,6 +160,19 @@ def test_only_models_with_a_predictor_are_asked_for_fluxion() -> None:
     assert one_batch.serves("needle", "fluxion") and one_batch.serves("needle", "fluxion:0.05")
     assert not one_batch.serves("llama-slice", "fluxion")
     assert all(one_batch.serves("llama-slice", policy) for policy in one_batch.POLICIES if policy != "fluxion")
+
+
+def test_perplexities_of_hgca_stand_by_share_and_beta(tmp_path: Path) -> None:
+    rows = [
+        {"task": "words", "length": 4096, "policy": policy, "score": score, "read_fraction": 0.5}
+        for policy, score in (("full", 20.0), ("hgca:0.25", 20.5), ("hgca:1", 2e7))
+    ]
+    for share, window in (("0.50", 1984), ("0.25", 960)):
+        header = {"model": {"id": "m"}, "policies": ["full", "hgca:0.25", "hgca:1"], "samples": 8, "dtype": "float32"}
+        write(tmp_path, f"quality_hgca_{share}.json", rows, **header, config={"window": window})
+    text = tables.TABLES["hgca_perplexity"](tmp_path)
+    assert text.index("| words | 4,096 | [0.25](") < text.index("| words | 4,096 | [0.50](")
+    assert "| beta 0.25 | beta 1 |" in text and "| 20.000 | 20.500 (50%) | 2.0e+07 (50%) |" in text
 
 
 def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:

@@ -328,3 +328,42 @@ def test_specs(spec: str) -> None:
 def test_bad_specs(spec: str) -> None:
     with pytest.raises(ValueError, match="hgca"):
         parse_spec(spec)
+
+
+def test_any_executor_reads_the_sets() -> None:
+    outs, read = [], []
+    for executors in ("cpu", "cpu+torch"):
+        world = World(seed=8, executors=executors, policy="hgca:0.5", workers=2 if executors == "cpu" else 1)
+        for row, length in ((1, 700), (2, 1200)):
+            world.extend(row, length)
+        outs.append([got for _ in range(20) for got, _ in world.decode([1, 2])])
+        stats = world.engine.native.stats()
+        read.append([stats[name] for name in ("tokens_read", "tile_bytes", "metadata_bytes")])
+        assert stats["tasks_cpu" if executors == "cpu+torch" else "tasks_torch"] == 0
+    assert read[0] == read[1] and read[0][0] > 0
+    for native, torch_ in zip(*outs, strict=True):
+        torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_request_that_cannot_be_read_fails_the_layer_and_harms_no_state(heads: int) -> None:
+    told = Told(0.5, 0.1, layers=1, heads=heads)
+    for row in (1, 2):
+        told.prefill(row, 300)
+    told.decode(1, 2)
+    world = told.world
+    good, world.pages[1][5] = world.pages[1][5], world.pool.pages + 5
+    with pytest.raises(RuntimeError, match="page"):
+        world.decode([1], [told.policy])
+    world.pages[1][5] = good
+    world.engine.forget(1)  # its token was not appended, and SGLang ends such a request
+    for _ in range(20):
+        told.decode(2)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta"), [(-0.1, 1.0), (1.1, 1.0), (0.1, -1.0), (0.1, float("inf")), (0.1, float("nan"))]
+)
+def test_numbers_that_cannot_be_are_refused(alpha: float, beta: float) -> None:
+    with pytest.raises(ValueError, match=r"alpha is|beta is"):
+        World().engine._bind(HgcaPolicy(beta, alpha))

@@ -216,6 +216,23 @@ void k_add_weights(const String& isa, TensorView scores, double scale, double ls
   table_of(isa, DType::kF32)
       .add_weights(values.data<float>(), values.count(), static_cast<float>(scale), static_cast<float>(lse),
                    static_cast<float>(keep), static_cast<float>(take), static_cast<float*>(sum.data_ptr()));
+void k_above(const String& isa, TensorView values, double limit, TensorView masks) {
+  const Argument masked{"masks", masks};
+  masked.require(kUInt16, {-1});
+  const int pages = masked.count();
+  Argument{"values", values}.require(kFloat32, {pages, kPage});
+  table_of(isa, DType::kF32)
+      .above(static_cast<float*>(values.data_ptr()), pages, static_cast<float>(limit),
+             static_cast<uint16_t*>(masks.data_ptr()));
+}
+
+void k_weights(const String& isa, TensorView scores, double scale, double lse, TensorView out) {
+  const Argument values{"scores", scores};
+  values.require(kFloat32, {-1});
+  Argument{"out", out}.require(kFloat32, {values.count()});
+  table_of(isa, DType::kF32)
+      .weights(values.data<float>(), values.count(), static_cast<float>(scale), static_cast<float>(lse),
+               static_cast<float*>(out.data_ptr()));
 }
 
 void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
@@ -334,6 +351,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_tokens, k_score_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_select, k_select);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_above, k_above);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_weights, k_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);

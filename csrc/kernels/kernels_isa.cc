@@ -9,6 +9,7 @@
 #include "kernels/features.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
+#include "kernels/patterns.h"
 #include "kernels/probe.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
@@ -30,6 +31,8 @@ constexpr KernelTable make_table() {
           select,
           block_mass,
           add_weights,
+          above,
+          weights,
           attend<T>,
           page_minmax<T>,
           merge_minmax<T>,

@@ -67,6 +67,11 @@ struct KernelTable {
   // sum[i] = keep * sum[i] + take * e^(scale * scores[i] - lse), the power at most 1; of a NaN 0. Where keep
   // is 0, what sum held is not used. n >= 0.
   void (*add_weights)(const float* scores, int n, float scale, float lse, float keep, float take, float* sum);
+  // masks[i] bit t = values[i * 16 + t] > limit, of `pages` times 16 values; not for a NaN. limit is no NaN.
+  void (*above)(const float* values, int pages, float limit, uint16_t* masks);
+
+  // out[i] = exp(scale * scores[i] - lse), at most 1.
+  void (*weights)(const float* scores, int n, float scale, float lse, float* out);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //

@@ -216,6 +216,8 @@ void k_add_weights(const String& isa, TensorView scores, double scale, double ls
   table_of(isa, DType::kF32)
       .add_weights(values.data<float>(), values.count(), static_cast<float>(scale), static_cast<float>(lse),
                    static_cast<float>(keep), static_cast<float>(take), static_cast<float*>(sum.data_ptr()));
+}
+
 void k_above(const String& isa, TensorView values, double limit, TensorView masks) {
   const Argument masked{"masks", masks};
   masked.require(kUInt16, {-1});

@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 12;
+constexpr int64_t kAbiVersion = 13;
 
 class EngineObj : public ffi::Object {
  public:
@@ -220,7 +220,8 @@ void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, TensorVie
 int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
                            TensorView window, TensorView blk, TensorView budget, TensorView value,
                            TensorView owner, double scale, TensorView out, TensorView listed_offsets,
-                           TensorView listed_pages, TensorView listed_masks) {
+                           TensorView listed_pages, TensorView listed_masks, TensorView record_chosen,
+                           TensorView record_scores, TensorView given_o, TensorView given_lse) {
   Engine& engine = *ref->engine;
   const HostPool& pool = engine.pool();
   const PoolShape& s = pool.shape();
@@ -253,6 +254,18 @@ int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorVie
     expect(listed_masks, "listed.masks", kUInt16, {listed_pages.size(0), engine.group()}, 2);
     args.listed = {data<int64_t>(listed_offsets), data<int32_t>(listed_pages), data<uint16_t>(listed_masks),
                    listed_pages.size(0)};
+    if (record_chosen.numel() > 0) {
+      expect(record_chosen, "record.chosen", kUInt16, {listed_pages.size(0), engine.group()}, 2);
+      expect(record_scores, "record.scores", kFloat32, {listed_pages.size(0), engine.group(), kPage}, 3);
+      args.listed.chosen = data<uint16_t>(record_chosen);
+      args.listed.scores = data<float>(record_scores);
+    }
+  }
+  if (given_lse.numel() > 0) {
+    expect(given_o, "given.o", kFloat32, {B, Hq, s.head_dim}, 3);
+    expect(given_lse, "given.lse", kFloat32, {B, Hq}, 2);
+    args.given_o = data<float>(given_o);
+    args.given_lse = data<float>(given_lse);
   }
   args.scale = static_cast<float>(scale);
   args.out = data<char>(out);

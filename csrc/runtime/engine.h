@@ -48,6 +48,11 @@ struct ListedTokens {
   const int32_t* pages = nullptr;    // [count]: logical pages of the request, ascending, in its middle
   const uint16_t* masks = nullptr;   // [count][G]: bit t = the head has token t of the page
   int64_t count = 0;
+  // What the tasks chose of the lists, written by the CPU's tasks by the time layer_finish() returns;
+  // nullptr: nobody asks. With it every head with a part of the middle is scored, also where it leaves
+  // nothing out.
+  uint16_t* chosen = nullptr;  // [count][G]: tokens attended to
+  float* scores = nullptr;     // [count][G][16]: q.k of what such heads list
 };
 
 // What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
@@ -64,8 +69,12 @@ struct LayerArgs {
   const float* value;    // [B][Hk]: priority, largest first
   const int32_t* owner;  // [B][Hk]: the Executor that alone may take the task, or kAny; nullptr: kAny for all
   float scale;           // multiplies q.k
-  char* out;             // [B][Hq][D] KV dtype, the last two contiguous
-  int64_t out_stride;    // bytes
+  // Attention to the middle, or to a part of it, that needs no task and is merged into what the tasks find;
+  // o is read where lse is not -inf. nullptr: of no head.
+  const float* given_o;    // [B][Hq][D]
+  const float* given_lse;  // [B][Hq]
+  char* out;               // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t out_stride;      // bytes
 };
 
 // What layer_resident() reads and writes, by the time it returns. The same as in LayerArgs, but for parts.
@@ -321,6 +330,7 @@ class Engine {
   Wanted wanted_of(const Task& task, int tokens, int blk, int blocks) const;
   Wanted wanted_of(const Task& task, const Blocks& at) const;
   void part_done(int request, int head);
+  void take_given(int request, int head);
   void merge(int request, int head);
 
   void drain(bool abandoned);

@@ -3,7 +3,8 @@
 // A head with a budget of 1 or more attends to every token it lists; one with less to the ceil(budget *
 // middle) of them with the largest exact q.k, of equal scores the earlier token, or to all where it lists no
 // more; one with a budget of 0 to none. Each head keeps to its own list, whatever attend_union says. Only
-// pages are scored that a head lists which has to leave some of its tokens out.
+// pages are scored that a head lists which has to leave some of its tokens out, or may have to
+// and the plan asks for a record of what was chosen.
 #include <algorithm>
 #include <bit>
 
@@ -50,6 +51,9 @@ Selection Engine::select_listed(const Task& task, Scratch* s) const {
       masks[j * group_ + g] = wanted.active >> g & 1 ? listed[j * group_ + g] : uint16_t{0};
   }
   const int scored = rank_listed(task, listed, wanted, s);
+  // The record is the owner's to write; selection() looks on.
+  if (args_.listed.chosen != nullptr && s != &selection_scratch_)
+    std::copy_n(masks, count * group_, args_.listed.chosen + args_.listed.offsets[i] * group_);
   // Down to the pages that some head reads.
   const int32_t* page = pages_of(task.request);
   int64_t rows = 0;
@@ -74,20 +78,24 @@ Selection Engine::select_listed(const Task& task, Scratch* s) const {
 // pages it scored.
 int Engine::rank_listed(const Task& task, const uint16_t* listed, const Wanted& wanted, Scratch* s) const {
   const int i = task.request * shape_.kv_heads + task.head, count = listed_pages(i);
-  unsigned ranked = 0;
-  for (unsigned left = wanted.active & ~wanted.whole; left != 0; left &= left - 1) {
+  const float* budget = &budget_[state_at(task.request, task.head)];
+  const bool recorded = args_.listed.scores != nullptr;
+  unsigned ranked = 0, heads = 0;
+  for (unsigned left = wanted.active; left != 0; left &= left - 1) {
     const int g = std::countr_zero(left);
+    if (budget[g] >= 1) continue;
     int64_t tokens = 0;
     for (int j = 0; j < count; ++j) tokens += std::popcount(listed[j * group_ + g]);
     if (tokens > wanted.count[g]) ranked |= 1u << g;
+    if (tokens > wanted.count[g] || recorded) heads |= 1u << g;
   }
-  if (ranked == 0) return 0;
+  if (heads == 0) return 0;
   const int32_t* page = pages_of(task.request);
   const int32_t* logical = args_.listed.pages + args_.listed.offsets[i];
   int scored = 0;
   for (int j = 0; j < count; ++j) {
     bool any = false;
-    for (unsigned left = ranked; left != 0; left &= left - 1)
+    for (unsigned left = heads; left != 0; left &= left - 1)
       any |= listed[j * group_ + std::countr_zero(left)] != 0;
     if (!any) continue;
     s->blocks[scored] = j;
@@ -95,6 +103,10 @@ int Engine::rank_listed(const Task& task, const uint16_t* listed, const Wanted& 
   }
   score_tokens(task, s->pages.data(), scored, s);
   const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+  for (int j = 0; recorded && s != &selection_scratch_ && j < scored; ++j) {
+    float* to = args_.listed.scores + (args_.listed.offsets[i] + s->blocks[j]) * group_ * kPage;
+    for (int g = 0; g < group_; ++g) std::copy_n(&s->scores[g * stride + j * kPage], kPage, to + g * kPage);
+  }
   for (unsigned left = ranked; left != 0; left &= left - 1) {
     const int g = std::countr_zero(left);
     float* scores = s->scores.data() + g * stride;

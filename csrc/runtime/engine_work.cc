@@ -168,7 +168,19 @@ void Engine::part_done(int request, int head) {
   if (parts.fetch_sub(1, std::memory_order_acq_rel) == 1) merge(request, head);
 }
 
+// Into the middle's state of a group, whose task is done.
+void Engine::take_given(int request, int head) {
+  if (args_.given_lse == nullptr) return;
+  const int64_t at = state_at(request, head), D = shape_.head_dim;
+  for (int64_t i = at; i < at + group_; ++i) {
+    float* mid = &mid_o_[i * D];
+    mid_lse_[i] =
+        exact_.merge_state(mid, mid_lse_[i], args_.given_o + i * D, args_.given_lse[i], shape_.head_dim, mid);
+  }
+}
+
 void Engine::merge(int request, int head) {
+  take_given(request, head);
   const int64_t at = state_at(request, head), D = shape_.head_dim;
   char* out =
       args_.out + request * args_.out_stride + static_cast<int64_t>(head) * group_ * shape_.token_bytes();

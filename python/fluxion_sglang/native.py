@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -432,6 +432,8 @@ class NativeEngine:
         out: torch.Tensor,
         owner: torch.Tensor | None = None,
         listed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        record: tuple[torch.Tensor, torch.Tensor] | None = None,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -450,6 +452,8 @@ class NativeEngine:
             owner: [B, H] int32, the executor that alone may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for
                 any; None: any takes all. An executor takes its own before those for any, each by value.
             listed: offsets, pages and masks (`policy.base.Listed`) of the groups of block size -1.
+            record: chosen and scores (`policy.base.Record`), written by the tasks of `listed` that the workers do.
+            given: o and lse (`policy.base.Given`), merged into what the tasks find.
 
         Returns:
             The number of tasks.
@@ -461,7 +465,7 @@ class NativeEngine:
         unsorted pages or offsets that cannot be fails the layer in `layer_finish`.
         """
         empty = self._empty
-        lists = (empty, empty, empty) if listed is None else listed
+        lists = (*(listed or (empty,) * 3), *(record or (empty,) * 2), *(given or (empty,) * 2))
         in_use = tuple(t for t in (q, k, v, windows, out, *lists) if t is not None)
         # Before the call: the workers may read these from its first moment on, and an interrupt may follow it.
         self._in_use += in_use

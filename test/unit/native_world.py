@@ -9,7 +9,7 @@ import torch
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers
-from fluxion_sglang.policy.base import Listed
+from fluxion_sglang.policy.base import Given, Listed, Record
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,13 +41,15 @@ class Request:
 
 @dataclass
 class Plan:
-    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None, and lists, of a layer."""
+    """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None, and more, of a layer."""
 
     blk: torch.Tensor
     budget: torch.Tensor
     value: torch.Tensor
     owner: torch.Tensor | None = None
     listed: Listed | None = None
+    record: Record | None = None
+    given: Given | None = None
 
 
 @dataclass
@@ -188,8 +190,9 @@ class NativeWorld:
             self.engine.layer_resident(layer, q, k, v, self.windows[layer], self.scale, parts)
             new = (None, None, None)
         tasks = self.engine.layer_begin(
-            layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner, plan.listed
-        )
+            layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner,
+            plan.listed, plan.record, plan.given,
+        )  # fmt: skip
         for b, request in enumerate(requests):
             request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
             request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])

@@ -107,6 +107,10 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
         "anchor:0.1:16:some",
         "anchor:0.1:any:all:more",
         "score95:any",
+        "lfps:0",
+        "lfps:0.05:0.2",
+        "lfps:0.05:0.2:0",
+        "lfps:0.05:0.2:0.2:0.2",
         "x" * 100_000,
     ],
 )

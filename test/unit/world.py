@@ -22,6 +22,9 @@ from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import Policy, parse_spec
 
+RECENT = 20
+"""Tokens of a chunk that have queries: the last ones, as many as any policy asks for."""
+
 
 @dataclass
 class World:
@@ -76,6 +79,7 @@ class World:
         self.queries: list[torch.Tensor] = []
         # Of the last token of a chunk, a layer each. Drawn apart: the other numbers do not depend on who looks at them.
         self.anchors: dict[int, list[torch.Tensor]] = {}
+        self.recent: dict[int, list[torch.Tensor]] = {}  # those of its last tokens, [m, Hq, D]
         self._anchor_random = torch.Generator().manual_seed(self.seed + 1)
 
     def randn(self, *size: int) -> torch.Tensor:
@@ -109,9 +113,11 @@ class World:
             k, v = self.randn(count, self.heads, self.dim), self.randn(count, self.heads, self.dim)
             self.pool.append(layer, pages, start, k, v)
             self.windows.fill(layer, row, start + count, pages)
-            q = torch.randn(self.heads * self.group, self.dim, generator=self._anchor_random).to(self.dtype)
-            self.engine.anchors.note(layer, row, start + count, q)
-            self.anchors.setdefault(row, [q] * self.layers)[layer] = q
+            size = (min(count, RECENT), self.heads * self.group, self.dim)
+            q = torch.randn(*size, generator=self._anchor_random).to(self.dtype)
+            self.engine.prefilled(layer, row, start + count, q)
+            self.anchors.setdefault(row, [q[-1]] * self.layers)[layer] = q[-1]
+            self.recent.setdefault(row, [q] * self.layers)[layer] = q
             keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
 
     def decode(

@@ -188,8 +188,9 @@ class DecodeEngine:
         value, owner = self.scheduler(plan, self._step, self._executor_ids)
         owner = self._owner if owner is None else owner
         self.native.layer_begin(
-            layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner, plan.listed
-        )
+            layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner,
+            plan.listed, plan.record, plan.given,
+        )  # fmt: skip
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:
             for executor in self.executors:
@@ -244,7 +245,7 @@ class DecodeEngine:
                         [policy.criterion],
                     )
                     budgets[i] = found.budgets[0, :, 0]
-        return Observed(features, budgets, scale)
+        return Observed(features, budgets, scale, parts)
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of what decoding did (`NativeEngine.stats`)."""

@@ -14,7 +14,7 @@ import torch
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.policy.base import LISTED
+from fluxion_sglang.policy.base import LISTED, Record
 
 
 def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
@@ -142,7 +142,30 @@ class TorchReferenceExecutor(Executor):
                 ranked_pages |= {position // PAGE for position in listed}
                 listed = sorted(listed[i] for i in best.tolist())
             chosen.append(listed if count else [])
+        if work.plan.record is not None:
+            ranked_pages |= self.record(work, b, h, q, work.plan.record, chosen)
         return chosen, len(ranked_pages) * PAGE
+
+    def record(
+        self, work: LayerWork, b: int, h: int, q: torch.Tensor, record: Record, chosen: list[list[int]]
+    ) -> set[int]:
+        """Note what each head of the group chose from its list; logical pages that this takes the keys of."""
+        assert work.plan.listed is not None
+        offsets, pages, masks = work.plan.listed
+        first, end = offsets[b * work.step.kv_heads + h :][:2].tolist()
+        budget = work.plan.budget[b, h * work.group : (h + 1) * work.group]
+        at = {page: i for i, page in enumerate(pages[first:end].tolist(), start=first)}
+        for g, positions in enumerate(chosen):
+            found = torch.zeros(end - first, dtype=torch.int32)
+            if positions:
+                keys, _ = self.rows(work, b, h, positions)
+                for position, score in zip(positions, (keys.float() @ q[g]).tolist(), strict=True):
+                    page, t = divmod(position, PAGE)
+                    found[at[page] - first] |= 1 << t
+                    record.scores[at[page], g, t] = score
+            record.chosen[first:end, g] = found.to(torch.uint16)
+        listed = masks[first:end].to(torch.int32)[:, (budget > 0) & (budget < 1)]
+        return {page for page, i in at.items() if listed[i - first].any()}
 
     def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
         """Positions of the blocks that each head of the group attends to, in ascending order."""

@@ -17,6 +17,8 @@ from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.fluxion import FluxionPolicy
 from fluxion_sglang.policy.hgca import HgcaPolicy
 from fluxion_sglang.policy.labels import LabelsPolicy
+from fluxion_sglang.policy.lfps import LfpsPolicy
+from fluxion_sglang.policy.lfps_tables import LfpsOptions
 from fluxion_sglang.policy.oracle import OraclePolicy
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.policy.streaming import StreamingPolicy
@@ -45,9 +47,9 @@ AUTO: Final = "auto"
 
 _LEGAL = (
     '"full", "streaming", "fixed:BLK:BUDGET", "oracle:BUDGET", "fluxion", "anchor", "labels" (each of the three also '
-    'as NAME:TAU and NAME:TAU:BLK[:all], BLK also any), "score95", "output10", "labels:score95", "labels:output10" '
-    'or "hgca[:BETA[:ALPHA]]" (BLK 16, 32, 64 or 128 tokens; BUDGET and TAU fractions in (0, 1], as in fixed:16:0.05 '
-    "and anchor:0.10; BETA at least 0, ALPHA from 0 to 1)"
+    'as NAME:TAU and NAME:TAU:BLK[:all], BLK also any), "score95", "output10", "labels:score95", "labels:output10", '
+    '"hgca[:BETA[:ALPHA]]" or "lfps[:BUDGET[:ALPHA:ALPHA]]" (BLK 16, 32, 64 or 128 tokens; BUDGET, TAU and the ALPHA '
+    "of lfps fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10; BETA at least 0, the ALPHA of hgca from 0 to 1)"
 )
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
@@ -126,6 +128,14 @@ def _named(name: str, *args: str) -> Build | None:
             return _given(_fraction(budget), lambda share, _: FixedPolicy(int(blk), share))
         case "oracle", budget:
             return _given(_fraction(budget), lambda share, _: OraclePolicy(share))
+        case ("lfps",):
+            return lambda _: LfpsPolicy(0.05)
+        case "lfps", budget:
+            return _given(_fraction(budget), lambda share, _: LfpsPolicy(share))
+        case "lfps", budget, vertical, slash:
+            of = [_fraction(text) for text in (budget, vertical, slash)]
+            share, *alphas = [number for number in of if number is not None]
+            return None if len(alphas) != 2 else lambda _: LfpsPolicy(share, LfpsOptions(*alphas))
         case (("score95" | "output10") as ablation,):
             return lambda _: AnchorPolicy(_ABLATIONS[ablation])
         case "labels", ("score95" | "output10") as ablation:

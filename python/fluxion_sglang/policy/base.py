@@ -109,6 +109,32 @@ class Listed(NamedTuple):
     masks: torch.Tensor
 
 
+class Record(NamedTuple):
+    """What the tasks of a plan's lists chose, for `Policy.decoded`: room of the policy's, written by the executors.
+
+    With a record, every head with a budget below 1 is scored on all that it lists, also where it leaves nothing out.
+
+    Attributes:
+        chosen: [n, G] uint16, as `Listed.masks`: the tokens that a head attended to. The policy hands in zeros, which
+            stay where a group makes no task.
+        scores: [n, G, 16] float32: q.k, unscaled, of the tokens chosen by heads with a budget below 1; else anything.
+    """
+
+    chosen: torch.Tensor
+    scores: torch.Tensor
+
+
+class Given(NamedTuple):
+    """Attention to the middle, or a part of it, that the policy has itself: merged into what the tasks find.
+
+    Attributes:
+        o: [B, Hq, D] float32. lse: [B, Hq] float32, natural log; -inf: nothing, and o is not read.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What a layer reads; contiguous CPU tensors.
@@ -120,12 +146,16 @@ class LayerPlan:
             streaming head.
         value: [B, H] float32, the task's priority: larger runs earlier.
         listed: the tokens of groups of block size `LISTED`.
+        record: where to note what was chosen of them.
+        given: what needs no task.
     """
 
     blk: torch.Tensor
     budget: torch.Tensor
     value: torch.Tensor
     listed: Listed | None = None
+    record: Record | None = None
+    given: Given | None = None
 
 
 def unplanned(step: DecodeStep) -> LayerPlan:
@@ -192,11 +222,14 @@ class Observed:
         budgets: [B, Hq, 5] float32, least budgets for blocks of 1, 16, 32, 64 and 128 tokens under the policy's
             criterion; None unless a policy needs them.
         scale: multiplies q.k; None unless a policy needs the residents.
+        parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS): LSE of the sinks and of
+            the window with the step's token, and three norms; None unless a policy needs the residents.
     """
 
     features: torch.Tensor | None = None
     budgets: torch.Tensor | None = None
     scale: float | None = None
+    parts: torch.Tensor | None = None
 
 
 UNSEEN = Observed()

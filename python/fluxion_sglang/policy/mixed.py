@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Listed, Observed, Policy
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Given, LayerPlan, Listed, Observed, Policy, Record
 
 
 def compose(policies: Sequence[Policy]) -> Policy:
@@ -31,6 +32,7 @@ class MixedPolicy(Policy):
         self._parts = [(policy, torch.tensor(indices)) for policy, indices in parts.values()]
         self._plans: list[LayerPlan] = []
         self._whole: LayerPlan | None = None
+        self._pieces: list[tuple[int, int, int]] = []
 
     def begin_step(self, step: DecodeStep) -> None:
         self._whole = None
@@ -42,6 +44,13 @@ class MixedPolicy(Policy):
             policy.begin_step(part)
 
     def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        if self._whole is not None and self._whole.record is not None:
+            end = 0
+            for part, first, last in self._pieces:
+                own = self._plans[part].record
+                start, end = end, end + last - first
+                for mine, joint in zip(own or (), self._whole.record if own else (), strict=True):
+                    mine[first:last] = joint[start:end]
         for policy, at in self._parts:
             policy.decoded(layer, q[at], out[at])
 
@@ -57,33 +66,42 @@ class MixedPolicy(Policy):
         blk, budget, value = (
             torch.empty(batch, part.shape[1], dtype=part.dtype) for part in (first.blk, first.budget, first.value)
         )
-        whole = LayerPlan(blk, budget, value, self._joined(plans, batch, first.blk.shape[1]))
+        listed = self._joined(plans, batch, first.blk.shape[1])
+        record = None
+        if listed is not None and any(plan.record is not None for plan in plans):
+            chosen = torch.zeros_like(listed.masks)
+            record = Record(chosen, torch.empty(*chosen.shape, PAGE))
+        given = None
+        of = next((plan.given for plan in plans if plan.given is not None), None)
+        if of is not None:
+            given = Given(torch.empty(batch, *of.o.shape[1:]), torch.full((batch, of.lse.shape[1]), -torch.inf))
         for (_, at), plan in zip(self._parts, plans, strict=True):
-            whole.blk[at], whole.budget[at], whole.value[at] = plan.blk, plan.budget, plan.value
-        return whole
+            blk[at], budget[at], value[at] = plan.blk, plan.budget, plan.value
+            if given is not None and plan.given is not None:
+                given.o[at], given.lse[at] = plan.given
+        return LayerPlan(blk, budget, value, listed, record, given)
 
     def _joined(self, plans: list[LayerPlan], batch: int, kv_heads: int) -> Listed | None:
         """The lists of all plans as one: those of a request follow one another in both."""
-        parts = [
-            (at.tolist(), plan.listed)
-            for (_, at), plan in zip(self._parts, plans, strict=True)
-            if plan.listed is not None
-        ]
-        if not parts:
-            return None
         counts = torch.zeros(batch, kv_heads, dtype=torch.int64)
-        of: dict[int, tuple[Listed, int, int]] = {}
-        for at, listed in parts:
-            counts[at] = listed.offsets.diff().view(-1, kv_heads)
-            starts = listed.offsets[::kv_heads].tolist()
-            of |= {b: (listed, *ends) for b, *ends in zip(at, starts[:-1], starts[1:], strict=True)}
+        of: dict[int, tuple[int, int, int]] = {}  # of each request: whose list, from where to where
+        for part, ((_, at), plan) in enumerate(zip(self._parts, plans, strict=True)):
+            if plan.listed is None:
+                continue
+            counts[at] = plan.listed.offsets.diff().view(-1, kv_heads)
+            starts = plan.listed.offsets[::kv_heads].tolist()
+            of |= {b: (part, *ends) for b, *ends in zip(at.tolist(), starts[:-1], starts[1:], strict=True)}
+        self._pieces = [of[b] for b in sorted(of)]
+        if not self._pieces:
+            return None
+        lists = {part: listed for part, plan in enumerate(plans) if (listed := plan.listed) is not None}
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.flatten().cumsum(0)])
-        pieces = [of[b] for b in sorted(of)]
-        pages = torch.cat([listed.pages[first:end] for listed, first, end in pieces])
-        masks = torch.cat([listed.masks[first:end] for listed, first, end in pieces])
+        pages = torch.cat([lists[part].pages[first:end] for part, first, end in self._pieces])
+        masks = torch.cat([lists[part].masks[first:end] for part, first, end in self._pieces])
         return Listed(offsets, pages, masks)
 
 
 def _part(observed: Observed, at: torch.Tensor) -> Observed:
-    features, budgets = (None if tensor is None else tensor[at] for tensor in (observed.features, observed.budgets))
-    return Observed(features, budgets, observed.scale)
+    seen = (observed.features, observed.budgets, observed.parts)
+    features, budgets, parts = (None if tensor is None else tensor[at] for tensor in seen)
+    return Observed(features, budgets, observed.scale, parts)

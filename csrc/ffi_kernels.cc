@@ -186,6 +186,19 @@ void k_select(const String& isa, TensorView scores, int64_t k, int64_t bit, Tens
               static_cast<uint16_t*>(heads.data_ptr()), scratch.data());
 }
 
+void k_score_rows(const String& isa, TensorView q, TensorView tiles, TensorView tokens, TensorView out) {
+  const Argument queries{"q", q}, ids{"tokens", tokens};
+  const DType dtype = queries.kv_dtype();
+  const int G = queries.group(), D = queries.head_dim();
+  queries.require(dl_dtype(dtype), {G, D});
+  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
+  const int n = ids.ids(P * kPage);
+  Argument{"out", out}.require(kFloat32, {G, n});
+  table_of(isa, dtype)
+      .score_rows(q.data_ptr(), G, D, tiles.data_ptr(), ids.data<int32_t>(), n,
+                  static_cast<float*>(out.data_ptr()), n);
+}
+
 void k_block_mass(const String& isa, TensorView scores, TensorView heads, int64_t bits, double scale,
                   int64_t tokens, int64_t first_tokens, int64_t last_tokens, TensorView mass) {
   const Argument values{"scores", scores};
@@ -351,6 +364,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, [] {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score, k_score);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_tokens, k_score_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_select, k_select);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_rows, k_score_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_above, k_above);

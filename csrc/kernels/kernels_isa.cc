@@ -28,6 +28,7 @@ constexpr KernelTable make_table() {
   return {FLUXION_STRING(FLUXION_ISA),
           score<T>,
           score_tokens<T>,
+          score_rows<T>,
           select,
           block_mass,
           add_weights,

@@ -160,5 +160,37 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
   }
 }
 
+// The same of single tokens: kLanes keys at a time, wherever they lie.
+template <class T>
+void score_rows(const void* q, int G, int D, const void* tiles, const int32_t* tokens, int n, float* out,
+                int64_t out_stride) {
+  const T* queries = static_cast<const T*>(q);
+  const T* base = static_cast<const T*>(tiles);
+  alignas(64) typename Dot<T>::Query packed[kMaxGroup * kMaxHeadDim];
+  for (int g = 0; g < G; ++g) Dot<T>::pack(queries + g * D, D, packed + g * D);
+  const auto row = [&](int i) {
+    const int32_t token = tokens[i < n ? i : n - 1];
+    return base + (token / kPage * int64_t{2 * kPage} + token % kPage) * D;
+  };
+  const T* rows[kLanes];
+  for (int i = 0; i < n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) {
+      rows[j] = row(i + j);
+      fetch(row(i + j + 2 * kScoreBlock), D * static_cast<int>(sizeof(T)));
+    }
+    for (int g = 0; g < G; ++g) {
+      const Vec scores = dot_rows<T>(packed + g * D, ListedRows<T>{rows}, D, [] {});
+      float* to = out + g * out_stride + i;
+      if (i + kLanes <= n) {
+        store(to, scores);
+        continue;
+      }
+      float last[kLanes];
+      store(last, scores);
+      for (int j = 0; j < n - i; ++j) to[j] = last[j];
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fluxion::FLUXION_ISA

@@ -52,6 +52,11 @@ struct KernelTable {
   void (*score_tokens)(const void* q, int G, int D, const void* tiles, const int32_t* pages, int n,
                        float* out, int64_t out_stride);
 
+  // The same of single tokens: token i is token tokens[i] % 16 of tile tokens[i] / 16. out[g * out_stride +
+  // i].
+  void (*score_rows)(const void* q, int G, int D, const void* tiles, const int32_t* tokens, int n, float* out,
+                     int64_t out_stride);
+
   // heads[i] |= bit for the k largest of scores[n], 1 <= k <= n. Equal scores: the lower index first; -0
   // equals 0; NaN counts as -inf. The result is the same on every ISA. scratch: select_scratch_bytes(n)
   // bytes, 4-byte aligned.

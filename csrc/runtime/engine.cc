@@ -157,6 +157,7 @@ void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   s->added.resize(config_.guard > 0 ? pages : 0);
   s->blocks.resize(pages);
   s->pages.resize(pages);
+  s->tokens.resize(max_tokens);
   s->masks.resize(pages * group_);
   // A step with families needs more, and has it already where single tokens ask for room.
   const size_t parts = static_cast<size_t>(kMaxChunks - 1) * group_;

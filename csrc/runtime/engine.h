@@ -109,7 +109,7 @@ extern const char* const kStatNames;  // comma separated, in the order of Stat
 
 // Bytes that a task read of the middle. Of blocks the whole tiles, of single tokens (blk 1) the rows of K and
 // V attended to, each once a group; the keys that single tokens were chosen by are not counted. Of listed
-// tokens the same rows, and the keys of the pages that were ranked. What the guard adds is read by itself,
+// tokens the same rows, and the keys that were ranked. What the guard adds is read by itself,
 // and counts once more where another head of the group has read it. What the tasks of a bundle read together
 // counts for each of them.
 struct Reads {
@@ -252,6 +252,7 @@ class Engine {
     std::vector<uint16_t> added;   // [max_pages]: heads that read a block because of the guard; only with one
     std::vector<int32_t> blocks;   // [max_pages]: blocks that some head reads
     std::vector<int32_t> pages;    // [max_pages]
+    std::vector<int32_t> tokens;   // [max_tokens]: of the pool's tiles
     std::vector<uint16_t> masks;   // [max_pages][G]
     std::vector<float> select;
     std::vector<float> part_o;    // [kMaxChunks - 1][heads][D]: attention of a stage's chunks but the first
@@ -320,6 +321,7 @@ class Engine {
   std::string check_list(int i) const;
   int listed_pages(int i) const;
   Selection select_listed(const Task& task, Scratch* scratch) const;
+  void score_rows(const Task& task, int count, Scratch* scratch) const;
   int rank_listed(const Task& task, const uint16_t* listed, const Wanted& wanted, Scratch* scratch) const;
   void read_more(const Task& task, Selection* chosen, Scratch* scratch);
   Selection widen(const Task& task, uint16_t ranked, Scratch* scratch) const;

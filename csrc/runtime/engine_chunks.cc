@@ -96,4 +96,19 @@ void Engine::score_tokens(const Task& task, const int32_t* pages, int count, Scr
   s->busy_ns -= s->stage.run(chunks, s, score_chunk);
 }
 
+// Scores of the scratch's tokens, `count` of them, into the scratch.
+void Engine::score_rows(const Task& task, int count, Scratch* s) const {
+  const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
+  const int units = (count + kPage - 1) / kPage;
+  const int chunks = chunks_of(count * shape_.token_bytes(), units);
+  const auto score_chunk = [&](int i, Scratch*) {
+    const int from = cut(units, chunks, i) * kPage;
+    const int to = std::min(cut(units, chunks, i + 1) * kPage, count);
+    kernels_.score_rows(query(task.request, task.head), group_, shape_.head_dim,
+                        pool_->tiles(args_.layer, task.head), &s->tokens[from], to - from, &s->scores[from],
+                        stride);
+  };
+  s->busy_ns -= s->stage.run(chunks, s, score_chunk);
+}
+
 }  // namespace fluxion

@@ -3,8 +3,8 @@
 // A head with a budget of 1 or more attends to every token it lists; one with less to the ceil(budget *
 // middle) of them with the largest exact q.k, of equal scores the earlier token, or to all where it lists no
 // more; one with a budget of 0 to none. Each head keeps to its own list, whatever attend_union says. Only
-// pages are scored that a head lists which has to leave some of its tokens out, or may have to
-// and the plan asks for a record of what was chosen.
+// tokens are scored that a head lists which has to leave some of them out, or might have to where the plan
+// asks for a record of what was chosen.
 #include <algorithm>
 #include <bit>
 
@@ -70,12 +70,12 @@ Selection Engine::select_listed(const Task& task, Scratch* s) const {
     rows += std::popcount(any);
     s->pages[out.count++] = page[logical[j]];
   }
-  out.reads.tile_bytes = (2 * rows + scored * kPage) * shape_.token_bytes();
+  out.reads.tile_bytes = (2 * rows + scored) * shape_.token_bytes();
   return out;
 }
 
 // Takes from the masks of the scratch what heads with a part of the middle leave out of their lists; how many
-// pages it scored.
+// keys it scored.
 int Engine::rank_listed(const Task& task, const uint16_t* listed, const Wanted& wanted, Scratch* s) const {
   const int i = task.request * shape_.kv_heads + task.head, count = listed_pages(i);
   const float* budget = &budget_[state_at(task.request, task.head)];
@@ -94,33 +94,45 @@ int Engine::rank_listed(const Task& task, const uint16_t* listed, const Wanted& 
   const int32_t* logical = args_.listed.pages + args_.listed.offsets[i];
   int scored = 0;
   for (int j = 0; j < count; ++j) {
-    bool any = false;
+    uint16_t any = 0;
     for (unsigned left = heads; left != 0; left &= left - 1)
-      any |= listed[j * group_ + std::countr_zero(left)] != 0;
-    if (!any) continue;
-    s->blocks[scored] = j;
-    s->pages[scored++] = page[logical[j]];
+      any |= listed[j * group_ + std::countr_zero(left)];
+    s->blocks[j] = any;
+    for (unsigned bits = any; bits != 0; bits &= bits - 1)
+      s->tokens[scored++] = page[logical[j]] * kPage + std::countr_zero(bits);
   }
-  score_tokens(task, s->pages.data(), scored, s);
+  if (scored == 0) return 0;
+  score_rows(task, scored, s);
   const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-  for (int j = 0; recorded && s != &selection_scratch_ && j < scored; ++j) {
-    float* to = args_.listed.scores + (args_.listed.offsets[i] + s->blocks[j]) * group_ * kPage;
-    for (int g = 0; g < group_; ++g) std::copy_n(&s->scores[g * stride + j * kPage], kPage, to + g * kPage);
+  // visit(j, t, at) for every scored token: at its place among them.
+  const auto each = [&](const auto& visit) {
+    int at = 0;
+    for (int j = 0; j < count; ++j) {
+      for (unsigned bits = static_cast<unsigned>(s->blocks[j]); bits != 0; bits &= bits - 1)
+        visit(j, std::countr_zero(bits), at++);
+    }
+  };
+  if (recorded && s != &selection_scratch_) {
+    float* to = args_.listed.scores + args_.listed.offsets[i] * group_ * kPage;
+    for (int g = 0; g < group_; ++g) {
+      const float* scores = s->scores.data() + g * stride;
+      each(
+          [&](int j, int t, int at) { to[(static_cast<int64_t>(j) * group_ + g) * kPage + t] = scores[at]; });
+    }
   }
   for (unsigned left = ranked; left != 0; left &= left - 1) {
     const int g = std::countr_zero(left);
     float* scores = s->scores.data() + g * stride;
-    int tokens = 0;  // the listed ones, drawn together: never ahead of where they come from
-    for (int j = 0; j < scored; ++j) {
-      for (unsigned bits = listed[s->blocks[j] * group_ + g]; bits != 0; bits &= bits - 1)
-        scores[tokens++] = scores[j * kPage + std::countr_zero(bits)];
-    }
+    int tokens = 0;  // the head's own, drawn together: never ahead of where they come from
+    each([&](int j, int t, int at) {
+      if (listed[j * group_ + g] >> t & 1) scores[tokens++] = scores[at];
+    });
     std::fill_n(s->chosen.data(), tokens, uint16_t{0});
     kernels_.select(scores, tokens, wanted.count[g], 1, s->chosen.data(), s->select.data());
     tokens = 0;
-    for (int j = 0; j < scored; ++j) {
-      uint16_t& mask = s->masks[s->blocks[j] * group_ + g];
-      for (unsigned bits = listed[s->blocks[j] * group_ + g]; bits != 0; bits &= bits - 1) {
+    for (int j = 0; j < count; ++j) {
+      uint16_t& mask = s->masks[j * group_ + g];
+      for (unsigned bits = listed[j * group_ + g]; bits != 0; bits &= bits - 1) {
         if (s->chosen[tokens++] == 0) mask &= static_cast<uint16_t>(~(bits & -bits));
       }
     }

@@ -11,9 +11,10 @@
 namespace fluxion {
 namespace {
 
-constexpr int kFirst = 4;  // tokens whose attention says how sparse a head is: the paper's sinks
-constexpr int kLocal = 5;  // the most recent tokens
-constexpr int kPad = 2;    // pages beside the middle where the scan may mark neighbours
+constexpr int kFirst = 4;   // tokens whose attention says how sparse a head is: the paper's sinks
+constexpr int kLocal = 5;   // the most recent tokens
+constexpr int kPad = 2;     // pages beside the middle where the scan may mark neighbours
+constexpr int kRoom = 256;  // tokens to be decoded that tables have room for from the start
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 uint16_t reversed(uint16_t mask) {
@@ -70,11 +71,11 @@ Lfps::Lfps(std::shared_ptr<HostPool> pool, const LfpsConfig& config)
   states_.resize(static_cast<size_t>(shape.layers) * config.rows);
 }
 
-// Room for `tokens` tokens, by half more at a time.
+// Room for `tokens` tokens, by an eighth more at a time.
 void Lfps::reserve(State* state, int tokens) const {
   if (tokens <= state->capacity) return;
   const int old = state->capacity;
-  const int capacity = (std::max(tokens, old + old / 2) + kPage - 1) / kPage * kPage;
+  const int capacity = (std::max(tokens, old + old / 8) + kPage - 1) / kPage * kPage;
   const auto grow = [&](std::vector<float>* all, int from, int to) {
     std::vector<float> grown(static_cast<size_t>(config_.q_heads) * 2 * to);
     for (int i = 0; i < config_.q_heads * 2 && from > 0; ++i)
@@ -132,7 +133,7 @@ void Lfps::begin(int layer, int row, int length, const int32_t* pages, int64_t p
   std::fill(state->values.begin(), state->values.end(), 0.0f);
   std::fill(state->tops.begin(), state->tops.end(), 0.0f);
   state->heads.assign(config_.q_heads, Head{});
-  reserve(state, length + 1);
+  reserve(state, length + kRoom);
   state->vertical_end = sinks();
   state->slash_end = config_.window;
   for_groups(pool_->shape().kv_heads, [&](int h, Scratch* scratch) {
@@ -370,6 +371,9 @@ void Lfps::candidates(State* state, int head, int n, uint16_t* chosen, Scratch* 
       } else {
         for (int j = i; j < to; ++j) hot |= static_cast<uint16_t>((table.tops[j] > limit) << (j - i));
       }
+      // They lie apart, and the next table is asked about most of their positions, too.
+      for (unsigned left = hot; left != 0; left &= left - 1)
+        __builtin_prefetch(table.values + static_cast<int64_t>(i + std::countr_zero(left)) * kPage);
       for (unsigned left = hot; left != 0; left &= left - 1) {
         const int block = i + std::countr_zero(left);
         if (block < from || block >= to) continue;
@@ -398,7 +402,13 @@ void Lfps::candidates(State* state, int head, int n, uint16_t* chosen, Scratch* 
     return;
   }
   const float* backwards = by_offset.values + n - kPage - sinks();
+  constexpr int kAhead = 16;
   for (int p = 0; p < middle; ++p) {
+    if (p + kAhead < middle && first[p + kAhead] != 0) {
+      __builtin_prefetch(by_position.values + static_cast<int64_t>(first_page + p + kAhead) * kPage);
+      __builtin_prefetch(backwards - static_cast<int64_t>(p + kAhead) * kPage);
+      __builtin_prefetch(backwards - static_cast<int64_t>(p + kAhead - 1) * kPage - 1);
+    }
     const uint32_t before = first[p - 1], now = first[p], after = first[p + 1];
     chosen[p] = static_cast<uint16_t>(now);
     if ((before | now | after) == 0) continue;
@@ -416,40 +426,51 @@ void Lfps::candidates(State* state, int head, int n, uint16_t* chosen, Scratch* 
 void Lfps::update(const LfpsStep& step, const LfpsChoice& choice) {
   check(step);
   const int heads = pool_->shape().kv_heads;
-  for_groups(step.batch * heads, [&](int i, Scratch*) { update_group(step, choice, i / heads, i % heads); });
+  int64_t most = 0;  // pages of a list
+  for (int i = 0; i < step.batch * heads; ++i)
+    most = std::max(most, choice.offsets[i + 1] - choice.offsets[i]);
+  for (Scratch& s : scratch_) {
+    for (std::vector<float>* to : {&s.scores, &s.weights})
+      to->resize(std::max<size_t>(to->size(), most * kPage + 1));
+    s.none.resize(std::max<size_t>(s.none.size(), most * kPage + 1));
+    s.positions.resize(std::max<size_t>(s.positions.size(), most * kPage + 1));
+  }
+  for_groups(step.batch * heads,
+             [&](int i, Scratch* scratch) { update_group(step, choice, i / heads, i % heads, scratch); });
 }
 
 // Eq. 10: what the chosen tokens weigh beside all tokens but the sinks, half of it to either table.
-void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, int h) const {
+void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, int h, Scratch* s) const {
+  const KernelTable& kernels = pool_->kernels();
   const int64_t group = static_cast<int64_t>(b) * pool_->shape().kv_heads + h;
   const int64_t from = choice.offsets[group], to = choice.offsets[group + 1];
   const int n = step.seq_lens[b];
   State* state = at(step.layer, step.rows[b]).get();
-  const auto visit = [&](int g, const auto& take) {
-    for (int64_t i = from; i < to; ++i) {
-      for (unsigned left = choice.chosen[i * group_ + g]; left != 0; left &= left - 1) {
-        const int t = std::countr_zero(left);
-        take(choice.pages[i] * kPage + t, choice.scale * choice.scores[(i * group_ + g) * kPage + t]);
-      }
-    }
-  };
   for (int g = 0; g < group_; ++g) {
     const int64_t at_head = static_cast<int64_t>(b) * config_.q_heads + h * group_ + g;
     if (choice.given_lse[at_head] != kNothing) continue;
+    int count = 0;
+    float sane = 0;  // NaN once a score is no finite number
+    for (int64_t i = from; i < to; ++i) {
+      for (unsigned left = choice.chosen[i * group_ + g]; left != 0; left &= left - 1) {
+        const int t = std::countr_zero(left);
+        s->positions[count] = choice.pages[i] * kPage + t;
+        s->scores[count] = choice.scores[(i * group_ + g) * kPage + t];
+        sane += 0 * s->scores[count++];
+      }
+    }
+    float mass[2] = {0, kNothing};
+    if (count > 0)
+      kernels.block_mass(s->scores.data(), s->none.data(), 1, count, choice.scale, 1, 1, 1, mass);
+    const float lse = static_cast<float>(log_add(choice.local_lse[at_head], mass[1]));
+    if (!std::isfinite(lse + sane)) continue;  // nothing to learn from
     Head& head = state->heads[h * group_ + g];
-    float most = choice.local_lse[at_head];
-    visit(g, [&](int, float score) { most = std::max(most, score); });
-    double sum = std::exp(static_cast<double>(choice.local_lse[at_head]) - most);
-    visit(g, [&](int, float score) { sum += std::exp(score - most); });
-    if (!std::isfinite(sum)) continue;  // a score was no number: nothing to learn from
     head.unit *= config_.decay;
-    const double share = 0.5 / (sum * head.unit);
+    const float share = static_cast<float>(0.5 / head.unit);
+    kernels.weights(s->scores.data(), count, choice.scale, lse, s->weights.data());
     ScoreTable by_position = vertical(state, h * group_ + g), by_offset = slash(state, h * group_ + g);
-    visit(g, [&](int position, float score) {
-      const float amount = static_cast<float>(share * std::exp(score - most));
-      by_position.add(position, amount);
-      by_offset.add(n - 1 - position, amount);
-    });
+    for (int i = 0; i < count; ++i) by_position.add(s->positions[i], share * s->weights[i]);
+    for (int i = 0; i < count; ++i) by_offset.add(n - 1 - s->positions[i], share * s->weights[i]);
     if (head.unit < digits_) renormalise(state, h * group_ + g);
   }
 }

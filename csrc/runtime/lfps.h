@@ -111,6 +111,7 @@ class Lfps {
     std::vector<uint16_t> first, chosen;  // [pages + 2 * kPad], [G][pages]
     std::vector<float> scores, weights;   // [G][tokens], [tokens]
     std::vector<uint16_t> none;           // [tokens] zeros
+    std::vector<int32_t> positions;       // [tokens]
     std::array<int64_t, 3> counts{};
   };
   struct Group {
@@ -133,7 +134,7 @@ class Lfps {
                  Scratch* scratch) const;
   uint16_t pass_by(const LfpsStep& step, const LfpsPlan& plan, int b, int h) const;
   void candidates(State* state, int head, int n, uint16_t* chosen, Scratch* scratch) const;
-  void update_group(const LfpsStep& step, const LfpsChoice& choice, int b, int h) const;
+  void update_group(const LfpsStep& step, const LfpsChoice& choice, int b, int h, Scratch* scratch) const;
   void renormalise(State* state, int head) const;
 
   std::shared_ptr<HostPool> pool_;

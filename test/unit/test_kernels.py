@@ -150,6 +150,61 @@ def test_select_of_many(isa: str, n: int, kind: str) -> None:
         check_select(isa, scores, count, bit=0x4000)
 
 
+# ---- patterns: score_rows, above, weights
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 70))
+def test_score_rows(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
+    """Tokens in any order, also more than once; no other token is read, and nothing past the end written."""
+    torch.manual_seed(seed)
+    tiles = random_tiles(6, D, dtype)
+    tokens = torch.randint(0, 6 * 16, (n,), dtype=torch.int32)
+    keys = tiles[:, 0].reshape(-1, D).clone()
+    tiles[:, 1] = NAN
+    for t in set(range(96)).difference(tokens.tolist()):
+        tiles[t // 16, 0, t % 16] = NAN
+    q, out = torch.randn(G, D).to(dtype), torch.full((G * n + 16,), NAN)
+    k("score_rows")(isa, q, tiles, tokens, out[: G * n].view(G, n))
+    want = q.double() @ keys[tokens.long()].double().T
+    torch.testing.assert_close(out[: G * n].view(G, n).double(), want, rtol=1e-4, atol=1e-4 * math.sqrt(D))
+    assert out[G * n :].isnan().all()
+
+
+@isas
+@few
+@given(
+    data=st.data(), seed=seeds, pages=st.integers(0, 5),
+    limit=st.sampled_from([0.0, -0.0, 0.5, -1.0, 1e-45, 3e38, INF, -INF]),
+)  # fmt: skip
+def test_above(isa: str, data: st.DataObject, seed: int, pages: int, limit: float) -> None:
+    torch.manual_seed(seed)
+    values = torch.randn(pages, 16)
+    for special in data.draw(st.lists(st.sampled_from([INF, -INF, NAN, 0.0, -0.0, limit, 1e-45]), max_size=6)):
+        if pages:
+            values[torch.randint(0, pages, ()), torch.randint(0, 16, ())] = special
+    masks = torch.full((pages + 1,), 0x5A5A, dtype=torch.int32).to(torch.uint16)
+    k("above")(isa, values, limit, masks[:pages])
+    want = ((values > torch.tensor(limit)).to(torch.int32) << torch.arange(16)).sum(1).tolist()
+    assert masks.tolist() == [*want, 0x5A5A]
+
+
+@isas
+@few
+@given(seed=seeds, n=st.integers(0, 70), size=st.sampled_from([0.1, 10.0, 1e3]))
+def test_weights(isa: str, seed: int, n: int, size: float) -> None:
+    torch.manual_seed(seed)
+    scores, scale = size * torch.randn(n), 0.125
+    lse = float((scale * scores.double()).logsumexp(0)) if n else 0.0
+    out = torch.full((n + 16,), NAN)
+    k("weights")(isa, scores, scale, lse, out[:n])
+    want = (scale * scores.double() - lse).exp()
+    torch.testing.assert_close(out[:n].double(), want, rtol=1e-4, atol=1e-30)
+    assert out[n:].isnan().all()
+
+
 # ---- block_mass
 
 

@@ -56,11 +56,11 @@ def read_of(
         tokens = positions(rows, g) if budget > 0 else []
         count = middle if budget >= 1 else math.ceil(budget * middle * (1 - 1e-6))
         if count < len(tokens):
-            ranked |= {t // PAGE for t in tokens}
+            ranked |= set(tokens)
             scores = request.keys[0][torch.tensor(tokens), h].double() @ q[g].double()
             tokens = [tokens[i] for i in torch.sort(scores, descending=True, stable=True).indices[:count].tolist()]
         chosen.append(set(tokens))
-    return chosen, len(set().union(*chosen)), len(ranked) * PAGE
+    return chosen, len(set().union(*chosen)), len(ranked)
 
 
 @settings(max_examples=60)

@@ -132,24 +132,24 @@ class TorchReferenceExecutor(Executor):
         at = slice(*offsets[b * work.step.kv_heads + h :][:2].tolist())
         rows = list(zip(pages[at].tolist(), masks[at].tolist(), strict=True))
         chosen: list[list[int]] = []
-        ranked_pages: set[int] = set()
+        ranked: set[int] = set()
         for g, budget in enumerate(work.plan.budget[b, h * group : (h + 1) * group].tolist()):
             listed = [page * PAGE + t for page, row in rows for t in range(PAGE) if row[g] >> t & 1]
             count = blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0
             if 0 < count < len(listed):
                 keys, _ = self.rows(work, b, h, listed)
                 best = torch.sort(keys.float() @ q[g], descending=True, stable=True).indices[:count]
-                ranked_pages |= {position // PAGE for position in listed}
+                ranked |= set(listed)
                 listed = sorted(listed[i] for i in best.tolist())
             chosen.append(listed if count else [])
         if work.plan.record is not None:
-            ranked_pages |= self.record(work, b, h, q, work.plan.record, chosen)
-        return chosen, len(ranked_pages) * PAGE
+            ranked |= self.record(work, b, h, q, work.plan.record, chosen)
+        return chosen, len(ranked)
 
     def record(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor, record: Record, chosen: list[list[int]]
     ) -> set[int]:
-        """Note what each head of the group chose from its list; logical pages that this takes the keys of."""
+        """Note what each head of the group chose from its list; positions whose keys this takes."""
         assert work.plan.listed is not None
         offsets, pages, masks = work.plan.listed
         first, end = offsets[b * work.step.kv_heads + h :][:2].tolist()
@@ -164,8 +164,14 @@ class TorchReferenceExecutor(Executor):
                     found[at[page] - first] |= 1 << t
                     record.scores[at[page], g, t] = score
             record.chosen[first:end, g] = found.to(torch.uint16)
-        listed = masks[first:end].to(torch.int32)[:, (budget > 0) & (budget < 1)]
-        return {page for page, i in at.items() if listed[i - first].any()}
+        scored = masks[first:end].to(torch.int32)[:, (budget > 0) & (budget < 1)].tolist()
+        return {
+            page * PAGE + t
+            for page, i in at.items()
+            for mask in scored[i - first]
+            for t in range(PAGE)
+            if mask >> t & 1
+        }
 
     def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
         """Positions of the blocks that each head of the group attends to, in ascending order."""

@@ -93,7 +93,7 @@ class Listed(NamedTuple):
     A head with a budget of at least 1 attends to all tokens it lists; one with less, above 0, to the
     ceil(budget * middle) of them with the largest exact q.k (of equal scores the earlier token); one with 0 to none.
     Heads of a group share the reading of a page, and each attends to its own tokens alone, whatever `attend_union`
-    says. Bytes read are the rows of K and V that some head attends to, and the keys of the pages that were ranked.
+    says. Bytes read are the rows of K and V that some head attends to, and the keys that were ranked.
 
     Pages that are unsorted or outside the middle, and offsets that cannot be, fail the layer.
 

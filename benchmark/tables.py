@@ -229,6 +229,16 @@ def guard(results: Path) -> str:
     return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
 
 
+def psa(results: Path) -> str:
+    """PSA's Fig. 5: the least that each family reads at 98% of full quality, and at equal error; then all of them."""
+
+    def draw(data: dict[str, Any]) -> str:
+        views = (quality_table.least_reads(data, 0.98), quality_table.reads_at_equal_error(data))
+        return "\n".join([*views, quality_table.averages(data)])
+
+    return _quality(results, draw, "quality_psa.json")
+
+
 def far(results: Path) -> str:
     """RULER beyond the trained lengths."""
     return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_far.json")
@@ -321,6 +331,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "pareto": pareto,
     "quality_tasks": quality_tasks,
     "guard": guard,
+    "psa": psa,
     "far": far,
     "large": large,
     "ablations": ablations,

@@ -250,8 +250,9 @@ void k_weights(const String& isa, TensorView scores, double scale, double lse, T
                static_cast<float*>(out.data_ptr()));
 }
 
-void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
-              TensorView masks, TensorView o, TensorView lse) {
+// k_attend and k_attend_pages: page_lse is absent for the former.
+void attend_list(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+                 TensorView masks, TensorView o, TensorView lse, const TensorView* page_lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
   const DType dtype = queries.kv_dtype();
   const int G = queries.group(kMaxHeads), D = queries.head_dim();
@@ -262,10 +263,25 @@ void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, T
   if (!all) bits.require(kUInt16, {n, G});
   Argument{"o", o}.require(kFloat32, {G, D});
   Argument{"lse", lse}.require(kFloat32, {G});
-  table_of(isa, dtype)
-      .attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
-              all ? nullptr : bits.data<uint16_t>(), n, 0, static_cast<float*>(o.data_ptr()),
-              static_cast<float*>(lse.data_ptr()));
+  const KernelTable& kernels = table_of(isa, dtype);
+  const auto call = [&](auto attend, auto... more) {
+    attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
+           all ? nullptr : bits.data<uint16_t>(), n, 0, static_cast<float*>(o.data_ptr()),
+           static_cast<float*>(lse.data_ptr()), more...);
+  };
+  if (page_lse == nullptr) return call(kernels.attend);
+  Argument{"page_lse", *page_lse}.require(kFloat32, {n, G});
+  call(kernels.attend_pages, static_cast<float*>(page_lse->data_ptr()));
+}
+
+void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+              TensorView masks, TensorView o, TensorView lse) {
+  attend_list(isa, q, scale, tiles, pages, masks, o, lse, nullptr);
+}
+
+void k_attend_pages(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+                    TensorView masks, TensorView o, TensorView lse, TensorView page_lse) {
+  attend_list(isa, q, scale, tiles, pages, masks, o, lse, &page_lse);
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
@@ -370,6 +386,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_above, k_above);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_weights, k_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);

@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 13;
+constexpr int64_t kAbiVersion = 14;
 
 class EngineObj : public ffi::Object {
  public:
@@ -221,7 +221,8 @@ int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorVie
                            TensorView window, TensorView blk, TensorView budget, TensorView value,
                            TensorView owner, double scale, TensorView out, TensorView listed_offsets,
                            TensorView listed_pages, TensorView listed_masks, TensorView record_chosen,
-                           TensorView record_scores, TensorView given_o, TensorView given_lse) {
+                           TensorView record_scores, TensorView given_o, TensorView given_lse,
+                           TensorView stop, TensorView spread) {
   Engine& engine = *ref->engine;
   const HostPool& pool = engine.pool();
   const PoolShape& s = pool.shape();
@@ -270,6 +271,14 @@ int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorVie
   args.scale = static_cast<float>(scale);
   args.out = data<char>(out);
   args.out_stride = out.stride(0) * s.element();
+  if (stop.numel() > 0) {
+    expect(stop, "stop", kFloat32, {B, s.kv_heads}, 2);
+    args.stop = data<float>(stop);
+  }
+  if (spread.numel() > 0) {
+    expect(spread, "spread", kFloat32, {B, s.kv_heads}, 2);
+    args.spread = data<float>(spread);
+  }
   return guarded([&] { return static_cast<int64_t>(engine.layer_begin(args)); });
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .plan import FULL
-from .table import Row, averaged, render
+from .table import Row, averaged, family, render
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
@@ -30,7 +30,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
     rows = averaged(data)
     lengths = list(dict.fromkeys(length for length, _, _ in rows))
-    families = dict.fromkeys(_family(policy) for _, policy, _ in rows if policy != FULL)
+    families = dict.fromkeys(family(policy) for _, policy, _ in rows if policy != FULL)
     figure, axes = plt.subplots(1, max(len(lengths), 1), figsize=(3.4 * max(len(lengths), 1), 3.2), squeeze=False)
     for axis, length in zip(axes[0], lengths, strict=False):
         here = [(row["read_fraction"], policy, row) for at, policy, row in rows if at == length and _known(row)]
@@ -39,13 +39,13 @@ def draw(data: dict[str, Any], path: Path) -> None:
             if policy == FULL or not read:
                 dashes = "--" if policy == FULL else ":"
                 axis.axhline(row["score"], color="black", linewidth=0.8, linestyle=dashes, label=policy)
-        for number, family in enumerate(families):
-            found = [(read * 100, row) for read, policy, row in here if read and _family(policy) == family]
+        for number, kind in enumerate(families):
+            found = [(read * 100, row) for read, policy, row in here if read and family(policy) == kind]
             if found:
                 at = [read for read, _ in found], [row["score"] for _, row in found]
                 spread = list(zip(*(_spread(row) for _, row in found), strict=True))
                 points: dict[str, Any] = {"fmt": "o-", "linewidth": 0.6, "capsize": 2, "color": f"C{number}"}
-                axis.errorbar(*at, yerr=spread, label=family, **points)
+                axis.errorbar(*at, yerr=spread, label=kind, **points)
         axis.set(title="" if length is None else f"{length:,} tokens", xlabel="host KV read (%)", xscale="log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_minor_locator(NullLocator())
@@ -56,10 +56,6 @@ def draw(data: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-
-
-def _family(policy: str) -> str:
-    return policy.rpartition(":")[0] or policy
 
 
 def _known(row: Row) -> bool:

@@ -145,6 +145,59 @@ def pareto(data: dict[str, Any]) -> str:
     return _table(head, lines, 3)
 
 
+def family(policy: str) -> str:
+    """What is left of a spec without the fraction that sets how much it reads: "fixed:32" of "fixed:32:0.05"."""
+    return ":".join(part for part in policy.split(":") if "." not in part)
+
+
+def least_reads(data: dict[str, Any], share: float) -> str:
+    """A line a length and family of policies: its member that reads least among those whose mean score is at least this
+    share of that of `full`, and how much less that is than of the first family's; "none" where none is so good."""
+    lines = []
+    found = averaged(data)
+    for length in dict.fromkeys(length for length, _, _ in found):
+        rows = {policy: row for at, policy, row in found if at == length and row["read_fraction"]}
+        enough = share * rows[FULL]["score"]
+        first: float | None = None
+        for kind in dict.fromkeys(family(policy) for policy in rows if family(policy) != policy):
+            members = [policy for policy in rows if family(policy) == kind]
+            good = [policy for policy in members if rows[policy]["score"] >= enough]
+            best = min(good, key=lambda policy: float(rows[policy]["read_fraction"]), default=None)
+            if best is None:
+                lines.append([_length(length), kind, "none", "", "", ""])
+                continue
+            row, read = rows[best], float(rows[best]["read_fraction"])
+            first = first or read
+            lines.append(
+                [_length(length), kind, best, f"{row['score']:.3f}", f"{read:.1%}", f"{first / read:.2f}x less"]
+            )
+    return _table(["prompt", "family", "policy", "score", "read", "than the first"], lines, 3)
+
+
+def reads_at_equal_error(data: dict[str, Any]) -> str:
+    """A line a length and policy of the families after the first one: what it reads, and what the first family reads at
+    the same mean error, between its members by the logarithm of theirs; empty where none of them is near."""
+    lines = []
+    found = averaged(data)
+    for length in dict.fromkeys(length for length, _, _ in found):
+        rows = {
+            policy: (float(np.log(row["error_mean"])), float(row["read_fraction"]))
+            for at, policy, row in found
+            if at == length and family(policy) != policy and row["read_fraction"] and row["error_mean"]
+        }
+        first = family(next(iter(rows), ""))
+        errors, reads = zip(*sorted(point for policy, point in rows.items() if family(policy) == first), strict=True)
+        for policy, (error, read) in rows.items():
+            if family(policy) == first:
+                continue
+            line = [_length(length), policy, f"{np.exp(error):.4f}", f"{read:.1%}", "", ""]
+            if errors[0] <= error <= errors[-1]:
+                equal = float(np.interp(error, errors, reads))
+                line[4:] = [f"{equal:.1%}", f"{equal / read:.2f}x"]
+            lines.append(line)
+    return _table(["prompt", "policy", "error", "read", "first family, same error", "less by"], lines, 2)
+
+
 def _fixed(rows: Mapping[str, Row]) -> list[str]:
     return [policy for policy in rows if policy.startswith("fixed:")]
 

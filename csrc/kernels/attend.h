@@ -30,7 +30,8 @@ struct Attention {
   float scale;
   const T* tiles;
   const int32_t* pages;
-  int known;  // pages that are listed: those to attend to, and those that follow
+  int known;        // pages that are listed: those to attend to, and those that follow
+  float* page_lse;  // [.][G] what pages weigh by themselves; nullptr: nobody asks
   int parties = 0;
   Party party[kMaxParties];
   alignas(64) float top[kMaxParties][kLanes];
@@ -41,8 +42,14 @@ struct Attention {
   int dim() const { return kD ? kD : D; }
 
   Attention(const T* q, int group, int head_dim, float factor, const void* base, const int32_t* list,
-            int count)
-      : D(head_dim), G(group), scale(factor), tiles(static_cast<const T*>(base)), pages(list), known(count) {
+            int count, float* alone)
+      : D(head_dim),
+        G(group),
+        scale(factor),
+        tiles(static_cast<const T*>(base)),
+        pages(list),
+        known(count),
+        page_lse(alone) {
     for (int g = 0; g < G; g += kHeadsTogether) {
       const int count = smaller(G - g, kHeadsTogether);
       int heads = kHeadsTogether;
@@ -60,6 +67,11 @@ struct Attention {
 
   const T* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
   HeadStates state(int p) { return {top[p], total[p], out + party[p].first * dim()}; }
+
+  // For page i and the heads of party p.
+  float* alone(int p, int i) const {
+    return page_lse == nullptr ? nullptr : page_lse + i * static_cast<int64_t>(G) + party[p].first;
+  }
 
   // Calls run<heads>() for the heads of a party.
   template <class Run>
@@ -89,15 +101,17 @@ struct Attention {
       for (; i + kTiles <= n; i += kTiles) {
         TileRows<T, kTiles> rows;
         rows.ahead = ahead;
+        PageLse note{{}, G};
         for (int s = 0; s < kTiles; ++s) {
+          note.of[s] = alone(0, i + s);
           rows.now[s] = tile(i + s);
           rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
         }
-        attend_tiles<T, kD, kTiles, kHeads>(queries, rows, D, scale, state(0));
+        attend_tiles<T, kD, kTiles, kHeads>(queries, rows, D, scale, state(0), note);
       }
       for (; i < n; ++i) {
         const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
-        attend_tiles<T, kD, 1, kHeads>(queries, rows, D, scale, state(0));
+        attend_tiles<T, kD, 1, kHeads>(queries, rows, D, scale, state(0), {{alone(0, i)}, G});
       }
     });
   }
@@ -169,17 +183,20 @@ struct Attention {
       if (all == kAllTokens) {
         whole[count++] = i;
       } else if (any) {
-        attend_part<T, kHeads>(q, tile(i), mask, party[p].count, dim(), scale, states);
+        attend_part<T, kHeads>(q, tile(i), mask, party[p].count, dim(), scale, states,
+                               {{alone(p, i)}, party[p].count});
       }
     }
     const auto add = [&]<int kSide>(int i) {
       TileRows<T, kSide> rows;
       rows.ahead = 2 * kPage;
+      PageLse note{{}, party[p].count};
       for (int s = 0; s < kSide; ++s) {
+        note.of[s] = alone(p, whole[i + s]);
         rows.now[s] = tile(whole[i + s]);
         rows.next[s] = ahead->take();
       }
-      attend_tiles<T, kD, kSide, kHeads>(q, rows, D, scale, states);
+      attend_tiles<T, kD, kSide, kHeads>(q, rows, D, scale, states, note);
     };
     int i = 0;
     for (; i + kTiles <= count; i += kTiles) add.template operator()<kTiles>(i);
@@ -192,9 +209,8 @@ struct Attention {
         float sum = 0;
         for (int i = h; i < kLanes; i += party[p].heads) sum += total[p][i];
         const int g = party[p].first + h;
-        const bool none = sum == 0.0f;
-        lse[g] = none ? kNegInf : top[p][h] + __builtin_logf(sum);
-        const Vec factor = set1(none ? 0.0f : 1.0f / sum);
+        lse[g] = lse_of(top[p][h], sum);
+        const Vec factor = set1(sum == 0.0f ? 0.0f : 1.0f / sum);
         const float* from = out + g * dim();
         float* to = o + g * dim();
         int d = 0;
@@ -208,8 +224,9 @@ struct Attention {
 
 template <class T, int kD>
 void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                const uint16_t* masks, int n, int ahead, float* o, float* lse) {
-  Attention<T, kD> attention(q, G, D, scale, tiles, pages, n + ahead);
+                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+  Attention<T, kD> attention(q, G, D, scale, tiles, pages, n + ahead, page_lse);
+  for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
   // Up to the first page of which some head does not want everything there are no masks to look at.
   int plain = n;
   for (int64_t i = 0; masks && i < static_cast<int64_t>(n) * G; ++i) {
@@ -228,17 +245,23 @@ void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const 
 }
 
 template <class T>
-void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-            const uint16_t* masks, int n, int ahead, float* o, float* lse) {
+void attend_pages(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                  const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
   const T* queries = static_cast<const T*>(q);
   switch (D) {
     case 64:
-      return attend_dim<T, 64>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse);
+      return attend_dim<T, 64>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
     case 128:
-      return attend_dim<T, 128>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse);
+      return attend_dim<T, 128>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
     default:
-      return attend_dim<T, 0>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse);
+      return attend_dim<T, 0>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
   }
+}
+
+template <class T>
+void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+            const uint16_t* masks, int n, int ahead, float* o, float* lse) {
+  attend_pages<T>(q, G, D, scale, tiles, pages, masks, n, ahead, o, lse, nullptr);
 }
 
 }  // namespace

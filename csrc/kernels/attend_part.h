@@ -64,7 +64,7 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask
 // read for a head: weight 0 would not stop a NaN in the others.
 template <class T, int kHeads>
 void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t* masks, int count, int D,
-                 float scale, const HeadStates& state) {
+                 float scale, const HeadStates& state, const PageLse& page_lse) {
   alignas(64) float scores[kHeads][kPage];
   alignas(64) float next[kLanes];
   store(next, load(state.top));
@@ -83,7 +83,9 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
       store(scores[h] + t, w);
       sum = add(sum, w);
     }
-    state.total[h] += reduce_add(sum);
+    const float alone = reduce_add(sum);
+    state.total[h] += alone;
+    if (page_lse.of[0] != nullptr) page_lse.of[0][h] = lse_of(state.top[h], alone);
   }
   for (int h = 0; h < count; ++h) {
     uint8_t tokens[kPage];

@@ -33,6 +33,14 @@ struct HeadStates {
   float* out;    // [kHeads][D] output so far, not normalised, pair layout
 };
 
+// Where to note what each tile weighs by itself: its LSE for the first `count` heads; nullptr: nobody asks.
+struct PageLse {
+  float* of[4] = {};
+  int count = 0;
+};
+
+inline float lse_of(float top, float sum) { return sum == 0.0f ? kNegInf : top + __builtin_logf(sum); }
+
 // The rows of tiles side by side, and what is to be fetched meanwhile.
 template <class T, int kTiles>
 struct TileRows {
@@ -190,19 +198,30 @@ inline void add_values(const float* weights, const TileRows<T, kTiles>& tiles, i
 
 template <class T, int kD, int kTiles, int kHeads>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
-                                    float scale, const HeadStates& state) {
+                                    float scale, const HeadStates& state, const PageLse& page_lse) {
   constexpr int kScores = kPage * kTiles * kHeads;
   alignas(64) float weights[kScores];
   const Vec highest = score_tiles<T, kD, kTiles, kHeads>(q, tiles, D, scale, weights, load(state.top));
   raise_tops<kHeads>(max_by_period<kHeads>(highest), kD ? kD : D, state);
   const Vec base = reference(load(state.top));
-  Vec total = load(state.total);
+  Vec sum = set1(0.0f);
   for (int i = 0; i < kScores; i += kLanes) {
     const Vec w = exp_nonpositive(sub(load(weights + i), base));
     store(weights + i, w);
-    total = add(total, w);
+    sum = add(sum, w);
   }
-  store(state.total, total);
+  store(state.total, add(load(state.total), sum));
+  if (page_lse.of[0] != nullptr) {
+    float lanes[kLanes];
+    store(lanes, sum);
+    for (int s = 0; s < kTiles; ++s) {
+      for (int h = 0; h < page_lse.count; ++h) {
+        float alone = 0;
+        for (int i = s * kHeads + h; i < kLanes; i += kTiles * kHeads) alone += lanes[i];
+        page_lse.of[s][h] = lse_of(state.top[h], alone);
+      }
+    }
+  }
   add_values<T, kD, kTiles, kHeads>(weights, tiles, D, state.out);
 }
 

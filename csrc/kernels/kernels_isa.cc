@@ -35,6 +35,7 @@ constexpr KernelTable make_table() {
           above,
           weights,
           attend<T>,
+          attend_pages<T>,
           page_minmax<T>,
           merge_minmax<T>,
           page_moments<T>,

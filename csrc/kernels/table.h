@@ -38,7 +38,7 @@ struct FeatureArgs {
 struct KernelTable {
   const char* isa;
 
-  // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in (0, 1]
+  // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in [0, 1]
   // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
   // The weights (1 +- spread) q_d / 2 are rounded to the KV dtype.
   // q: KV dtype [G][D], G up to kMaxHeads. entries: one head's metadata, KV dtype [.][2][D] = {min, max};
@@ -92,6 +92,11 @@ struct KernelTable {
   // nothing gets o = 0 and lse = -inf.
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
+
+  // attend, with the same bits, and page_lse[n][G]: the LSE of every page alone. A page that weighs less than
+  // e^-87 of the heaviest token before it, in it or in the three pages after it may get -inf.
+  void (*attend_pages)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                       const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse);
 
   // entry = {min[D], max[D]} over the 16 keys of a tile.
   void (*page_minmax)(const void* tile, int D, void* entry);

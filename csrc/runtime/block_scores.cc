@@ -31,15 +31,15 @@ int BlockScorer::find_entries(const int32_t* tags, const Blocks& blocks, const i
 }
 
 int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Blocks& blocks,
-                           const int32_t* pages, const char* q, int group, float* scores, int64_t stride) {
+                           const int32_t* pages, const char* q, int group, float spread, float* scores,
+                           int64_t stride) {
   const KernelTable& kernels = pool.kernels();
   const int D = pool.shape().head_dim, level = blocks.level;
   const int64_t entry_bytes = pool.shape().entry_bytes();
   const int32_t* index = level == 0 ? pages + blocks.from(0) : index_.data();
   const int without = level == 0 ? 0 : find_entries(pool.tags(layer, level), blocks, pages);
   // Where a block has no entry, that of another one is scored in its place, and then overwritten.
-  kernels.score(q, group, D, pool.entries(layer, head, level), index, blocks.count, pool.spread(), scores,
-                stride);
+  kernels.score(q, group, D, pool.entries(layer, head, level), index, blocks.count, spread, scores, stride);
   int64_t bytes = (blocks.count - without) * entry_bytes;
   constexpr int32_t kIota[kMergeBatch] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
@@ -55,8 +55,7 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
       }
       bytes += (end - first) * entry_bytes;
     }
-    kernels.score(q, group, D, merged_.data(), kIota, count, pool.spread(), merged_score_.data(),
-                  kMergeBatch);
+    kernels.score(q, group, D, merged_.data(), kIota, count, spread, merged_score_.data(), kMergeBatch);
     for (int g = 0; g < group; ++g) {
       for (int m = 0; m < count; ++m) scores[g * stride + block[m]] = merged_score_[g * kMergeBatch + m];
     }

@@ -46,11 +46,12 @@ class BlockScorer {
   // Room for a middle of this many pages. May throw std::bad_alloc, and then has the old room.
   void resize(int pages, int group, int64_t entry_bytes);
 
-  // KernelTable::score of every block for every head of the group: scores[g * stride + i]. pages: physical
-  // page of every logical page. Returns the bytes of metadata read. Blocks without an entry of their own
-  // (cut, or lost to another block in a collision) are scored from their pages, with the same bits.
+  // KernelTable::score of every block for every head of the group, with this spread: scores[g * stride + i].
+  // pages: physical page of every logical page. Returns the bytes of metadata read. Blocks without an entry
+  // of their own (cut, or lost to another block in a collision) are scored from their pages, with the same
+  // bits.
   int64_t score(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
-                const char* q, int group, float* scores, int64_t stride);
+                const char* q, int group, float spread, float* scores, int64_t stride);
 
  private:
   static constexpr int kMergeBatch = 32;

@@ -17,7 +17,8 @@ namespace fluxion {
 
 const char* const kStatNames =
     "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,middle_tokens,"
-    "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes";
+    "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes,"
+    "microbatches";
 
 namespace {
 
@@ -125,6 +126,8 @@ void Engine::reserve(int requests, int pages) {
   families_.reserve(max_requests);
   middle_ends_.resize(max_requests);
   budget_.resize(states);
+  stop_.resize(groups);
+  spread_.resize(groups);
   res_lse_.resize(states);
   mid_lse_.resize(states);
   res_o_.resize(states * shape_.head_dim);
@@ -164,6 +167,7 @@ void Engine::resize(Scratch* s, int max_pages, int max_tokens) const {
   s->part_o.resize(std::max(s->part_o.size(), parts * shape_.head_dim));
   s->part_lse.resize(std::max(s->part_lse.size(), parts));
   s->select.resize(select_scratch_bytes(static_cast<int>(units)) / sizeof(float) + 1);
+  if (progress_) s->progress.resize(static_cast<int>(pages), group_);
   s->scorer.resize(static_cast<int>(pages), kMaxHeads, shape_.entry_bytes());
 }
 
@@ -226,6 +230,7 @@ std::array<int, kLanes> Engine::make_tasks() {
   const int heads = shape_.kv_heads;
   int count = 0;
   std::array<int, kLanes> lanes{};
+  bool early = false;     // some task may stop early
   int single_tokens = 0;  // the longest middle that is ranked token by token
   int64_t middle_tokens = 0;
   task_bytes_ = 0;
@@ -260,6 +265,8 @@ std::array<int, kLanes> Engine::make_tasks() {
                        ", and any of them is " + std::to_string(static_cast<int>(Executor::kAny)) + ".");
         continue;
       }
+      if (!check_progressive(i)) continue;
+      early |= progressive(i);
       const float largest = std::min(1.0f, *std::max_element(budget, budget + group_));
       if (blk == kListed) {
         if (*std::min_element(budget, budget + group_) < 1)
@@ -275,6 +282,7 @@ std::array<int, kLanes> Engine::make_tasks() {
     }
   }
   reserve_tokens(single_tokens);
+  if (early) reserve_progress();
   make_bundles();
   // Lane, value, index: the index has kBits.
   for (int n = 0; n < count; ++n) {
@@ -349,6 +357,11 @@ int Engine::layer_begin(const LayerArgs& args) {
   const size_t groups = static_cast<size_t>(batch_) * shape_.kv_heads;
   std::copy_n(args.blk, groups, blk_.data());
   std::copy_n(args.budget, static_cast<size_t>(batch_) * config_.q_heads, budget_.data());
+  const auto copy_or = [&](const float* from, float otherwise, float* to) {
+    from != nullptr ? std::copy_n(from, groups, to) : std::fill_n(to, groups, otherwise);
+  };
+  copy_or(args.stop, 0.0f, stop_.data());
+  copy_or(args.spread, 1.0f, spread_.data());
   // A group without a task reads nothing and merges with nothing.
   std::fill_n(reads_.data(), groups, Reads{});
   std::fill_n(mid_lse_.data(), static_cast<size_t>(batch_) * config_.q_heads, kMinusInf);

@@ -55,8 +55,9 @@ struct ListedTokens {
   float* scores = nullptr;     // [count][G][16]: q.k of what such heads list
 };
 
-// What layer_begin() reads and writes; everything pointed to, except blk, budget, value and owner, must live
-// until layer_finish() returns. B requests of the current step; absent parts have data == nullptr.
+// What layer_begin() reads and writes; everything pointed to, except blk, budget, value, owner, stop and
+// spread, must live until layer_finish() returns. B requests of the current step; absent parts have data ==
+// nullptr.
 struct LayerArgs {
   int layer;
   const char* q;       // [B][Hq][D] KV dtype, the last two contiguous
@@ -73,8 +74,13 @@ struct LayerArgs {
   // o is read where lse is not -inf. nullptr: of no head.
   const float* given_o;    // [B][Hq][D]
   const float* given_lse;  // [B][Hq]
-  char* out;               // [B][Hq][D] KV dtype, the last two contiguous
-  int64_t out_stride;      // bytes
+  // [B][Hk]: in (0, 1) the group's heads read until each has this share of its attention, by PSA's estimate
+  // (engine_progressive.cc), and at most their budgets; 0 and 1: they read their budgets. nullptr: 0 for all.
+  // Early exit needs layer_resident().
+  const float* stop;
+  const float* spread;  // [B][Hk]: KernelTable::score's, of the groups that stop early; nullptr: 1 for all
+  char* out;            // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t out_stride;   // bytes
 };
 
 // What layer_resident() reads and writes, by the time it returns. The same as in LayerArgs, but for parts.
@@ -103,15 +109,16 @@ enum Stat {
   kStatSharedTasks,          // that were done in bundles
   kStatSharedTileBytes,      // that a bundle's tasks had in common: tile_bytes had been so much more without
   kStatSharedMetadataBytes,  // the same of metadata_bytes
+  kStatMicrobatches,         // of tasks that stop early
   kStatCount
 };
 extern const char* const kStatNames;  // comma separated, in the order of Stat
 
 // Bytes that a task read of the middle. Of blocks the whole tiles, of single tokens (blk 1) the rows of K and
 // V attended to, each once a group; the keys that single tokens were chosen by are not counted. Of listed
-// tokens the same rows, and the keys that were ranked. What the guard adds is read by itself,
-// and counts once more where another head of the group has read it. What the tasks of a bundle read together
-// counts for each of them.
+// tokens the same rows, and the keys that were ranked. What the guard adds is read by itself, and counts once
+// more where another head of the group has read it; so does what heads that stop early read in different
+// microbatches. What the tasks of a bundle read together counts for each of them.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;
@@ -123,6 +130,7 @@ struct Selection {
   bool masked = false;
   uint16_t ranked = 0;  // heads whose blocks were chosen by their scores, which are in the scratch
   int64_t tokens = 0;   // summed over heads
+  int microbatches = 0;
   Reads reads;
 };
 
@@ -245,6 +253,14 @@ class Engine {
     std::vector<uint16_t> masks;   // [pages][heads]
     std::vector<float> o, lse;     // [heads][D], [heads]
   };
+  // Scratch of a task that stops early.
+  struct Progress {
+    std::vector<int32_t> order;                    // [G][max_pages + 1]: blocks by score, as far as known
+    std::vector<uint16_t> ranked, placed, picked;  // [max_pages]: heads that have a block in their order, as
+                                                   // of the next and of the last extension; that read it now
+    std::vector<float> page_lse;                   // [max_pages][G], of the microbatch
+    void resize(int pages, int group);
+  };
   struct Scratch {
     Stage<Scratch> stage;          // of the task that this worker has
     std::vector<float> scores;     // [G][units]: of blocks, or of tokens
@@ -259,12 +275,14 @@ class Engine {
     std::vector<float> part_lse;  // [kMaxChunks - 1][heads]
     BlockScorer scorer;
     Together together;
+    Progress progress;
     int64_t stats[kStatCount] = {};
     int64_t busy_ns = 0, helped_chunks = 0;
   };
 
   void reserve(int requests, int pages);
   void reserve_tokens(int tokens);
+  void reserve_progress();
   void resize(Scratch* scratch, int pages, int tokens) const;
   void check_finished() const;
   const int32_t* pages_of(int request) const {
@@ -312,9 +330,9 @@ class Engine {
   int blk_of(const Task& task) const { return blk_[task.request * shape_.kv_heads + task.head]; }
   void attend(const Task& task, const Selection& selection, Scratch* scratch, float* o, float* lse) const;
   void attend(const char* q, int heads, int kv_head, const Selection& selection, const int32_t* pages,
-              const uint16_t* masks, Scratch* scratch, float* o, float* lse) const;
-  int64_t score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float* scores,
-                       int64_t stride, Scratch* scratch) const;
+              const uint16_t* masks, Scratch* scratch, float* o, float* lse, float* page_lse = nullptr) const;
+  int64_t score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float spread,
+                       float* scores, int64_t stride, Scratch* scratch) const;
   void score_tokens(const Task& task, const int32_t* pages, int count, Scratch* scratch) const;
   Selection select(const Task& task, Scratch* scratch) const;
   Selection select_tokens(const Task& task, Scratch* scratch) const;
@@ -323,6 +341,13 @@ class Engine {
   Selection select_listed(const Task& task, Scratch* scratch) const;
   void score_rows(const Task& task, int count, Scratch* scratch) const;
   int rank_listed(const Task& task, const uint16_t* listed, const Wanted& wanted, Scratch* scratch) const;
+  bool progressive(int group) const { return stop_[group] > 0 && stop_[group] < 1; }
+  bool check_progressive(int group);
+  Selection progress(const Task& task, Scratch* scratch, float* o, float* lse) const;
+  void extend_order(const float* scores, int blocks, int head, int sorted, int want, int32_t* order,
+                    Scratch* scratch) const;
+  void attend_microbatch(const Task& task, const Blocks& at, int count, Scratch* scratch, float* o,
+                         float* lse, Selection* out) const;
   void read_more(const Task& task, Selection* chosen, Scratch* scratch);
   Selection widen(const Task& task, uint16_t ranked, Scratch* scratch) const;
   void choose(const Wanted& wanted, const float* scores, int64_t stride, int blocks, uint16_t* chosen,
@@ -352,7 +377,8 @@ class Engine {
   // This step.
   int batch_ = 0;
   int max_requests_ = 0, max_pages_ = 0;
-  int max_tokens_ = 0;  // room for the scores of single tokens; 0 until a layer asks for them
+  bool progress_ = false;  // there is room for tasks that stop early
+  int max_tokens_ = 0;     // room for the scores of single tokens; 0 until a layer asks for them
   std::vector<Request> requests_;
   std::vector<int32_t> table_;  // [max_requests][max_pages]
   std::vector<int32_t> sorted_rows_;
@@ -375,6 +401,7 @@ class Engine {
   std::vector<uint8_t> skip_;  // [B]: a bad request
   std::vector<int32_t> blk_;
   std::vector<float> budget_;
+  std::vector<float> stop_, spread_;
   std::vector<uint64_t> order_;
   std::vector<Task> tasks_;
   std::vector<Bundle> bundles_;

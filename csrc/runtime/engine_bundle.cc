@@ -45,8 +45,9 @@ void Engine::find_families(int batch) {
 
 // Whether b * Hk + h is a task with this blk that can be in a bundle.
 bool Engine::joins(int i, int blk) const {
-  return !skip_[i / shape_.kv_heads] && blk_[i] == blk && parts_[i].load(std::memory_order_relaxed) == 2 &&
-         args_.owner != nullptr && args_.owner[i] == static_cast<int32_t>(Executor::kCpu);
+  return !skip_[i / shape_.kv_heads] && blk_[i] == blk && !progressive(i) &&
+         parts_[i].load(std::memory_order_relaxed) == 2 && args_.owner != nullptr &&
+         args_.owner[i] == static_cast<int32_t>(Executor::kCpu);
 }
 
 void Engine::make_bundles() {
@@ -127,7 +128,7 @@ int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
     const Member& member = t.members[m];
     const int64_t first = m * group_;
     return score_blocks(member.task, member.at.part(begin, end), &t.queries[first * shape_.token_bytes()],
-                        heads, &t.scores[first * t.stride + begin], t.stride, s);
+                        heads, pool_->spread(), &t.scores[first * t.stride + begin], t.stride, s);
   };
   int ranked = 0;
   while (ranked < bundle.count && t.members[ranked].wanted.ranked != 0) ++ranked;

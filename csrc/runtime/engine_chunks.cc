@@ -45,17 +45,24 @@ void Engine::attend(const Task& task, const Selection& selection, Scratch* s, fl
 }
 
 // Attention of `heads` queries over the selection's pages, with masks if it is masked. The scratch has room
-// for the parts.
+// for the parts. page_lse: as for KernelTable::attend_pages, or nullptr.
 void Engine::attend(const char* q, int heads, int kv_head, const Selection& selection, const int32_t* pages,
-                    const uint16_t* masks, Scratch* s, float* o, float* lse) const {
+                    const uint16_t* masks, Scratch* s, float* o, float* lse, float* page_lse) const {
   const int D = shape_.head_dim, count = selection.count;
   const int chunks = chunks_of(selection.reads.tile_bytes, count);
   const auto attend_chunk = [&](int i, Scratch*) {
     const int from = cut(count, chunks, i), to = cut(count, chunks, i + 1);
-    kernels_.attend(q, heads, D, args_.scale, pool_->tiles(args_.layer, kv_head), pages + from,
-                    selection.masked ? masks + static_cast<int64_t>(from) * heads : nullptr, to - from,
-                    count - to, i == 0 ? o : &s->part_o[(i - 1) * heads * D],
-                    i == 0 ? lse : &s->part_lse[(i - 1) * heads]);
+    const auto call = [&](auto kernel, auto... more) {
+      kernel(q, heads, D, args_.scale, pool_->tiles(args_.layer, kv_head), pages + from,
+             selection.masked ? masks + static_cast<int64_t>(from) * heads : nullptr, to - from, count - to,
+             i == 0 ? o : &s->part_o[(i - 1) * heads * D], i == 0 ? lse : &s->part_lse[(i - 1) * heads],
+             more...);
+    };
+    if (page_lse == nullptr) {
+      call(kernels_.attend);
+    } else {
+      call(kernels_.attend_pages, page_lse + static_cast<int64_t>(from) * heads);
+    }
   };
   s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
   for (int i = 0; i < (chunks - 1) * heads; ++i) {
@@ -66,8 +73,8 @@ void Engine::attend(const char* q, int heads, int kv_head, const Selection& sele
 
 // Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata
 // read.
-int64_t Engine::score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float* scores,
-                             int64_t stride, Scratch* s) const {
+int64_t Engine::score_blocks(const Task& task, const Blocks& at, const char* q, int heads, float spread,
+                             float* scores, int64_t stride, Scratch* s) const {
   constexpr int kUnit = 16;  // blocks: what the kernel scores at a time
   const int units = (at.count + kUnit - 1) / kUnit;
   const int chunks = chunks_of(at.count * shape_.entry_bytes(), units);
@@ -76,7 +83,7 @@ int64_t Engine::score_blocks(const Task& task, const Blocks& at, const char* q, 
     const int from = cut(units, chunks, i) * kUnit;
     const Blocks part = at.part(from, std::min(cut(units, chunks, i + 1) * kUnit, at.count));
     const int64_t read = helper->scorer.score(*pool_, args_.layer, task.head, part, pages_of(task.request), q,
-                                              heads, scores + from, stride);
+                                              heads, spread, scores + from, stride);
     bytes.fetch_add(read, std::memory_order_relaxed);
   };
   s->busy_ns -= s->stage.run(chunks, s, score_chunk);

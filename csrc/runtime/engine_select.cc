@@ -90,12 +90,20 @@ Selection Engine::select(const Task& task, Scratch* s) const {
   if (blk_of(task) == kListed) return select_listed(task, s);
   Selection out;
   const Blocks at = blocks_of(task);
+  if (progressive(task.request * shape_.kv_heads + task.head)) {
+    // What it reads shows only when it is read.
+    alignas(64) float o[kMaxGroup * kMaxHeadDim];
+    float lse[kMaxGroup];
+    out.reads = progress(task, s, o, lse).reads;
+    list_pages(at, pages_of(task.request), s->chosen.data(), s, &out);
+    return out;
+  }
   const Wanted wanted = wanted_of(task, at);
   const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
   out.ranked = wanted.ranked;
   if (wanted.ranked != 0) {
-    out.reads.metadata_bytes =
-        score_blocks(task, at, query(task.request, task.head), group_, s->scores.data(), stride, s);
+    out.reads.metadata_bytes = score_blocks(task, at, query(task.request, task.head), group_, pool_->spread(),
+                                            s->scores.data(), stride, s);
   }
   choose(wanted, s->scores.data(), stride, at.count, s->chosen.data(), s);
   list_pages(at, pages_of(task.request), s->chosen.data(), s, &out);

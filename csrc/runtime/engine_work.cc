@@ -126,9 +126,11 @@ void Engine::run_task(int i, Scratch* scratch) {
     if (bundled_[bundle->begin] == group) run_bundle(*bundle, scratch);
     return;
   }
-  const Selection chosen = select(task, scratch);
   const int64_t at = state_at(task.request, task.head);
-  attend(task, chosen, scratch, &mid_o_[at * shape_.head_dim], &mid_lse_[at]);
+  float *o = &mid_o_[at * shape_.head_dim], *lse = &mid_lse_[at];
+  if (progressive(group)) return finish_task(task, progress(task, scratch, o, lse), scratch);
+  const Selection chosen = select(task, scratch);
+  attend(task, chosen, scratch, o, lse);
   finish_task(task, chosen, scratch);
 }
 
@@ -140,6 +142,7 @@ void Engine::finish_task(const Task& task, Selection chosen, Scratch* scratch) {
   scratch->stats[kStatTokensRead] += chosen.tokens;
   scratch->stats[kStatTileBytes] += chosen.reads.tile_bytes;
   scratch->stats[kStatMetadataBytes] += chosen.reads.metadata_bytes;
+  scratch->stats[kStatMicrobatches] += chosen.microbatches;
   reads_[task.request * shape_.kv_heads + task.head] = chosen.reads;
   if (merges_itself()) part_done(task.request, task.head);
 }

@@ -390,8 +390,8 @@ void Measurement::rank(int item, Scratch* s) {
   }
   for (int size = 1; size < kBlockSizes; ++size) {
     const Blocks at(kMeasuredBlocks[size], shape_.sink_pages, window_page(i));
-    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, s->block_scores.get(),
-                    pages);
+    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, pool_.spread(),
+                    s->block_scores.get(), pages);
     for (int g = 0; g < G_; ++g) {
       const int64_t one = state + g;
       walk_blocks(static_cast<int>(one), g, size, at, s);

@@ -29,6 +29,7 @@ _COUNTERS = {
         "Bytes of K and V that were not read again, because requests begin with the same pages.",
     ),
     "shared_metadata_bytes": ("shared_metadata_bytes", "The same of block metadata."),
+    "microbatches": ("microbatches", "Microbatches that decode tasks of policy psa have read."),
 }
 """The engine's statistic -> name and text of its counter."""
 _GAUGES = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -434,6 +434,8 @@ class NativeEngine:
         listed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         record: tuple[torch.Tensor, torch.Tensor] | None = None,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
+        stop: torch.Tensor | None = None,
+        spread: torch.Tensor | None = None,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -454,6 +456,10 @@ class NativeEngine:
             listed: offsets, pages and masks (`policy.base.Listed`) of the groups of block size -1.
             record: chosen and scores (`policy.base.Record`), written by the tasks of `listed` that the workers do.
             given: o and lse (`policy.base.Given`), merged into what the tasks find.
+            stop: [B, H] float32: in (0, 1), the heads of a group read until each has this share of its attention by
+                PSA's estimate, and at most their budgets; 0 and 1: they read their budgets. None: 0 for all. Early
+                exit needs blocks of 16 tokens or more, and `layer_resident` before.
+            spread: [B, H] float32 in [0, 1], by which the groups that stop early score blocks; None: 1 for all.
 
         Returns:
             The number of tasks.
@@ -483,6 +489,8 @@ class NativeEngine:
             scale,
             out,
             *lists,
+            empty if stop is None else stop,
+            empty if spread is None else spread,
         )
         self._in_use = in_use
         return self._tasks
@@ -517,8 +525,8 @@ class NativeEngine:
 
         Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
         each once a group. The keys that single tokens were chosen by are not counted, those of listed tokens that
-        were ranked are. What the guard adds is read by
-        itself, and counts once more where another head of the group has read it. What tasks read together counts for
+        were ranked are. What the guard adds is read by itself, and counts once more where another head of the group has
+        read it; so does what heads that stop early read in different microbatches. What tasks read together counts for
         each of them. Valid as `result` is, and raises as it does.
         """
         self._reads(self.handle, out)
@@ -584,7 +592,7 @@ class NativeEngine:
         the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
         metadata_bytes (see `reads`, but what tasks read together counts once), shared_tasks (done together with
         others), shared_tile_bytes and shared_metadata_bytes (what these would have read besides if each had been done
-        alone).
+        alone), microbatches (of tasks that stop early).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         self._stats(self.handle, out)

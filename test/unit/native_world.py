@@ -118,8 +118,14 @@ class NativeWorld:
     def randn(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.random).to(self.dtype)
 
-    def add(self, length: int, parent: Request | None = None, shared: int = 0) -> Request:
-        """A request of `length` tokens in the pool, its window filled.
+    def add(
+        self,
+        length: int,
+        parent: Request | None = None,
+        shared: int = 0,
+        keys: list[torch.Tensor] | None = None,
+    ) -> Request:
+        """A request of `length` tokens in the pool, its window filled; `keys`: of each layer [length, H, D].
 
         The first `shared` tokens, whole pages, are those of `parent`: of one that does not write to them any more.
         """
@@ -129,6 +135,7 @@ class NativeWorld:
         pages = torch.tensor(request.pages, dtype=torch.int32)
         for layer in range(self.layers):
             k, v = (self.randn(length - shared, self.heads, self.dim) for _ in range(2))
+            k = keys[layer].to(self.dtype) if keys else k
             if length > shared:
                 self.pool.append(layer, pages, shared, k, v)
             if parent:

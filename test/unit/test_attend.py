@@ -20,6 +20,7 @@ from kernel_calls import (
     few,
     head_dims,
     isas,
+    k,
     random_tiles,
     seeds,
 )
@@ -207,3 +208,43 @@ def test_attend_for_many_heads(isa: str, dtype: torch.dtype, data: st.DataObject
     want_o, want_lse = reference.attend(q, 1 / math.sqrt(D), tiles, pages, masks)
     assert error(o, want_o) < 1e-5
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@isas
+@dtypes
+@few
+@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 20))
+def test_attend_pages(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int) -> None:
+    """The same bits as attend, and what every page weighs."""
+    style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "mixed"]))
+    torch.manual_seed(seed)
+    q, tiles = torch.randn(G, D).to(dtype), random_tiles(16, D, dtype)
+    pages = torch.randint(0, 16, (n,), dtype=torch.int32)
+    masks = None if style == "every" else draw_masks(style, n, G)
+    tiles, scale = poisoned(tiles, pages, masks), 2 / math.sqrt(D)
+    bits = EVERY if masks is None else masks
+    o, lse, page_lse = torch.full(q.shape, NAN), torch.full((G,), NAN), torch.full((n, G), NAN)
+
+    k("attend_pages")(isa, q, scale, tiles, pages, bits, o, lse, page_lse)
+
+    want_o, want_lse = attend(isa, q, scale, tiles, pages, bits)
+    assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
+    for i in range(n):
+        _, want = reference.attend(q, scale, tiles, pages[i : i + 1], None if masks is None else masks[i : i + 1])
+        torch.testing.assert_close(page_lse[i].double(), want, rtol=1e-5, atol=1e-5)
+
+
+@isas
+@dtypes
+def test_pages_that_weigh_next_to_nothing(isa: str, dtype: torch.dtype) -> None:
+    """Beside a heavy page before them they may weigh nothing, beside one after them they do not."""
+    tiles = torch.zeros(3, 2, 16, 32).to(dtype)
+    tiles[1:, 0, :, 0] = torch.tensor([[0.0], [200.0]])
+    q = torch.zeros(1, 32).to(dtype)
+    q[0, 0] = 1
+    for order, light in (([1, 2], 0), ([2, 1], 1)):
+        page_lse = torch.full((2, 1), NAN)
+        pages = torch.tensor(order, dtype=torch.int32)
+        k("attend_pages")(isa, q, 1.0, tiles, pages, EVERY, torch.empty(1, 32), torch.empty(1), page_lse)
+        assert page_lse[1 - light].item() == pytest.approx(200 + math.log(16), rel=1e-6)
+        assert page_lse[light].item() == (pytest.approx(math.log(16), rel=1e-6) if light == 0 else -INF)

@@ -60,6 +60,25 @@ def test_native_and_torch_select_and_attend_alike(
         torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("union", [False, True])
+@pytest.mark.parametrize("spec", ["psa:0.9:16:quest", "psa:0.98:32", "psa:0.995:128:mean", "psa:0.2:64:quest"])
+def test_native_and_torch_stop_alike(spec: str, union: bool, seed: int) -> None:
+    outs, read = [], []
+    for executors in ("cpu", "cpu+torch"):
+        world = World(
+            policy=spec, executors=executors, attend_union=union, seed=seed, workers=2 if executors == "cpu" else 1
+        )
+        for row, length in enumerate((1500, 345, 800), start=1):
+            world.extend(row, length)
+        outs.append([got for _ in range(3) for got, _ in world.decode([1, 2, 3])])
+        stats = world.engine.native.stats()
+        read.append([stats[name] for name in ("tokens_read", "tile_bytes")])
+    assert read[0] == read[1] and read[0][0] > 0
+    for native, torch_ in zip(*outs, strict=True):
+        torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
+
+
 @settings(max_examples=20)
 @given(
     budget=st.floats(0.0005, 1.0), union=st.booleans(),

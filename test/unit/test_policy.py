@@ -7,7 +7,7 @@ import torch
 
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.policy.base import DecodeStep, Observed, task_value
+from fluxion_sglang.policy.base import DecodeStep, Needs, Observed, task_value
 from fluxion_sglang.policy.mixed import MixedPolicy, compose
 from fluxion_sglang.predictor.features import BUDGETS, COUNT
 
@@ -111,6 +111,12 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
         "lfps:0.05:0.2",
         "lfps:0.05:0.2:0",
         "lfps:0.05:0.2:0.2:0.2",
+        "psa:0",
+        "psa:1.5",
+        "psa:0.95:24",
+        "psa:0.95:32:center",
+        "psa:0.95:32:mean:more",
+        "psa:",
         "x" * 100_000,
     ],
 )
@@ -118,6 +124,26 @@ def test_bad_specs_are_refused_in_one_sentence(spec: str) -> None:
     with pytest.raises(ValueError, match='use "full", "streaming", "fixed:BLK:BUDGET", "oracle:') as error:
         parse_spec(spec)
     assert "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("spec", "stop", "blk", "spread"),
+    [
+        ("psa", 0.95, 32, 0.45),
+        ("psa:0.98", 0.98, 32, 0.45),
+        ("psa:1:128", 1.0, 128, 0.4),
+        ("psa:.5:64:mean", 0.5, 64, 0.4),
+        ("psa:0.9:16:quest", 0.9, 16, 1.0),
+    ],
+)
+def test_psa(spec: str, stop: float, blk: int, spread: float) -> None:
+    policy = parse_spec(spec)
+    policy.begin_step(step(100, 1000))
+    plan = policy.plan(0, torch.zeros(2, 8, 64))
+    assert plan.stop is not None and plan.spread is not None
+    for got, want in ((plan.blk, blk), (plan.stop, stop), (plan.spread, spread), (plan.budget, 1.0)):
+        assert torch.equal(got, torch.full_like(got, want))
+    assert policy.needs is Needs.RESIDENTS and plan.value[1, 0] > plan.value[0, 0]
 
 
 def test_a_plan_follows_its_step() -> None:
@@ -148,17 +174,20 @@ def test_requests_that_share_a_policy_need_no_mixture() -> None:
 
 
 def test_a_mixture_is_what_each_policy_says_of_its_own_requests() -> None:
-    specs = ["full", "oracle:0.5", "streaming", "full", "fixed:64:0.25"]
-    lengths = [1000, 2000, 700, 100, 1500]
+    specs = ["full", "oracle:0.5", "streaming", "full", "fixed:64:0.25", "psa:0.9:32:quest", "psa:0.5"]
+    lengths = [1000, 2000, 700, 100, 1500, 800, 900]
     shared = {spec: parse_spec(spec) for spec in specs}
     mixed = compose([shared[spec] for spec in specs])
     assert isinstance(mixed, MixedPolicy)
     mixed.begin_step(step(*lengths))
-    plan = mixed.plan(0, torch.zeros(5, 8, 64))
+    plan = mixed.plan(0, torch.zeros(7, 8, 64))
+    assert plan.stop is not None and plan.spread is not None
     for b, (spec, length) in enumerate(zip(specs, lengths, strict=True)):
         alone = parse_spec(spec)
         alone.begin_step(step(length))
         want = alone.plan(0, torch.zeros(1, 8, 64))
         for got, expected in zip((plan.blk, plan.budget, plan.value), (want.blk, want.budget, want.value), strict=True):
             assert got.dtype == expected.dtype and torch.equal(got[b : b + 1], expected)
-    assert mixed.plan(1, torch.zeros(5, 8, 64)) is plan, "plans that do not change are put together once a step"
+        assert torch.equal(plan.stop[b : b + 1], torch.zeros(1, 2) if want.stop is None else want.stop)
+        assert want.spread is None or torch.equal(plan.spread[b : b + 1], want.spread)
+    assert mixed.plan(1, torch.zeros(7, 8, 64)) is plan, "plans that do not change are put together once a step"

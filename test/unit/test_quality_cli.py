@@ -206,6 +206,41 @@ class TestRendering:
         assert "| 64 | fixed:16:0.05 | front, cheapest of equal quality | 1.000 |" in text
         assert "| off |" not in text and text.index("| streaming |") < text.index("| full |")
 
+    def test_families_leave_out_what_sets_the_reads(self) -> None:
+        specs = ["fixed:32:0.05", "psa:0.95:32:quest", "psa:0.999:32", "hgca:0.5:0.1", "full", "score95"]
+        assert [table.family(spec) for spec in specs] == [
+            "fixed:32",
+            "psa:32:quest",
+            "psa:32",
+            "hgca",
+            "full",
+            "score95",
+        ]
+
+    def test_reads_at_a_share_of_full_quality_and_at_equal_error(
+        self, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def found(policy: str, score: float, read: float, error: float) -> tuple[int, str, dict[str, float]]:
+            return 64, policy, {"score": score, "read_fraction": read, "error_mean": error}
+
+        rows = [found("full", 1.0, 1.0, 0.0), found("streaming", 0.1, 0.0, 0.9)]
+        rows += [found("fixed:32:0.05", 0.5, 0.1, 0.1), found("fixed:32:0.25", 0.98, 0.4, 0.001)]
+        rows += [found("fixed:32:0.50", 1.0, 0.8, 0.0001), found("hgca:0.5", 0.9, 0.2, 0.5)]
+        rows += [found("psa:0.90:32", 0.97, 0.15, 0.01), found("psa:0.95:32", 0.985, 0.2, 0.001)]
+        monkeypatch.setattr(table, "averaged", lambda _: rows)
+        lines = table.least_reads(data, 0.98).splitlines()[2:]
+        assert lines == [
+            "| 64 | fixed:32 | fixed:32:0.25 | 0.980 | 40.0% | 1.00x less |",
+            "| 64 | hgca | none |  |  |  |",
+            "| 64 | psa:32 | psa:0.95:32 | 0.985 | 20.0% | 2.00x less |",
+        ]
+        lines = table.reads_at_equal_error(data).splitlines()[2:]
+        assert lines == [
+            "| 64 | hgca:0.5 | 0.5000 | 20.0% |  |  |",
+            "| 64 | psa:0.90:32 | 0.0100 | 15.0% | 25.0% | 1.67x |",
+            "| 64 | psa:0.95:32 | 0.0010 | 20.0% | 40.0% | 2.00x |",
+        ]
+
     def test_no_rows(self, data: dict[str, Any]) -> None:
         assert table.markdown({**data, "rows": []}) == "No cell is measured yet.\n"
 

@@ -189,7 +189,7 @@ class DecodeEngine:
         owner = self._owner if owner is None else owner
         self.native.layer_begin(
             layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner,
-            plan.listed, plan.record, plan.given,
+            plan.listed, plan.record, plan.given, plan.stop, plan.spread,
         )  # fmt: skip
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:

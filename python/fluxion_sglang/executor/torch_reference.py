@@ -7,11 +7,12 @@ beside them on one queue it also shows that a task may be computed by anybody.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
+from fluxion_sglang.executor.progressive import MICROBATCH_PAGES, read_until
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy.base import LISTED, Record
@@ -57,6 +58,11 @@ def blocks_to_read(budget: float, middle: int, blk: int, blocks: int) -> int:
     return min(blocks, max(1, math.ceil(budget * middle / blk * (1 - 1e-6))))
 
 
+def positions_of(pages: Iterable[int]) -> list[int]:
+    """Positions of the tokens of logical pages, in ascending order."""
+    return [page * PAGE + t for page in sorted(pages) for t in range(PAGE)]
+
+
 class TorchReferenceExecutor(Executor):
     """Pulls tasks in the calling thread.
 
@@ -89,11 +95,15 @@ class TorchReferenceExecutor(Executor):
         group = work.group
         heads = slice(h * group, (h + 1) * group)
         q = work.q[b, heads].float()
-        blk, ranked_keys = int(work.plan.blk[b, h]), 0
+        blk, again = int(work.plan.blk[b, h]), 0  # keys and values read beside those attended to, or once more
         if blk == LISTED:
-            chosen, ranked_keys = self.select_listed(work, b, h, q)
+            chosen, again = self.select_listed(work, b, h, q)
+        elif blk == 1:
+            chosen = self.select_tokens(work, b, h, q)
+        elif work.plan.stops(b, h):
+            chosen, again = self.select_until(work, b, h, q)
         else:
-            chosen = self.select_tokens(work, b, h, q) if blk == 1 else self.select(work, b, h, q)
+            chosen = self.select(work, b, h, q)
         o = torch.zeros_like(q)
         lse = torch.full((group,), -torch.inf)
         for g, positions in enumerate(chosen):
@@ -104,7 +114,7 @@ class TorchReferenceExecutor(Executor):
             lse[g] = scores.logsumexp(0)
             o[g] = (scores - lse[g]).exp() @ v.float()
         pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
-        tile_bytes = len(set().union(*chosen)) * pair + ranked_keys * pair // 2
+        tile_bytes = len(set().union(*chosen)) * pair + again * pair // 2
         metadata_bytes = 0 if blk in (1, LISTED) else int(work.step.middle[b]) // PAGE * pair
         return o, lse, sum(map(len, chosen)), tile_bytes, metadata_bytes
 
@@ -175,10 +185,42 @@ class TorchReferenceExecutor(Executor):
 
     def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
         """Positions of the blocks that each head of the group attends to, in ascending order."""
-        group = work.group
-        blk = int(work.plan.blk[b, h])
-        middle = int(work.step.middle[b])
-        budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
+        blocks, scores, counts = self.ranked(work, b, h, q, self.pool.spread)
+        chosen: list[set[int]] = []
+        for row, count in zip(scores, counts, strict=True):
+            best = torch.sort(row, descending=True, stable=True).indices[:count]
+            chosen.append({page for i in best.tolist() for page in blocks[i]})
+        if self.attend_union:
+            union = set().union(*chosen)
+            chosen = [union] * work.group
+        return [positions_of(pages) for pages in chosen]
+
+    def select_until(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
+        """Positions of the blocks that each head attends to before the group has enough; how many keys and values were
+        read once more, because heads came to them in different microbatches."""
+        assert work.plan.stop is not None
+        spread = 1.0 if work.plan.spread is None else float(work.plan.spread[b, h])
+        blocks, scores, counts = self.ranked(work, b, h, q, spread)
+        middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
+        logits = work.scale * (q @ self.rows(work, b, h, range(n))[0].float().T)
+        found = read_until(
+            scores,
+            [logits[:, positions_of(pages)] for pages in blocks],
+            torch.cat([logits[:, : placement.sinks], logits[:, placement.sinks + middle :]], dim=1),
+            float(work.plan.stop[b, h]),
+            least=max(1, MICROBATCH_PAGES * PAGE // int(work.plan.blk[b, h])),
+            union=self.attend_union,
+            limits=counts,
+        )
+        chosen = [positions_of(page for i in read for page in blocks[i]) for read in found.read]
+        read = sum(len(blocks[i]) for batch in found.microbatches for i in batch) * PAGE
+        return chosen, 2 * (read - len(set().union(*chosen)))
+
+    def ranked(
+        self, work: LayerWork, b: int, h: int, q: torch.Tensor, spread: float
+    ) -> tuple[list[range], torch.Tensor, list[int]]:
+        """Pages of the middle's blocks, their scores [G, n], and how many of them each head may read."""
+        group, blk, middle = work.group, int(work.plan.blk[b, h]), int(work.step.middle[b])
         blocks = block_pages(middle, blk, self.pool.placement.sink_pages)
         pages = work.page_table[b].long()
         lo, hi = self.pool.page_metadata(work.layer)[h].unbind(1)
@@ -186,17 +228,7 @@ class TorchReferenceExecutor(Executor):
             q,
             torch.stack([lo[pages[list(block)]].amin(0) for block in blocks]),
             torch.stack([hi[pages[list(block)]].amax(0) for block in blocks]),
-            self.pool.spread,
+            spread,
         )
-        chosen: list[set[int]] = []
-        for g, budget in enumerate(budgets):
-            if budget <= 0:
-                chosen.append(set())
-                continue
-            count = blocks_to_read(budget, middle, blk, len(blocks))
-            best = torch.sort(scores[g], descending=True, stable=True).indices[:count]
-            chosen.append({page for i in best.tolist() for page in blocks[i]})
-        if self.attend_union:
-            union = set().union(*chosen)
-            chosen = [union] * group
-        return [[page * PAGE + t for page in sorted(pages) for t in range(PAGE)] for pages in chosen]
+        budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
+        return blocks, scores, [blocks_to_read(x, middle, blk, len(blocks)) if x > 0 else 0 for x in budgets]

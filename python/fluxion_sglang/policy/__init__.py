@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -20,6 +21,7 @@ from fluxion_sglang.policy.labels import LabelsPolicy
 from fluxion_sglang.policy.lfps import LfpsPolicy
 from fluxion_sglang.policy.lfps_tables import LfpsOptions
 from fluxion_sglang.policy.oracle import OraclePolicy
+from fluxion_sglang.policy.psa import DEFAULT_BLK, DEFAULT_EPSILON, MEAN, SCORES, PsaPolicy
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.policy.streaming import StreamingPolicy
 
@@ -35,7 +37,9 @@ __all__ = [
     "Observed",
     "Policy",
     "Context",
+    "PLUGINS",
     "check_spec",
+    "examples",
     "parse_spec",
     "FixedPolicy",
     "OraclePolicy",
@@ -45,11 +49,15 @@ __all__ = [
 AUTO: Final = "auto"
 """The spec that a server resolves at its start: `fluxion` where a predictor fits, `anchor` where none does."""
 
+PLUGINS: Final = "fluxion_policies"
+"""Entry points of this group are policies of other packages: NAME[:ARG...] gives its class these strings."""
+
 _LEGAL = (
     '"full", "streaming", "fixed:BLK:BUDGET", "oracle:BUDGET", "fluxion", "anchor", "labels" (each of the three also '
     'as NAME:TAU and NAME:TAU:BLK[:all], BLK also any), "score95", "output10", "labels:score95", "labels:output10", '
-    '"hgca[:BETA[:ALPHA]]" or "lfps[:BUDGET[:ALPHA:ALPHA]]" (BLK 16, 32, 64 or 128 tokens; BUDGET, TAU and the ALPHA '
-    "of lfps fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10; BETA at least 0, the ALPHA of hgca from 0 to 1)"
+    '"hgca[:BETA[:ALPHA]]", "psa[:EPS[:BLK[:quest|mean]]]" or "lfps[:BUDGET[:ALPHA:ALPHA]]" (BLK 16, 32, 64 or 128 '
+    "tokens; BUDGET, TAU, EPS and the ALPHA of lfps fractions in (0, 1], as in fixed:16:0.05 and anchor:0.10; BETA at "
+    "least 0, the ALPHA of hgca from 0 to 1)"
 )
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A decimal number. float alone would let through underscores, blanks, and other scripts' digits."""
@@ -107,8 +115,18 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
     return policy
 
 
+def examples() -> list[str]:
+    """A legal spec of every policy that this package has, as errors name them, with arguments of one kind."""
+    forms = []
+    for form in re.findall(r'"(\w[\w:|\[\]]*)"', _LEGAL):
+        while "[" in form:  # what may be left out
+            form = re.sub(r"\[[^\[\]]*\]", "", form)
+        forms.append(re.sub("BUDGET|TAU|EPS", "0.10", form.replace("BLK", "16")))
+    return forms
+
+
 def _build(spec: str) -> Build:
-    build = _named(*spec.split(":"))
+    build = _named(*spec.split(":")) or _plugin(*spec.split(":"))
     if build is None:
         shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
         raise ValueError(f"policy {shown!r} is not one that this version knows; use {_LEGAL}.")
@@ -136,6 +154,8 @@ def _named(name: str, *args: str) -> Build | None:
             of = [_fraction(text) for text in (budget, vertical, slash)]
             share, *alphas = [number for number in of if number is not None]
             return None if len(alphas) != 2 else lambda _: LfpsPolicy(share, LfpsOptions(*alphas))
+        case "psa", *options:
+            return _psa(*options)
         case (("score95" | "output10") as ablation,):
             return lambda _: AnchorPolicy(_ABLATIONS[ablation])
         case "labels", ("score95" | "output10") as ablation:
@@ -156,6 +176,39 @@ def _named(name: str, *args: str) -> Build | None:
     return None
 
 
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    """Policies of other packages by name. Looked for once: specs come from clients, too."""
+    return {point.name: point for point in entry_points(group=PLUGINS)}
+
+
+def _plugin(name: str, *args: str) -> Build | None:
+    """A policy of another package; made here, too, because only its class knows which arguments are legal."""
+    point = _plugins().get(name)
+    if point is None:
+        return None
+
+    def build(_: Context = BARE) -> Policy:
+        try:
+            policy = point.load()(*args)
+        except Exception as error:  # the sentence of a ValueError is its own
+            if isinstance(error, ValueError):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"policy {name!r} ({point.value}) cannot be made with {list(args)} ({type(error).__name__}: {reason}); "
+                "see what its package says."
+            ) from error
+        if not isinstance(policy, Policy):
+            raise ValueError(
+                f"policy {name!r} ({point.value}) makes no fluxion_sglang.policy.Policy; mend its package."
+            )
+        return policy
+
+    build()
+    return build
+
+
 def _given(fraction: float | None, build: Callable[[float, Context], Policy]) -> Build | None:
     return None if fraction is None else partial(build, fraction)
 
@@ -165,6 +218,14 @@ def _by_tau(name: str, context: Context, tau: float | None, choice: Choice = DYN
         return FluxionPolicy(context.predictor(tau), choice)
     criterion = Criterion(Deviation.LAYER, context.tau if tau is None else tau)
     return AnchorPolicy(criterion, choice) if name == "anchor" else LabelsPolicy(criterion, choice)
+
+
+def _psa(
+    epsilon: str = str(DEFAULT_EPSILON), blk: str = str(DEFAULT_BLK), score: str = MEAN, *more: str
+) -> Build | None:
+    if more or blk not in map(str, BLOCKS) or score not in SCORES:
+        return None
+    return _given(_fraction(epsilon), lambda share, _: PsaPolicy(share, int(blk), score))
 
 
 def _choice(blocks: str = _ANY, heads: str | None = None, *more: str) -> Choice | None:

@@ -148,6 +148,12 @@ class LayerPlan:
         listed: the tokens of groups of block size `LISTED`.
         record: where to note what was chosen of them.
         given: what needs no task.
+        stop: [B, H] float32: in (0, 1), the heads of a group go through its blocks by their scores until each has this
+            share of its attention, residents included, by PSA's estimate (`executor/progressive.py`), and at most
+            through their budgets; 0 and 1: they read their budgets. It takes `Needs.RESIDENTS` and a block size of at
+            least 16. None: 0 for all.
+        spread: [B, H] float32 in [0, 1], by which the groups that stop early score their blocks, whatever the option
+            `spread` says of the others; None: 1, Quest's bound, for all.
     """
 
     blk: torch.Tensor
@@ -156,6 +162,12 @@ class LayerPlan:
     listed: Listed | None = None
     record: Record | None = None
     given: Given | None = None
+    stop: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
+
+    def stops(self, b: int, h: int) -> bool:
+        """Whether the group of request `b` and KV head `h` stops early."""
+        return self.stop is not None and 0 < float(self.stop[b, h]) < 1
 
 
 def unplanned(step: DecodeStep) -> LayerPlan:

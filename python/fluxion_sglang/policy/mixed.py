@@ -75,11 +75,17 @@ class MixedPolicy(Policy):
         of = next((plan.given for plan in plans if plan.given is not None), None)
         if of is not None:
             given = Given(torch.empty(batch, *of.o.shape[1:]), torch.full((batch, of.lse.shape[1]), -torch.inf))
+        early = any(plan.stop is not None for plan in plans)
+        stop, spread = (torch.zeros_like(value), torch.ones_like(value)) if early else (None, None)
         for (_, at), plan in zip(self._parts, plans, strict=True):
             blk[at], budget[at], value[at] = plan.blk, plan.budget, plan.value
             if given is not None and plan.given is not None:
                 given.o[at], given.lse[at] = plan.given
-        return LayerPlan(blk, budget, value, listed, record, given)
+            if stop is not None and plan.stop is not None:
+                stop[at] = plan.stop
+            if spread is not None and plan.spread is not None:
+                spread[at] = plan.spread
+        return LayerPlan(blk, budget, value, listed, record, given, stop, spread)
 
     def _joined(self, plans: list[LayerPlan], batch: int, kv_heads: int) -> Listed | None:
         """The lists of all plans as one: those of a request follow one another in both."""

@@ -1,0 +1,130 @@
+"""Every policy through the life of requests on a real server: abort, retract, evict, share, append, flush.
+
+One server, under pressure: its host pool holds a few of the prompts, and SGLang retracts a request of every third step
+that has more than one. A sparse request that was retracted itself may answer otherwise, because what it had decoded is
+prefilled again, exactly. So each test disturbs others and asks afterwards: the answer is the one that the policy gives
+with the server to itself. SGLang's leak check stays on.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import requests
+import tiny_model
+from server import Completion, Server
+
+from fluxion_sglang.policy import examples
+
+NEW = 24
+POOL = 3200
+"""Tokens of the host pool: three of the prompts with their answers."""
+PROMPT = cases.filler(900, 71)
+RELATIVE = PROMPT[:640] + cases.filler(200, 72)
+TURN = cases.filler(150, 73)
+OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
+
+# A predictor is trained for a model, and nobody has trained one for this.
+policies = pytest.mark.parametrize("spec", [spec for spec in examples() if spec != "fluxion"])
+
+
+class Asker:
+    """The server, and what it answered when it had nothing else to do."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.fresh: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def ask(self, ids: list[int], spec: str, new: int = NEW, **extra: Any) -> Completion:
+        params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        params["custom_params"] = {"fluxion_policy": spec}
+        return self.server.generate(ids, new, sampling_params=params, **extra)
+
+    def alone(self, ids: list[int], spec: str) -> list[int]:
+        """The answer of an empty server. Empties it."""
+        key = (spec, tuple(ids))
+        if key not in self.fresh:
+            self.server.flush()
+            self.fresh[key] = self.ask(ids, spec).tokens
+            assert len(self.fresh[key]) == NEW
+        return self.fresh[key]
+
+
+@pytest.fixture(scope="module")
+def asker(logs: Path) -> Iterator[Asker]:
+    model = tiny_model.build(logs / "tiny-model-life-cycle", kv_heads=2)
+    with Server(
+        "--chunked-prefill-size", "256", model=model,
+        # An audited server takes yardsticks, too.
+        fluxion=f'{{"policy": "full", "host_tokens": {POOL}, "audit": "{logs / "life-cycle.npy"}"}}',
+        env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "life-cycle.log",
+    ) as server:  # fmt: skip
+        yield Asker(server)
+        server.assert_clean()
+
+
+@policies
+def test_abort(asker: Asker, spec: str) -> None:
+    want = asker.alone(PROMPT, spec)
+    before, done = len(asker.server.log()), []
+    rid = f"abort-{spec}"
+    thread = threading.Thread(target=lambda: done.append(asker.ask(PROMPT[:700], spec, 2000, rid=rid)))
+    thread.start()
+    asker.server.wait_for_log("Decode batch", before)
+    requests.post(asker.server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
+    thread.join(timeout=120)
+    assert done and done[0].finish.get("type") == "abort", done
+    assert asker.ask(PROMPT, spec).tokens == want
+
+
+@policies
+def test_retract_and_evict(asker: Asker, spec: str) -> None:
+    want = asker.alone(PROMPT, spec)
+    before = len(asker.server.log())
+    with ThreadPoolExecutor(len(OTHERS) + 1) as pool:
+        got = list(pool.map(lambda ids: asker.ask(ids, spec).tokens, [*OTHERS, PROMPT]))
+    assert all(len(tokens) == NEW for tokens in got)
+    assert re.search(r"Testing retraction|Retract requests", asker.server.log()[before:]), "nothing was retracted"
+    assert asker.ask(PROMPT, spec).tokens == want
+
+
+@policies
+def test_share(asker: Asker, spec: str) -> None:
+    """A prompt that begins like another finds it in the tree, while that one is decoded and after it."""
+    want, relative = asker.alone(PROMPT, spec), asker.alone(RELATIVE, spec)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda ids: asker.ask(ids, spec), [PROMPT, RELATIVE]))
+    for ids, answer in ((RELATIVE, relative), (PROMPT, want)):
+        again = asker.ask(ids, spec)
+        assert again.cached >= 640 and again.tokens == answer
+
+
+@policies
+def test_append(asker: Asker, spec: str) -> None:
+    """The next turn of a conversation, on what is left of the last one."""
+    turn = PROMPT + asker.alone(PROMPT, spec) + TURN
+    want = asker.alone(turn, spec)
+    asker.server.flush()
+    asker.ask(PROMPT, spec)
+    again = asker.ask(turn, spec)
+    assert again.cached >= 896 and again.tokens == want
+
+
+@policies
+def test_flush(asker: Asker, spec: str) -> None:
+    want = asker.alone(PROMPT, spec)
+    asker.ask(OTHERS[0], spec)
+    asker.server.flush()
+    again = asker.ask(PROMPT, spec)
+    assert again.cached == 0 and again.tokens == want
+
+
+def test_something_was_evicted(asker: Asker) -> None:
+    assert sum(value for name, value in asker.server.metrics().items() if "evicted_tokens_total" in name) > 0

@@ -1,0 +1,94 @@
+"""What docs/policy.md shows works as it stands there: the example, its tests, and its name in another process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "policy.md"
+EXAMPLES = dict(re.findall(r"<!-- example:(\S+) -->\n```\w+\n(.*?)```", PAGE.read_text(), re.S))
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that has what an installation of the example leaves there: its modules, and its metadata."""
+    for name, text in EXAMPLES.items():
+        (tmp_path / name).write_text(text)
+    project = tomllib.loads(EXAMPLES["pyproject.toml"])["project"]
+    metadata = tmp_path / f"{project['name']}-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    groups = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        for group, points in project["entry-points"].items()
+    )
+    (metadata / "entry_points.txt").write_text(groups)
+    return tmp_path
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+
+
+def test_the_example_passes_its_tests(installed: Path) -> None:
+    run = python(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_taper.py")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\b1[0-9] passed", run.stdout), run.stdout
+
+
+def test_another_process_knows_its_name(installed: Path) -> None:
+    """A configuration that names it is legal, and gives it its arguments; what its class refuses is said."""
+    code = """
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.policy import parse_spec
+config = FluxionConfig.parse('{"policy": "taper:0.4:0.1"}')
+policy = parse_spec(config.policy)
+print(type(policy).__name__, policy.spec, policy.first, policy.last)
+for spec in ("taper:2", "taper:1:1:1:1", "taper:x"):
+    try:
+        FluxionConfig.parse('{"policy": "%s"}' % spec)
+    except ConfigError as error:
+        print(error)
+"""
+    run = python(installed, "-c", code)
+    assert run.returncode == 0, run.stderr
+    first, *errors = run.stdout.splitlines()
+    assert first == "TaperPolicy taper:0.4:0.1 0.4 0.1"
+    assert len(errors) == 3 and all(error.endswith('"auto".') for error in errors)
+    assert "takes FIRST:LAST:HALF_LIFE" in errors[0]
+    assert "cannot be made with ['1', '1', '1', '1'] (TypeError" in errors[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("nothing_of_this_name:Policy", "cannot be made .*ModuleNotFoundError"),
+        ("taper:BLK", "cannot be made .*TypeError"),
+        ("builtins:dict", "makes no fluxion_sglang.policy.Policy"),
+    ],
+)
+def test_a_package_that_is_broken_is_one_sentence(installed: Path, value: str, sentence: str) -> None:
+    metadata = next(installed.glob("*.dist-info")) / "entry_points.txt"
+    metadata.write_text(f"[fluxion_policies]\ntaper = {value}\n")
+    code = """
+from fluxion_sglang.policy import parse_spec
+try:
+    parse_spec("taper")
+except ValueError as error:
+    print(error)
+"""
+    run = python(installed, "-c", code)
+    assert run.returncode == 0, run.stderr
+    (line,) = run.stdout.splitlines()
+    assert re.search(sentence, line) and line.endswith(".")

@@ -1,0 +1,148 @@
+"""Every policy there is keeps what every policy must; and the checks do find those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from fluxion_sglang.policy import Context, examples, parse_spec
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.policy.fixed import FixedPolicy
+from fluxion_sglang.policy.testing import CHECKS, Make
+from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.network import HeadPredictor
+
+
+def predictor(tau: float | None) -> LoadedPredictor:
+    """One that nobody trained: what it says is arbitrary, and always the same."""
+    torch.manual_seed(0)
+    return LoadedPredictor(HeadPredictor().eval(), tau or 0.1, 0.0, {})
+
+
+def make(spec: str) -> Policy:
+    return parse_spec(spec, Context(predictor=predictor))
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("spec", examples())
+def test_every_policy(spec: str, check: Callable[[Make], None]) -> None:
+    check(partial(make, spec))
+
+
+class Broken(FixedPolicy):
+    """Budgets of a half, until a test breaks it."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 0.5)
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        plan = super().plan(layer, q, observed)
+        budget = plan.budget.clone()
+        self.change(budget, q)
+        return LayerPlan(plan.blk, budget, plan.value)
+
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class Negative(Broken):
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        budget[0, 0] = -0.1
+
+
+class Infinite(Broken):
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        budget[0, 0] = torch.inf
+
+
+class Random(Broken):
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        budget.copy_(torch.rand(budget.shape))
+
+
+class Crowded(Broken):
+    """Reads less in a larger batch."""
+
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        budget /= len(budget)
+
+
+class Hoarder(Broken):
+    """Remembers every query it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        self.seen.append(q)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(q.nbytes for q in self.seen)
+
+
+class Remembering(Broken):
+    """Reads less at every step of a row; `released` is what a test makes of it."""
+
+    needs = Needs.NOTHING
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, int] = {}
+        self.rows: list[int] = []
+
+    def begin_step(self, step: DecodeStep) -> None:
+        super().begin_step(step)
+        self.rows = step.rows.tolist()
+        for row in self.rows:
+            self.steps[row] = self.steps.get(row, 0) + 1
+
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        for b, row in enumerate(self.rows):
+            budget[b] /= self.steps[row]
+
+
+class Mindful(Remembering):
+    """As it should be."""
+
+    prefill_rows = 1
+
+    def bind(self, world: object) -> None:
+        super().bind(world)  # type: ignore[arg-type]
+        self.steps = {}
+
+    def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
+        self.released(row)
+
+    def released(self, row: int) -> None:
+        self.steps.pop(row, None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "sentence"),
+    [
+        (dict, "it_can_be_made", "no fluxion_sglang.policy.Policy"),
+        (partial(lambda policy: policy, Mindful()), "it_can_be_made", "a policy of its own"),
+        (Negative, "it_plans_every_length", "A budget is negative"),
+        (Infinite, "it_plans_every_length", "budget has numbers that are not finite"),
+        (Random, "it_is_deterministic", "the outputs differ"),
+        (Crowded, "batch_mates_do_not_matter", "the outputs differ"),
+        (Hoarder, "its_state_is_bounded", "grows with the requests"),
+        (Remembering, "a_row_is_taken_over_clean", "the outputs differ"),
+        (Remembering, "a_retracted_request_starts_anew", "the outputs differ"),
+        (Remembering, "an_appended_turn_is_as_a_fresh_request", "the outputs differ"),
+        (Remembering, "another_engine_starts_anew", "the outputs differ"),
+    ],
+)
+def test_a_check_finds_what_it_is_for(broken: Make, check: str, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        CHECKS[check](broken)
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_state_that_is_minded_passes(check: Callable[[Make], None]) -> None:
+    check(Mindful)

@@ -83,7 +83,7 @@ def main() -> None:
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
         for script in ("kernels.py", "attention.py", "one_batch.py", "schedulers.py"):
             _run([sys.executable, str(HERE / script), *passed])
-        for script in ("forks.py", "peers.py"):  # of a minute each: nothing to continue
+        for script in ("forks.py", "peers.py", "lfps_selection.py"):  # of a minute each: nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":
         for name in QUALITY:

@@ -207,8 +207,8 @@ def times(states: list[States], steps: int, dtype: torch.dtype, options: LfpsOpt
 
 
 def overlaps(states: list[States], steps: int, dtype: torch.dtype, options: LfpsOptions) -> dict[str, list[float]]:
-    """Of every (head, step): overlap and mass of what LFPS and Quest choose, the share of candidates, and the overlap of
-    the exact choice with that of the step before. What counts alone of those that need the middle is *_needed.
+    """Of every (head, step): overlap and mass of what LFPS and Quest choose, the share of candidates, and how much of
+    the exact choice is that of the step before. What counts alone of those that need the middle is *_needed.
 
     Heads that are passed by choose nothing, and do not count.
     """

@@ -310,6 +310,55 @@ def block_scores(results: Path) -> str:
     return "\n".join(out) or nothing("block_scores.py")
 
 
+def lfps_overlap(results: Path) -> str:
+    """What LFPS finds of the exact top k, by alpha, with and without neighbours; Quest beside it."""
+    out = []
+    for path, data in result_files(results, "lfps_selection.json"):
+        head = [
+            "alpha",
+            "neighbours",
+            "candidates",
+            "overlap",
+            "needed",
+            "Quest's overlap",
+            "needed",
+            "as the step before",
+        ]
+        columns = ("candidates", "lfps_overlap", "lfps_overlap_needed", "quest_overlap", "quest_overlap_needed")
+        rows = [
+            [f"{row['alpha']}", "yes" if row["expand"] else "no"]
+            + [f"{row[name]:.1%}" for name in (*columns, "same_as_before")]
+            for row in data["overlap"]
+        ]
+        note = (
+            f"k = {data['budget']:.0%} of the middle, {data['length']:,} tokens, {data['steps']} steps. {where(data)}"
+        )
+        out.append(f"{table(head, rows, 'llrrrrrr')}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("lfps_selection.py")
+
+
+def lfps_times(results: Path) -> str:
+    """Time of selections by length: exact top-k, Quest, LFPS and its parts; ratios are of the same steps."""
+    out = []
+    for path, data in result_files(results, "lfps_selection.json"):
+        head = ["heads a group", "tokens", "exact (ms)", "Quest (ms)", "LFPS (ms)", "scan, score, learn", "candidates"]
+        rows = [
+            [
+                f"{row['group']}",
+                f"{row['length']:,}",
+                *(f"{row[f'{name}_ms']:.2f}" for name in ("exact", "quest", "lfps")),
+                ", ".join(f"{row[f'{name}_ms']:.2f}" for name in ("scan", "score", "learn")),
+                f"{row['candidates']:.1%}",
+                *(f"{row[f'{name}_ms'] / row['lfps_ms']:.1f}x" for name in ("exact", "quest")),
+            ]
+            for row in sorted(data["rows"], key=lambda row: (-row["group"], row["length"]))
+        ]
+        note = f"Medians of {data['steps']} steps. {where(data)}"
+        lines = table([*head, "exact / LFPS", "Quest / LFPS"], rows, "rrrrrrrrr")
+        out.append(f"{lines}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("lfps_selection.py")
+
+
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
     out = []
     for path, data in result_files(results, name):
@@ -341,6 +390,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "predictor": predictor,
     "calibration": calibration,
     "block_scores": block_scores,
+    "lfps_overlap": lfps_overlap,
+    "lfps_times": lfps_times,
     **ROOFLINE_TABLES,
     **HGCA_TABLES,
 }

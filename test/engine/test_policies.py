@@ -18,7 +18,9 @@ from server import Completion, Server
 from fluxion_sglang import audit
 
 LENGTH, NEW = 1800, 48
-SPECS = [None, "fixed:16:0.1", "oracle:0.05", "streaming", "oracle:1", "fixed:64:1", "hgca:0.5", "hgca:0"]
+SPECS = [
+    None, "fixed:16:0.1", "oracle:0.05", "streaming", "oracle:1", "fixed:64:1", "hgca:0.5", "hgca:0", "psa", "lfps:0.1",
+]  # fmt: skip
 
 
 def sampling(policy: Any, new: int = NEW) -> dict[str, Any]:

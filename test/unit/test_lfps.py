@@ -14,9 +14,9 @@ from world import World
 
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy import Policy, parse_spec
-from fluxion_sglang.policy.base import LISTED, Given, LayerPlan, Listed, Record
+from fluxion_sglang.policy.base import LISTED, DecodeStep, Given, LayerPlan, Listed, Record
 from fluxion_sglang.policy.lfps import LfpsPolicy
-from fluxion_sglang.policy.lfps_tables import LfpsOptions
+from fluxion_sglang.policy.lfps_tables import LfpsOptions, LfpsTables
 
 SPEC = "lfps:0.05"
 
@@ -26,10 +26,16 @@ def policy_of(world: World) -> LfpsPolicy:
     return world.engine.policy
 
 
+def tables_of(world: World) -> LfpsTables:
+    tables = policy_of(world).tables
+    assert tables is not None
+    return tables
+
+
 class Watched(LfpsPolicy):
     """Keeps what it planned, and what came of it, of the last step: per layer."""
 
-    def begin_step(self, step):  # type: ignore[no-untyped-def]
+    def begin_step(self, step: DecodeStep) -> None:
         super().begin_step(step)
         self.plans: dict[int, LayerPlan] = {}
         self.local: dict[int, torch.Tensor] = {}
@@ -76,7 +82,9 @@ def test_requests_follow_the_equations(executors: str, dtype: torch.dtype) -> No
             left = set(candidates) - set(chosen)
             assert not left or scores[chosen].min() >= scores[list(left)].max() - 1e-5
             table.update(n, {p: world.scale * float(scores[p]) for p in chosen}, float(policy.local[layer][b, head]))
-            for got, want in zip(policy.tables.tables(layer, row, head, n), (table.vertical, table.slash), strict=True):  # type: ignore[union-attr]
+            assert policy.tables is not None
+            truth = (table.vertical, table.slash)
+            for got, want in zip(policy.tables.tables(layer, row, head, n), truth, strict=True):
                 torch.testing.assert_close(got.double(), torch.from_numpy(want[:n]), rtol=1e-3, atol=1e-6)
             residents = [*range(64), *range(world.placement.window_start(n), n)]
             at = torch.tensor(residents + chosen)
@@ -138,7 +146,7 @@ def test_a_request_without_a_prefill_starts_from_its_first_query() -> None:
     assert policy.state_bytes == 0
     for got, _ in world.decode([1]):
         assert got.isfinite().all()
-    vertical, slash = policy.tables.tables(0, 1, 0, 801)  # type: ignore[union-attr]
+    vertical, slash = tables_of(world).tables(0, 1, 0, 801)
     # One row of weights, half of the next update beside it.
     assert 8 < float(vertical.sum()) < 11 and 8 < float(slash.sum()) < 11
 
@@ -158,9 +166,8 @@ def test_a_prefill_makes_the_tables_anew() -> None:
     for world in (used, fresh):
         world.extend(1, 100)
     assert all(torch.equal(a, b) for a, b in zip(outputs(used, [1], 3), outputs(fresh, [1], 3), strict=True))
-    n = used.length(1)
-    for one, other in zip(policy_of(used).tables.tables(1, 1, 3, n), policy_of(fresh).tables.tables(1, 1, 3, n)):  # type: ignore[union-attr]
-        assert torch.equal(one, other)
+    one, other = (tables_of(world).tables(1, 1, 3, used.length(1)) for world in (used, fresh))
+    assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
 def test_small_chunks_add_up_to_the_rows_that_are_wanted() -> None:

@@ -151,9 +151,10 @@ def _named(name: str, *args: str) -> Build | None:
         case "lfps", budget:
             return _given(_fraction(budget), lambda share, _: LfpsPolicy(share))
         case "lfps", budget, vertical, slash:
-            of = [_fraction(text) for text in (budget, vertical, slash)]
-            share, *alphas = [number for number in of if number is not None]
-            return None if len(alphas) != 2 else lambda _: LfpsPolicy(share, LfpsOptions(*alphas))
+            alphas = _fraction(vertical), _fraction(slash)
+            if alphas[0] is not None and alphas[1] is not None:
+                options = LfpsOptions(alphas[0], alphas[1])
+                return _given(_fraction(budget), lambda share, _: LfpsPolicy(share, options))
         case "psa", *options:
             return _psa(*options)
         case (("score95" | "output10") as ablation,):

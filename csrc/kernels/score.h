@@ -149,8 +149,7 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
   for (int i = 0; i < n; ++i) {
     const T* keys = base + pages[i] * tile_size;
     const char* next = reinterpret_cast<const char*>(base + pages[i + 1 < n ? i + 1 : i] * tile_size);
-    for (int64_t b = 0; b < tile_size / 2 * static_cast<int64_t>(sizeof(T)); b += kLine)
-      prefetch(next + b);
+    for (int64_t b = 0; b < tile_size / 2 * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(next + b);
     for (int g = 0; g < G; ++g) {
       for (int t = 0; t < kPage; t += kLanes) {
         const StridedRows<T> rows{keys + t * D, D};

@@ -23,13 +23,13 @@ ABLATIONS = ",".join(
 FEW = "full,streaming,fixed:16:0.05"
 SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
-LARGE = "full,fixed:16:0.35,fixed:16:0.50,fluxion"
+LARGE = "full,fixed:16:0.35,fixed:16:0.50,fixed:16:0.65,fixed:16:0.80,fluxion,fluxion:0.05"
 # PSA's Fig. 5: what is read at 98% of full quality, by threshold, against fixed top-k, by budget.
 PSA = ",".join(
     ["full"]
     + [f"fixed:32:{budget}" for budget in ("0.02", "0.05", "0.10", "0.20", "0.35", "0.50", "0.70", "0.90")]
-    + [f"psa:{epsilon}:32" for epsilon in ("0.50", "0.70", "0.80", "0.90", "0.95", "0.98", "0.99", "0.995", "0.999")]
-    + [f"psa:{epsilon}:32:quest" for epsilon in ("0.80", "0.90", "0.95", "0.98", "0.99")]
+    + [f"psa:{epsilon}:32" for epsilon in ("0.70", "0.80", "0.90", "0.95", "0.98", "0.99", "0.999")]
+    + [f"psa:{epsilon}:32:quest" for epsilon in ("0.90", "0.95", "0.99")]
 )
 GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
@@ -39,7 +39,7 @@ RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sin
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
-    "psa": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", PSA],
+    "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", PSA],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     **{
         f"guard_{guard}": [

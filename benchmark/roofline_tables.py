@@ -29,7 +29,7 @@ def said(name: str, value: float) -> str:
 
 def shape(row: dict[str, Any]) -> str:
     blocks = f"blk {row['blk']}, {row['budget']:.0%} of" if row["blk"] else "dense,"
-    tokens = f"{row['context'] // 1024}K"
+    tokens = f"{row['context'] // 1024}K" + (", shuffled" if row.get("shuffled") else "")
     if row["kernel"] in ("append", "empty"):
         return ""
     return f"up to {tokens}" if row["kernel"] == "imbalance" else f"{blocks} {tokens}"

@@ -88,7 +88,7 @@ class Told:
             world.engine.prefilled(layer, row, world.length(row), tokens, self.policy)
             for h in range(self.heads * self.group):
                 keys = world.keys[row][layer][:, h // self.group]
-                self.head(layer, row, h).prefill(keys, tokens[-16:, h])
+                self.head(layer, row, h).prefill(keys, tokens[-HgcaPolicy.prefill_rows :, h])
 
     def decode(self, *rows: int) -> None:
         """A step, compared with the references: lists, averages and outputs."""
@@ -266,7 +266,7 @@ def test_state_dies_with_the_request_and_is_bounded() -> None:
     assert backend.engine.state_bytes == 0
     backend.forward({RUNNING: 900, NEW: 900}, [])
     noted = backend.engine.state_bytes
-    assert noted == 2 * world.layers * 16 * 8 * 64 * 4
+    assert noted == 2 * world.layers * HgcaPolicy.prefill_rows * 8 * 64 * 4
     world.decode([RUNNING, NEW])
     both = backend.engine.state_bytes
     residents, pages = world.placement.slots, 900 // PAGE + 1

@@ -14,9 +14,9 @@ From the paper's Algorithm 1 (line numbers in brackets), with what it leaves ope
 - Salience [23, 24]: average > beta / size(A_gpu), the residents of the step before. All weights of one head are
   compared with a threshold of its own mean, so nothing needs the paper's renormalisation of what is kept.
 - Append [19 to 22]: A_cpu is the softmax over the complete middle alone (Algorithm 2, line 4: either side normalises
-  within itself), averaged over the last 16 queries of the prefilled chunk, or as many as it has; salient is what has
-  more than beta / size(A_cpu). It is found when the request first decodes. The residents' averages begin with those
-  queries' mean A_gpu [8], each token's over the queries that see it.
+  within itself) of the last prefilled query; salient is what has more than beta / size(A_cpu). It is found when the
+  request first decodes. The residents' averages begin with that query's A_gpu [8]. The paper does not say which of the
+  append's queries it takes; more of them would make the set depend on how much of a prompt the radix tree had.
 - The sets are token masks over pages, in place of compacted copies: blocks leave in order, so the lists are sorted as
   they grow, and a step's plan is a copy of them. Merged head tasks are the groups: a page is read once for all heads
   of a group, and where the paper pads each head's set to its task's, here each attends to its own tokens.
@@ -122,7 +122,7 @@ class HgcaPolicy(Policy):
     """
 
     needs = Needs.RESIDENTS
-    prefill_rows = 16
+    prefill_rows = 1
 
     def __init__(self, beta: float = BETA, alpha: float = ALPHA) -> None:
         self.beta, self.alpha = beta, alpha

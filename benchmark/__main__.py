@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmark` as for the scripts beside it
 import common
+import rivals
 
 HERE = Path(__file__).parent
 GRID = [f"fixed:{blk}:{budget}" for blk in (16, 32, 64, 128) for budget in ("0.02", "0.05", "0.10", "0.25")]
@@ -38,6 +39,7 @@ RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sin
 # Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
+    rivals.NAME: rivals.quality_options(),
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", PSA],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
@@ -83,13 +85,15 @@ def main() -> None:
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
         for script in ("kernels.py", "attention.py", "one_batch.py", "schedulers.py"):
             _run([sys.executable, str(HERE / script), *passed])
+        for script in ("attention.py", "one_batch.py"):
+            _run([sys.executable, str(HERE / script), *rivals.speed_options(args.quick), *passed])
         for script in ("forks.py", "peers.py", "lfps_selection.py"):  # of a minute each: nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":
         for name in QUALITY:
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
-        for name in ("ruler", "psa"):
+        for name in ("ruler", "psa", rivals.NAME):
             _run([sys.executable, "-m", "fluxion_quality.plot", str(results / f"quality_{name}.json")])
         for script in ("tables.py", "plot.py"):
             _run([sys.executable, str(HERE / script)])

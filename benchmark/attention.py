@@ -7,8 +7,9 @@
 Requests share a document, each has a copy of its own in the host pool, filled as prefill fills it, and asks a question
 of its own. The tokens of the right answer are decoded, each with the query that the model has there, so all policies
 are asked the same. Policies take turns, so that a machine that drifts drifts for all of them. The first step of a turn
-does not count: it measures anchors (which has a column of its own) and brings back what the former policy displaced.
-Results go to attention.json in benchmark/results/<machine>, cell by cell; an interrupted run continues there.
+does not count: it measures anchors (which has a column of its own), evaluates prefills for policies that remember, and
+brings back what the former policy displaced. Results go to attention.json in benchmark/results/<machine>, or with
+--name to attention_NAME.json, cell by cell; an interrupted run continues there.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ TURNS = 15
 RANDOM = KVShape(layers=2, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 RANDOM_GROUP = 4
 RANDOM_STEPS = 6
+HEARD = 32
+"""Queries that are kept of a document's end: a prefill tells policies of its last ones (`Policy.prefill_rows`)."""
 COUNTS = ("tokens_read", "middle_tokens", "tile_bytes", "metadata_bytes")
 
 
@@ -64,12 +67,14 @@ class Requests:
 
     Attributes:
         document: (k, v), [S, H, D] each.
+        document_q: [HEARD, Hq, D], the queries of its last tokens.
         tails: of every request (q [T, Hq, D], k, v [T, H, D]): its question, and the answer that is decoded.
         scale: multiplies q.k.
     """
 
     length: int
     document: list[tuple[Tensor, Tensor]]
+    document_q: list[Tensor]
     tails: list[list[tuple[Tensor, Tensor, Tensor]]]
     scale: float
 
@@ -111,7 +116,8 @@ def needle_requests(length: int, count: int) -> Requests:
         tokens = [*question.token_ids, *question.answer_ids[:-1]]
         tails.append([rows(states, len(document)) for states in capture(model, tokens, cache)])
         cache.crop(-len(tokens))
-    return Requests(length, [rows(states, 0)[1:] for states in of_document], tails, of_document[0].scale)
+    found = [rows(states, 0) for states in of_document]
+    return Requests(length, [kv for _, *kv in found], [q[-HEARD:] for q, *_ in found], tails, of_document[0].scale)
 
 
 def random_requests(length: int, count: int) -> Requests:
@@ -124,9 +130,10 @@ def random_requests(length: int, count: int) -> Requests:
 
     layers = range(shape.layers)
     document = [(randn(length - 1, shape.kv_heads), randn(length - 1, shape.kv_heads)) for _ in layers]
+    document_q = [randn(HEARD, shape.kv_heads * RANDOM_GROUP) for _ in layers]
     heads = (shape.kv_heads * RANDOM_GROUP, shape.kv_heads, shape.kv_heads)
     tails = [[tuple(randn(tokens, h) for h in heads) for _ in layers] for _ in range(count)]
-    return Requests(length, document, tails, shape.head_dim**-0.5)  # type: ignore[arg-type]
+    return Requests(length, document, document_q, tails, shape.head_dim**-0.5)  # type: ignore[arg-type]
 
 
 SOURCES: dict[str, Callable[[int, int], Requests]] = {"needle": needle_requests, "random": random_requests}
@@ -200,12 +207,15 @@ class Bench:
             for step in range(asked, asked + requests.steps)
         ]
 
-    def rewind(self) -> None:
-        """As after the prefill: windows without the answer, anchors not measured yet."""
+    def rewind(self, policy: Policy) -> None:
+        """As after a prefill under this policy: windows without the answer, nothing measured or remembered yet."""
+        length, asked = self.requests.length, self.requests.asked
         for row in range(self.batch):
-            self.windows.heal(row, self.requests.length, self.table[row])
+            self.engine.forget(row)
+            self.windows.heal(row, length, self.table[row])
             for layer, (q, _, _) in enumerate(self.requests.tails[row]):
-                self.engine.anchors.note(layer, row, self.requests.length, q[self.requests.asked - 1])
+                queries = torch.cat([self.requests.document_q[layer], q[:asked]])
+                self.engine.prefilled(layer, row, length, queries, policy)
 
     def step(self, index: int, policy: Policy, outputs: list[Tensor] | None = None) -> None:
         """Decode token `index` of the answers; `outputs` takes [B, Hq, D] float32 of every layer."""
@@ -236,7 +246,7 @@ class Bench:
     def errors(self, policy: Policy, exact: Tensor) -> Tensor:
         """|o_h - exact_h| / max over heads h' of |exact_h'| (Fluxion, Eq. 2): [steps, layers, B, Hq]."""
         outputs: list[Tensor] = []
-        self.rewind()
+        self.rewind(policy)
         for index in range(self.requests.steps):
             self.step(index, policy, outputs)
         got = torch.stack(outputs).view_as(exact)
@@ -244,7 +254,7 @@ class Bench:
 
     def turn(self, policy: Policy) -> list[dict[str, float]]:
         """Decode the answers; of every step the seconds by phase, and what `DecodeEngine.stats` counted."""
-        self.rewind()
+        self.rewind(policy)
         found = []
         for index in range(self.requests.steps):
             before, spent = self.engine.stats(), self.clock.spent
@@ -255,7 +265,7 @@ class Bench:
             parts = {
                 "resident": spent["layer_resident"],
                 "features": spent["_observe"] - spent["layer_resident"],
-                "plan": spent["plan"],
+                "plan": spent["plan"] + spent["decoded"],
                 "queue": spent["layer_begin"] + spent["layer_finish"],
             }
             other = whole - sum(parts.values())
@@ -268,14 +278,15 @@ def measure(requests: Requests, batch: int, policies: dict[str, Policy], turns: 
     """A row a policy; times and bytes are those of a step over its layers, times in ms and medians over steps.
 
     attention is the whole step. Parts of it: resident and features, where the policy wants to see the heads first (else
-    resident attention is in queue); plan, for `fluxion` the network and the choice of blocks; queue, with the merge;
-    other, the begin of the step and Python. anchor is what the first step spends on each request.
+    resident attention is in queue); plan, for `fluxion` the network and the choice of blocks, and what a policy learns
+    from a layer that is done; queue, with the merge; other, the begin of the step and Python. anchor is what the first
+    step spends on each request.
     """
     bench = Bench(requests, batch)
     exact = bench.exact()
     errors = {}
     for spec, policy in policies.items():
-        bench.clock.watch(policy, "plan")
+        bench.clock.watch(policy, "plan", "decoded")
         errors[spec] = bench.errors(policy, exact)
     turned: dict[str, list[list[dict[str, float]]]] = {spec: [] for spec in policies}
     for _, (spec, policy) in itertools.product(range(turns), policies.items()):
@@ -319,6 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=("needle",))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--name", help="of a list of policies whose results are apart, in attention_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--turns", type=int, default=TURNS, help="of each policy in each cell")
@@ -328,9 +340,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     turns = min(args.turns, 3) if args.quick else args.turns
-    path = common.RESULTS / args.machine / ("attention_quick.json" if args.quick else "attention.json")
-    if args.fresh:
-        path.unlink(missing_ok=True)
+    path = common.result_path(args, f"attention_{args.name}" if args.name else "attention")
     settings = {"turns": turns, "policies": list(args.policies)}
     data = common.resume(path, {**common.header("attention"), **settings}, (*common.SAME, *settings))
     done = {(row["model"], row["length"], row["batch"]) for row in data["rows"]}

@@ -40,6 +40,14 @@ def memory_read_gb_per_s(threads: int) -> float:
     return round(best, 1)
 
 
+def result_path(args: Any, name: str) -> Path:
+    """Where the rows of a benchmark with the options --machine and --quick go, which --fresh empties first."""
+    path = RESULTS / args.machine / f"{name}{'_quick' if args.quick else ''}.json"
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    return path
+
+
 def resume(path: Path, fresh: dict[str, Any], same: tuple[str, ...]) -> dict[str, Any]:
     """The file at `path` if it measured the same (equal in the keys `same`), else `fresh` with no rows."""
     old = load(path)

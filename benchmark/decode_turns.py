@@ -5,7 +5,8 @@
 Options that are not its own are one_batch's, which loads the model and writes the result file. Batch sizes descend: a
 smaller batch is the first requests of the larger one, so the largest alone is prefilled, request by request. Steps of
 all policies stand in one process a moment apart, which a drifting machine treats alike; the first step of a turn does
-not count, because it may measure anchors and finds the caches as the former policy left them.
+not count, because it may measure anchors and finds the caches as the former policy left them. Every policy hears of the
+prefill, and remembers its own steps; what others decode between them is news to it, as an appended turn would be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ class Turns:
     def __init__(self, policies: list[str], turns: int, steps: int, streams: list[list[int]]) -> None:
         self.policies, self.turns, self.steps = policies, turns, steps
         self.streams = torch.tensor(streams, dtype=torch.int64) if streams else None
+        self._chosen: dict[str, Policy | None] = {}
         self._warm = False
         self._batch: Any = None
         self._tokens: torch.Tensor | None = None
@@ -67,13 +71,13 @@ class Turns:
             self._warm = True
             return None
         if self._batch is None:
+            self._chosen = {spec: self._policy(model_runner.torch_runner, spec) for spec in self.policies}
             self._prefill(model_runner, reqs)
         else:
             assert batch_size <= len(self._batch.reqs), "batch sizes must descend"
             self._batch.filter_batch(keep_indices=list(range(batch_size)))
         spent: dict[str, list[float]] = defaultdict(list)
-        chosen = {spec: self._policy(model_runner.torch_runner, spec) for spec in self.policies}
-        for _turn, (spec, policy) in itertools.product(range(self.turns), chosen.items()):
+        for _turn, (spec, policy) in itertools.product(range(self.turns), self._chosen.items()):
             if policy is not None:
                 model_runner.torch_runner.attn_backend.requests.current = [policy] * batch_size
             spent[spec] += [self._step(model_runner) for _ in range(self.steps)][1:]
@@ -89,13 +93,14 @@ class Turns:
         model_runner.clear()
         start = time.perf_counter()
         tokens = []
-        for req in reqs:
-            token, _, batch = model_runner.extend([req])
-            tokens.append(token)
-            if self._batch is None:
-                self._batch = batch
-            else:
-                self._batch.merge_batch(batch)
+        with heard_by(self._chosen.values(), model_runner.torch_runner.attn_backend):
+            for req in reqs:
+                token, _, batch = model_runner.extend([req])
+                tokens.append(token)
+                if self._batch is None:
+                    self._batch = batch
+                else:
+                    self._batch.merge_batch(batch)
         model_runner.synchronize()
         self._prefill_s = (time.perf_counter() - start) / len(reqs)
         self._tokens = torch.cat(tokens)
@@ -114,6 +119,27 @@ class Turns:
         if spec == OFF:
             return None
         return parse_spec(spec, predictors.context(runner.attn_backend.pool.config, runner))
+
+
+@contextmanager
+def heard_by(policies: Iterable[Policy | None], backend: Any) -> Iterator[None]:
+    """What the backend prefills here, all of the policies that remember hear of, as if the requests were theirs."""
+    hearers = [policy for policy in policies if policy is not None and policy.prefill_rows]
+    if not hearers:
+        yield
+        return
+    engine = backend.engine
+    prefilled = engine.prefilled
+
+    def tell(layer: int, row: int, length: int, queries: torch.Tensor, _: Policy | None = None) -> None:
+        for policy in hearers:
+            prefilled(layer, row, length, queries, policy)
+
+    engine.prefilled = tell
+    try:
+        yield
+    finally:
+        engine.prefilled = prefilled
 
 
 def main() -> None:

@@ -4,8 +4,9 @@
     python benchmark/one_batch.py --quick    # short prompts, to see that it runs
 
 A cell is one process of one_batch: one model and one length, with the flag or without it. With it, all policies decode
-on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, cell by
-cell; an interrupted run continues there, unless commit, versions or machine have changed.
+on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, or with
+--name to one_batch_NAME.json, cell by cell; an interrupted run continues there, unless commit, versions, machine,
+policies or batches have changed.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ STEPS = 6
 """Of a turn; the first of them does not count."""
 
 
-def decoded(policies: int) -> int:
-    """Tokens that a request of the smallest batch decodes in a cell."""
-    return len(BATCHES) * TURNS * STEPS * policies
+def decoded(policies: int, batches: int) -> int:
+    """Tokens that a request of the smallest batch decodes in a cell of so many policies and batches."""
+    return batches * TURNS * STEPS * policies
 
 
 def model_folder(model: str) -> Path:
@@ -64,25 +65,26 @@ def stream(prompt: NeedlePrompt, tokens: int) -> list[int]:
 def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     """The command line of a cell; every prompt has exactly `length` tokens."""
     model, policies, length = cell["model"], cell["policies"], cell["length"]
+    batches = sorted(cell["batches"], reverse=True)
+    largest = batches[0]
     run = [sys.executable, str(Path(__file__).with_name("decode_turns.py"))]
     run += ["--policies", ",".join(policies), "--turns", str(TURNS), "--steps", str(STEPS)]
-    run += ["--device", "cpu", "--max-running-requests", str(max(BATCHES)), "--model-path", str(model_folder(model))]
-    steps = decoded(len(policies))
+    run += ["--device", "cpu", "--max-running-requests", str(largest), "--model-path", str(model_folder(model))]
+    steps = decoded(len(policies), len(batches))
     if model == "needle":
         prompts, streams = scratch / f"prompts-{length}.txt", scratch / f"streams-{length}.json"
-        found = [needle_prompt(length, seed=seed) for seed in range(max(BATCHES))]
+        found = [needle_prompt(length, seed=seed) for seed in range(largest)]
         prompts.write_text("".join(prompt.text() + "\n" for prompt in found))
         streams.write_text(json.dumps([stream(prompt, steps) for prompt in found]))
         run += ["--prompt-filename", str(prompts), "--streams", str(streams)]
     else:
         run += ["--load-format", "dummy", "--tokenizer-path", str(common.NEEDLE)]
-    tokens = max(BATCHES) * (length + steps + 64) // 16 * 16
+    tokens = largest * (length + steps + 64) // 16 * 16
     if policies == [OFF]:
         run += ["--max-total-tokens", str(tokens)]
     else:
         config = {"policy": policies[0], "host_tokens": tokens}
         run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
-    batches = sorted(BATCHES, reverse=True)
     return [*run, "--batch-size", *map(str, batches), "--input-len", str(length), "--output-len", str(steps)]
 
 
@@ -110,7 +112,7 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
         for found in map(json.loads, results.read_text().splitlines())
         for policy, seconds in found["decode_s"].items()
     ]
-    if len(rows) != len(BATCHES) * len(cell["policies"]):
+    if len(rows) != len(cell["batches"]) * len(cell["policies"]):
         raise SystemExit(f"one_batch left out a batch size of {cell}; its output is in {scratch / 'cell.log'}")
     return rows
 
@@ -119,12 +121,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--policies", nargs="+", default=POLICIES, help=f'"{OFF}" is SGLang without the flag')
+    parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians")
     parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
+    if args.name and len(args.models) > 1:
+        parser.error("--name makes one file of one model; say which with --models.")
 
     for model in args.models:
         run(model, args)
@@ -133,15 +139,14 @@ def main() -> None:
 def run(model: str, args: argparse.Namespace) -> None:
     """Every cell of a model that its result file does not have yet."""
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
-    path = common.RESULTS / args.machine / f"one_batch_{model}{'_quick' if args.quick else ''}.json"
-    if args.fresh:
-        path.unlink(missing_ok=True)
-    data = common.resume(path, common.header("one_batch"), common.SAME)
+    path = common.result_path(args, f"one_batch_{args.name or model}")
     policies = [policy for policy in args.policies if serves(model, policy)]
+    settings = {"policies": policies, "batches": list(args.batches)}
+    data = common.resume(path, {**common.header("one_batch"), **settings}, (*common.SAME, *settings))
     sides = [side for side in ([OFF] if OFF in policies else [], [p for p in policies if p != OFF]) if side]
     done = {(row["length"], row["round"], row["policy"]) for row in data["rows"]}
     cells = [
-        {"model": model, "policies": side, "length": length, "round": turn}
+        {"model": model, "policies": side, "batches": args.batches, "length": length, "round": turn}
         for turn, length, side in itertools.product(range(args.rounds), lengths, sides)
         if (length, turn, side[0]) not in done
     ]

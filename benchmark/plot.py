@@ -10,8 +10,9 @@ from statistics import median
 from typing import Any
 
 import common
+from one_batch import MODELS
 
-FILES = ("one_batch_*.json", "attention.json")
+FILES = (*(f"one_batch_{model}.json" for model in MODELS), "attention.json")
 DRAWN = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
 """What of a file's rows is drawn, and the name of its axis."""
 

@@ -177,9 +177,7 @@ def main() -> None:
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     workloads = QUICK_WORKLOADS if args.quick else WORKLOADS
-    path = common.RESULTS / args.machine / ("schedulers_quick.json" if args.quick else "schedulers.json")
-    if args.fresh:
-        path.unlink(missing_ok=True)
+    path = common.result_path(args, "schedulers")
     data = common.resume(path, common.header("schedulers"), common.SAME)
     done = {(row["round"], row["workload"]) for row in data["rows"]}
     rounds = range(args.rounds or (1 if args.quick else 10))

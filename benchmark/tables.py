@@ -17,8 +17,9 @@ from typing import Any
 
 import common
 from hgca_tables import HGCA_TABLES
-from one_batch import BEST_FIXED
+from one_batch import BEST_FIXED, MODELS
 from rendering import link, nothing, result_files, table, where
+from rivals import rivals
 from roofline_tables import ROOFLINE_TABLES
 
 from fluxion_quality import table as quality_table
@@ -42,7 +43,7 @@ def options(_: Path) -> str:
 def one_batch(results: Path) -> str:
     """TPOT by model, batch and length; a column a policy, and gains."""
     out = []
-    for path, data in result_files(results, "one_batch_*.json"):
+    for path, data in [found for model in MODELS for found in result_files(results, f"one_batch_{model}.json")]:
         reads = data.get("memory_read_gb_per_s", [])
         note = f"TPOT, medians of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
         if reads:
@@ -381,6 +382,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality_tasks": quality_tasks,
     "guard": guard,
     "psa": psa,
+    "rivals": rivals,
     "far": far,
     "large": large,
     "ablations": ablations,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +76,7 @@ def averages(data: dict[str, Any]) -> str:
             str(row["tasks"]),
             str(row["documents"]),
             _number(row["score"], ".3f"),
-            _delta(row),
+            delta(row),
         ]
         line += [_number(row["read_fraction"], ".2%"), _number(row["bytes_per_token"], ",.0f")]
         line += [_number(row["error_mean"], ".4f"), _number(row["error_p99"], ".4f")]
@@ -86,6 +86,7 @@ def averages(data: dict[str, Any]) -> str:
     return _table([*head, "same"], lines, 2)
 
 
+_BLOCKS: Final = ("16", "32", "64", "128")
 LEARNED: Final = "fluxion"
 EQUAL: Final = 0.005
 """Score that a policy may lose against `full` and still count as equal to it."""
@@ -109,15 +110,19 @@ def cheapest_fixed(rows: Mapping[str, Row]) -> str | None:
     return min(good, key=lambda policy: float(rows[policy]["bytes_per_token"]), default=None)
 
 
-def pareto_front(rows: Mapping[str, Row]) -> set[str]:
-    """The fixed policies that no other fixed policy beats in score or bytes without losing in the other; as above."""
+def pareto_front(rows: Mapping[str, Row], among: Collection[str], cost: str = "bytes_per_token") -> set[str]:
+    """Of the policies `among` those that none of them beats in score or cost without losing in the other; as above."""
 
     def beaten(one: Row, by: Row) -> bool:
-        a, b = ((row["score"], -row["bytes_per_token"]) for row in (one, by))
+        a, b = ((row["score"], -row[cost]) for row in (one, by))
         return b != a and b[0] >= a[0] and b[1] >= a[1]
 
-    fixed = _fixed(rows)
-    return {policy for policy in fixed if not any(beaten(rows[policy], rows[other]) for other in fixed)}
+    return {policy for policy in among if not any(beaten(rows[policy], rows[other]) for other in among)}
+
+
+def yardstick(policy: str) -> bool:
+    """Whether the policy reads everything to decide: its bytes are no cost of serving."""
+    return policy.startswith(("oracle", "labels"))
 
 
 def pareto(data: dict[str, Any]) -> str:
@@ -128,16 +133,16 @@ def pareto(data: dict[str, Any]) -> str:
         rows = {policy: row for at, policy, row in found if at == length and row["bytes_per_token"] is not None}
         if FULL not in rows:
             continue
-        front, cheapest = pareto_front(rows), cheapest_fixed(rows)
+        front, cheapest = pareto_front(rows, _fixed(rows)), cheapest_fixed(rows)
         learned = rows.get(LEARNED, {}).get("bytes_per_token")
         for policy, row in sorted(rows.items(), key=lambda item: float(item[1]["bytes_per_token"])):
-            if policy.startswith(("oracle", "labels")):
+            if yardstick(policy):
                 continue
             relative = f"{row['bytes_per_token'] / learned:.2f}x" if learned else ""
             marks = ["front"] * (policy in front) + ["cheapest of equal quality"] * (policy == cheapest)
             lines.append(
                 [
-                    *(_length(length), policy, ", ".join(marks), f"{row['score']:.3f}", _delta(row)),
+                    *(_length(length), policy, ", ".join(marks), f"{row['score']:.3f}", delta(row)),
                     *(f"{row['bytes_per_token']:,.0f}", relative),
                 ]
             )
@@ -146,8 +151,8 @@ def pareto(data: dict[str, Any]) -> str:
 
 
 def family(policy: str) -> str:
-    """What is left of a spec without the fraction that sets how much it reads: "fixed:32" of "fixed:32:0.05"."""
-    return ":".join(part for part in policy.split(":") if "." not in part)
+    """What is left of a spec without the numbers that set how much it reads: "fixed:32" of "fixed:32:0.05"."""
+    return ":".join(part for part in policy.split(":") if part in _BLOCKS or not part[:1].isdigit())
 
 
 def least_reads(data: dict[str, Any], share: float) -> str:
@@ -253,10 +258,11 @@ def _documents(row: Row) -> int:
 def _score(row: Row | None, intervals: bool) -> str:
     if row is None:
         return ""
-    return f"{row['score']:.3f}" + (f" ({_delta(row)})" if intervals and row["policy"] != FULL else "")
+    return f"{row['score']:.3f}" + (f" ({delta(row)})" if intervals and row["policy"] != FULL else "")
 
 
-def _delta(row: Row) -> str:
+def delta(row: Row) -> str:
+    """The difference to `full`, with its interval where it has one; empty where there is no `full`."""
     if row["delta"] is None:
         return ""
     low, high = row["delta_low"], row["delta_high"]

@@ -19,11 +19,13 @@ import attention  # noqa: E402
 import common  # noqa: E402
 import one_batch  # noqa: E402
 import plot  # noqa: E402
+import rivals  # noqa: E402
 import tables  # noqa: E402
 from states import capture  # noqa: E402
 
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
-from fluxion_sglang.policy import parse_spec  # noqa: E402
+from fluxion_sglang.policy import check_spec, parse_spec  # noqa: E402
+from fluxion_sglang.policy.fixed import FixedPolicy  # noqa: E402
 
 HEADER = {
     "commit": "abc",
@@ -133,6 +135,102 @@ def test_attention_of_random_requests() -> None:
         assert found["steps"] == requests.steps - 1
         assert 0 < found["queue_ms"] < found["attention_ms"]
     assert list(attention.policies_of("random", ["full", "anchor", "fluxion"])) == ["full"]
+
+
+def test_policies_that_remember_hear_of_the_prefill_before_every_turn() -> None:
+    class Hearing(FixedPolicy):
+        prefill_rows = 20
+
+        def __init__(self) -> None:
+            super().__init__(16, 0.5)
+            self.heard: list[tuple[Any, ...]] = []
+
+        def prefilled(self, *args: Any) -> None:
+            self.heard.append(args)
+
+        def released(self, row: int) -> None:
+            self.heard.append((row,))
+
+    requests = attention.random_requests(400, 2)
+    bench, policy = attention.Bench(requests, 2), Hearing()
+    for turn in range(2):
+        policy.heard.clear()
+        bench.turn(policy)
+        told = [args for args in policy.heard if len(args) > 1]
+        assert [args[:3] for args in told] == [(layer, row, 400) for row in range(2) for layer in range(2)]
+        for layer, row, _, queries in told:
+            asked = requests.tails[row][layer][0][: requests.asked]
+            assert torch.equal(queries, torch.cat([requests.document_q[layer], asked])[-20:])
+        if turn:
+            assert [args for args in policy.heard if len(args) == 1] == [(0,), (1,)]
+
+
+def test_a_named_list_of_policies_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "memory_read_gb_per_s", lambda _: 30.0)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    policies = ["full", "hgca:0", "hgca:1", "psa:0.95", "lfps:0.10"]
+    options = [
+        "--quick",
+        "--name",
+        "few",
+        "--lengths",
+        "700",
+        "--batches",
+        "2",
+        "--turns",
+        "1",
+        "--policies",
+        *policies,
+    ]
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--machine", "box", *options])
+    attention.main()
+    data = common.load(tmp_path / "box" / "attention_few_quick.json")
+    assert data is not None and not (tmp_path / "box" / "attention_quick.json").exists()
+    rows = {row["policy"]: row for row in data["rows"]}
+    assert list(rows) == policies
+    assert rows["hgca:0"]["read"] == 1 and rows["hgca:0"]["error_max"] < 1e-3
+    assert 0 < rows["hgca:1"]["tile_bytes"] < rows["full"]["tile_bytes"]
+
+
+def rival(policy: str, score: float, **others: Any) -> dict[str, Any]:
+    """A row of a quality file: one task, two documents."""
+    found = {"task": "niah", "length": 8192, "policy": policy, "score": score, "delta": score - 1.0, "measure": "score"}
+    found |= {"samples": [score, score], "documents": [0, 1], "read_fraction": 0.25, "bytes_per_token": 1234567.0}
+    return found | {"error_mean": 0.1, "error_p99": 0.2, "kl": 0.5, "same": 1.0} | others
+
+
+def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path) -> None:
+    for policy in rivals.POLICIES:
+        check_spec(policy)
+    assert "python benchmark/__main__.py" in rivals.rivals(tmp_path)
+    rows = [rival("full", 1.0, read_fraction=1.0), rival("hgca:0.25", 0.5), rival("psa:0.95", 0.9), rival("hgca:1", 0)]
+    header = {"model": {"id": "n", "sha256": "f" * 64}, "samples": 2, "seed": 0, "dtype": "float32"}
+    write(tmp_path, "quality_rivals.json", rows, policies=[row["policy"] for row in rows], **header)
+    of = {"model": "needle", "length": 8192}
+    times = [attention_row("full", 0.5, batch=1, **of), attention_row("full", 2.0, batch=8, **of)]
+    times.append(attention_row("lfps:0.05", 0.25, batch=8, **of))
+    times.append(attention_row("full", 9.0, **of | {"model": "random"}))
+    write(tmp_path, "attention_rivals.json", times, commit="def")
+    text = rivals.rivals(tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith("| 8,192")]
+    assert lines == [
+        "| 8,192 | full | 1.000 | +0.000 [+0.000, +0.000] | 100.0% | 1,234,567 | 5.0e-01 | 0.500 | 2.000 | - | - |",
+        "| 8,192 | hgca:0.25 | 0.500 | -0.500 [-0.500, -0.500] | 25.0% | 1,234,567 | 5.0e-01 | - | - | - | - |",
+        "| 8,192 | hgca:1 | 0.000 | -1.000 [-1.000, -1.000] | 25.0% | 1,234,567 | 5.0e-01 | - | - | - | - |",
+        "| 8,192 | psa:0.95 | 0.900 | -0.100 [-0.100, -0.100] | 25.0% | 1,234,567 | 5.0e-01 | - | - | - | - |",
+        "| 8,192 | lfps:0.05 | - | - | - | - | - | - | 0.250 | - | - |",
+    ]
+    assert "of commit abc" in text and "of commit def" in text and "![" not in text
+    served = [
+        row(policy, tpot, turn, "needle") | {"batch": 8} for turn, policy, tpot in [(0, "full", 9), (1, "full", 7)]
+    ]
+    write(tmp_path, "one_batch_rivals.json", served)
+    (tmp_path / "box" / "quality_rivals.svg").touch()
+    text = rivals.rivals(tmp_path)
+    assert "| 0.500 | 2.000 | - | 8.0 |" in text
+    assert "](benchmark/results/box/quality_rivals.svg)" in text
+    assert "one_batch.py" in tables.one_batch(tmp_path), "named lists of policies are in no other table"
 
 
 def test_requests_of_the_bundled_model_are_what_it_sees_in_one_go() -> None:

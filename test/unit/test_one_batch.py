@@ -22,31 +22,33 @@ import one_batch  # noqa: E402
 
 @pytest.mark.parametrize("model", one_batch.MODELS)
 @pytest.mark.parametrize("policies", [[one_batch.OFF], ["full", "fluxion"]])
+@pytest.mark.parametrize("batches", [one_batch.BATCHES, [1, 2]])
 def test_one_batch_commands_have_room_for_the_batch_and_the_flag_only_with_a_policy(
-    model: str, policies: list[str], tmp_path: Path
+    model: str, policies: list[str], batches: list[int], tmp_path: Path
 ) -> None:
-    command = one_batch.command({"model": model, "policies": policies, "length": 1024}, tmp_path)
+    command = one_batch.command({"model": model, "policies": policies, "batches": batches, "length": 1024}, tmp_path)
     after = dict(itertools.pairwise(command))
     assert ("--enable-fluxion" in command) == (policies != [one_batch.OFF])
     if policies == [one_batch.OFF]:
         tokens = int(after["--max-total-tokens"])
     else:
         tokens = json.loads(after["--fluxion-config"])["host_tokens"]
-    decoded = one_batch.decoded(len(policies))
-    assert decoded == len(one_batch.BATCHES) * one_batch.TURNS * one_batch.STEPS * len(policies)
-    assert tokens >= max(one_batch.BATCHES) * (1024 + decoded)
-    batches = command[command.index("--batch-size") + 1 : command.index("--input-len")]
-    assert list(map(int, batches)) == sorted(one_batch.BATCHES, reverse=True)
+    decoded = one_batch.decoded(len(policies), len(batches))
+    assert decoded == len(batches) * one_batch.TURNS * one_batch.STEPS * len(policies)
+    assert tokens >= max(batches) * (1024 + decoded)
+    sizes = command[command.index("--batch-size") + 1 : command.index("--input-len")]
+    assert list(map(int, sizes)) == sorted(batches, reverse=True)
     if model == "needle":
         prompts = Path(after["--prompt-filename"]).read_text().splitlines()
-        assert [len(prompt.split()) for prompt in prompts] == [1024] * max(one_batch.BATCHES)
+        assert [len(prompt.split()) for prompt in prompts] == [1024] * max(batches)
         streams = json.loads(Path(after["--streams"]).read_text())
-        assert [len(stream) for stream in streams] == [decoded] * max(one_batch.BATCHES)
+        assert [len(stream) for stream in streams] == [decoded] * max(batches)
 
 
 def test_the_longest_prompt_leaves_room_for_what_is_decoded() -> None:
     positions = json.loads((common.NEEDLE / "config.json").read_text())["max_position_embeddings"]
-    assert max(one_batch.LENGTHS) + one_batch.decoded(len(one_batch.POLICIES) - 1) <= positions
+    decoded = one_batch.decoded(len(one_batch.POLICIES) - 1, len(one_batch.BATCHES))
+    assert max(one_batch.LENGTHS) + decoded <= positions
 
 
 def test_a_stream_is_answers_each_after_its_question() -> None:
@@ -57,11 +59,20 @@ def test_a_stream_is_answers_each_after_its_question() -> None:
     assert stream[: len(once)] == once and stream[len(once)] == once[0] and len(stream) == 100
 
 
+class FakePolicy:
+    """Only an object, which wants to hear of so many queries of a prefill."""
+
+    def __init__(self, prefill_rows: int = 0) -> None:
+        self.prefill_rows = prefill_rows
+
+
 class FakeRunner:
     """Stands for one_batch's runner: a batch is a list, and the model says the next number."""
 
     def __init__(self) -> None:
-        backend = SimpleNamespace(requests=SimpleNamespace(current=None))
+        self.heard: list[tuple[int, object]] = []
+        engine = SimpleNamespace(prefilled=lambda *args: self.heard.append((args[1], args[-1])))
+        backend = SimpleNamespace(requests=SimpleNamespace(current=None), engine=engine)
         self.torch_runner = SimpleNamespace(attn_backend=backend)
         self.decoded: list[tuple[list[int], object]] = []
 
@@ -69,6 +80,7 @@ class FakeRunner:
     def synchronize(self) -> None: ...
 
     def extend(self, reqs: list[int]) -> tuple[torch.Tensor, None, FakeBatch]:
+        self.torch_runner.attn_backend.engine.prefilled(0, reqs[0], 64, torch.empty(0), None)
         return torch.tensor([100 * reqs[0]]), None, FakeBatch(reqs)
 
     def decode(self, tokens: torch.Tensor, batch: FakeBatch) -> tuple[torch.Tensor, None]:
@@ -96,16 +108,61 @@ def run_turns(turns: decode_turns.Turns, runner: FakeRunner, batches: list[int])
 
 
 def test_policies_take_turns_on_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: None if spec == "off" else spec)
+    policies = {spec: FakePolicy() for spec in ("a", "b")}
+    monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: policies[spec])
     runner = FakeRunner()
     rows = run_turns(decode_turns.Turns(["a", "b"], 2, 3, []), runner, [3, 1])
     assert [row["batch_size"] for row in rows] == [3, 1]
     assert all(len(seconds) == 2 * 2 for row in rows for seconds in row["decode_s"].values())
-    assert [set(policies) for _, policies in runner.decoded] == [{"a"}] * 3 + [{"b"}] * 3 + [{"a"}] * 3 + [
-        {"b"}
-    ] * 3 + [{"a"}] * 3 + [{"b"}] * 3 + [{"a"}] * 3 + [{"b"}] * 3
+    turns = [{policy} for _ in range(4) for policy in policies.values() for _ in range(3)]
+    assert [set(current) for _, current in runner.decoded] == turns, "the same objects, so that they may remember"
     assert [tokens for tokens, _ in runner.decoded[:2]] == [[100, 200, 300], [101, 201, 301]]
     assert runner.decoded[12][0] == [112], "the first request of the larger batch goes on"
+    assert runner.heard == [(1, None), (2, None), (3, None)]
+
+
+def test_policies_that_remember_hear_of_the_prefill_whosever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = {"full": FakePolicy(), "a": FakePolicy(16), "b": FakePolicy(20)}
+    monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: policies[spec])
+    runner = FakeRunner()
+    prefilled = runner.torch_runner.attn_backend.engine.prefilled
+    run_turns(decode_turns.Turns(list(policies), 1, 2, []), runner, [2, 1])
+    assert runner.heard == [(row, policies[spec]) for row in (1, 2) for spec in ("a", "b")]
+    assert runner.torch_runner.attn_backend.engine.prefilled is prefilled, "decoding is nobody else's"
+
+
+class Options(SimpleNamespace):
+    """Of one_batch.py, for `run`."""
+
+    def __init__(self, **others: Any) -> None:
+        fixed = {"machine": "box", "quick": True, "fresh": False, "rounds": 1, "lengths": [64], "batches": [1, 2]}
+        super().__init__(**fixed | others)
+
+
+def test_a_named_list_of_policies_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(cell: dict[str, Any], _: Path) -> list[dict[str, Any]]:
+        measured.append((cell["policies"], cell["batches"]))
+        place = {key: cell[key] for key in ("model", "length", "round")}
+        return [{**place, "policy": policy, "batch": 1} for policy in cell["policies"]]
+
+    measured: list[tuple[list[str], list[int]]] = []
+    monkeypatch.setattr(one_batch, "measure", measure)
+    monkeypatch.setattr(common, "memory_read_gb_per_s", lambda _: 30.0)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    rivals = Options(name="rivals", policies=["full", "hgca:1"])
+    one_batch.run("needle", rivals)
+    one_batch.run("needle", Options(name=None, policies=["full"]))
+    assert measured == [(["full", "hgca:1"], [1, 2]), (["full"], [1, 2])]
+    found = common.load(tmp_path / "box" / "one_batch_rivals_quick.json")
+    assert found is not None and [row["policy"] for row in found["rows"]] == ["full", "hgca:1"]
+    one_batch.run("needle", rivals)
+    assert len(measured) == 2, "it has every cell"
+    one_batch.run("needle", Options(name="rivals", policies=["full", "lfps"]))
+    assert len(measured) == 3, "another list is measured anew"
+    monkeypatch.setattr(sys, "argv", ["one_batch.py", "--name", "rivals"])
+    with pytest.raises(SystemExit):
+        one_batch.main()
 
 
 def test_a_stream_is_decoded_whatever_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:

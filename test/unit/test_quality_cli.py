@@ -207,11 +207,12 @@ class TestRendering:
         assert "| off |" not in text and text.index("| streaming |") < text.index("| full |")
 
     def test_families_leave_out_what_sets_the_reads(self) -> None:
-        specs = ["fixed:32:0.05", "psa:0.95:32:quest", "psa:0.999:32", "hgca:0.5:0.1", "full", "score95"]
+        specs = ["fixed:32:0.05", "psa:0.95:32:quest", "psa:0.999:32", "hgca:0.5:0.1", "hgca:1", "full", "score95"]
         assert [table.family(spec) for spec in specs] == [
             "fixed:32",
             "psa:32:quest",
             "psa:32",
+            "hgca",
             "hgca",
             "full",
             "score95",
@@ -250,6 +251,10 @@ class TestRendering:
         text = (tmp_path / "a.svg").read_text()
         assert "fixed:16" in text and "64 tokens" in text and "128 tokens" in text
         assert text == (tmp_path / "b.svg").read_text()
+        assert "Pareto" not in text, "of perplexities less is better"
+        data["rows"] = [row for row in data["rows"] if row["measure"] == "score"]
+        plot.draw(data, tmp_path / "a.svg")
+        assert (tmp_path / "a.svg").read_text().count("Pareto front</text>") == 1
 
     def test_the_commands_of_both(self, data: dict[str, Any], tmp_path: Path) -> None:
         drawn: list[str] = []

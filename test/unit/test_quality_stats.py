@@ -137,7 +137,11 @@ class TestEqualQuality:
                 "fixed:32:0.1": (0.8, 10),
             }
         )
-        assert table.pareto_front(rows) == {"fixed:32:0.5", "fixed:16:0.1", "fixed:32:0.1"}
+        fixed = [policy for policy in rows if policy.startswith("fixed")]
+        assert table.pareto_front(rows, fixed) == {"fixed:32:0.5", "fixed:16:0.1", "fixed:32:0.1"}
+        assert table.pareto_front(rows, rows) == {"streaming"}, "it has the best score and reads nothing"
+        costs = {"a": {"score": 1.0, "read_fraction": 0.2}, "b": {"score": 1.0, "read_fraction": 0.1}}
+        assert table.pareto_front(costs, costs, "read_fraction") == {"b"}
 
 
 def distribution(**probabilities: float) -> Distribution:

@@ -170,7 +170,7 @@ class TestOwnPolicies:
         assert (fractions["oracle:0.05"] <= heads * (0.05 + 1 / 1300)).all() and (fractions["oracle:0.05"] > 0.05).all()
         assert (fractions["fixed:16:0.1"] > 0.1).all() and (fractions["fixed:16:0.1"] < 0.5).all()
         scanned = {spec.decode() for spec in set(records["policy"][records["metadata_bytes"] > 0])}
-        assert scanned == {"fixed:16:0.1"}, "exact scores need no metadata, and neither does reading everything"
+        assert scanned == {"fixed:16:0.1", "psa"}, "exact scores need no metadata, and neither does reading everything"
         now = server.metrics()
         tiles, shared = (
             now[name] - read[name] for name in ("fluxion_tile_bytes_total", "fluxion_shared_tile_bytes_total")

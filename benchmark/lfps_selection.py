@@ -274,10 +274,10 @@ def samples(model: Path, length: int, count: int) -> Iterator[list[States]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=common.NEEDLE)
-    parser.add_argument("--lengths", default="4096,8192,16384,32768,65536", help="of the time; tokens, comma separated")
-    parser.add_argument("--length", type=int, default=8192, help="of the overlap")
-    parser.add_argument("--samples", type=int, default=2, help="of each task, for the overlap")
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--lengths", default="4096,16384,32768", help="of the time; tokens, comma separated")
+    parser.add_argument("--length", type=int, default=4096, help="of the overlap")
+    parser.add_argument("--samples", type=int, default=1, help="of each task, for the overlap")
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args()
     if args.quick:

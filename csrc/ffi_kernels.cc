@@ -241,15 +241,6 @@ void k_above(const String& isa, TensorView values, double limit, TensorView mask
              static_cast<uint16_t*>(masks.data_ptr()));
 }
 
-void k_weights(const String& isa, TensorView scores, double scale, double lse, TensorView out) {
-  const Argument values{"scores", scores};
-  values.require(kFloat32, {-1});
-  Argument{"out", out}.require(kFloat32, {values.count()});
-  table_of(isa, DType::kF32)
-      .weights(values.data<float>(), values.count(), static_cast<float>(scale), static_cast<float>(lse),
-               static_cast<float*>(out.data_ptr()));
-}
-
 // k_attend and k_attend_pages: page_lse is absent for the former.
 void attend_list(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
                  TensorView masks, TensorView o, TensorView lse, const TensorView* page_lse) {
@@ -384,7 +375,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_rows, k_score_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_above, k_above);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_weights, k_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);

@@ -47,7 +47,7 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask
   } else {
     for (int t = 0; t < kPage; t += kLanes) {
       const StridedRows<T> rows{tile + t * D, D};
-      store(scores + t, dot_rows<T>(q, rows, D, [] {}));
+      store(scores + t, dot_rows<T>(q, rows, D));
     }
   }
   Vec highest = set1(top);

@@ -33,7 +33,6 @@ constexpr KernelTable make_table() {
           block_mass,
           add_weights,
           above,
-          weights,
           attend<T>,
           attend_pages<T>,
           page_minmax<T>,

@@ -31,9 +31,9 @@ struct ListedRows {
   const T* operator()(int i) const { return rows[i]; }
 };
 
-// Lane i = q . rows(i) over n elements; between() runs once a step, spread over the arithmetic.
-template <class T, class Rows, class Between>
-inline Vec dot_rows(const typename Dot<T>::Query* q, Rows rows, int n, Between&& between) {
+// Lane i = q . rows(i) over n elements.
+template <class T, class Rows>
+inline Vec dot_rows(const typename Dot<T>::Query* q, Rows rows, int n) {
   Vec sums[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
@@ -41,7 +41,6 @@ inline Vec dot_rows(const typename Dot<T>::Query* q, Rows rows, int n, Between&&
   for (; d + 2 * kLanes <= n; d += 2 * kLanes) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::step(sums[i], q + d, rows(i) + d);
-    between();
   }
   if (d < n) {
 #pragma GCC unroll 16

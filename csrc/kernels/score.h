@@ -153,7 +153,7 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
     for (int g = 0; g < G; ++g) {
       for (int t = 0; t < kPage; t += kLanes) {
         const StridedRows<T> rows{keys + t * D, D};
-        store(out + g * out_stride + i * kPage + t, dot_rows<T>(packed + g * D, rows, D, [] {}));
+        store(out + g * out_stride + i * kPage + t, dot_rows<T>(packed + g * D, rows, D));
       }
     }
   }
@@ -178,7 +178,7 @@ void score_rows(const void* q, int G, int D, const void* tiles, const int32_t* t
       fetch(row(i + j + 2 * kScoreBlock), D * static_cast<int>(sizeof(T)));
     }
     for (int g = 0; g < G; ++g) {
-      const Vec scores = dot_rows<T>(packed + g * D, ListedRows<T>{rows}, D, [] {});
+      const Vec scores = dot_rows<T>(packed + g * D, ListedRows<T>{rows}, D);
       float* to = out + g * out_stride + i;
       if (i + kLanes <= n) {
         store(to, scores);

@@ -75,9 +75,6 @@ struct KernelTable {
   // masks[i] bit t = values[i * 16 + t] > limit, of `pages` times 16 values; not for a NaN. limit is no NaN.
   void (*above)(const float* values, int pages, float limit, uint16_t* masks);
 
-  // out[i] = exp(scale * scores[i] - lse), at most 1.
-  void (*weights)(const float* scores, int n, float scale, float lse, float* out);
-
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //
   // q: KV dtype [G][D]. Tile i starts at tiles + pages[i] * 2 * 16 * D elements.

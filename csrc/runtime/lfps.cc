@@ -172,7 +172,7 @@ void Lfps::begin_group(State* state, int layer, int kv_head, int length, const i
         const float* scores = &s->scores[static_cast<int64_t>(r * group_ + g) * tokens];
         float mass[2];
         kernels.block_mass(scores, s->none.data(), 1, seen, scale, 1, 1, 1, mass);
-        kernels.weights(scores, seen, scale, mass[1], s->weights.data());
+        kernels.add_weights(scores, seen, scale, mass[1], 0, 1, s->weights.data());
         const int head = kv_head * group_ + g;
         float* by_position = vertical(state, head).values + first;
         float* by_offset = slash(state, head).values + position - first;
@@ -467,7 +467,7 @@ void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, i
     Head& head = state->heads[h * group_ + g];
     head.unit *= config_.decay;
     const float share = static_cast<float>(0.5 / head.unit);
-    kernels.weights(s->scores.data(), count, choice.scale, lse, s->weights.data());
+    kernels.add_weights(s->scores.data(), count, choice.scale, lse, 0, 1, s->weights.data());
     ScoreTable by_position = vertical(state, h * group_ + g), by_offset = slash(state, h * group_ + g);
     for (int i = 0; i < count; ++i) by_position.add(s->positions[i], share * s->weights[i]);
     for (int i = 0; i < count; ++i) by_offset.add(n - 1 - s->positions[i], share * s->weights[i]);

@@ -191,20 +191,6 @@ def test_above(isa: str, data: st.DataObject, seed: int, pages: int, limit: floa
     assert masks.tolist() == [*want, 0x5A5A]
 
 
-@isas
-@few
-@given(seed=seeds, n=st.integers(0, 70), size=st.sampled_from([0.1, 10.0, 1e3]))
-def test_weights(isa: str, seed: int, n: int, size: float) -> None:
-    torch.manual_seed(seed)
-    scores, scale = size * torch.randn(n), 0.125
-    lse = float((scale * scores.double()).logsumexp(0)) if n else 0.0
-    out = torch.full((n + 16,), NAN)
-    k("weights")(isa, scores, scale, lse, out[:n])
-    want = (scale * scores.double() - lse).exp()
-    torch.testing.assert_close(out[:n].double(), want, rtol=1e-4, atol=1e-30)
-    assert out[n:].isnan().all()
-
-
 # ---- block_mass
 
 

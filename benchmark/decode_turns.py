@@ -27,6 +27,7 @@ from fluxion_sglang import openmp
 if __name__ == "__main__":
     openmp.wait_passively()  # for plain SGLang too; before torch is imported
 
+import drawn
 import torch
 from sglang.benchmark import one_batch
 
@@ -118,6 +119,8 @@ class Turns:
     def _policy(runner: Any, spec: str) -> Policy | None:
         if spec == OFF:
             return None
+        if spec == drawn.SPEC:
+            return drawn.drawn()
         return parse_spec(spec, predictors.context(runner.attn_backend.pool.config, runner))
 
 
@@ -144,7 +147,11 @@ def heard_by(policies: Iterable[Policy | None], backend: Any) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--policies", required=True, help=f'comma separated; "{OFF}" for a run without the flag')
+    parser.add_argument(
+        "--policies",
+        required=True,
+        help=f'comma separated; "{OFF}" for a run without the flag, "{drawn.SPEC}" for drawn.py\'s',
+    )
     parser.add_argument("--turns", type=int, required=True, help="of each policy")
     parser.add_argument("--steps", type=int, required=True, help="of a turn; the first does not count")
     parser.add_argument("--streams", type=Path, help="JSON: token ids that each request decodes")

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import common
+import drawn
 from tqdm import tqdm
 
 from fluxion_sglang.needle import NeedlePrompt, needle_prompt
@@ -32,6 +33,14 @@ BEST_FIXED = "fixed:16:0.65"
 OFF = "off"
 POLICIES = (OFF, "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")
+LARGE = ("llama-3.1-8b", "qwen2.5-7b")
+"""Shapes with random weights, for --device cuda: `drawn` is there what `fluxion` is to a trained model."""
+ON_DEVICE = {
+    "policies": (OFF, "fixed:16:0.05", "drawn"),
+    "batches": (4, 8, 16),
+    "lengths": (32768, 65536, 131072 - 1024),
+}
+"""What --device cuda measures, in the shape of Fluxion's Fig. 7 and Table 5."""
 BATCHES = (1, 4, 8)
 # The needle model ends at 32,768 positions, and the generated tokens take their part.
 LENGTHS = (8192, 16384, 32256)
@@ -71,7 +80,11 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     largest = batches[0]
     run = [sys.executable, str(Path(__file__).with_name("decode_turns.py"))]
     run += ["--policies", ",".join(policies), "--turns", str(TURNS), "--steps", str(STEPS)]
-    run += ["--device", "cpu", "--max-running-requests", str(largest), "--model-path", str(model_folder(model))]
+    run += ["--device", cell["device"], "--max-running-requests", str(largest)]
+    run += ["--model-path", str(model_folder(model))]
+    if cell["device"] == "cuda":  # what every SGLang has; the same for both sides
+        run += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+        run += ["--attention-backend", "flashinfer"] if policies == [OFF] else []
     steps = decoded(len(policies), len(batches))
     if model == "needle":
         prompts, streams = scratch / f"prompts-{length}.txt", scratch / f"streams-{length}.json"
@@ -85,7 +98,8 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     if policies == [OFF]:
         run += ["--max-total-tokens", str(tokens)]
     else:
-        config = {"policy": policies[0], "host_tokens": tokens}
+        # decode_turns.py gives every step its policy.
+        config = {"policy": "full" if policies[0] == drawn.SPEC else policies[0], "host_tokens": tokens}
         run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
     return [*run, "--batch-size", *map(str, batches), "--input-len", str(length), "--output-len", str(steps)]
 
@@ -98,7 +112,7 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     load = os.getloadavg()[0]
     common.run_logged([*run, "--result-filename", str(results)], scratch / "cell.log")
     said = {
-        **{key: cell[key] for key in ("model", "length", "round")},
+        **{key: cell[key] for key in ("model", "length", "round", "device")},
         "load_before": round(load, 2),
         "command": " ".join(common.relative(run)).replace(str(scratch), "$SCRATCH"),
     }
@@ -121,16 +135,21 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help=f'"{OFF}" is SGLang without the flag')
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model and the windows are")
+    parser.add_argument("--models", nargs="+", choices=(*MODELS, *LARGE), help="default: those of the device")
+    parser.add_argument("--policies", nargs="+", help=f'"{OFF}" is SGLang without the flag')
     parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians")
     parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
+    chosen = ON_DEVICE if args.device == "cuda" else {"policies": POLICIES, "batches": BATCHES, "lengths": LENGTHS}
+    args.models = args.models or (LARGE if args.device == "cuda" else MODELS)
+    args.policies, args.batches = args.policies or chosen["policies"], args.batches or chosen["batches"]
+    args.lengths = args.lengths or (QUICK_LENGTHS if args.quick else chosen["lengths"])
     if args.name and len(args.models) > 1:
         parser.error("--name makes one file of one model; say which with --models.")
 
@@ -140,7 +159,6 @@ def main() -> None:
 
 def run(model: str, args: argparse.Namespace) -> None:
     """Every cell of a model that its result file does not have yet."""
-    lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     path = common.result_path(args, f"one_batch_{args.name or model}")
     policies = [policy for policy in args.policies if serves(model, policy)]
     settings = {"policies": policies, "batches": list(args.batches)}
@@ -148,9 +166,16 @@ def run(model: str, args: argparse.Namespace) -> None:
     sides = [side for side in ([OFF] if OFF in policies else [], [p for p in policies if p != OFF]) if side]
     done = {(row["length"], row["round"], row["policy"]) for row in data["rows"]}
     cells = [
-        {"model": model, "policies": side, "batches": args.batches, "length": length, "round": turn}
-        for turn, length, side in itertools.product(range(args.rounds), lengths, sides)
-        if (length, turn, side[0]) not in done and (side != [OFF] or length <= OFF_LONGEST)
+        {
+            "model": model,
+            "policies": side,
+            "batches": args.batches,
+            "length": length,
+            "round": turn,
+            "device": args.device,
+        }
+        for turn, length, side in itertools.product(range(args.rounds), args.lengths, sides)
+        if (length, turn, side[0]) not in done and (side != [OFF] or length <= OFF_LONGEST or args.device == "cuda")
     ]
     with tempfile.TemporaryDirectory(prefix="fluxion-one-batch-") as folder:
         scratch = Path(folder)

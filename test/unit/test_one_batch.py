@@ -17,22 +17,34 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import common  # noqa: E402
 import decode_turns  # noqa: E402
+import drawn  # noqa: E402
 import one_batch  # noqa: E402
 
+from fluxion_sglang.kv.placement import Placement  # noqa: E402
+from fluxion_sglang.policy import DecodeStep, check_spec  # noqa: E402
 
-@pytest.mark.parametrize("model", one_batch.MODELS)
-@pytest.mark.parametrize("policies", [[one_batch.OFF], ["full", "fluxion"]])
+
+@pytest.mark.parametrize(
+    ("model", "device"), [*((model, "cpu") for model in one_batch.MODELS), *((m, "cuda") for m in one_batch.LARGE)]
+)
+@pytest.mark.parametrize("policies", [[one_batch.OFF], ["full", "fluxion"], ["drawn"]])
 @pytest.mark.parametrize("batches", [one_batch.BATCHES, [1, 2]])
 def test_one_batch_commands_have_room_for_the_batch_and_the_flag_only_with_a_policy(
-    model: str, policies: list[str], batches: list[int], tmp_path: Path
+    model: str, device: str, policies: list[str], batches: list[int], tmp_path: Path
 ) -> None:
-    command = one_batch.command({"model": model, "policies": policies, "batches": batches, "length": 1024}, tmp_path)
+    cell = {"model": model, "policies": policies, "batches": batches, "length": 1024, "device": device}
+    command = one_batch.command(cell, tmp_path)
     after = dict(itertools.pairwise(command))
+    assert after["--device"] == device
+    assert (after.get("--attention-backend") == "flashinfer") == (device == "cuda" and policies == [one_batch.OFF])
+    assert (Path(after["--model-path"]) / "config.json").is_file()
     assert ("--enable-fluxion" in command) == (policies != [one_batch.OFF])
     if policies == [one_batch.OFF]:
         tokens = int(after["--max-total-tokens"])
     else:
-        tokens = json.loads(after["--fluxion-config"])["host_tokens"]
+        config = json.loads(after["--fluxion-config"])
+        check_spec(config["policy"])
+        tokens = config["host_tokens"]
     decoded = one_batch.decoded(len(policies), len(batches))
     assert decoded == len(batches) * one_batch.TURNS * one_batch.STEPS * len(policies)
     assert tokens >= max(batches) * (1024 + decoded)
@@ -136,7 +148,7 @@ class Options(SimpleNamespace):
 
     def __init__(self, **others: Any) -> None:
         fixed = {"machine": "box", "quick": True, "fresh": False, "rounds": 1, "lengths": [64], "batches": [1, 2]}
-        super().__init__(**fixed | others)
+        super().__init__(**fixed | {"device": "cpu"} | others)
 
 
 def test_a_named_list_of_policies_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +183,25 @@ def test_a_stream_is_decoded_whatever_the_model_says(monkeypatch: pytest.MonkeyP
     run_turns(decode_turns.Turns(["off"], 1, 2, [[1, 2, 3, 4], [5, 6, 7, 8]]), runner, [2, 1])
     assert [tokens for tokens, _ in runner.decoded] == [[1, 5], [2, 6], [3], [4]]
     assert runner.torch_runner.attn_backend.requests.current is None
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_drawn_groups_read_what_recorded_groups_read(group: int) -> None:
+    policy = drawn.drawn()
+    rows = policy._plans
+    step = DecodeStep.build(
+        torch.arange(3), torch.tensor([9000, 320, 20000]), Placement(), kv_heads=2, q_heads=2 * group
+    )
+    policy.begin_step(step)
+    seen = set()
+    for layer in range(40):
+        plan = policy.plan(layer, torch.zeros(3, 2 * group, 8))
+        assert plan.blk.shape == (3, 2) and plan.budget.shape == (3, 2 * group) and plan.value.shape == (3, 2)
+        assert (plan.blk[1] == 0).all(), "nothing is between sinks and window"
+        for b, h in ((0, 0), (0, 1), (2, 0), (2, 1)):
+            blk, budgets = int(plan.blk[b, h]), plan.budget[b, h * group : (h + 1) * group]
+            like = rows[rows[:, 0] == blk, 1:]
+            assert torch.isin(budgets, like).all()
+            assert (blk == 0) == bool((like == 0).all())
+            seen.add(blk)
+    assert seen == {0, 16, 32, 64, 128}

@@ -6,39 +6,20 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
+import policy_example
 import pytest
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "policy.md"
-EXAMPLES = dict(re.findall(r"<!-- example:(\S+) -->\n```\w+\n(.*?)```", PAGE.read_text(), re.S))
 
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder that has what an installation of the example leaves there: its modules, and its metadata."""
-    for name, text in EXAMPLES.items():
-        (tmp_path / name).write_text(text)
-    project = tomllib.loads(EXAMPLES["pyproject.toml"])["project"]
-    metadata = tmp_path / f"{project['name']}-{project['version']}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    groups = "".join(
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        for group, points in project["entry-points"].items()
-    )
-    (metadata / "entry_points.txt").write_text(groups)
-    return tmp_path
+    return policy_example.install(tmp_path)
 
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
+    env = {**os.environ, "PYTHONPATH": policy_example.search_path(folder)}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
 
 
 def test_the_example_passes_its_tests(installed: Path) -> None:

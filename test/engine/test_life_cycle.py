@@ -3,11 +3,13 @@
 One server, under pressure: its host pool holds a few of the prompts, and SGLang retracts a request of every third step
 that has more than one. A sparse request that was retracted itself may answer otherwise, because what it had decoded is
 prefilled again, exactly. So each test disturbs others and asks afterwards: the answer is the one that the policy gives
-with the server to itself. SGLang's leak check stays on.
+with the server to itself. SGLang's leak check stays on. The server's own policy, and one of the requests', is of
+another package: the worked example of docs/policy.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -16,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import policy_example
 import pytest
 import requests
 import tiny_model
+import tiny_predictor
+import torch
 from server import Completion, Server
 
-from fluxion_sglang.policy import examples, parse_spec
+from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.policy import Context, examples, parse_spec
+from fluxion_sglang.policy.selector import select_granularity
 
 NEW = 24
 POOL = 3200
@@ -30,18 +37,17 @@ PROMPT = cases.filler(900, 71)
 RELATIVE = PROMPT[:640] + cases.filler(200, 72)
 TURN = cases.filler(150, 73)
 OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
+FOREIGN = "taper:0.3:0.05:8"
+policies = pytest.mark.parametrize("spec", [*examples(), FOREIGN])
 
 
 def answers(got: Completion, want: list[int], spec: str) -> bool:
     """Whether an answer is what it has to be. A policy that looks at several queries of a prefill (`lfps`) sees fewer
     of a prompt that is in the tree: there it has to answer, and may answer otherwise."""
-    if got.cached and parse_spec(spec).prefill_rows > 1:
+    context = Context(predictor=tiny_predictor.predictor)
+    if got.cached and spec != FOREIGN and parse_spec(spec, context).prefill_rows > 1:
         return len(got.tokens) == NEW
     return got.tokens == want
-
-
-# A predictor is trained for a model, and nobody has trained one for this.
-policies = pytest.mark.parametrize("spec", [spec for spec in examples() if spec != "fluxion"])
 
 
 class Asker:
@@ -51,7 +57,8 @@ class Asker:
         self.server = server
         self.fresh: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
-    def ask(self, ids: list[int], spec: str, new: int = NEW, **extra: Any) -> Completion:
+    def ask(self, ids: list[int], spec: str | None, new: int = NEW, **extra: Any) -> Completion:
+        """spec: None: the server's policy."""
         params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         params["custom_params"] = {"fluxion_policy": spec}
         return self.server.generate(ids, new, sampling_params=params, **extra)
@@ -69,11 +76,17 @@ class Asker:
 @pytest.fixture(scope="module")
 def asker(logs: Path) -> Iterator[Asker]:
     model = tiny_model.build(logs / "tiny-model-life-cycle", kv_heads=2)
+    options = {
+        "policy": "taper",
+        "predictor": tiny_predictor.build(logs / "tiny-predictor", model),
+        "host_tokens": POOL,
+        "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too
+    }
+    foreign = policy_example.install(logs / "taper")
     with Server(
-        "--chunked-prefill-size", "256", model=model,
-        # An audited server takes yardsticks, too.
-        fluxion=f'{{"policy": "full", "host_tokens": {POOL}, "audit": "{logs / "life-cycle.npy"}"}}',
-        env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "life-cycle.log",
+        "--chunked-prefill-size", "256", model=model, fluxion=json.dumps(options),
+        env={"SGLANG_TEST_RETRACT": "1", "PYTHONPATH": policy_example.search_path(foreign)},
+        log=logs / "life-cycle.log",
     ) as server:  # fmt: skip
         yield Asker(server)
         server.assert_clean()
@@ -133,6 +146,34 @@ def test_flush(asker: Asker, spec: str) -> None:
     asker.server.flush()
     again = asker.ask(PROMPT, spec)
     assert again.cached == 0 and again.tokens == want
+
+
+def test_the_servers_policy(asker: Asker) -> None:
+    """Requests without a policy of their own follow the server's; here under the same arguments spelled out."""
+    want = asker.alone(PROMPT, "taper:0.5:0.05:64")
+    assert want not in (asker.alone(PROMPT, "full"), asker.alone(PROMPT, FOREIGN))
+    asker.server.flush()
+    assert asker.ask(PROMPT, None).tokens == want
+
+
+def test_the_predictor_decides(asker: Asker) -> None:
+    """Some groups stream and make no task, others read some of the middle."""
+    before = asker.server.metrics()
+    asker.alone(PROMPT[::-1], "fluxion")
+    after = asker.server.metrics()
+    names = ("layers_total", 'tasks_total{executor="cpu"}', "read_tokens_total", "middle_tokens_total")
+    layers, tasks, read, middle = (after[f"fluxion_{name}"] - before.get(f"fluxion_{name}", 0) for name in names)
+    assert 0 < tasks < 2 * layers and 0 < read < middle
+
+
+def test_the_predictor_decides_by_what_it_sees() -> None:
+    """Heads that differ as those of the tiny model do stream, or have budgets of all sizes in blocks of every size."""
+    found = tiny_predictor.predictor()
+    mean, std = found.network.mean, found.network.std
+    heads = mean + std * torch.randn(400, len(mean), generator=torch.Generator().manual_seed(0))
+    plan = select_granularity(found.network(heads), torch.full((100,), 576, dtype=torch.int32), 2, found.threshold)
+    assert set(plan.blk.flatten().tolist()) == {0, *BLOCKS}
+    assert 0.1 < (plan.budget == 0).float().mean() < 0.5 and plan.budget.unique().numel() > 100
 
 
 def test_something_was_evicted(asker: Asker) -> None:

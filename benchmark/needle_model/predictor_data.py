@@ -25,9 +25,10 @@ from fluxion_quality.model import Model
 from fluxion_sglang import needle
 
 SEED: Final = 7_000_000
-LENGTHS: Final = (1536, 3072, 6144)
-REPEATS: Final = 6
-ESSAYS: Final = 6
+REPEATS: Final = {1536: 6, 3072: 6, 6144: 6, 12288: 4}
+"""Samples of a task by length: beyond the longest, a predictor would have to guess what it has not seen."""
+ESSAYS: Final = 2
+"""Of every length."""
 SUITES: Final = ("ruler", "extraction")
 
 
@@ -38,15 +39,15 @@ def sequences(model: Path) -> Iterator[dict[str, Any]]:
     found = []
     for suite in map(suite_named, SUITES):
         for task in suite.tasks(codec, None):
-            for length in LENGTHS:
+            for length, repeats in REPEATS.items():
                 seed = SEED + zlib.crc32(f"{task.name}/{length}".encode()) % 100_000
-                for sample in task.samples(codec, length, REPEATS, seed):
+                for sample in task.samples(codec, length, repeats, seed):
                     found.append(_line(task.name, sample, symbols))
     rng = np.random.default_rng(SEED)
     found += [
         {"task": "words", "input_ids": [needle.BOS, *needle.essay(rng, length)]}
-        for length in LENGTHS
-        for _ in range(ESSAYS // len(LENGTHS))
+        for length in REPEATS
+        for _ in range(ESSAYS)
     ]
     yield from (found[i] for i in rng.permutation(len(found)))
 

@@ -108,14 +108,15 @@ def test_steps_of_an_answer_have_the_prompt_as_anchor() -> None:
 
 def test_a_table_has_the_labels_of_its_tau(tmp_path: Path) -> None:
     world = World(seed=21)
-    world.extend(1, 900)
-    q = torch.randn(900, 8, 64, generator=torch.Generator().manual_seed(1))
+    world.extend(1, 950)
+    q = torch.randn(950, 8, 64, generator=torch.Generator().manual_seed(1))
     recorder, wishes = Recorder(tmp_path, world.pool), {"id": 4, "samples": [[600, [700, 899]]]}
     for layer in range(world.layers):
-        for start, stop in ((0, 512), (512, 900)):  # the anchor comes in the same chunk or an earlier one
-            request = ExtendRequest(1, start, stop, 0, world.page_list(1, 900))
+        # The anchor comes in the same chunk or an earlier one, and there are chunks behind the last step.
+        for start, stop in ((0, 512), (512, 900), (900, 950)):
+            request = ExtendRequest(1, start, stop, 0, world.page_list(1, 950))
             recorder.observe(layer, wishes, request, q[start:stop], world.scale)
-            assert path(tmp_path, 4, layer).exists() == (stop == 900)
+            assert path(tmp_path, 4, layer).exists() == (stop >= 900)
     tables = {tau: dataset.table(tmp_path, [3, 4], world.layers, tau) for tau in TAUS}
     for tau, table in tables.items():
         assert table.features.shape == (2 * 2 * 8, 41) and set(table.sequence.tolist()) == {4}

@@ -94,7 +94,8 @@ class Recorder:
         done = self._done.setdefault((sequence, layer), [])
         for first in range(0, len(here), BATCH):
             done.append(self._samples(sequence, layer, here[first : first + BATCH], request, q, scale))
-        if pairs and request.stop > max(step for _, step in pairs):
+        # Chunks behind the one with the last step have nothing to add.
+        if pairs and request.start <= max(step for _, step in pairs) < request.stop:
             self._write(sequence, layer, self._done.pop((sequence, layer)))
             for key in [key for key in self._queries if key[:2] == (sequence, layer)]:
                 del self._queries[key]

@@ -23,7 +23,12 @@ PHASES = ("attention", "resident", "features", "plan", "queue", "other")
 def machine_name() -> str:
     """A folder name for this machine's results, such as amd-epyc-2-cores."""
     facts = machine()
-    return re.sub(r"[^a-z0-9]+", "-", f"{facts['cpu']} {facts['cores']} cores".lower()).strip("-")
+    return folder_name(f"{facts['cpu']} {facts['cores']} cores")
+
+
+def folder_name(text: str) -> str:
+    """The text in lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def memory_read_gb_per_s(threads: int) -> float:

@@ -1,0 +1,1 @@
+"""What runs beside the CPU: the device library, the mailbox between the two, and what serves with them."""

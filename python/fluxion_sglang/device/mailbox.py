@@ -1,0 +1,187 @@
+"""The host's side of the mailbox: where a device and the CPU hand a decode layer's work to and fro.
+
+What lies where, and who may write it when, is in `csrc/device/layout.h`; the moves are in `csrc/device/protocol.h`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fluxion_sglang.native import function
+
+if TYPE_CHECKING:
+    from fluxion_sglang.native import NativeEngine
+
+
+class Word(IntEnum):
+    """The words of a mailbox; the values are the native library's."""
+
+    PUBLISHED = 0
+    OBSERVED = 1
+    LATE = 2
+    ANSWERED = 3
+    FAILED = 4
+    CANCEL = 5
+    BATCH = 6
+
+
+class MailboxError(RuntimeError):
+    """The device did not say what it was waited for; nothing more will come until a reset."""
+
+
+@dataclass(frozen=True)
+class MailboxShape:
+    """What a mailbox has room for.
+
+    Attributes:
+        max_requests: of a step. q_heads, kv_heads: of this process. head_dim: numbers of a key.
+        dtype: of q, k and v: torch.bfloat16 or torch.float32.
+    """
+
+    max_requests: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class Slot(NamedTuple):
+    """A layer's data, for a step of B requests; views of the arena.
+
+    Attributes:
+        q: [B, Hq, D]. k, v: [B, H, D]. All KV dtype.
+        parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS).
+        o: [B, Hq, D] float32, lse: [B, Hq] float32, natural log: the middle's; o is read where lse is not -inf.
+        layer: [1] int32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    parts: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+    layer: torch.Tensor
+
+
+class Mailbox:
+    """Owns the arena and waits for the device. Sequence numbers are the device's: 1 for the first layer after a reset.
+
+    Waits release the GIL, and end with an error when the device gave up, when `cancel` was called, or after a time-out.
+
+    Attributes:
+        arena: uint8, whole pages of 4096 bytes from a page's start: for the device library.
+
+    Raises:
+        ValueError: a shape that cannot be.
+    """
+
+    def __init__(self, shape: MailboxShape) -> None:
+        self.shape = shape
+        self.handle = function("mailbox_create")(
+            shape.max_requests, shape.q_heads, shape.kv_heads, shape.head_dim, shape.dtype.itemsize
+        )
+        self.arena: torch.Tensor = torch.from_dlpack(function("mailbox_arena")(self.handle))
+        self._slots = [self._whole_slot(sequence) for sequence in (0, 1)]
+        self._views: dict[tuple[int, int], Slot] = {}
+        self._wait = function("mailbox_wait")
+        self._answer = function("mailbox_answer")
+        self._fail = function("mailbox_fail")
+        self._finish = function("mailbox_finish")
+
+    def _whole_slot(self, sequence: int) -> Slot:
+        s = self.shape
+        queries, keys = (s.max_requests, s.q_heads, s.head_dim), (s.max_requests, s.kv_heads, s.head_dim)
+        parts, states = (s.max_requests, s.q_heads, 5), (s.max_requests, s.q_heads)
+        real = torch.float32
+        shapes = ((queries, s.dtype), (keys, s.dtype), (keys, s.dtype), (parts, real), (queries, real), (states, real))
+        offsets = torch.empty(len(Slot._fields), dtype=torch.int64)
+        function("mailbox_offsets")(self.handle, sequence, offsets)
+
+        def view(offset: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            count = torch.Size(size).numel() * dtype.itemsize
+            return self.arena[offset : offset + count].view(dtype).view(size)
+
+        return Slot(*(view(at, *what) for at, what in zip(offsets.tolist(), (*shapes, ((1,), torch.int32)), strict=True)))
+
+    def slot(self, sequence: int, batch: int) -> Slot:
+        """The slot of a sequence number for a step of `batch` requests; the views of a batch size are made once."""
+        key = (sequence % 2, batch)
+        slot = self._views.get(key)
+        if slot is None:
+            *rows, layer = self._slots[sequence % 2]
+            slot = self._views[key] = Slot(*(tensor[:batch] for tensor in rows), layer)
+        return slot
+
+    def wait(self, sequence: int, timeout_s: float) -> None:
+        """Until the layer of this sequence number is published: q, k, v and layer of its slot may be read.
+
+        Raises:
+            MailboxError: it will not be, or was not in time.
+        """
+        self._wait_for(Word.PUBLISHED, sequence, timeout_s)
+
+    def wait_observed(self, sequence: int, timeout_s: float) -> None:
+        """Until its parts may be read, too. Raises as `wait`."""
+        self._wait_for(Word.OBSERVED, sequence, timeout_s)
+
+    def _wait_for(self, word: Word, sequence: int, timeout_s: float) -> None:
+        outcome = self._wait(self.handle, int(word), sequence, min(int(timeout_s * 1e9), 2**62))
+        if outcome == 0:
+            return
+        if outcome == 1:
+            raise MailboxError(self.late_sentence())
+        if outcome == 2:
+            raise MailboxError("The step was cancelled.")
+        what = "publish a layer" if word is Word.PUBLISHED else "attend to what is resident"
+        raise MailboxError(
+            f"The device did not {what} within {timeout_s:g} s; look for its error, or raise FLUXION_TASK_TIMEOUT_S."
+        )
+
+    def late_sentence(self) -> str:
+        """Why a device that gave up did so, as one sentence."""
+        return (
+            f"The device waited too long for the CPU's part of a layer (number {self.load(Word.LATE)} since the last "
+            "reset) and gave up; use less of the middle, or raise FLUXION_TASK_TIMEOUT_S."
+        )
+
+    def answer(self, sequence: int) -> bool:
+        """o and lse of the slot are written. False: the device has given up, and may not take them."""
+        return bool(self._answer(self.handle, sequence))
+
+    def fail(self, sequence: int) -> bool:
+        """The layer could not be computed: nothing for every request of it. Returns as `answer`."""
+        return bool(self._fail(self.handle, sequence))
+
+    def finish(self, engine: NativeEngine, sequence: int) -> bool:
+        """`engine.layer_finish`, then `answer`, without Python between the two.
+
+        Raises:
+            RuntimeError: the layer failed and is not answered.
+        """
+        return engine.finish_into(lambda handle: bool(self._finish(self.handle, handle, sequence)))
+
+    @property
+    def late(self) -> bool:
+        """Whether the device has given up."""
+        return self.load(Word.LATE) != 0
+
+    def cancel(self) -> None:
+        """End every wait of both sides; until `reset`. Any thread."""
+        function("mailbox_cancel")(self.handle)
+
+    def reset(self) -> None:
+        """Make the mailbox new, of which neither side uses anything any more."""
+        function("mailbox_reset")(self.handle)
+
+    def load(self, word: Word) -> int:
+        """What a word says; what its writer wrote before may be read. Any thread."""
+        return int(function("mailbox_load")(self.handle, int(word)))
+
+    def store(self, word: Word, value: int) -> None:
+        """For a device that is simulated in Python: what it wrote before may be read by whoever reads the word."""
+        function("mailbox_store")(self.handle, int(word), value)

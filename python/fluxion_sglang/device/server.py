@@ -1,0 +1,221 @@
+"""Answers the layers that a device publishes: the CPU's half of a decode step on a device.
+
+The thread that launches a model's kernels never waits for a layer: it gives the server every step before it launches
+the step's kernels (`begin`), and asks once, when the pass is launched, how they went (`finish`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.device.mailbox import Mailbox, MailboxError
+from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.policy.base import Policy
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 1e-4
+"""Python's switch interval while there is a server: how long, at most, a published layer waits for a launching thread
+that computes in Python. The default is 5 ms, the time of a dozen layers."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    scale: float
+    policies: Sequence[Policy] | None
+
+
+class LayerServer:
+    """One thread that answers every layer of every step it is given, in order.
+
+    From `begin` to the end of `finish` the engine, its policies and its host pool are the server's thread's.
+
+    A layer that fails (a task, a policy, an executor) is answered with nothing, and so are all layers after it of the
+    steps given so far: the device comes to an end, and `finish` raises. Then the server goes on. It does not where
+    the two sides have lost one another: the device waited too long, or published nothing for too long, or the step was
+    aborted. Then nothing is answered any more, `finish` raises for every step, and `reset` makes it work again.
+
+    Args:
+        timeout_s: how long a layer may keep the server waiting for the device, from the layer before it or from
+            `begin`. None: FLUXION_TASK_TIMEOUT_S, or 60.
+    """
+
+    def __init__(self, engine: DecodeEngine, mailbox: Mailbox, timeout_s: float | None = None) -> None:
+        self.engine = engine
+        self.mailbox = mailbox
+        self.layers = engine.pool.shape.layers
+        self.timeout_s = float(os.environ.get("FLUXION_TASK_TIMEOUT_S") or 60) if timeout_s is None else timeout_s
+        self._sequence = 0  # of the last layer that was waited for
+        # Below: guarded by _changed.
+        self._changed = threading.Condition()
+        self._steps: deque[_Step] = deque()  # the first is being served
+        self._failure: str | None = None  # the first since the last finish()
+        self._lost: str | None = None  # why no layer is answered any more
+        self._closing = False
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        self._thread = threading.Thread(target=self._main, name="fluxion-layers", daemon=True)
+        self._thread.start()
+        # A daemon may be stopped anywhere when the interpreter ends: the native engine must not be at work then.
+        atexit.register(self.close)
+
+    def begin(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        scale: float,
+        policies: Sequence[Policy] | None = None,
+    ) -> None:
+        """A step of B requests whose layers the device will publish; returns at once.
+
+        Args:
+            rows, seq_lens, page_table, policies: as in `DecodeEngine.begin_step`; copied. B may be 0: then the layers
+                are answered with nothing, as a graph's warm-up wants.
+            scale: multiplies q.k, in every layer.
+
+        Raises:
+            ValueError: more requests than the mailbox has room for. RuntimeError: the server is closed.
+        """
+        if rows.numel() > self.mailbox.shape.max_requests:
+            raise ValueError(
+                f"the step has {rows.numel()} requests and the mailbox room for {self.mailbox.shape.max_requests}."
+            )
+        step = _Step(rows.clone(), seq_lens.clone(), page_table.clone(), scale, policies and list(policies))
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("The layer server is closed; it takes no more steps.")
+            self._steps.append(step)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until all layers of all steps are answered.
+
+        Raises:
+            RuntimeError: one of them failed; the sentence names the first failure.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._steps)
+            failure, self._failure = self._failure or self._lost, None
+        if failure is not None:
+            raise RuntimeError(failure)
+
+    def abort(self) -> None:
+        """Drop the steps: the device, the layer at hand and `finish` end as soon as they can. `reset` comes next."""
+        self._lose("The step was aborted.")
+        with self._changed:
+            while len(self._steps) > 1:
+                self._steps.pop()
+            self._changed.wait_for(lambda: not self._steps)
+
+    def reset(self) -> None:
+        """Begin anew, mailbox included, after a failure that ended everything. The device is idle, and reset, too.
+
+        Raises:
+            RuntimeError: steps are still being served.
+        """
+        with self._changed:
+            if self._steps:
+                raise RuntimeError("The layer server still serves a step; finish or abort it before the reset.")
+            self.mailbox.reset()
+            self._sequence = 0
+            self._failure = self._lost = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it takes a `reset` to go on."""
+        return self._lost is not None
+
+    def close(self) -> None:
+        """End the thread, and what it is doing."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._steps:
+            self.abort()
+        self._thread.join()
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._steps or self._closing)
+                if not self._steps:
+                    return
+                step = self._steps[0]
+            try:
+                self._serve(step)
+            except BaseException as error:
+                self._lose(_sentence(error))
+            with self._changed:
+                self._steps.popleft()
+                self._changed.notify_all()
+
+    def _serve(self, step: _Step) -> None:
+        """All layers of a step: each is waited for and answered once."""
+        if self._failure is None and self._lost is None and step.rows.numel() > 0:
+            try:
+                self.engine.begin_step(step.rows, step.seq_lens, step.page_table, step.policies)
+            except Exception as error:
+                self._fail(error)
+        for layer in range(self.layers):
+            if self._lost is not None:
+                return
+            self._sequence += 1
+            try:
+                self.mailbox.wait(self._sequence, self.timeout_s)
+                taken = self._answer(step, layer)
+            except MailboxError as error:
+                return self._lose(str(error))
+            if not taken:
+                return self._lose(self.mailbox.late_sentence())
+
+    def _answer(self, step: _Step, layer: int) -> bool:
+        """Answer the layer that is published. False: the device has given up."""
+        sequence = self._sequence
+        if self._failure is not None:
+            return self.mailbox.fail(sequence)
+        if step.rows.numel() == 0:
+            return self.mailbox.answer(sequence)
+        slot = self.mailbox.slot(sequence, step.rows.numel())
+        try:
+            if int(slot.layer) != layer:
+                raise RuntimeError(f"The device published layer {int(slot.layer)} where layer {layer} comes next.")
+            taken = self.engine.serve(layer, sequence, self.mailbox, step.scale, self.timeout_s)
+        except MailboxError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            return self.mailbox.fail(sequence)
+        try:
+            self.engine.served(layer, slot.q)
+        except Exception as error:
+            self._fail(error)
+        return taken
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("Fluxion: a layer failed on the CPU's side", exc_info=error)
+        with self._changed:
+            self._failure = self._failure or _sentence(error)
+
+    def _lose(self, sentence: str) -> None:
+        with self._changed:
+            self._failure = self._failure or sentence
+            self._lost = self._lost or sentence
+        # A device that is only slow must not wait for answers that will not come.
+        self.mailbox.cancel()
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -69,7 +69,8 @@ int64_t hgca_step(HgcaRef ref, int64_t layer, TensorView rows, TensorView seq_le
   step.q = data<char>(q);
   step.q_stride = q.stride(0) * pool.shape().element();
   step.scale = static_cast<float>(scale);
-  step.window = window_view(pool, window, pool.shape().sink_pages * kPage, config.window);
+  if (window.numel() > 0)
+    step.window = window_view(pool, window, pool.shape().sink_pages * kPage, config.window);
   return guarded([&] { return ref->hgca->step(step); });
 }
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "ffi_common.h"
+#include "ffi_engine.h"
 #include "kernels/feature_index.h"
 #include "runtime/engine.h"
 #include "runtime/pool.h"
@@ -19,20 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 14;
-
-class EngineObj : public ffi::Object {
- public:
-  explicit EngineObj(std::unique_ptr<Engine> e) : engine(std::move(e)) {}
-  std::unique_ptr<Engine> engine;
-  static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Engine", EngineObj, ffi::Object);
-};
-class EngineRef : public ffi::ObjectRef {
- public:
-  explicit EngineRef(ffi::ObjectPtr<EngineObj> object) : ffi::ObjectRef(std::move(object)) {}
-  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(EngineRef, ffi::ObjectRef, EngineObj);
-};
+constexpr int64_t kAbiVersion = 15;
 
 // [tokens, heads, D], D contiguous
 TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {
@@ -217,18 +204,25 @@ void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, TensorVie
   guarded([&] { engine.layer_resident(args); });
 }
 
+void engine_layer_append(EngineRef ref, int64_t layer, TensorView k, TensorView v) {
+  Engine& engine = *ref->engine;
+  const TokenView keys = token_view(engine.pool(), k, "k", engine.batch()),
+                  values = token_view(engine.pool(), v, "v", engine.batch());
+  guarded([&] { engine.layer_append(static_cast<int>(layer), keys, values); });
+}
+
 int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v,
                            TensorView window, TensorView blk, TensorView budget, TensorView value,
                            TensorView owner, double scale, TensorView out, TensorView listed_offsets,
                            TensorView listed_pages, TensorView listed_masks, TensorView record_chosen,
                            TensorView record_scores, TensorView given_o, TensorView given_lse,
-                           TensorView stop, TensorView spread) {
+                           TensorView stop, TensorView spread, TensorView mid_o, TensorView mid_lse,
+                           TensorView parts) {
   Engine& engine = *ref->engine;
   const HostPool& pool = engine.pool();
   const PoolShape& s = pool.shape();
   const int64_t B = engine.batch(), Hq = engine.config().q_heads;
   expect(q, "q", kv_type(pool), {B, Hq, s.head_dim}, 2);
-  expect(out, "out", kv_type(pool), {B, Hq, s.head_dim}, 2);
   expect(blk, "blk", kInt32, {B, s.kv_heads}, 2);
   expect(budget, "budget", kFloat32, {B, Hq}, 2);
   expect(value, "value", kFloat32, {B, s.kv_heads}, 2);
@@ -269,8 +263,23 @@ int64_t engine_layer_begin(EngineRef ref, int64_t layer, TensorView q, TensorVie
     args.given_lse = data<float>(given_lse);
   }
   args.scale = static_cast<float>(scale);
-  args.out = data<char>(out);
-  args.out_stride = out.stride(0) * s.element();
+  // A step of no requests has empty tensors of either kind.
+  if (mid_lse.ndim() == 2) {
+    if (window.numel() > 0)
+      Raise("ValueError") << "A layer has a window or mid_lse; its residents are one's.";
+    expect(mid_o, "mid_o", kFloat32, {B, Hq, s.head_dim}, 3);
+    expect(mid_lse, "mid_lse", kFloat32, {B, Hq}, 2);
+    args.mid_o = data<float>(mid_o);
+    args.mid_lse = data<float>(mid_lse);
+    if (parts.numel() > 0) {
+      expect(parts, "parts", kFloat32, {B, Hq, kParts}, 3);
+      args.parts = data<float>(parts);
+    }
+  } else {
+    expect(out, "out", kv_type(pool), {B, Hq, s.head_dim}, 2);
+    args.out = data<char>(out);
+    args.out_stride = out.stride(0) * s.element();
+  }
   if (stop.numel() > 0) {
     expect(stop, "stop", kFloat32, {B, s.kv_heads}, 2);
     args.stop = data<float>(stop);
@@ -388,6 +397,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_gather, fluxion::pool_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_create, fluxion::engine_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_step, fluxion::engine_step);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_resident, fluxion::engine_layer_resident);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_append, fluxion::engine_layer_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_begin, fluxion::engine_layer_begin);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_set_resident, fluxion::engine_set_resident);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_finish, fluxion::engine_layer_finish);

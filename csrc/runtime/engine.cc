@@ -13,6 +13,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "kernels/feature_index.h"
+
 namespace fluxion {
 
 const char* const kStatNames =
@@ -94,7 +96,7 @@ Engine::~Engine() { abandon(); }
 
 void Engine::abandon() {
   drain(/*abandoned=*/true);
-  held_layer_ = -1;
+  held_layer_ = written_layer_ = -1;
 }
 
 void Engine::reserve(int requests, int pages) {
@@ -129,9 +131,9 @@ void Engine::reserve(int requests, int pages) {
   stop_.resize(groups);
   spread_.resize(groups);
   res_lse_.resize(states);
-  mid_lse_.resize(states);
+  own_mid_lse_.resize(states);
   res_o_.resize(states * shape_.head_dim);
-  mid_o_.resize(states * shape_.head_dim);
+  own_mid_o_.resize(states * shape_.head_dim);
   parts_ = std::make_unique<std::atomic<uint8_t>[]>(groups);
   queue_.reserve(static_cast<int64_t>(groups));
   for (Scratch& s : scratch_) resize(&s, max_pages, max_tokens_);
@@ -308,7 +310,7 @@ void Engine::check_rows(const WindowView& window, const TokenView& k) const {
 // False when the workers are taken. Those that sleep are left alone where they would come too late to be of
 // use.
 bool Engine::launch(WorkerPool::Fn work) {
-  const bool residents = items_ > 0 && !held_;
+  const bool residents = args_.window.data != nullptr && !held_;
   const int64_t bytes =
       task_bytes_ + (residents ? resident_pages_ * shape_.kv_heads * shape_.tile_bytes() : 0);
   return pool_->workers().launch(work, this, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
@@ -341,8 +343,38 @@ void Engine::layer_resident(const ResidentArgs& args) {
   held_layer_ = args.layer;
 }
 
+void Engine::layer_append(int layer, const TokenView& k, const TokenView& v) {
+  abandon();
+  finished_ = false;
+  pool_->check_layer(layer);
+  args_ = LayerArgs{};
+  args_.layer = layer;
+  args_.k = k;
+  args_.v = v;
+  held_ = false;
+  task_bytes_ = 0;
+  check_requests(args_);
+  appended_ = true;
+  items_ = batch_ * shape_.kv_heads;
+  next_item_.store(0, std::memory_order_relaxed);
+  if (items_ > 0) {
+    if (!launch(&Engine::append_main)) throw_busy();
+    pool_->workers().join();
+  }
+  written_layer_ = layer;
+}
+
+// The residents' LSE from what a device says of sinks and window, as resident_parts() has it.
+void Engine::take_parts(const float* parts) {
+  alignas(64) float nothing[16] = {}, merged[16];
+  for (int64_t i = 0; i < static_cast<int64_t>(batch_) * config_.q_heads; ++i, parts += kParts)
+    res_lse_[i] = exact_.merge_state(nothing, parts[kPartLseSink], nothing, parts[kPartLseLocal], 16, merged);
+}
+
 int Engine::layer_begin(const LayerArgs& args) {
-  const bool held = held_layer_ == args.layer && args.k.data == nullptr && args.window.data == nullptr;
+  const bool bare = args.k.data == nullptr && args.window.data == nullptr;
+  const bool held = held_layer_ == args.layer && bare && !args.on_device();
+  const bool written = written_layer_ == args.layer && bare && args.on_device();
   abandon();
   finished_ = false;
   pool_->check_layer(args.layer);
@@ -352,8 +384,11 @@ int Engine::layer_begin(const LayerArgs& args) {
   // Of a held layer, these are as layer_resident() left them.
   if (!held) {
     check_requests(args);
-    appended_ = args.k.data != nullptr;
+    appended_ = written || args.k.data != nullptr;
   }
+  mid_o_ = args.on_device() ? args.mid_o : own_mid_o_.data();
+  mid_lse_ = args.on_device() ? args.mid_lse : own_mid_lse_.data();
+  if (args.parts != nullptr) take_parts(args.parts);
   const size_t groups = static_cast<size_t>(batch_) * shape_.kv_heads;
   std::copy_n(args.blk, groups, blk_.data());
   std::copy_n(args.budget, static_cast<size_t>(batch_) * config_.q_heads, budget_.data());
@@ -364,7 +399,7 @@ int Engine::layer_begin(const LayerArgs& args) {
   copy_or(args.spread, 1.0f, spread_.data());
   // A group without a task reads nothing and merges with nothing.
   std::fill_n(reads_.data(), groups, Reads{});
-  std::fill_n(mid_lse_.data(), static_cast<size_t>(batch_) * config_.q_heads, kMinusInf);
+  std::fill_n(mid_lse_, static_cast<size_t>(batch_) * config_.q_heads, kMinusInf);
   const std::array<int, kLanes> lanes = make_tasks();
   items_ = held || args.window.data != nullptr || args.k.data != nullptr ? static_cast<int>(groups) : 0;
   next_item_.store(0, std::memory_order_relaxed);
@@ -385,7 +420,7 @@ int Engine::layer_begin(const LayerArgs& args) {
 }
 
 void Engine::set_resident(const float* o, const float* lse) {
-  if (!open_.load(std::memory_order_acquire) || merges_itself()) {
+  if (!open_.load(std::memory_order_acquire) || merges_itself() || args_.on_device()) {
     throw std::runtime_error(
         "Resident results belong between layer_begin without a window and layer_finish; none are expected "
         "now.");
@@ -402,7 +437,9 @@ void Engine::layer_finish() {
   }
   drain(/*abandoned=*/false);
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
-  if (!merges_itself()) {
+  if (args_.on_device()) {
+    for (int i = 0; i < batch_ * shape_.kv_heads; ++i) take_given(i / shape_.kv_heads, i % shape_.kv_heads);
+  } else if (!merges_itself()) {
     if (!resident_given_ && batch_ > 0)
       record_failure("No resident results were given; call set_resident first.");
     for (int b = 0; b < batch_ && failure_.empty(); ++b) {
@@ -427,6 +464,9 @@ const Reads* Engine::reads() const {
 
 void Engine::result(float* out) const {
   check_finished();
+  if (args_.on_device()) {
+    throw std::runtime_error("There is no result: the layer's residents are a device's, which merges them.");
+  }
   const int64_t D = shape_.head_dim, states = static_cast<int64_t>(batch_) * config_.q_heads;
   for (int64_t i = 0; i < states; ++i) {
     exact_.merge_state(&res_o_[i * D], res_lse_[i], &mid_o_[i * D], mid_lse_[i], shape_.head_dim,

@@ -55,9 +55,9 @@ struct ListedTokens {
   float* scores = nullptr;     // [count][G][16]: q.k of what such heads list
 };
 
-// What layer_begin() reads and writes; everything pointed to, except blk, budget, value, owner, stop and
-// spread, must live until layer_finish() returns. B requests of the current step; absent parts have data ==
-// nullptr.
+// What layer_begin() reads and writes; everything pointed to, except blk, budget, value, owner, stop, spread
+// and parts, must live until layer_finish() returns. B requests of the current step; absent parts have data
+// == nullptr.
 struct LayerArgs {
   int layer;
   const char* q;       // [B][Hq][D] KV dtype, the last two contiguous
@@ -76,11 +76,20 @@ struct LayerArgs {
   const float* given_lse;  // [B][Hq]
   // [B][Hk]: in (0, 1) the group's heads read until each has this share of its attention, by PSA's estimate
   // (engine_progressive.cc), and at most their budgets; 0 and 1: they read their budgets. nullptr: 0 for all.
-  // Early exit needs layer_resident().
+  // Early exit needs layer_resident(), or parts.
   const float* stop;
   const float* spread;  // [B][Hk]: KernelTable::score's, of the groups that stop early; nullptr: 1 for all
   char* out;            // [B][Hq][D] KV dtype, the last two contiguous
   int64_t out_stride;   // bytes
+  // Instead of a window and of `out`, where the residents are a device's: the middle's result, unmerged. o is
+  // written where lse is not -inf. k and v go to the host alone.
+  float* mid_o = nullptr;    // [B][Hq][D]
+  float* mid_lse = nullptr;  // [B][Hq], natural log
+  // What the device found of the residents (ResidentArgs::parts), for early exit and the guard. nullptr: it
+  // is not known.
+  const float* parts = nullptr;
+
+  bool on_device() const { return mid_lse != nullptr; }
 };
 
 // What layer_resident() reads and writes, by the time it returns. The same as in LayerArgs, but for parts.
@@ -172,6 +181,9 @@ class Engine {
   // nothing (-inf and 0), and fail the layer in layer_finish(). Throws as layer_begin() does, and abandons an
   // open layer as it does.
   void layer_resident(const ResidentArgs& args);
+  // Appends the step's token to the host alone, for a plan that needs it there. The layer_begin that comes
+  // next, of the same layer and on a device, brings neither k nor v.
+  void layer_append(int layer, const TokenView& k, const TokenView& v);
   // Returns the number of tasks. A layer that was begun and not finished is abandoned first.
   int layer_begin(const LayerArgs& args);
   // o: [B][Hq][D], lse: [B][Hq], both contiguous. Copies them.
@@ -181,7 +193,7 @@ class Engine {
   void layer_finish();
   // Of the last layer: its output before it was rounded to the KV dtype, [B][Hq][D], and what each task read,
   // [B][Hk] (0 where there was none). They throw std::runtime_error unless the layer was finished without a
-  // failure, and no step or layer was begun since.
+  // failure, and no step or layer was begun since; result() also for a layer on a device.
   void result(float* out) const;
   const Reads* reads() const;
   // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
@@ -296,9 +308,12 @@ class Engine {
   void find_families(int batch);
   bool launch(WorkerPool::Fn work);
   void check_requests(const LayerArgs& args);
+  void take_parts(const float* parts);
   void check_rows(const WindowView& window, const TokenView& k) const;
   // Whether the layer's parts are merged as they come, and not with what set_resident() brings.
   bool merges_itself() const { return held_ || args_.window.data != nullptr; }
+  // Whether the residents' LSE is in res_lse_ before the tasks begin.
+  bool residents_known() const { return held_ || args_.parts != nullptr; }
   std::array<int, kLanes> make_tasks();
   void make_bundles();
   bool joins(int i, int blk) const;
@@ -313,6 +328,7 @@ class Engine {
   static void worker_main(void* self, int worker);
   void work(int worker);
   static void parts_main(void* self, int worker);
+  static void append_main(void* self, int worker);
   void help(int worker);
   int chunks_of(int64_t bytes, int units) const;
   void resident_item(int item, Scratch* scratch);
@@ -392,9 +408,10 @@ class Engine {
   std::atomic<bool> open_{false};
   bool launched_ = false;
   bool resident_given_ = false;
-  int held_layer_ = -1;    // whose resident attention layer_resident() left in res_o_, res_lse_
-  bool held_ = false;      // this layer began with it
-  bool appended_ = false;  // this layer wrote the step's token
+  int held_layer_ = -1;     // whose resident attention layer_resident() left in res_o_, res_lse_
+  int written_layer_ = -1;  // whose token layer_append() wrote
+  bool held_ = false;       // this layer began with it
+  bool appended_ = false;   // this layer wrote the step's token
   float* parts_out_ = nullptr;
   bool finished_ = false;  // the last layer, without a failure
   LayerArgs args_{};
@@ -408,10 +425,11 @@ class Engine {
   std::vector<int32_t> bundled_;    // b * Hk + h of their tasks
   std::vector<int32_t> bundle_of_;  // [B][Hk]: or -1; meaningless while there are no bundles
   std::vector<Reads> reads_;        // [B][Hk]
-  std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
-  std::unique_ptr<std::atomic<uint8_t>[]> parts_;         // [B][Hk]: results a group still waits for
-  int items_ = 0;                                         // resident items: B * Hk, or 0
-  int64_t task_bytes_ = 0;                                // that the tasks read, at most about
+  std::vector<float> res_o_, res_lse_, own_mid_o_, own_mid_lse_;  // [B][Hq][D], [B][Hq]
+  float *mid_o_ = nullptr, *mid_lse_ = nullptr;                   // own_mid_*, or a device's
+  std::unique_ptr<std::atomic<uint8_t>[]> parts_;                 // [B][Hk]: results a group still waits for
+  int items_ = 0;                                                 // resident items: B * Hk, or 0
+  int64_t task_bytes_ = 0;                                        // that the tasks read, at most about
   alignas(64) std::atomic<int> next_item_{0};
   TaskQueue queue_;
   alignas(64) std::atomic<int> owners_{0};  // workers that have a task or may yet get one

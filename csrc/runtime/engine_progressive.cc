@@ -80,10 +80,10 @@ bool Engine::check_progressive(int group) {
     record_failure(who +
                    " is to stop early among single tokens; only blocks of 16 tokens or more come in an "
                    "order.");
-  } else if (!held_) {
+  } else if (!residents_known()) {
     record_failure(who +
                    " is to stop early, and what its residents weigh is not known; call layer_resident "
-                   "before layer_begin.");
+                   "before layer_begin, or pass parts.");
   } else {
     return true;
   }

@@ -42,6 +42,13 @@ void Engine::parts_main(void* self_ptr, int worker) {
   scratch->busy_ns += now_ns() - start;
 }
 
+void Engine::append_main(void* self_ptr, int) {
+  Engine* self = static_cast<Engine*>(self_ptr);
+  const int heads = self->shape_.kv_heads;
+  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;)
+    if (!self->skip_[i / heads]) self->append_token(i / heads, i % heads);
+}
+
 // This step's token of one request and KV head: to the host and to the window.
 void Engine::append_token(int b, int h) {
   if (args_.k.data == nullptr) return;
@@ -136,8 +143,7 @@ void Engine::run_task(int i, Scratch* scratch) {
 
 // After a task's selection was attended to. The scratch has its scores and choice.
 void Engine::finish_task(const Task& task, Selection chosen, Scratch* scratch) {
-  // Only layer_resident() has the resident LSE before the tasks begin.
-  if (config_.guard > 0 && held_ && chosen.ranked != 0) read_more(task, &chosen, scratch);
+  if (config_.guard > 0 && residents_known() && chosen.ranked != 0) read_more(task, &chosen, scratch);
   scratch->stats[kStatTasksCpu] += 1;
   scratch->stats[kStatTokensRead] += chosen.tokens;
   scratch->stats[kStatTileBytes] += chosen.reads.tile_bytes;

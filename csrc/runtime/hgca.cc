@@ -291,11 +291,15 @@ void Hgca::observe(const HgcaStep& step, int b, int head, int known, Scratch* s)
   const int row = step.rows[b], n = step.seq_lens[b];
   const int count = resident_pages(n), residents = resident_tokens(n);
   const int64_t stride = static_cast<int64_t>(s->scores.size()) / group_;
-  for (int i = 0; i < count; ++i)
-    s->pages[i] = static_cast<int32_t>(step.window.slot(row, resident_page(n, i)));
+  const WindowView& w = step.window;
+  const int32_t* table = step.table + b * step.table_stride;
+  for (int i = 0; i < count; ++i) {
+    const int page = resident_page(n, i);
+    s->pages[i] = w.data != nullptr ? static_cast<int32_t>(w.slot(row, page)) : table[page];
+  }
+  const char* tiles = w.data != nullptr ? w.data + head * w.head_stride : pool_->tiles(step.layer, head);
   const char* q = step.q + b * step.q_stride + head * group_ * shape_.token_bytes();
-  kernels_.score_tokens(q, group_, shape_.head_dim, step.window.data + head * step.window.head_stride,
-                        s->pages.data(), count, s->scores.data(), stride);
+  kernels_.score_tokens(q, group_, shape_.head_dim, tiles, s->pages.data(), count, s->scores.data(), stride);
   const float alpha = config_.alpha;
   for (int g = 0; g < group_; ++g) {
     const float* scores = &s->scores[g * stride];
@@ -319,7 +323,8 @@ int64_t Hgca::step(const HgcaStep& step) {
   for (int b = 0; b < step.batch; ++b) {
     const int n = step.seq_lens[b];
     const int32_t* pages = step.table + b * step.table_stride;
-    if (!check(step.rows[b], n, pages, step.columns).empty() || step.rows[b] >= step.window.rows) continue;
+    if (!check(step.rows[b], n, pages, step.columns).empty()) continue;
+    if (step.window.data != nullptr && step.rows[b] >= step.window.rows) continue;
     Row* r = row_of(step.rows[b]);
     int& known = r->lengths[step.layer];
     if (!follows(known, n)) known = 0;

@@ -28,7 +28,8 @@ struct HgcaQueries {
 };
 inline constexpr int kHgcaQueries = 32;
 
-// A layer of a decode step of B requests; the step's tokens are in the pool and in the windows.
+// A layer of a decode step of B requests; the step's tokens are in the pool, and in the windows if there are
+// any.
 struct HgcaStep {
   int layer;
   int batch;
@@ -37,10 +38,10 @@ struct HgcaStep {
   const int32_t* table;     // [B][columns], physical page of every logical page
   int64_t table_stride;     // elements
   int64_t columns;
-  const char* q;     // [B][Hq][D] KV dtype, the last two contiguous
-  int64_t q_stride;  // bytes
-  float scale;       // multiplies q.k
-  WindowView window;
+  const char* q;      // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t q_stride;   // bytes
+  float scale;        // multiplies q.k
+  WindowView window;  // absent: the residents are read from the pool
 };
 
 // State is kept by row. A row is *known* in a layer when its averages describe the residents of its first

@@ -12,16 +12,18 @@ import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import tvm_ffi
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
 """`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer."""
+
+T = TypeVar("T")
 
 _LIBRARY = Path(__file__).parent / "_native" / "libfluxion.so"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -46,8 +48,11 @@ _BLOCKING = frozenset(
         "probe_select",
         "engine_step",
         "engine_layer_resident",
+        "engine_layer_append",
         "engine_layer_finish",
         "engine_selection",
+        "mailbox_wait",
+        "mailbox_finish",
     }
 )
 
@@ -348,6 +353,7 @@ class NativeEngine:
         )
         self._step = function("engine_step")
         self._layer_resident = function("engine_layer_resident")
+        self._layer_append = function("engine_layer_append")
         self._layer_begin = function("engine_layer_begin")
         self._layer_finish = function("engine_layer_finish")
         self._set_resident = function("engine_set_resident")
@@ -418,6 +424,16 @@ class NativeEngine:
         )
         self._in_use = ()  # of a layer that was open: abandoned
 
+    def layer_append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Append the step's token to the host alone, for a plan that needs it there.
+
+        The `layer_begin` that comes next, of the same layer and with `middle`, brings neither k nor v.
+
+        Args and errors: as of `layer_resident`.
+        """
+        self._layer_append(self.handle, layer, k, v)
+        self._in_use = ()
+
     def layer_begin(
         self,
         layer: int,
@@ -429,13 +445,15 @@ class NativeEngine:
         budget: torch.Tensor,
         value: torch.Tensor,
         scale: float,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         owner: torch.Tensor | None = None,
         listed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         record: tuple[torch.Tensor, torch.Tensor] | None = None,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
         stop: torch.Tensor | None = None,
         spread: torch.Tensor | None = None,
+        middle: tuple[torch.Tensor, torch.Tensor] | None = None,
+        parts: torch.Tensor | None = None,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -450,7 +468,7 @@ class NativeEngine:
             budget: [B, Hq] float32, fraction of the middle each head reads; 0 is a streaming head.
             value: [B, H] float32, priority; larger runs earlier.
             scale: multiplies q.k.
-            out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns.
+            out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns; None with `middle`.
             owner: [B, H] int32, the executor that alone may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for
                 any; None: any takes all. An executor takes its own before those for any, each by value.
             listed: offsets, pages and masks (`policy.base.Listed`) of the groups of block size -1.
@@ -458,8 +476,13 @@ class NativeEngine:
             given: o and lse (`policy.base.Given`), merged into what the tasks find.
             stop: [B, H] float32: in (0, 1), the heads of a group read until each has this share of its attention by
                 PSA's estimate, and at most their budgets; 0 and 1: they read their budgets. None: 0 for all. Early
-                exit needs blocks of 16 tokens or more, and `layer_resident` before.
+                exit needs blocks of 16 tokens or more, and `layer_resident` before, or `parts`.
             spread: [B, H] float32 in [0, 1], by which the groups that stop early score blocks; None: 1 for all.
+            middle: where the residents are a device's, o [B, Hq, D] and lse [B, Hq], float32, written instead of `out`:
+                the middle's result alone; o where lse is not -inf. k and v then go to the host alone; None:
+                `layer_append` put them there.
+            parts: [B, Hq, 5] float32, as of `layer_resident`: what the device found, for early exit and the guard;
+                copied. None: it is not known.
 
         Returns:
             The number of tasks.
@@ -472,7 +495,7 @@ class NativeEngine:
         """
         empty = self._empty
         lists = (*(listed or (empty,) * 3), *(record or (empty,) * 2), *(given or (empty,) * 2))
-        in_use = tuple(t for t in (q, k, v, windows, out, *lists) if t is not None)
+        in_use = tuple(t for t in (q, k, v, windows, out, *lists, *(middle or ())) if t is not None)
         # Before the call: the workers may read these from its first moment on, and an interrupt may follow it.
         self._in_use += in_use
         self._tasks = self._layer_begin(
@@ -487,10 +510,12 @@ class NativeEngine:
             value,
             empty if owner is None else owner,
             scale,
-            out,
+            empty if out is None else out,
             *lists,
             empty if stop is None else stop,
             empty if spread is None else spread,
+            *(middle or (empty, empty)),
+            empty if parts is None else parts,
         )
         self._in_use = in_use
         return self._tasks
@@ -505,8 +530,12 @@ class NativeEngine:
         Raises:
             RuntimeError: the layer failed; the sentence names its first failure. The engine stays usable.
         """
+        self.finish_by(self._layer_finish)
+
+    def finish_by(self, finish: Callable[[Any], T]) -> T:
+        """`layer_finish` by a native function that does more besides, of the engine's handle; its result."""
         try:
-            self._layer_finish(self.handle)
+            return finish(self.handle)
         finally:
             self._in_use = ()
 

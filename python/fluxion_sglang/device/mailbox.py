@@ -106,7 +106,9 @@ class Mailbox:
             count = torch.Size(size).numel() * dtype.itemsize
             return self.arena[offset : offset + count].view(dtype).view(size)
 
-        return Slot(*(view(at, *what) for at, what in zip(offsets.tolist(), (*shapes, ((1,), torch.int32)), strict=True)))
+        return Slot(
+            *(view(at, *what) for at, what in zip(offsets.tolist(), (*shapes, ((1,), torch.int32)), strict=True))
+        )
 
     def slot(self, sequence: int, batch: int) -> Slot:
         """The slot of a sequence number for a step of `batch` requests; the views of a batch size are made once."""
@@ -163,7 +165,7 @@ class Mailbox:
         Raises:
             RuntimeError: the layer failed and is not answered.
         """
-        return engine.finish_into(lambda handle: bool(self._finish(self.handle, handle, sequence)))
+        return engine.finish_by(lambda handle: bool(self._finish(self.handle, handle, sequence)))
 
     @property
     def late(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from fluxion_sglang.audit import AuditLog, record_dtype
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import DecodeStep, Policy
+
+if TYPE_CHECKING:
+    from fluxion_sglang.device.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,11 @@ class AuditedEngine(DecodeEngine):
         if layer == self.pool.shape.layers - 1:
             self._write(self.log, np.concatenate(self._records))
         return out
+
+    def serve(self, layer: int, sequence: int, mailbox: Mailbox, scale: float, timeout_s: float) -> bool:
+        raise RuntimeError(
+            "An audit needs whole results, and a device has half of each; serve without `audit`."
+        )
 
     def _write(self, log: AuditLog, records: np.ndarray) -> None:
         try:

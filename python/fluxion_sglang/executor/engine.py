@@ -15,7 +15,7 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine
-from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, Needs, Observed, Policy, World
+from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
 from fluxion_sglang.predictor.features import COUNT, PARTS
@@ -24,6 +24,7 @@ from fluxion_sglang.predictor.measure import measure
 
 if TYPE_CHECKING:
     from fluxion_sglang.config import FluxionConfig
+    from fluxion_sglang.device.mailbox import Mailbox
 
 
 def foreign_executors(config: FluxionConfig, pool: HostPool) -> list[Executor]:
@@ -181,15 +182,80 @@ class DecodeEngine:
         """
         assert self._step is not None, "decode() before begin_step()"
         out = torch.empty_like(q)
-        seen = self._guarded or self._needs is not Needs.NOTHING
-        plan = self._policy.plan(layer, q, self._observe(layer, q, k, v, scale) if seen else UNSEEN)
-        # What was looked at first has the token and its residents behind it.
-        new_k, new_v, windows = (None, None, None) if seen else (k, v, self.windows.layers[layer])
+        windows = self.windows.layers[layer]
+        if self._looks(self._needs):
+            parts = torch.empty(self._step.batch, self.q_heads, len(PARTS))
+            self.native.layer_resident(layer, q, k, v, windows, scale, parts)
+            plan = self._policy.plan(layer, q, self._observe(layer, q, scale, parts, windows))
+            # What was looked at first has the token and its residents behind it.
+            self._begin(layer, q, None, None, scale, plan, out=out)
+        else:
+            plan = self._policy.plan(layer, q, UNSEEN)
+            self._begin(layer, q, k, v, scale, plan, windows=windows, out=out)
+        self.native.layer_finish()
+        self._policy.decoded(layer, q, out)
+        return out
+
+    def looks(self, policies: Sequence[Policy] | None = None) -> bool:
+        """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""
+        return self._looks(max((policy.needs for policy in policies or [self.policy]), default=Needs.NOTHING))
+
+    def _looks(self, needs: Needs) -> bool:
+        return self._guarded or needs is not Needs.NOTHING
+
+    def serve(self, layer: int, sequence: int, mailbox: Mailbox, scale: float, timeout_s: float) -> bool:
+        """Attention to the middle for a device that has published a layer of the current step: answered here.
+
+        Args:
+            sequence: the layer's slot in the mailbox: q, k, v, then parts (where the step `looks`) are the device's, o
+                and lse are written.
+            scale: multiplies q.k. timeout_s: how long to wait for the parts.
+
+        Returns:
+            False: the device has given up, and may not take the answer.
+
+        Raises:
+            MailboxError: there will be no parts. RuntimeError: a task failed; the message names the first failure.
+            The layer is not answered then.
+        """
+        assert self._step is not None, "serve() before begin_step()"
+        slot = mailbox.slot(sequence, self._step.batch)
+        q, middle = slot.q, (slot.o, slot.lse)
+        if self._looks(self._needs):
+            self.native.layer_append(layer, slot.k, slot.v)  # while the device attends to the residents
+            mailbox.wait_observed(sequence, timeout_s)
+            plan = self._policy.plan(layer, q, self._observe(layer, q, scale, slot.parts, None))
+            self._begin(layer, q, None, None, scale, plan, middle=middle, parts=slot.parts)
+        else:
+            plan = self._policy.plan(layer, q, UNSEEN)
+            self._begin(layer, q, slot.k, slot.v, scale, plan, middle=middle)
+        return mailbox.finish(self.native, sequence)
+
+    def served(self, layer: int, q: torch.Tensor) -> None:
+        """The layer that `serve` answered is done. q: as the slot has it, until the next layer is answered."""
+        self._policy.decoded(layer, q, None)
+
+    def _begin(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        scale: float,
+        plan: LayerPlan,
+        *,
+        windows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        middle: tuple[torch.Tensor, torch.Tensor] | None = None,
+        parts: torch.Tensor | None = None,
+    ) -> None:
+        """Start a layer, and have the executors beside the workers do what they take of it."""
+        assert self._step is not None
         value, owner = self.scheduler(plan, self._step, self._executor_ids)
         owner = self._owner if owner is None else owner
         self.native.layer_begin(
-            layer, q, new_k, new_v, windows, plan.blk, plan.budget, value, scale, out, owner,
-            plan.listed, plan.record, plan.given, plan.stop, plan.spread,
+            layer, q, k, v, windows, plan.blk, plan.budget, value, scale, out, owner,
+            plan.listed, plan.record, plan.given, plan.stop, plan.spread, middle, parts,
         )  # fmt: skip
         work = LayerWork(self.native, self._step, self._page_table, plan, layer, q, scale)
         try:
@@ -199,16 +265,13 @@ class DecodeEngine:
             # The pages and rows of this layer may be another request's soon: nothing more may be written to them.
             self.native.abandon()
             raise
-        self.native.layer_finish()
-        self._policy.decoded(layer, q, out)
-        return out
 
-    def _observe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Observed:
-        """Take the step's token in, attend to what is resident, and see what the policies need to know."""
+    def _observe(
+        self, layer: int, q: torch.Tensor, scale: float, parts: torch.Tensor, windows: torch.Tensor | None
+    ) -> Observed:
+        """What the policies need to know of a layer whose token was taken in and whose residents were attended to."""
         step, placement = self._step, self.pool.placement
         assert step is not None
-        parts = torch.empty(step.batch, self.q_heads, len(PARTS))
-        self.native.layer_resident(layer, q, k, v, self.windows.layers[layer], scale, parts)
         features = budgets = None
         if any(self._anchored):
             rows, lengths = step.rows.tolist(), step.seq_lens.tolist()
@@ -245,7 +308,7 @@ class DecodeEngine:
                         [policy.criterion],
                     )
                     budgets[i] = found.budgets[0, :, 0]
-        return Observed(features, budgets, scale, parts)
+        return Observed(features, budgets, scale, parts, windows)
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of what decoding did (`NativeEngine.stats`)."""

@@ -36,7 +36,7 @@ class World:
 
     Attributes:
         pool: holds every token of every request.
-        windows: hold the residents; with `Needs.RESIDENTS` those of a step's own token, too.
+        windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
         rows: rows of SGLang's request table: state of a request belongs to one of them.
     """
@@ -216,7 +216,7 @@ class Needs(IntEnum):
 
     NOTHING = 0
     RESIDENTS = 1
-    """That the step's token is in the pool and the windows, and the residents are attended to."""
+    """That the step's token is in the pool, and the residents are attended to."""
     FEATURES = 2
     """The 41 features of every head, which rest on the anchor query and on attention to sinks and window."""
     BUDGETS = 3
@@ -236,12 +236,15 @@ class Observed:
         scale: multiplies q.k; None unless a policy needs the residents.
         parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS): LSE of the sinks and of
             the window with the step's token, and three norms; None unless a policy needs the residents.
+        windows: the layer's windows (`Windows`) where they are the CPU's; None where they are a device's. The host pool
+            has the residents, this step's token included, in either case.
     """
 
     features: torch.Tensor | None = None
     budgets: torch.Tensor | None = None
     scale: float | None = None
     parts: torch.Tensor | None = None
+    windows: torch.Tensor | None = None
 
 
 UNSEEN = Observed()
@@ -277,8 +280,12 @@ class Policy(ABC):
             queries: [m, Hq, D], those of the last m tokens: `prefill_rows`, or what the chunk has.
         """
 
-    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:  # noqa: B027
-        """`layer` of the current step is done. q: as `plan` had it. out: [B, Hq, D], the attention's output."""
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor | None) -> None:  # noqa: B027
+        """`layer` of the current step is done.
+
+        Args:
+            q: as `plan` had it. out: [B, Hq, D], the attention's output; None where a device merges it.
+        """
 
     def released(self, row: int) -> None:  # noqa: B027
         """What is known of `row` is void: it has another request, or one that came without a prefill."""
@@ -294,4 +301,4 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        """What `layer` of the current step reads. q: [B, Hq, D] on the CPU."""
+        """What `layer` of the current step reads. q: [B, Hq, D] on the CPU; what is seen lasts until `decoded`."""

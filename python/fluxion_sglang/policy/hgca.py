@@ -81,16 +81,18 @@ class HgcaState:
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
         q: torch.Tensor,
-        windows: torch.Tensor,
+        windows: torch.Tensor | None,
         scale: float,
     ) -> Listed:
-        """A decode step of B requests whose tokens are in the pool and in the windows; what their heads read.
+        """A decode step of B requests whose tokens are in the pool, and in the windows; what their heads read.
 
         A request that is not known, or of which tokens came and left unseen, is evaluated by this step's query.
 
         Args:
-            rows, seq_lens: [B] int32. page_table: [B, M] int32. q: [B, Hq, D]. windows: the layer's (`Windows`).
+            rows, seq_lens: [B] int32. page_table: [B, M] int32. q: [B, Hq, D]. windows: the layer's (`Windows`); None:
+                the residents are read from the pool.
         """
+        windows = torch.empty(0) if windows is None else windows
         count = function("hgca_step")(self.handle, layer, rows, seq_lens, page_table, q, windows, scale)
         listed = Listed(
             torch.empty(rows.numel() * self.heads + 1, dtype=torch.int64),
@@ -153,16 +155,15 @@ class HgcaPolicy(Policy):
         self._step = step
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        step, state, world = self._step, self.state, self.world
+        step, state = self._step, self.state
         assert step is not None and step.page_table is not None, "plan() before begin_step()"
-        assert state is not None and world is not None and observed.scale is not None
+        assert state is not None and observed.scale is not None
         noted = self._noted[layer]
         if noted:
             for row, pages in zip(step.rows.tolist(), step.page_table, strict=True):
                 if row in noted:
                     state.establish(layer, row, *noted.pop(row), pages, observed.scale)
-        windows = world.windows.layers[layer]
-        listed = state.step(layer, step.rows, step.seq_lens, step.page_table, q, windows, observed.scale)
+        listed = state.step(layer, step.rows, step.seq_lens, step.page_table, q, observed.windows, observed.scale)
         blk = torch.full((step.batch, step.kv_heads), LISTED, dtype=torch.int32)
         # As V of a budget: twice the tokens that it makes the heads read, here at most.
         value = listed.offsets.diff().view_as(blk).float() * (2 * PAGE * state.group)

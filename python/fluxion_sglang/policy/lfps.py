@@ -114,7 +114,7 @@ class LfpsPolicy(Policy):
         self._planned = plan, parts[..., PARTS.index("lse_local")].contiguous(), scale
         return plan
 
-    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor | None) -> None:
         assert self._planned is not None and self._step is not None and self.tables is not None
         plan, local_lse, scale = self._planned
         self.tables.update(layer, self._step.rows, self._step.seq_lens, plan, local_lse, scale)

@@ -43,7 +43,7 @@ class MixedPolicy(Policy):
             )
             policy.begin_step(part)
 
-    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor | None) -> None:
         if self._whole is not None and self._whole.record is not None:
             end = 0
             for part, first, last in self._pieces:
@@ -52,7 +52,7 @@ class MixedPolicy(Policy):
                 for mine, joint in zip(own or (), self._whole.record if own else (), strict=True):
                     mine[first:last] = joint[start:end]
         for policy, at in self._parts:
-            policy.decoded(layer, q[at], out[at])
+            policy.decoded(layer, q[at], None if out is None else out[at])
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         plans = [policy.plan(layer, q[at], _part(observed, at)) for policy, at in self._parts]
@@ -110,4 +110,4 @@ class MixedPolicy(Policy):
 def _part(observed: Observed, at: torch.Tensor) -> Observed:
     seen = (observed.features, observed.budgets, observed.parts)
     features, budgets, parts = (None if tensor is None else tensor[at] for tensor in seen)
-    return Observed(features, budgets, observed.scale, parts)
+    return Observed(features, budgets, observed.scale, parts, observed.windows)

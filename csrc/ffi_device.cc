@@ -23,7 +23,7 @@ class MailboxRef : public ffi::ObjectRef {
 };
 
 // The arena lives as long as a tensor over it.
-struct ArenaMemory {
+struct ArenaOwner {
   std::shared_ptr<Mailbox> mailbox;
   void AllocData(DLTensor* t) { t->data = mailbox->arena(); }
   void FreeData(DLTensor*) {}
@@ -38,7 +38,7 @@ MailboxRef mailbox_create(int64_t max_requests, int64_t q_heads, int64_t kv_head
 
 ffi::Tensor mailbox_arena(MailboxRef ref) {
   const int64_t bytes = ref->mailbox->bytes();
-  return ffi::Tensor::FromNDAlloc(ArenaMemory{ref->mailbox}, ffi::ShapeView(&bytes, 1),
+  return ffi::Tensor::FromNDAlloc(ArenaOwner{ref->mailbox}, ffi::ShapeView(&bytes, 1),
                                   DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCPU, 0});
 }
 

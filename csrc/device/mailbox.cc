@@ -66,25 +66,25 @@ Mailbox::Mailbox(const MailboxShape& shape) : shape_(shape) {
 }
 
 Wait Mailbox::wait(MailboxWord word, uint32_t sequence, int64_t timeout_ns) const {
-  return wait_for(HostWords(arena()), word, sequence, HostPatience(timeout_ns));
+  return wait_for(HostWords(ArenaMemory(arena())), word, sequence, HostPatience(timeout_ns));
 }
 
 bool Mailbox::answer(uint32_t sequence) {
-  HostWords words(arena());
+  HostWords words{ArenaMemory(arena())};
   return fluxion::answer(words, sequence);
 }
 
 bool Mailbox::fail(uint32_t sequence) {
   float* lse = reinterpret_cast<float*>(arena() + mailbox_slot(shape_, sequence).lse);
   std::fill_n(lse, int64_t{shape_.max_requests} * shape_.q_heads, -std::numeric_limits<float>::infinity());
-  HostWords words(arena());
+  HostWords words{ArenaMemory(arena())};
   return answer_failed(words, sequence);
 }
 
-void Mailbox::cancel() { HostWords(arena()).store(kCancel, 1); }
+void Mailbox::cancel() { HostWords(ArenaMemory(arena())).store(kCancel, 1); }
 
 void Mailbox::reset() {
-  HostWords words(arena());
+  HostWords words{ArenaMemory(arena())};
   fluxion::reset(words);
 }
 

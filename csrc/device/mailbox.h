@@ -10,20 +10,19 @@
 
 namespace fluxion {
 
-// The words as host code reaches them.
-class HostWords {
+// The words in an arena of host memory.
+class ArenaMemory {
  public:
-  explicit HostWords(char* arena) : arena_(arena) {}
-  uint32_t load(MailboxWord word) const { return at(word).load(std::memory_order_acquire); }
-  void store(MailboxWord word, uint32_t value) { at(word).store(value, std::memory_order_release); }
+  explicit ArenaMemory(char* arena) : arena_(arena) {}
+  std::atomic_ref<uint32_t> word(MailboxWord word) const {
+    return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(arena_ + word * kWordBytes));
+  }
   void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
  private:
-  std::atomic_ref<uint32_t> at(MailboxWord word) const {
-    return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(arena_ + word * kWordBytes));
-  }
   char* arena_;
 };
+using HostWords = AtomicWords<ArenaMemory>;
 
 // Owns the arena. Of the functions any thread may call cancel() and load(); the others belong to the thread
 // that serves the layers, but for what makes the mailbox anew.
@@ -47,9 +46,9 @@ class Mailbox {
   void cancel();
   void reset();
 
-  uint32_t load(MailboxWord word) const { return HostWords(arena()).load(word); }
+  uint32_t load(MailboxWord word) const { return HostWords(ArenaMemory(arena())).load(word); }
   // For a device that is simulated by host code.
-  void store(MailboxWord word, uint32_t value) { HostWords(arena()).store(word, value); }
+  void store(MailboxWord word, uint32_t value) { HostWords(ArenaMemory(arena())).store(word, value); }
 
  private:
   struct Free {

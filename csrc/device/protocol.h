@@ -14,6 +14,8 @@
 // of one take may disagree only where the host knows of it.
 #pragma once
 
+#include <atomic>
+
 #include "device/layout.h"
 
 #if defined(__CUDACC__)
@@ -60,6 +62,20 @@ FLUXION_BOTH_SIDES Take look_for_answer(Words& words, uint32_t sequence, bool wa
 }
 
 // ---- The host.
+
+// `Words` over atomics: Memory has word(MailboxWord), which loads and stores as std::atomic does, and
+// fence().
+template <class Memory>
+class AtomicWords {
+ public:
+  explicit AtomicWords(Memory memory) : memory_(memory) {}
+  uint32_t load(MailboxWord word) const { return memory_.word(word).load(std::memory_order_acquire); }
+  void store(MailboxWord word, uint32_t value) { memory_.word(word).store(value, std::memory_order_release); }
+  void fence() { memory_.fence(); }
+
+ private:
+  Memory memory_;
+};
 
 enum class Wait { kReady, kLate, kCancelled, kTimedOut };
 

@@ -521,17 +521,15 @@ void Engine::wait_or_revoke(bool wait) {
       nanosleep(&pause, nullptr);
     }
   }
-  const std::lock_guard lock(foreign_mutex_);
-  for (int i = 0; i < queue_.count(); ++i) {
-    Executor executor;
-    if (!queue_.revoke(i, &executor) || !wait) continue;
+  revoke_rest(queue_, foreign_mutex_, [&](int i, Executor executor) {
+    if (!wait) return;
     totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
     record_failure("Task " + std::to_string(i) + " (request " + std::to_string(tasks_[i].request) +
                    ", KV head " + std::to_string(tasks_[i].head) + ") belongs to the executor \"" +
                    kExecutorNames[static_cast<int>(executor)] + "\" and was not delivered within " +
                    number(timeout_s_) +
                    " s; look for that executor's error, or raise FLUXION_TASK_TIMEOUT_S.");
-  }
+  });
 }
 
 void Engine::seal_coarse() {

@@ -6,10 +6,7 @@
 
 namespace fluxion {
 
-int64_t Engine::pop(Executor executor) {
-  const std::lock_guard lock(foreign_mutex_);
-  return queue_.pop(executor);
-}
+int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
 
 // Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
 // selection_mutex_, both of which layer_begin takes to open a layer and drain to close it.
@@ -32,35 +29,29 @@ int Engine::task(int64_t claim_or_index) {
 }
 
 bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads) {
-  const std::lock_guard lock(foreign_mutex_);
-  Executor executor;
-  if (!queue_.holds(claim, &executor)) return false;
-  const Task& t = tasks_[TaskQueue::task_of(claim)];
-  const int64_t at = state_at(t.request, t.head);
-  std::copy_n(o, static_cast<int64_t>(group_) * shape_.head_dim, &mid_o_[at * shape_.head_dim]);
-  std::copy_n(lse, group_, &mid_lse_[at]);
-  totals_[kStatTasksCpu + static_cast<int>(executor)].fetch_add(1, std::memory_order_relaxed);
-  totals_[kStatTokensRead].fetch_add(tokens, std::memory_order_relaxed);
-  totals_[kStatTileBytes].fetch_add(reads.tile_bytes, std::memory_order_relaxed);
-  totals_[kStatMetadataBytes].fetch_add(reads.metadata_bytes, std::memory_order_relaxed);
-  reads_[t.request * shape_.kv_heads + t.head] = reads;
-  // The layer stays open until finish(): args_ is alive.
-  if (merges_itself()) part_done(t.request, t.head);
-  queue_.finish(claim);
-  return true;
+  // The layer stays open until the claim is finished: args_ is alive.
+  return settle(queue_, foreign_mutex_, claim, [&](int task, Executor executor) {
+    const Task& t = tasks_[task];
+    const int64_t at = state_at(t.request, t.head);
+    std::copy_n(o, static_cast<int64_t>(group_) * shape_.head_dim, &mid_o_[at * shape_.head_dim]);
+    std::copy_n(lse, group_, &mid_lse_[at]);
+    totals_[kStatTasksCpu + static_cast<int>(executor)].fetch_add(1, std::memory_order_relaxed);
+    totals_[kStatTokensRead].fetch_add(tokens, std::memory_order_relaxed);
+    totals_[kStatTileBytes].fetch_add(reads.tile_bytes, std::memory_order_relaxed);
+    totals_[kStatMetadataBytes].fetch_add(reads.metadata_bytes, std::memory_order_relaxed);
+    reads_[t.request * shape_.kv_heads + t.head] = reads;
+    if (merges_itself()) part_done(t.request, t.head);
+  });
 }
 
 bool Engine::fail(int64_t claim, const std::string& message) {
-  const std::lock_guard lock(foreign_mutex_);
-  Executor executor;
-  if (!queue_.holds(claim, &executor)) return false;
-  const Task& t = tasks_[TaskQueue::task_of(claim)];
-  record_failure("The executor \"" + std::string(kExecutorNames[static_cast<int>(executor)]) +
-                 "\" failed on request " + std::to_string(t.request) + ", KV head " + std::to_string(t.head) +
-                 ": " + message);
-  totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
-  queue_.finish(claim);
-  return true;
+  return settle(queue_, foreign_mutex_, claim, [&](int task, Executor executor) {
+    const Task& t = tasks_[task];
+    record_failure("The executor \"" + std::string(kExecutorNames[static_cast<int>(executor)]) +
+                   "\" failed on request " + std::to_string(t.request) + ", KV head " +
+                   std::to_string(t.head) + ": " + message);
+    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+  });
 }
 
 int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max) {

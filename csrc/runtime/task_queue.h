@@ -5,8 +5,17 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 namespace fluxion {
+
+// What the classes of this file synchronise with. test/fuzz has another, whose every access is a point where
+// its scheduler may go on with another thread.
+struct RealThreads {
+  template <class T>
+  using Atomic = std::atomic<T>;
+  using Mutex = std::mutex;
+};
 
 enum class Executor : int { kCpu = 0, kTorch = 1, kGpu = 2, kAny = 3 };
 inline constexpr int kExecutors = 3;  // kAny is none
@@ -22,7 +31,11 @@ inline constexpr const char* kExecutorNames[kLanes] = {"cpu", "torch", "gpu", "a
 // The owner holds a claim (round and task in one number) and moves the task's state ready -> claimed -> done;
 // every step compares the round. After a time-out what is not done becomes "void", and a claim of an earlier
 // round, or of a void task, is refused for ever: a late delivery cannot touch a later layer.
-class TaskQueue {
+template <class Sync>
+class BasicTaskQueue {
+  template <class T>
+  using Atomic = typename Sync::template Atomic<T>;
+
  public:
   static constexpr int kBits = 18;
   static constexpr int64_t kTaskMask = (int64_t{1} << kBits) - 1;
@@ -31,7 +44,7 @@ class TaskQueue {
 
   void reserve(int64_t tasks) {
     if (tasks <= capacity_) return;
-    state_ = std::make_unique<std::atomic<uint64_t>[]>(tasks);
+    state_ = std::make_unique<Atomic<uint64_t>[]>(tasks);
     capacity_ = tasks;
   }
 
@@ -75,7 +88,7 @@ class TaskQueue {
 
   // The result of a claim that holds is written (or its failure recorded).
   void finish(int64_t claim) {
-    std::atomic<uint64_t>& state = state_[task_of(claim)];
+    Atomic<uint64_t>& state = state_[task_of(claim)];
     state.store((state.load(std::memory_order_relaxed) & ~uint64_t{15}) | kDone, std::memory_order_release);
     done_.fetch_add(1, std::memory_order_acq_rel);
   }
@@ -108,11 +121,11 @@ class TaskQueue {
   static constexpr uint64_t kRoundMask = (uint64_t{1} << (64 - 2 * kBits)) - 1;
 
   struct alignas(64) Head {
-    std::atomic<uint64_t> word{0};
+    Atomic<uint64_t> word{0};
   };
 
   int64_t pop(Executor lane, Executor executor) {
-    std::atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
+    Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
     // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
     uint64_t head = word.load(std::memory_order_acquire);
     if (next_of(head) >= end_of(head)) return -1;
@@ -136,12 +149,44 @@ class TaskQueue {
   }
   static Executor executor_of(uint64_t state) { return static_cast<Executor>(state >> 4 & 15); }
 
-  std::unique_ptr<std::atomic<uint64_t>[]> state_;
+  std::unique_ptr<Atomic<uint64_t>[]> state_;
   int64_t capacity_ = 0;
   uint64_t round_ = 0;
   int count_ = 0;
   Head heads_[kLanes];
-  alignas(64) std::atomic<int> done_{0};
+  alignas(64) Atomic<int> done_{0};
 };
+
+using TaskQueue = BasicTaskQueue<RealThreads>;
+
+// The three moves by which executors with threads of their own, and whoever takes their tasks away, meet:
+// under one lock.
+
+template <class Queue, class Mutex>
+int64_t claim_next(Queue& queue, Mutex& mutex, Executor executor) {
+  const std::lock_guard lock(mutex);
+  return queue.pop(executor);
+}
+
+// A claim's end, with a result or a failure: write(task, executor), if the claim still holds; whether it did.
+template <class Queue, class Mutex, class Write>
+bool settle(Queue& queue, Mutex& mutex, int64_t claim, Write write) {
+  const std::lock_guard lock(mutex);
+  Executor executor;
+  if (!queue.holds(claim, &executor)) return false;
+  write(Queue::task_of(claim), executor);
+  queue.finish(claim);
+  return true;
+}
+
+// Takes every task that is not done from whoever has it: lost(task, executor). While no native worker runs.
+template <class Queue, class Mutex, class Lost>
+void revoke_rest(Queue& queue, Mutex& mutex, Lost lost) {
+  const std::lock_guard lock(mutex);
+  for (int i = 0; i < queue.count(); ++i) {
+    Executor executor;
+    if (queue.revoke(i, &executor)) lost(i, executor);
+  }
+}
 
 }  // namespace fluxion

@@ -116,7 +116,7 @@ class Mailbox:
         slot = self._views.get(key)
         if slot is None:
             *rows, layer = self._slots[sequence % 2]
-            slot = self._views[key] = Slot(*(tensor[:batch] for tensor in rows), layer)
+            slot = self._views[key] = Slot._make([*(tensor[:batch] for tensor in rows), layer])
         return slot
 
     def wait(self, sequence: int, timeout_s: float) -> None:

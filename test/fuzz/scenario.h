@@ -1,0 +1,336 @@
+// What is fuzzed: the code of a device, a layer server, its worker, a dispatcher and somebody who cancels, over
+// csrc/device/protocol.h and csrc/runtime/task_queue.h, with numbers in place of attention.
+//
+// Sync is what they synchronise with and what chooses for them: `Simulated` (fuzz.cc) or real threads
+// (stress.cc).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device/protocol.h"
+#include "runtime/task_queue.h"
+
+namespace fuzz {
+
+using namespace fluxion;
+
+struct Rules {
+  int layers = 2;
+  int tasks = 2;
+  int blocks = 1;       // of a take, 1 or 2
+  bool parts = false;   // the host looks at them
+  bool faults = false;  // time-outs, failed, forgotten and late tasks
+  bool cancels = false;
+};
+
+inline constexpr int kMaxLayers = 8, kMaxTasks = 4, kMaxBlocks = 2;
+inline constexpr uint32_t kNothing = 0xffffffff;  // stands for an lse of -inf
+
+template <class Sync>
+class Scenario {
+  template <class T>
+  using Atomic = typename Sync::template Atomic<T>;
+  template <class T>
+  using Cell = typename Sync::template Cell<T>;
+  using Mutex = typename Sync::Mutex;
+  using Patience = typename Sync::Patience;
+  using Queue = BasicTaskQueue<Sync>;
+
+  struct Memory {
+    Scenario* of;
+    Atomic<uint32_t>& word(MailboxWord word) const { return of->words_[word]; }
+    void fence() { Sync::fence(); }
+  };
+  using Words = AtomicWords<Memory>;
+
+  enum class End : uint8_t { kNone, kAnswered, kFailed, kGaveUp };
+
+ public:
+  Scenario() { queue_.reserve(kMaxTasks); }
+
+  // The threads of a pass of `rules.layers` layers, all of which must be run at once; then check().
+  std::vector<std::function<void()>> threads(const Rules& rules) {
+    rules_ = rules;
+    stop_.store(false);
+    launched_.store(0);
+    finished_.store(0);
+    go_.store(0);
+    left_.store(0);
+    host_ = {};
+    for (auto& ends : device_) ends = {};
+    std::vector<std::function<void()>> bodies = {
+        [this] { device(); }, [this] { server(); }, [this] { worker(); }, [this] { dispatcher(); }};
+    if (rules.blocks > 1) bodies.push_back([this] { second_block(); });
+    if (rules.cancels) bodies.push_back([this] { cancel(); });
+    return bodies;
+  }
+
+  // After the threads have ended. "" or what is wrong.
+  std::string check(bool nothing_went_wrong) const {
+    for (int s = 1; s <= rules_.layers; ++s) {
+      for (int block = 0; block < rules_.blocks; ++block) {
+        const End end = device_[block][s];
+        if (end == End::kNone) return "the device did not come to its end";
+        if ((host_[s] == End::kAnswered || host_[s] == End::kFailed) && end != host_[s])
+          return "the host says that a layer was answered, and the device did not take it";
+        if (end != End::kGaveUp && host_[s] == End::kNone) return "the device took what was not answered";
+      }
+      if (nothing_went_wrong && host_[s] != End::kAnswered) return "a layer failed without a reason";
+    }
+    return "";
+  }
+
+  // Between two passes.
+  void reset_mailbox() {
+    Words words = this->words();
+    reset(words);
+  }
+
+ private:
+  Words words() { return Words(Memory{this}); }
+  Cell<uint32_t>& cell(int64_t offset) { return cells_[offset / 256]; }
+  static MailboxSlot slot(uint32_t sequence) { return mailbox_slot(kShape, sequence); }
+
+  // ---- The device: one stream.
+
+  void device() {
+    Words words = this->words();
+    for (uint32_t s = 1; s <= static_cast<uint32_t>(rules_.layers); ++s) {
+      const MailboxSlot at = slot(s);
+      if (!gave_up(words)) {
+        for (int64_t offset : {at.q, at.k, at.v, at.layer}) cell(offset).write(s);
+        announce(words, kPublished, s);
+      }
+      if (rules_.parts && !gave_up(words)) {
+        cell(at.parts).write(s);
+        announce(words, kObserved, s);
+      }
+      launched_.store(s, std::memory_order_release);
+      take(s, 0);
+      while (rules_.blocks > 1 && finished_.load(std::memory_order_acquire) != s) Sync::pause();
+    }
+  }
+
+  void second_block() {
+    for (uint32_t s = 1; s <= static_cast<uint32_t>(rules_.layers); ++s) {
+      while (launched_.load(std::memory_order_acquire) != s) Sync::pause();
+      take(s, 1);
+      finished_.store(s, std::memory_order_release);
+    }
+  }
+
+  void take(uint32_t s, int block) {
+    Words words = this->words();
+    Patience patience;
+    Take look;
+    while ((look = look_for_answer(words, s, patience.spent())) == Take::kWait) patience.pause();
+    if (look == Take::kGaveUp) {
+      device_[block][s] = End::kGaveUp;
+      return;
+    }
+    const uint32_t lse = cell(slot(s).lse).read();
+    if (lse == kNothing) {
+      Sync::check(reached(words.load(kFailed), s), "a layer has no result and did not fail");
+      device_[block][s] = End::kFailed;
+      return;
+    }
+    Sync::check(lse == s && cell(slot(s).o).read() == s, "the device takes the result of another layer");
+    device_[block][s] = End::kAnswered;
+  }
+
+  // ---- The host.
+
+  void server() {
+    for (uint32_t s = 1; s <= static_cast<uint32_t>(rules_.layers); ++s) {
+      if (serve(s)) continue;
+      words().store(kCancel, 1);
+      break;
+    }
+    go_.store(kNothing, std::memory_order_release);
+    stop_.store(true, std::memory_order_release);
+  }
+
+  bool serve(uint32_t s) {
+    Words words = this->words();
+    const MailboxSlot at = slot(s);
+    if (wait_for(words, kPublished, s, Patience()) != Wait::kReady) return false;
+    for (int64_t offset : {at.q, at.k, at.v, at.layer})
+      Sync::check(cell(offset).read() == s, "the host reads what another layer published");
+    if (rules_.parts) {
+      if (wait_for(words, kObserved, s, Patience()) != Wait::kReady) return false;
+      Sync::check(cell(at.parts).read() == s, "the host reads another layer's parts");
+    }
+    const bool whole = compute(s);
+    bool heard;
+    if (whole) {
+      cell(at.o).write(s);
+      cell(at.lse).write(s);
+      heard = answer(words, s);
+    } else {
+      cell(at.lse).write(kNothing);
+      heard = answer_failed(words, s);
+    }
+    // A policy may look at its layer until the next one is answered.
+    Sync::check(cell(at.q).read() == s, "a layer was published over the one at hand");
+    host_[s] = !heard ? End::kGaveUp : whole ? End::kAnswered : End::kFailed;
+    return heard;
+  }
+
+  // What Engine does of a layer, from layer_begin to layer_finish. False: it failed.
+  bool compute(uint32_t s) {
+    args_.write(s);
+    failed_.write(false);
+    for (int t = 0; t < rules_.tasks; ++t) {
+      results_[t].write(0);
+      ends_[t] = 0;
+    }
+    {
+      const std::lock_guard lock(foreign_);
+      std::array<int, kLanes> lanes{};
+      lanes[static_cast<int>(Executor::kGpu)] = 1;
+      lanes[static_cast<int>(Executor::kAny)] = rules_.tasks - 1;
+      queue_.open(lanes);
+      open_.store(true, std::memory_order_release);
+    }
+    go_.store(s, std::memory_order_release);
+    work();
+    while (left_.load(std::memory_order_acquire) != s) Sync::pause();
+    Patience patience;
+    while (!queue_.all_done() && !patience.spent()) patience.pause();
+    bool lost = false;
+    if (!queue_.all_done()) {
+      revoke_rest(queue_, foreign_, [&](int task, Executor) {
+        ++ends_[task];
+        lost = true;
+      });
+    }
+    {
+      const std::lock_guard lock(foreign_);
+      queue_.close();
+      open_.store(false, std::memory_order_release);
+    }
+    for (int t = 0; t < rules_.tasks; ++t)
+      Sync::check(ends_[t] == 1, "a task was not ended exactly once");
+    if (lost || failed_.read()) return false;
+    for (int t = 0; t < rules_.tasks; ++t)
+      Sync::check(results_[t].read() == s, "a task has the result of another layer");
+    return true;
+  }
+
+  // A native worker's turn.
+  void work() {
+    for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
+      const int task = Queue::task_of(claim);
+      results_[task].write(args_.read());
+      ++ends_[task];
+      queue_.finish(claim);
+    }
+  }
+
+  void worker() {
+    for (uint32_t seen = 0;;) {
+      const uint32_t s = go_.load(std::memory_order_acquire);
+      if (s == kNothing) return;
+      if (s == seen) {
+        Sync::pause();
+        continue;
+      }
+      seen = s;
+      work();
+      left_.store(s, std::memory_order_release);
+    }
+  }
+
+  struct Claim {
+    int64_t claim;
+    uint32_t layer;
+  };
+
+  void dispatcher() {
+    // Of the pass before: none may do anything any more.
+    std::vector<Claim>& late = late_;
+    for (const Claim& claim : late) deliver(claim);
+    late.clear();
+    while (!stop_.load(std::memory_order_acquire)) {
+      if (!late.empty() && Sync::seldom()) {
+        deliver(late.back());
+        late.pop_back();
+      }
+      const int64_t claim = claim_next(queue_, foreign_, Executor::kGpu);
+      const uint32_t layer = claim >= 0 ? layer_of(claim) : 0;
+      if (layer == 0) {
+        Sync::pause();
+        continue;
+      }
+      switch (rules_.faults && Sync::seldom() ? 1 + Sync::choose(3) : 0) {
+        case 1:
+          Sync::fault();
+          settle(queue_, foreign_, claim, [&](int task, Executor) {
+            ++ends_[task];
+            failed_.write(true);
+          });
+          break;
+        case 2:
+          Sync::fault();
+          late.push_back({claim, layer});
+          break;
+        case 3:
+          deliver({claim, layer});
+          Sync::check(!deliver({claim, layer}), "a task is delivered twice");
+          break;
+        default:
+          deliver({claim, layer});
+      }
+    }
+  }
+
+  // Of a claim that holds; 0: it does not. Engine::task.
+  uint32_t layer_of(int64_t claim) {
+    const std::lock_guard lock(foreign_);
+    Executor executor;
+    if (!open_.load(std::memory_order_acquire) || !queue_.holds(claim, &executor)) return 0;
+    Sync::check(executor == Executor::kGpu, "a claim is another executor's");
+    return args_.read();
+  }
+
+  bool deliver(const Claim& claim) {
+    return settle(queue_, foreign_, claim.claim, [&](int task, Executor) {
+      Sync::check(args_.read() == claim.layer, "a delivery for another layer is accepted");
+      results_[task].write(claim.layer);
+      ++ends_[task];
+    });
+  }
+
+  void cancel() {
+    Sync::fault();
+    words().store(kCancel, 1);
+  }
+
+  static constexpr MailboxShape kShape{1, 1, 1, 16, 4};
+  static constexpr int64_t kCells = mailbox_bytes(kShape) / 256;
+
+  Rules rules_;
+  std::array<Atomic<uint32_t>, kMailboxWords> words_;
+  std::array<Cell<uint32_t>, kCells> cells_;
+  Atomic<uint32_t> launched_{0}, finished_{0};  // of the stream's takes
+  Atomic<uint32_t> go_{0}, left_{0};            // WorkerPool: launched, and joined
+  Atomic<bool> stop_{false}, open_{false};
+  Queue queue_;
+  Mutex foreign_;
+  Cell<uint32_t> args_;  // LayerArgs
+  Cell<bool> failed_;
+  std::array<Cell<uint32_t>, kMaxTasks> results_;
+  std::vector<Claim> late_;  // claims that were not delivered
+  // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if the
+  // protocol holds.
+  std::array<int, kMaxTasks> ends_{};
+  std::array<End, kMaxLayers + 1> host_{};
+  std::array<std::array<End, kMaxLayers + 1>, kMaxBlocks> device_{};
+};
+
+}  // namespace fuzz

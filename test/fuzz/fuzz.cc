@@ -102,14 +102,20 @@ class Exhaustive final : public Chooser {
   size_t depth_ = 0;
 };
 
+class Ordinary final : public Chooser {
+ public:
+  int choose(int) override { return 0; }
+  bool seldom() override { return false; }
+};
+
 struct Counts {
   std::vector<uint64_t> traces;
   int64_t points = 0, faults = 0;
   std::string failure;
 };
 
-// A pass by the rules and a clean one after it. False: the run failed.
-bool run(Chooser* chooser, const Rules& rules, Counts* counts) {
+// A pass by the rules and a clean one after it, by another chooser. False: the run failed.
+bool run(Chooser* chooser, Chooser* after, const Rules& rules, Counts* counts) {
   Scheduler& s = Scheduler::get();
   Scenario<Simulated> scenario;
   uint64_t trace = 0;
@@ -121,7 +127,7 @@ bool run(Chooser* chooser, const Rules& rules, Counts* counts) {
       now.layers = 1;
     }
     s.rules(now.faults);
-    const bool ran = s.run(chooser, scenario.threads(now));
+    const bool ran = s.run(first ? chooser : after, scenario.threads(now));
     counts->points += s.points();
     counts->faults += s.faults();
     counts->failure = ran ? scenario.check(s.faults() == 0) : s.failure();
@@ -138,14 +144,15 @@ bool run(Chooser* chooser, const Rules& rules, Counts* counts) {
 Rules rules_of(uint64_t kind) {
   Rules rules;
   rules.layers = 2 + static_cast<int>(kind % 2);
-  rules.tasks = 2 + static_cast<int>(kind / 2 % 2);
-  rules.blocks = 1 + static_cast<int>(kind / 4 % 2);
-  rules.parts = kind / 8 % 2 != 0;
-  rules.faults = kind / 16 % 4 != 0;
-  rules.cancels = rules.faults && kind / 64 % 4 == 0;
+  rules.tasks = 2 + static_cast<int>(kind / 2 % 4);
+  rules.own = kind / 512 % 2 != 0;
+  rules.blocks = 1 + static_cast<int>(kind / 8 % 2);
+  rules.parts = kind / 16 % 2 != 0;
+  rules.faults = kind / 32 % 4 != 0;
+  rules.cancels = rules.faults && kind / 128 % 4 == 0;
   return rules;
 }
-constexpr uint64_t kKinds = 256;
+constexpr uint64_t kKinds = 1024;
 
 struct Options {
   int64_t random = 0, exhaustive = 0;
@@ -156,7 +163,7 @@ struct Options {
 void random_runs(const Options& options, int thread, Counts* counts) {
   for (int64_t i = thread; i < options.random; i += options.threads) {
     Random chooser(options.seed * 1'000'000'007 + static_cast<uint64_t>(i));
-    if (run(&chooser, rules_of(chooser.draw() % kKinds), counts)) continue;
+    if (run(&chooser, &chooser, rules_of(chooser.draw() % kKinds), counts)) continue;
     counts->failure += " (random run " + std::to_string(i) + ")";
     return;
   }
@@ -176,9 +183,10 @@ void exhaustive_runs(const Options& options, int thread, Counts* counts) {
   }
   for (size_t kind = thread; kind < all.size(); kind += options.threads) {
     Exhaustive chooser(options.deviations);
+    Ordinary ordinary;
     int64_t left = options.exhaustive / static_cast<int64_t>(all.size());
     do {
-      if (run(&chooser, all[kind], counts)) continue;
+      if (run(&chooser, &ordinary, all[kind], counts)) continue;
       counts->failure += " (exhaustive, kind " + std::to_string(kind) + ")";
       return;
     } while (--left > 0 && chooser.next());
@@ -210,8 +218,7 @@ int main_of(const Options& options) {
   const size_t runs = all.traces.size();
   std::sort(all.traces.begin(), all.traces.end());
   all.traces.erase(std::unique(all.traces.begin(), all.traces.end()), all.traces.end());
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   std::printf("runs %zu distinct %zu points %lld faults %lld seconds %.1f\n", runs, all.traces.size(),
               static_cast<long long>(all.points), static_cast<long long>(all.faults), seconds);
   return 0;
@@ -225,11 +232,16 @@ int main(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
     const long long value = std::atoll(argv[i + 1]);
-    if (name == "--random") options.random = value;
-    else if (name == "--exhaustive") options.exhaustive = value;
-    else if (name == "--deviations") options.deviations = static_cast<int>(value);
-    else if (name == "--seed") options.seed = static_cast<uint64_t>(value);
-    else if (name == "--threads") options.threads = static_cast<int>(std::clamp(value, 1ll, 256ll));
+    if (name == "--random")
+      options.random = value;
+    else if (name == "--exhaustive")
+      options.exhaustive = value;
+    else if (name == "--deviations")
+      options.deviations = static_cast<int>(value);
+    else if (name == "--seed")
+      options.seed = static_cast<uint64_t>(value);
+    else if (name == "--threads")
+      options.threads = static_cast<int>(std::clamp(value, 1ll, 256ll));
     else {
       std::fprintf(stderr, "There is no option %s.\n", name.c_str());
       return 2;

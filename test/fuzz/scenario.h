@@ -1,5 +1,5 @@
-// What is fuzzed: the code of a device, a layer server, its worker, a dispatcher and somebody who cancels, over
-// csrc/device/protocol.h and csrc/runtime/task_queue.h, with numbers in place of attention.
+// What is fuzzed: the code of a device, a layer server, its worker, a dispatcher and somebody who cancels,
+// over csrc/device/protocol.h and csrc/runtime/task_queue.h, with numbers in place of attention.
 //
 // Sync is what they synchronise with and what chooses for them: `Simulated` (fuzz.cc) or real threads
 // (stress.cc).
@@ -21,14 +21,15 @@ using namespace fluxion;
 
 struct Rules {
   int layers = 2;
-  int tasks = 2;
+  int tasks = 2;        // one for the dispatcher alone
+  bool own = false;     // the others are for the workers alone
   int blocks = 1;       // of a take, 1 or 2
   bool parts = false;   // the host looks at them
   bool faults = false;  // time-outs, failed, forgotten and late tasks
   bool cancels = false;
 };
 
-inline constexpr int kMaxLayers = 8, kMaxTasks = 4, kMaxBlocks = 2;
+inline constexpr int kMaxLayers = 8, kMaxTasks = 5, kMaxBlocks = 2;
 inline constexpr uint32_t kNothing = 0xffffffff;  // stands for an lse of -inf
 
 template <class Sync>
@@ -56,6 +57,7 @@ class Scenario {
   // The threads of a pass of `rules.layers` layers, all of which must be run at once; then check().
   std::vector<std::function<void()>> threads(const Rules& rules) {
     rules_ = rules;
+    first_layer_ += kMaxLayers;
     stop_.store(false);
     launched_.store(0);
     finished_.store(0);
@@ -63,8 +65,8 @@ class Scenario {
     left_.store(0);
     host_ = {};
     for (auto& ends : device_) ends = {};
-    std::vector<std::function<void()>> bodies = {
-        [this] { device(); }, [this] { server(); }, [this] { worker(); }, [this] { dispatcher(); }};
+    std::vector<std::function<void()>> bodies = {[this] { device(); }, [this] { server(); },
+                                                 [this] { worker(); }, [this] { dispatcher(); }};
     if (rules.blocks > 1) bodies.push_back([this] { second_block(); });
     if (rules.cancels) bodies.push_back([this] { cancel(); });
     return bodies;
@@ -95,6 +97,9 @@ class Scenario {
   Words words() { return Words(Memory{this}); }
   Cell<uint32_t>& cell(int64_t offset) { return cells_[offset / 256]; }
   static MailboxSlot slot(uint32_t sequence) { return mailbox_slot(kShape, sequence); }
+  // What stands for a layer's data: in each field something else.
+  static uint32_t parts_of(uint32_t sequence) { return sequence | 0x100; }
+  static uint32_t output_of(uint32_t sequence) { return sequence | 0x200; }
 
   // ---- The device: one stream.
 
@@ -107,7 +112,7 @@ class Scenario {
         announce(words, kPublished, s);
       }
       if (rules_.parts && !gave_up(words)) {
-        cell(at.parts).write(s);
+        cell(at.parts).write(parts_of(s));
         announce(words, kObserved, s);
       }
       launched_.store(s, std::memory_order_release);
@@ -139,7 +144,8 @@ class Scenario {
       device_[block][s] = End::kFailed;
       return;
     }
-    Sync::check(lse == s && cell(slot(s).o).read() == s, "the device takes the result of another layer");
+    Sync::check(lse == s && cell(slot(s).o).read() == output_of(s),
+                "the device takes the result of another layer");
     device_[block][s] = End::kAnswered;
   }
 
@@ -163,12 +169,12 @@ class Scenario {
       Sync::check(cell(offset).read() == s, "the host reads what another layer published");
     if (rules_.parts) {
       if (wait_for(words, kObserved, s, Patience()) != Wait::kReady) return false;
-      Sync::check(cell(at.parts).read() == s, "the host reads another layer's parts");
+      Sync::check(cell(at.parts).read() == parts_of(s), "the host reads another layer's parts");
     }
     const bool whole = compute(s);
     bool heard;
     if (whole) {
-      cell(at.o).write(s);
+      cell(at.o).write(output_of(s));
       cell(at.lse).write(s);
       heard = answer(words, s);
     } else {
@@ -177,13 +183,16 @@ class Scenario {
     }
     // A policy may look at its layer until the next one is answered.
     Sync::check(cell(at.q).read() == s, "a layer was published over the one at hand");
+    if (rules_.parts)
+      Sync::check(cell(at.parts).read() == parts_of(s), "parts of the layer at hand were written over");
     host_[s] = !heard ? End::kGaveUp : whole ? End::kAnswered : End::kFailed;
     return heard;
   }
 
   // What Engine does of a layer, from layer_begin to layer_finish. False: it failed.
   bool compute(uint32_t s) {
-    args_.write(s);
+    const uint32_t layer = first_layer_ + s;
+    args_.write(layer);
     failed_.write(false);
     for (int t = 0; t < rules_.tasks; ++t) {
       results_[t].write(0);
@@ -193,7 +202,7 @@ class Scenario {
       const std::lock_guard lock(foreign_);
       std::array<int, kLanes> lanes{};
       lanes[static_cast<int>(Executor::kGpu)] = 1;
-      lanes[static_cast<int>(Executor::kAny)] = rules_.tasks - 1;
+      lanes[static_cast<int>(rules_.own ? Executor::kCpu : Executor::kAny)] = rules_.tasks - 1;
       queue_.open(lanes);
       open_.store(true, std::memory_order_release);
     }
@@ -214,11 +223,10 @@ class Scenario {
       queue_.close();
       open_.store(false, std::memory_order_release);
     }
-    for (int t = 0; t < rules_.tasks; ++t)
-      Sync::check(ends_[t] == 1, "a task was not ended exactly once");
+    for (int t = 0; t < rules_.tasks; ++t) Sync::check(ends_[t] == 1, "a task was not ended exactly once");
     if (lost || failed_.read()) return false;
     for (int t = 0; t < rules_.tasks; ++t)
-      Sync::check(results_[t].read() == s, "a task has the result of another layer");
+      Sync::check(results_[t].read() == layer, "a task has the result of another layer");
     return true;
   }
 
@@ -252,17 +260,15 @@ class Scenario {
   };
 
   void dispatcher() {
-    // Of the pass before: none may do anything any more.
-    std::vector<Claim>& late = late_;
-    for (const Claim& claim : late) deliver(claim);
-    late.clear();
     while (!stop_.load(std::memory_order_acquire)) {
-      if (!late.empty() && Sync::seldom()) {
-        deliver(late.back());
-        late.pop_back();
-      }
       const int64_t claim = claim_next(queue_, foreign_, Executor::kGpu);
       const uint32_t layer = claim >= 0 ? layer_of(claim) : 0;
+      // What was forgotten is remembered now, in this layer or in a later one, of this pass or of the next.
+      if (!late_.empty() && Sync::choose(3) != 1) {
+        const Claim then = late_.back();
+        late_.pop_back();
+        deliver(then);
+      }
       if (layer == 0) {
         Sync::pause();
         continue;
@@ -277,7 +283,7 @@ class Scenario {
           break;
         case 2:
           Sync::fault();
-          late.push_back({claim, layer});
+          late_.push_back({claim, layer});
           break;
         case 3:
           deliver({claim, layer});
@@ -315,6 +321,7 @@ class Scenario {
   static constexpr int64_t kCells = mailbox_bytes(kShape) / 256;
 
   Rules rules_;
+  uint32_t first_layer_ = 0;  // of the pass: no two layers have one number
   std::array<Atomic<uint32_t>, kMailboxWords> words_;
   std::array<Cell<uint32_t>, kCells> cells_;
   Atomic<uint32_t> launched_{0}, finished_{0};  // of the stream's takes
@@ -326,8 +333,8 @@ class Scenario {
   Cell<bool> failed_;
   std::array<Cell<uint32_t>, kMaxTasks> results_;
   std::vector<Claim> late_;  // claims that were not delivered
-  // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if the
-  // protocol holds.
+  // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if
+  // the protocol holds.
   std::array<int, kMaxTasks> ends_{};
   std::array<End, kMaxLayers + 1> host_{};
   std::array<std::array<End, kMaxLayers + 1>, kMaxBlocks> device_{};

@@ -128,7 +128,9 @@ class Scheduler {
   void drain(Thread* t);
   void publish(const Store& store);
   int next();
-  void mix(int choice, int n) { trace_ = (trace_ ^ (choice * 64 + n)) * 0x9e3779b97f4a7c15ull + (trace_ >> 29); }
+  void mix(int choice, int n) {
+    trace_ = (trace_ ^ (choice * 64 + n)) * 0x9e3779b97f4a7c15ull + (trace_ >> 29);
+  }
 
   Chooser* chooser_ = nullptr;
   std::array<Thread, kMaxThreads> threads_;
@@ -410,7 +412,7 @@ inline void Scheduler::unlock(Location* mutex) {
   mutex->run = runs_;
   mutex->value = 0;
   ++t.clock[current_];
-  ++version_;
+  // Not a change that a pause waits for: what was done under the lock says so itself.
 }
 
 // ---- What is run under the scheduler synchronises with these.
@@ -439,8 +441,7 @@ class Atomic {
       return true;
     }));
   }
-  bool compare_exchange_strong(T& expected, T desired,
-                               std::memory_order order = std::memory_order_seq_cst) {
+  bool compare_exchange_strong(T& expected, T desired, std::memory_order order = std::memory_order_seq_cst) {
     bool same = false;
     const uint64_t seen = Scheduler::get().modify(&at_, order, [&](uint64_t was, uint64_t* value) {
       same = was == pack(expected);

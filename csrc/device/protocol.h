@@ -11,7 +11,8 @@
 // that has answered looks whether the device gave up. Both fence between the two, so at least one sees the
 // other: either the device takes the answer, or the host knows that it was not taken. A layer that the host
 // calls answered is never lost, though the device may have taken one that the host calls lost. Several blocks
-// of one take may disagree only where the host knows of it.
+// of one take may disagree only where the host knows of it: a device that keeps a copy of kLate near to it
+// writes that copy after the host's word and a fence, for who believes the copy tells the host nothing.
 #pragma once
 
 #include <atomic>

@@ -98,3 +98,11 @@ mutant(does_not_wait_for_its_worker test/fuzz/scenario.h
   [==[    while (left_.load(std::memory_order_acquire) != s) Sync::pause();
 ]==]
   [==[]==])
+
+mutant(copy_of_late_first test/fuzz/scenario.h
+  [==[      of->words().store(word, value);
+      if (word != kLate) return;
+      fence();
+      of->late_here_.store(value, std::memory_order_release);]==]
+  [==[      if (word == kLate) of->late_here_.store(value, std::memory_order_release);
+      of->words().store(word, value);]==])

@@ -49,6 +49,21 @@ class Scenario {
   };
   using Words = AtomicWords<Memory>;
 
+  // A device's, which has a copy of its own word kLate in its own memory.
+  struct DeviceWords {
+    Scenario* of;
+    uint32_t load(MailboxWord word) const {
+      return word == kLate ? of->late_here_.load(std::memory_order_acquire) : of->words().load(word);
+    }
+    void store(MailboxWord word, uint32_t value) {
+      of->words().store(word, value);
+      if (word != kLate) return;
+      fence();
+      of->late_here_.store(value, std::memory_order_release);
+    }
+    void fence() { Sync::fence(); }
+  };
+
   enum class End : uint8_t { kNone, kAnswered, kFailed, kGaveUp };
 
  public:
@@ -91,6 +106,7 @@ class Scenario {
   void reset_mailbox() {
     Words words = this->words();
     reset(words);
+    late_here_.store(0);
   }
 
  private:
@@ -104,7 +120,7 @@ class Scenario {
   // ---- The device: one stream.
 
   void device() {
-    Words words = this->words();
+    DeviceWords words{this};
     for (uint32_t s = 1; s <= static_cast<uint32_t>(rules_.layers); ++s) {
       const MailboxSlot at = slot(s);
       if (!gave_up(words)) {
@@ -130,7 +146,7 @@ class Scenario {
   }
 
   void take(uint32_t s, int block) {
-    Words words = this->words();
+    DeviceWords words{this};
     Patience patience;
     Take look;
     while ((look = look_for_answer(words, s, patience.spent())) == Take::kWait) patience.pause();
@@ -324,6 +340,7 @@ class Scenario {
   uint32_t first_layer_ = 0;  // of the pass: no two layers have one number
   std::array<Atomic<uint32_t>, kMailboxWords> words_;
   std::array<Cell<uint32_t>, kCells> cells_;
+  Atomic<uint32_t> late_here_{0};
   Atomic<uint32_t> launched_{0}, finished_{0};  // of the stream's takes
   Atomic<uint32_t> go_{0}, left_{0};            // WorkerPool: launched, and joined
   Atomic<bool> stop_{false}, open_{false};

@@ -66,7 +66,7 @@ def library_path() -> Path:
     return Path(os.environ.get("FLUXION_LIBRARY") or _LIBRARY)
 
 
-def _check_complete(path: Path) -> None:
+def check_complete(path: Path) -> None:
     """Raises OSError unless an ELF file has all its segments: a truncated one kills the loader (SIGBUS)."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -100,7 +100,7 @@ def library() -> tvm_ffi.Module:
             "a built libfluxion.so."
         )
     try:
-        _check_complete(path)
+        check_complete(path)
         module = tvm_ffi.load_module(path)
         version = int(module.get_function("abi_version")())
     except Exception as error:

@@ -1,0 +1,416 @@
+"""The device library: kernels and their launches on a GPU, or on the simulated device that runs the same sources.
+
+`load("cuda")` is for tensors on a CUDA device; `load("sim")` needs no GPU: there a "device tensor" is a CPU tensor,
+streams are threads, and the default stream (0) works in the calling thread, so that what a call wrote is there when it
+returns. Streams are integers (`cudaStream_t`; torch's `stream.cuda_stream`).
+
+*Pinned* tensors are CPU tensors that a device reads at their own address: from `pinned_empty`, or registered with
+`host_register`. Everything asynchronous reads its tensors in the order of its stream: they must live until then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tvm_ffi
+
+from fluxion_sglang.native import check_complete, library_path
+
+ABI_VERSION = 1
+"""What `device_abi` of a library that fits this file returns."""
+
+Backend = Literal["cuda", "sim"]
+
+_FILES: dict[Backend, str] = {"cuda": "libfluxion_cuda.so", "sim": "libfluxion_sim.so"}
+_ELEMENT = {torch.bfloat16: 2, torch.float32: 4}
+
+# These return at once and never wait for another thread. All others may: a launch does when the device's queue is
+# full, and what it waits for may need Python.
+_PROMPT = frozenset(
+    {"device_abi", "device_api", "mailbox_layout", "word_load", "word_store", "workspace_bytes", "inject"}
+)
+
+
+@tvm_ffi.register_error("DeviceError")
+class DeviceError(RuntimeError):
+    """A device library is missing, has no device, or a call of it failed; one sentence."""
+
+
+def device_library_path(backend: Backend) -> Path:
+    """Where a device library is: beside libfluxion.so, in the package and where FLUXION_LIBRARY points."""
+    return library_path().with_name(_FILES[backend])
+
+
+class Port:
+    """The device side of a mailbox: sequence counter, and rows and lengths of the step in device memory."""
+
+    def __init__(self, handle: Any, arena: torch.Tensor) -> None:
+        self.handle = handle
+        self._arena = arena  # the device reads and writes it as long as the port lives
+
+
+class DeviceLibrary:
+    """The functions of one device library. Use `load`.
+
+    Every function raises ValueError for tensors that do not fit, and DeviceError where the device's runtime fails.
+    D is head_dim, a multiple of 16 from 32 to 256; Hq = G * Hk query heads, G from 1 to 16; KV dtype is bfloat16 or
+    float32.
+
+    Attributes:
+        backend: "cuda" or "sim".
+        device: where torch has this library's tensors: "cuda" or "cpu".
+    """
+
+    def __init__(self, backend: Backend, module: tvm_ffi.Module) -> None:
+        self.backend: Backend = backend
+        self.device = "cuda" if backend == "cuda" else "cpu"
+        self._module = module
+        self._functions: dict[str, Callable[..., Any]] = {}
+        # Bound once: these run in every layer.
+        self._publish = self._function("publish")
+        self._resident = self._function("resident")
+        self._observe = self._function("observe")
+        self._take = self._function("take")
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        bound = self._functions.get(name)
+        if bound is None:
+            bound = self._module.get_function(name)
+            bound.release_gil = name not in _PROMPT
+            self._functions[name] = bound
+        return bound
+
+    def api(self) -> int:
+        """Address of the library's `DeviceApi` (csrc/device/device_api.h), for libfluxion.so."""
+        return int(self._function("device_api")())
+
+    def info(self) -> dict[str, Any]:
+        """What the device is.
+
+        Returns:
+            backend ("cuda", "simulated"), device (its number), name, multiprocessors, capability ("9.0"),
+            memory_bytes, free_bytes, driver, runtime (versions as numbers of CUDA, 13000 for 13.0).
+
+        Raises:
+            DeviceError: there is none.
+        """
+        report: dict[str, Any] = json.loads(str(self._function("device_info")()))
+        return report
+
+    # --- host memory ---
+
+    def host_register(self, memory: torch.Tensor) -> None:
+        """Pin memory that exists: uint8, its address and size multiples of 4096."""
+        self._function("host_register")(memory)
+
+    def host_unregister(self, memory: torch.Tensor) -> None:
+        """Undo host_register; the same tensor."""
+        self._function("host_unregister")(memory)
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        """New pinned memory, uint8 [nbytes], from a multiple of 4096; freed with its last view."""
+        pinned: torch.Tensor = torch.from_dlpack(self._function("pinned_empty")(nbytes))
+        return pinned
+
+    # --- the mailbox, device side (csrc/device/layout.h) ---
+
+    def mailbox_layout(
+        self, sequence: int, *, max_requests: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> dict[str, int]:
+        """Byte offsets of the slot of a sequence number (q, k, v, parts, o, lse, layer) and `bytes` of the arena."""
+        layout: dict[str, int] = json.loads(
+            str(
+                self._function("mailbox_layout")(
+                    sequence, max_requests, q_heads, kv_heads, head_dim, self._element(dtype)
+                )
+            )
+        )
+        return layout
+
+    def word_load(self, arena: torch.Tensor, word: int) -> int:
+        """A word of the mailbox, read as the host must: what its writer wrote before it is there to read."""
+        return int(self._function("word_load")(arena, word))
+
+    def word_store(self, arena: torch.Tensor, word: int, value: int) -> None:
+        """Write a word of the host's, behind everything this thread wrote before."""
+        self._function("word_store")(arena, word, value)
+
+    def port_create(
+        self,
+        arena: torch.Tensor,
+        *,
+        max_requests: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        sinks: int,
+        window: int,
+        timeout_s: float,
+    ) -> Port:
+        """The device side of the mailbox in `arena`, pinned uint8 of the shape's bytes; sequence 0, words as they are.
+
+        Args:
+            sinks, window: tokens, as in kv/placement.py.
+            timeout_s: how long `take` waits for an answer before it gives the mailbox up.
+        """
+        handle = self._function("port_create")(
+            arena,
+            max_requests,
+            q_heads,
+            kv_heads,
+            head_dim,
+            self._element(dtype),
+            sinks,
+            window,
+            int(timeout_s * 1e9),
+        )
+        return Port(handle, arena)
+
+    def port_reset(self, port: Port, stream: int) -> None:
+        """Sequence 0 and every word of the arena 0, in stream order. Nobody may use the mailbox meanwhile."""
+        self._function("port_reset")(port.handle, stream)
+
+    def port_step(self, port: Port, stream: int, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """A step's requests, before its first `publish` and before every replay of a graph that has one.
+
+        Args:
+            rows, lengths: [B] int32 CPU, B up to max_requests, 0 included: rows of the windows, and tokens of each
+                request with the one this step adds. Copied before the call returns; effective in stream order.
+        """
+        self._function("port_step")(port.handle, stream, rows, lengths)
+
+    def publish(
+        self,
+        port: Port,
+        stream: int,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        windows: torch.Tensor,
+    ) -> None:
+        """Give the CPU a layer: the token into the windows; q, k, v and the layer into the slot of a new sequence.
+
+        Args:
+            q, k, v: [N, Hq, D], [N, Hk, D], [N, Hk, D] on the device, KV dtype, dense in D and heads: N at least the
+                requests of the step; the rows behind them are padding and go nowhere.
+            windows: the layer's, on the device (kv/windows.py).
+        """
+        self._publish(port.handle, stream, layer, q, k, v, windows)
+
+    def resident(
+        self,
+        port: Port,
+        stream: int,
+        q: torch.Tensor,
+        windows: torch.Tensor,
+        scale: float,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        want_parts: bool,
+    ) -> None:
+        """Attention to sinks and window, the token of this step's `publish` included.
+
+        Args:
+            q: [N, Hq, D], as in `publish`.
+            o, lse: written: [N, Hq, D] and [N, Hq] float32 on the device, natural log; 0 and -inf for padding.
+            want_parts: also write the slot's parts (csrc/kernels/feature_index.h, Part) and say that they are there.
+        """
+        self._resident(port.handle, stream, q, windows, scale, o, lse, want_parts)
+
+    def observe(
+        self,
+        port: Port,
+        stream: int,
+        o_sink: torch.Tensor,
+        lse_sink: torch.Tensor,
+        o_local: torch.Tensor,
+        lse_local: torch.Tensor,
+        base2: bool,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """What `resident` with `want_parts` does, from the attention to the sinks and to the window of another kernel.
+
+        Args:
+            o_sink, o_local: [N, Hq, D] KV dtype or float32; lse_sink, lse_local: [N, Hq] float32, in base 2 if
+                `base2`.
+            o, lse: written: both merged, [N, Hq, D] and [N, Hq] float32, natural log.
+        """
+        self._observe(port.handle, stream, o_sink, lse_sink, o_local, lse_local, base2, o, lse)
+
+    def take(self, port: Port, stream: int, o: torch.Tensor, lse: torch.Tensor, base2: bool, out: torch.Tensor) -> None:
+        """Wait for the CPU's answer to the last `publish` and merge it with `o`, `lse`.
+
+        A time-out or a cancelled mailbox ends the wait, and every wait until `port_reset`: then `out` is `o`.
+
+        Args:
+            o: [N, Hq, D] KV dtype or float32; lse: [N, Hq] float32, in base 2 if `base2`. Rows behind the step's
+                requests are copied as they are.
+            out: written: [N, Hq, D] KV dtype.
+        """
+        self._take(port.handle, stream, o, lse, base2, out)
+
+    # --- prefill ---
+
+    def fill_window(
+        self,
+        stream: int,
+        tiles: torch.Tensor,
+        windows: torch.Tensor,
+        row: int,
+        start: int,
+        stop: int,
+        pages: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: int,
+        window: int,
+    ) -> None:
+        """Every resident position of a request of `stop` tokens into its row of the windows.
+
+        Args:
+            tiles: the layer's host pool [Hk, P, 2, 16, D], pinned: has the positions before `start`.
+            windows: the layer's, on the device.
+            pages: int32 [ceil(stop / 16)] or longer, on the device or pinned: physical page of every logical page;
+                those of resident positions before `start` are read.
+            k, v: [stop - start, Hk, D] on the device, dense in D: the positions from `start`.
+        """
+        self._function("fill_window")(stream, tiles, windows, row, start, stop, pages, k, v, sinks, window)
+
+    def gather(self, stream: int, tiles: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v[16 i + t, h] = key, value of token t of pages[i].
+
+        Args:
+            tiles: [Hk, P, 2, 16, D], pinned. pages: int32 [n], on the device or pinned.
+            k, v: written: [16 n, Hk, D] on the device, dense in D.
+        """
+        self._function("gather")(stream, tiles, pages, k, v)
+
+    # --- what host code reaches through `api`; here for tests and measurements ---
+
+    def workspace_bytes(self, tasks: int, longest: int, group: int, head_dim: int) -> int:
+        """Bytes of the workspace of a batch."""
+        return int(self._function("workspace_bytes")(tasks, longest, group, head_dim))
+
+    def attend(
+        self,
+        stream: int,
+        tasks: torch.Tensor,
+        longest: int,
+        entries: torch.Tensor,
+        masks: torch.Tensor | None,
+        hot: torch.Tensor | None,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scale: float,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        """A `DeviceBatch` (csrc/device/device_api.h); `tasks` is uint8 [n, 24], its DeviceTasks, pinned."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._function("attend")(
+            stream,
+            tasks,
+            longest,
+            entries,
+            nothing if masks is None else masks,
+            nothing if hot is None else hot,
+            group,
+            head_dim,
+            self._element(dtype),
+            scale,
+            o,
+            lse,
+            workspace,
+        )
+
+    def copy_tiles(
+        self, stream: int, source: torch.Tensor, slots: torch.Tensor, tile_bytes: int, hot: torch.Tensor
+    ) -> None:
+        """Tiles at the addresses `source` [n] int64 to `slots` [n] int32 of `hot`; both pinned."""
+        self._function("copy_tiles")(stream, source, slots, tile_bytes, hot)
+
+    def signal(self, stream: int, word: torch.Tensor, value: int) -> None:
+        """word[0] = value, int32 and pinned, once everything before it in the stream is done."""
+        self._function("signal")(stream, word, value)
+
+    def stream_create(self) -> int:
+        """A stream that waits for no other."""
+        return int(self._function("stream_create")())
+
+    def stream_destroy(self, stream: int) -> None:
+        """What was launched on it is finished first."""
+        self._function("stream_destroy")(stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait until everything launched on the stream is done."""
+        self._function("stream_synchronize")(stream)
+
+    def graph_begin(self, stream: int) -> None:
+        """Record what is launched on the stream from here on, instead of running it; not on stream 0."""
+        self._function("graph_begin")(stream)
+
+    def graph_end(self, stream: int) -> Any:
+        """End the recording: a graph for `graph_launch`. What it works on must outlive it."""
+        return self._function("graph_end")(stream)
+
+    def graph_launch(self, graph: Any, stream: int) -> None:
+        """Run a graph once, in stream order."""
+        self._function("graph_launch")(graph, stream)
+
+    def inject(self, kind: str, after: int) -> None:
+        """Simulated device only: let calls fail, for tests of what follows.
+
+        Args:
+            kind: "memory": the `after`-th allocation from now has no memory; "launch": the `after`-th launch is
+                refused; "lost": the device is lost before it runs the `after`-th kernel: nothing runs any more and every
+                call fails; "none": a working device again, with everything it has.
+            after: 1 is the next one.
+        """
+        self._function("inject")(kind, after)
+
+    @staticmethod
+    def _element(dtype: torch.dtype) -> int:
+        if dtype not in _ELEMENT:
+            raise ValueError(f"The KV dtype is {dtype}; devices serve torch.bfloat16 and torch.float32.")
+        return _ELEMENT[dtype]
+
+
+@cache
+def load(backend: Backend) -> DeviceLibrary:
+    """A device library; looks for no device yet (`DeviceLibrary.info` does).
+
+    Raises:
+        DeviceError: missing, unloadable, or of another version of this package.
+    """
+    path = device_library_path(backend)
+    if not path.is_file():
+        remedy = {
+            "cuda": "build fluxion-sglang with FLUXION_CUDA=on where CUDA's compiler (nvcc) is.",
+            "sim": "reinstall fluxion-sglang.",
+        }
+        raise DeviceError(f"The device library {path} does not exist; {remedy[backend]}")
+    try:
+        check_complete(path)
+        module = tvm_ffi.load_module(path)
+        version = int(module.get_function("device_abi")())
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise DeviceError(
+            f"The device library {path} cannot be loaded ({reason}); reinstall fluxion-sglang."
+        ) from error
+    if version != ABI_VERSION:
+        raise DeviceError(
+            f"The device library {path} has ABI version {version} and this package needs {ABI_VERSION}; reinstall "
+            "fluxion-sglang so that both come from the same version."
+        )
+    return DeviceLibrary(backend, module)

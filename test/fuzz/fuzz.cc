@@ -146,13 +146,14 @@ Rules rules_of(uint64_t kind) {
   rules.layers = 2 + static_cast<int>(kind % 2);
   rules.tasks = 2 + static_cast<int>(kind / 2 % 4);
   rules.own = kind / 512 % 2 != 0;
+  rules.copies = kind / 1024 % 2 != 0;
   rules.blocks = 1 + static_cast<int>(kind / 8 % 2);
   rules.parts = kind / 16 % 2 != 0;
   rules.faults = kind / 32 % 4 != 0;
   rules.cancels = rules.faults && kind / 128 % 4 == 0;
   return rules;
 }
-constexpr uint64_t kKinds = 1024;
+constexpr uint64_t kKinds = 2048;
 
 struct Options {
   int64_t random = 0, exhaustive = 0;
@@ -199,7 +200,6 @@ int main_of(const Options& options) {
   std::vector<std::thread> threads;
   for (int i = 0; i < options.threads; ++i) {
     threads.emplace_back([&, i] {
-      counts[i].traces.reserve((options.random + options.exhaustive) / options.threads + 8);
       if (options.exhaustive > 0) exhaustive_runs(options, i, &counts[i]);
       if (counts[i].failure.empty()) random_runs(options, i, &counts[i]);
     });

@@ -101,7 +101,7 @@ mutant(does_not_wait_for_its_worker test/fuzz/scenario.h
 
 mutant(copy_of_late_first test/fuzz/scenario.h
   [==[      of->words().store(word, value);
-      if (word != kLate) return;
+      if (word != kLate || !of->rules_.copies) return;
       fence();
       of->late_here_.store(value, std::memory_order_release);]==]
   [==[      if (word == kLate) of->late_here_.store(value, std::memory_order_release);

@@ -25,6 +25,7 @@ struct Rules {
   bool own = false;     // the others are for the workers alone
   int blocks = 1;       // of a take, 1 or 2
   bool parts = false;   // the host looks at them
+  bool copies = false;  // the device has a copy of its own word kLate in its own memory
   bool faults = false;  // time-outs, failed, forgotten and late tasks
   bool cancels = false;
 };
@@ -49,15 +50,15 @@ class Scenario {
   };
   using Words = AtomicWords<Memory>;
 
-  // A device's, which has a copy of its own word kLate in its own memory.
   struct DeviceWords {
     Scenario* of;
     uint32_t load(MailboxWord word) const {
-      return word == kLate ? of->late_here_.load(std::memory_order_acquire) : of->words().load(word);
+      return word == kLate && of->rules_.copies ? of->late_here_.load(std::memory_order_acquire)
+                                                : of->words().load(word);
     }
     void store(MailboxWord word, uint32_t value) {
       of->words().store(word, value);
-      if (word != kLate) return;
+      if (word != kLate || !of->rules_.copies) return;
       fence();
       of->late_here_.store(value, std::memory_order_release);
     }

@@ -82,6 +82,7 @@ int main_of(double seconds, uint64_t seed) {
     rules.layers = kMaxLayers;
     rules.tasks = 1 + static_cast<int>(draw() % kMaxTasks);
     rules.own = draw() % 2 == 0;
+    rules.copies = draw() % 2 == 0;
     rules.blocks = 1 + static_cast<int>(draw() % 2);
     rules.parts = draw() % 2 == 0;
     rules.faults = draw() % 2 == 0;

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_world import DeviceWorld, GaveUp
+from python_device import DeviceWorld, GaveUp
 from world import World
 
 from fluxion_sglang.device.mailbox import Word
@@ -343,7 +343,7 @@ def test_closing_takes_no_more_steps_and_ends_what_runs() -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_the_interpreter_ends_with_a_server_at_work(steps: int) -> None:
     code = (
-        "from world import World; from device_world import DeviceWorld\n"
+        "from world import World; from python_device import DeviceWorld\n"
         "world = World(); world.extend(1, 100); device = DeviceWorld(world, 600)\n"
         f"[device.begin([1]) for _ in range({steps})]\n"
         "import time; time.sleep(0.2); print('end')"

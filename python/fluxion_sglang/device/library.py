@@ -372,8 +372,8 @@ class DeviceLibrary:
 
         Args:
             kind: "memory": the `after`-th allocation from now has no memory; "launch": the `after`-th launch is
-                refused; "lost": the device is lost before it runs the `after`-th kernel: nothing runs any more and every
-                call fails; "none": a working device again, with everything it has.
+                refused; "lost": the device is lost before it runs the `after`-th kernel: nothing runs any more and
+                every call fails; "none": a working device again, with everything it has.
             after: 1 is the next one.
         """
         self._function("inject")(kind, after)

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-CXX_FILES := $(filter %.h %.cc,$(SOURCES))
+CXX_FILES := $(filter %.h %.cc,$(SOURCES)) $(wildcard test/fuzz/*.h test/fuzz/*.cc)
 TESTS := $(wildcard test/unit test/engine test/gpu)
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
 SANITIZED := mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe

@@ -71,9 +71,7 @@ class AuditedEngine(DecodeEngine):
         return out
 
     def serve(self, layer: int, sequence: int, mailbox: Mailbox, scale: float, timeout_s: float) -> bool:
-        raise RuntimeError(
-            "An audit needs whole results, and a device has half of each; serve without `audit`."
-        )
+        raise RuntimeError("An audit needs whole results, and a device has half of each; serve without `audit`.")
 
     def _write(self, log: AuditLog, records: np.ndarray) -> None:
         try:

@@ -12,7 +12,9 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = "fluxion_sglang._native.libfluxion"
+NATIVE = "fluxion_sglang._native"
+# The host's, the simulated device's, and CUDA's: FLUXION_CUDA says "on", "off" or "auto" (where nvcc is).
+LIBRARIES = ("libfluxion", "libfluxion_sim", "libfluxion_cuda")
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -21,14 +23,13 @@ except ImportError:  # setuptools < 70.1
 
 
 class BuildNative(build_ext):
-    """Runs CMake and Ninja for the one library; it has a C ABI and no Python.h in it."""
+    """Runs CMake and Ninja for the libraries; they have a C ABI and no Python.h in them."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        # No cpython-311 in the name: the library is the same for every Python.
+        # No cpython-311 in the name: a library is the same for every Python.
         return fullname.replace(".", os.sep) + ".so"
 
-    def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+    def build_extensions(self) -> None:
         if _skipped():
             # For work on the Python side alone: the package installs, `fluxion doctor` says that the library
             # is missing.
@@ -40,23 +41,30 @@ class BuildNative(build_ext):
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         configure = [_tool("cmake"), "-S", str(ROOT), "-B", str(build), "-GNinja"]
         configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
-        configure += ["-DCMAKE_BUILD_TYPE=Release"]
+        configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DFLUXION_CUDA={os.environ.get('FLUXION_CUDA') or 'auto'}"]
         _run([*configure, *os.environ.get("FLUXION_CMAKE_ARGS", "").split()])
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         _run([_tool("cmake"), "--build", str(build), "--parallel", jobs])
-        built = next(build.rglob("libfluxion.so"), None)
-        if built is None:
-            raise SystemExit(f"CMake made no libfluxion.so under {build}.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Not copy2: the file must be younger than the sources for `make`, also when nothing had to be
-        # compiled.
-        shutil.copyfile(built, target)
-        target.chmod(0o755)
+        # What was not asked for is not there: CMake has removed it.
+        self.extensions = [ext for ext in self.extensions if self._built(build, ext).exists()]
+        for ext in self.extensions:
+            target = Path(self.get_ext_fullpath(ext.name)).resolve()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Not copy2: the file must be younger than the sources for `make`, also when nothing had to be
+            # compiled.
+            shutil.copyfile(self._built(build, ext), target)
+            target.chmod(0o755)
+
+    def _built(self, build: Path, ext: Extension) -> Path:
+        return build / f"{ext.name.split('.')[-1]}.so"
 
     def copy_extensions_to_source(self) -> None:
         if not _skipped():
             # A fresh clone has no such folder, and setuptools copies without making one.
-            (ROOT / "python" / Path(*LIBRARY.split(".")[:-1])).mkdir(parents=True, exist_ok=True)
+            folder = ROOT / "python" / Path(*NATIVE.split("."))
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob("*.so"):
+                stale.unlink()
             super().copy_extensions_to_source()
 
     def get_outputs(self) -> list[str]:
@@ -95,6 +103,6 @@ setup(
     # checkout.
     packages=[*find_packages("python"), "fluxion_quality"],
     package_dir={"": "python", "fluxion_quality": "benchmark/quality"},
-    ext_modules=[Extension(LIBRARY, sources=[])],
+    ext_modules=[Extension(f"{NATIVE}.{library}", sources=[]) for library in LIBRARIES],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

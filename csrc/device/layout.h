@@ -37,7 +37,7 @@ enum MailboxWord : int {
   kAnswered,   // host
   kFailed,     // host: 0, or the last sequence number that failed
   kCancel,     // host
-  kBatch,      // host, before a step is launched: its requests; rows behind them are padding of a graph
+  kBatch,      // device, at a step's start: its requests; rows behind them are padding of a graph
   kMailboxWords = 16
 };
 

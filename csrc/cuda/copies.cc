@@ -1,0 +1,115 @@
+// Copies between the host pool and a device: fill_window, gather, copy_tiles; and signal.
+#include "cuda/device.h"
+#include "cuda/kernels.h"
+
+namespace fluxion::device {
+
+namespace {
+
+constexpr int kThreads = 128;
+
+struct FillArgs {
+  HostTiles tiles;
+  WindowTiles windows;
+  KeysValues fresh;
+  const int32_t* pages;
+  int row, start, stop;
+  int sink_pages, ring_pages;
+  int sinks_used, first_local;  // pages
+};
+
+// Grid: resident pages, KV heads.
+__global__ void __launch_bounds__(kThreads) fill_kernel(FillArgs a) {
+  const int page =
+      static_cast<int>(blockIdx.x) < a.sinks_used ? blockIdx.x : a.first_local + blockIdx.x - a.sinks_used;
+  const int h = blockIdx.y, vectors = a.tiles.head_dim * a.tiles.element / 16;
+  const int64_t in_row = page < a.sink_pages ? page : a.sink_pages + (page - a.sink_pages) % a.ring_pages;
+  const int64_t slot = int64_t{a.row} * (a.sink_pages + a.ring_pages) + in_row, bytes = a.tiles.tile_bytes();
+  auto* to = reinterpret_cast<uint4*>(a.windows.data + h * a.windows.head_stride + slot * bytes);
+  const char* host = nullptr;
+  if (page * kPage < a.start) host = a.tiles.data + (int64_t{h} * a.tiles.pages + a.pages[page]) * bytes;
+  for (int i = threadIdx.x; i < 2 * kPage * vectors; i += kThreads) {
+    const int token = i / vectors % kPage, position = page * kPage + token;
+    if (position >= a.stop) continue;
+    if (position < a.start) {
+      to[i] = __ldcs(reinterpret_cast<const uint4*>(host) + i);
+    } else {
+      const bool keys = i < kPage * vectors;
+      const Rows& from = keys ? a.fresh.k : a.fresh.v;
+      const int64_t head = h * (keys ? a.fresh.k_head_stride : a.fresh.v_head_stride);
+      const char* token_data = from.data + (position - a.start) * from.stride + head;
+      to[i] = reinterpret_cast<const uint4*>(token_data)[i % vectors];
+    }
+  }
+}
+
+struct GatherArgs {
+  HostTiles tiles;
+  const int32_t* pages;
+  KeysValues to;
+};
+
+// Grid: pages, KV heads.
+__global__ void __launch_bounds__(kThreads) gather_kernel(GatherArgs a) {
+  const int h = blockIdx.y, vectors = a.tiles.head_dim * a.tiles.element / 16;
+  const int64_t tile = int64_t{h} * a.tiles.pages + a.pages[blockIdx.x];
+  const auto* from = reinterpret_cast<const uint4*>(a.tiles.data + tile * a.tiles.tile_bytes());
+  for (int i = threadIdx.x; i < 2 * kPage * vectors; i += kThreads) {
+    const bool keys = i < kPage * vectors;
+    const Rows& rows = keys ? a.to.k : a.to.v;
+    const int64_t token = int64_t{blockIdx.x} * kPage + i / vectors % kPage;
+    const int64_t head = h * (keys ? a.to.k_head_stride : a.to.v_head_stride);
+    reinterpret_cast<uint4*>(rows.data + token * rows.stride + head)[i % vectors] = __ldcs(from + i);
+  }
+}
+
+// One block a tile.
+__global__ void __launch_bounds__(kThreads) copy_kernel(DeviceCopy a) {
+  const auto* from = reinterpret_cast<const uint4*>(a.from[blockIdx.x]);
+  auto* to = reinterpret_cast<uint4*>(a.hot + a.to[blockIdx.x] * a.tile_bytes);
+  for (int i = threadIdx.x; i < a.tile_bytes / 16; i += kThreads) to[i] = __ldcs(from + i);
+}
+
+__global__ void __launch_bounds__(32) signal_kernel(uint32_t* word, uint32_t value) {
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  store_release(word, value);
+}
+
+}  // namespace
+
+void fill_window(cudaStream_t stream, const HostTiles& tiles, WindowTiles windows, int row, int start,
+                 int stop, const int32_t* pages, const KeysValues& fresh, int sinks, int window) {
+  const int all = (stop + kPage - 1) / kPage, sink_pages = sinks / kPage;
+  const int aged = stop > window ? (stop - window) / kPage : 0;
+  const int first_local = aged > sink_pages ? aged : sink_pages;
+  const int sinks_used = all < sink_pages ? all : sink_pages;
+  const int local = all > first_local ? all - first_local : 0;
+  if (sinks_used + local == 0) return;
+  const FillArgs args{tiles,      windows,    fresh, pages, row, start, stop, sink_pages, window / kPage + 1,
+                      sinks_used, first_local};
+  launch("the launch of fill_window", fill_kernel,
+         dim3(static_cast<unsigned>(sinks_used + local), static_cast<unsigned>(tiles.kv_heads)),
+         dim3(kThreads), 0, stream, args);
+}
+
+void gather(cudaStream_t stream, const HostTiles& tiles, const int32_t* pages, int count,
+            const KeysValues& to) {
+  if (count == 0) return;
+  const GatherArgs args{tiles, pages, to};
+  launch("the launch of gather", gather_kernel,
+         dim3(static_cast<unsigned>(count), static_cast<unsigned>(tiles.kv_heads)), dim3(kThreads), 0, stream,
+         args);
+}
+
+void copy_tiles(cudaStream_t stream, const DeviceCopy& copy) {
+  if (copy.count == 0) return;
+  launch("the launch of copy_tiles", copy_kernel, dim3(static_cast<unsigned>(copy.count)), dim3(kThreads), 0,
+         stream, copy);
+}
+
+void signal(cudaStream_t stream, uint32_t* word, uint32_t value) {
+  launch("the launch of signal", signal_kernel, dim3(1), dim3(32), 0, stream, word, value);
+}
+
+}  // namespace fluxion::device

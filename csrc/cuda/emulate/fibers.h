@@ -1,0 +1,32 @@
+// Fibers that stand for the threads of a block.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "cuda/emulate/runtime.h"
+
+namespace fluxion::emulate {
+
+struct Fiber;
+
+// The fibers of one stream: made as they are needed, used again by every block.
+class Fibers {
+ public:
+  Fibers();
+  ~Fibers();
+  Fibers(const Fibers&) = delete;
+  Fibers& operator=(const Fibers&) = delete;
+
+  // Every block of a grid, one after another, in the calling thread.
+  void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
+
+ private:
+  void run_block(const std::function<void()>& thread, int threads);
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+};
+
+}  // namespace fluxion::emulate

@@ -1,0 +1,23 @@
+#include "cuda/failure.h"
+
+namespace fluxion::device {
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // what can be forgotten is forgotten: the next call's error is its own
+#if defined(FLUXION_SIMULATED)
+  const char* where = "the simulated device";
+#else
+  const char* where = "CUDA";
+#endif
+  std::string remedy;
+  if (error == cudaErrorMemoryAllocation) {
+    remedy = "; leave more memory free, on the device and of what may be pinned";
+  } else if (error == cudaErrorLaunchFailure) {
+    remedy = "; the device is lost to this process, which must be started again";
+  }
+  throw Failure(std::string(where) + " failed at " + what + ": " + cudaGetErrorString(error) + " (" +
+                cudaGetErrorName(error) + ")" + remedy + ".");
+}
+
+}  // namespace fluxion::device

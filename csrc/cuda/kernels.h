@@ -1,0 +1,64 @@
+// The launches. All are asynchronous, in the order of their stream, and throw Failure when the device's
+// runtime refuses. Arguments are taken as right: whoever calls has checked them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/port.h"
+#include "device/device_api.h"
+
+namespace fluxion::device {
+
+// [N][heads][D] with strides in bytes between tokens; heads and numbers dense.
+struct Rows {
+  char* data;
+  int64_t stride;
+};
+
+// Windows of one layer (kv/windows.py).
+struct WindowTiles {
+  char* data;
+  int64_t head_stride;  // bytes
+  int rows;
+};
+
+// Results of attention to be merged: o of `element` bytes a number, lse in base 2 or natural.
+struct Result {
+  const char* o;
+  const float* lse;
+  int element;
+  bool base2;
+};
+
+void publish(Port& port, cudaStream_t stream, int layer, int rows, Rows q, Rows k, Rows v,
+             WindowTiles windows);
+void resident(Port& port, cudaStream_t stream, int rows, Rows q, WindowTiles windows, float scale, float* o,
+              float* lse, bool want_parts);
+void observe(Port& port, cudaStream_t stream, int rows, Result sinks, Result local, float* o, float* lse);
+void take(Port& port, cudaStream_t stream, int rows, Result own, char* out);
+
+// The host pool's tiles of one layer: [kv_heads][pages][2][16][D], pinned.
+struct HostTiles {
+  const char* data;
+  int pages;
+  int kv_heads, head_dim, element;
+
+  int64_t tile_bytes() const { return int64_t{2} * 16 * head_dim * element; }
+};
+
+struct KeysValues {
+  Rows k, v;
+  int64_t k_head_stride, v_head_stride;  // bytes
+};
+
+void fill_window(cudaStream_t stream, const HostTiles& tiles, WindowTiles windows, int row, int start,
+                 int stop, const int32_t* pages, const KeysValues& fresh, int sinks, int window);
+void gather(cudaStream_t stream, const HostTiles& tiles, const int32_t* pages, int count,
+            const KeysValues& to);
+
+int64_t workspace_bytes(int tasks, int longest, int group, int head_dim);
+void attend(cudaStream_t stream, const DeviceBatch& batch);
+void copy_tiles(cudaStream_t stream, const DeviceCopy& copy);
+void signal(cudaStream_t stream, uint32_t* word, uint32_t value);
+
+}  // namespace fluxion::device

@@ -1,0 +1,80 @@
+// The device side of a mailbox: what a step is about, in device memory, and where a stream's kernels are.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/failure.h"
+#include "device/layout.h"
+
+namespace fluxion::device {
+
+// In device memory. Written by kernels of the port's stream only.
+struct PortState {
+  uint32_t sequence;   // of the last publish
+  uint32_t late;       // what the device wrote into the word kLate: looking there would cross the link
+  uint32_t published;  // blocks of the running publish that are done
+  uint32_t observed;   // groups of the running resident or observe whose parts are written
+  int32_t batch;       // requests of the step
+};
+
+// What kernels know of a port; passed by value.
+struct PortView {
+  PortState* state;
+  int32_t* rows;      // [max_requests]
+  int32_t* lengths;   // [max_requests]
+  uint32_t* arrived;  // [max_requests * kv_heads]: blocks of a group's resident attention that are done
+  float* partial;     // [max_requests * kv_heads][chunks][G][D], then [..][G]: their results
+  float* partial_lse;
+  char* arena;
+  MailboxShape shape;
+  int32_t sinks, window;
+  uint64_t timeout_ns;
+
+  __host__ __device__ int group() const { return shape.q_heads / shape.kv_heads; }
+  __host__ __device__ int sink_chunks() const { return (sinks / 16 + 3) / 4; }
+  __host__ __device__ int ring_pages() const { return window / 16 + 1; }
+  __host__ __device__ int slot_pages() const { return sinks / 16 + ring_pages(); }
+  __host__ __device__ int chunks() const { return sink_chunks() + (ring_pages() + 3) / 4; }
+  __host__ __device__ uint32_t* word(MailboxWord w) const {
+    return reinterpret_cast<uint32_t*>(arena + kWordBytes * w);
+  }
+};
+
+class Port {
+ public:
+  // arena: pinned, of mailbox_bytes(shape).
+  Port(char* arena, const MailboxShape& shape, int sinks, int window, uint64_t timeout_ns);
+  ~Port();
+  Port(const Port&) = delete;
+  Port& operator=(const Port&) = delete;
+
+  const PortView& view() const { return view_; }
+  // Copies the step's requests, with rows below bound_rows(); they take effect in stream order. Waits only if
+  // the device is kRing steps behind.
+  void step(cudaStream_t stream, const int32_t* rows, const int32_t* lengths, int batch);
+  void reset(cudaStream_t stream);
+
+  // Requests of the last step.
+  int batch() const { return batch_; }
+
+  // Rows of the windows that kernels of this port were launched with; the fewest. INT32_MAX: none yet.
+  int bound_rows() const { return bound_rows_; }
+  void bind_rows(int rows) { bound_rows_ = rows < bound_rows_ ? rows : bound_rows_; }
+
+ private:
+  static constexpr int kRing = 4;
+
+  PortView view_{};
+  char* memory_ = nullptr;
+  int32_t* staged_ = nullptr;  // pinned: kRing times [1 + 2 * max_requests]
+  cudaEvent_t copied_[kRing] = {};
+  bool used_[kRing] = {};
+  int turn_ = 0;
+  int batch_ = 0;
+  int bound_rows_ = INT32_MAX;
+
+  void release();
+};
+
+}  // namespace fluxion::device

@@ -1,0 +1,88 @@
+// The CPU's part of a layer comes back: take.
+#include "cuda/device.h"
+#include "cuda/kernels.h"
+#include "cuda/words.h"
+
+namespace fluxion::device {
+
+namespace {
+
+struct TakeArgs {
+  PortView port;
+  Result own;
+  int rows;
+  char* out;
+};
+
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+// Each waits by itself, so few: every look of each crosses the link.
+constexpr int kMostBlocks = 48;
+
+struct TakeShared {
+  bool taken;
+};
+
+// A warp a head. O: of this device's own result; T: KV.
+template <class O, class T>
+__global__ void __launch_bounds__(kThreads) take_kernel(TakeArgs a) {
+  auto& s = shared<TakeShared>();
+  const PortView& port = a.port;
+  const uint32_t sequence = port.state->sequence;
+  if (threadIdx.x == 0) {
+    DeviceWords words{port};
+    const uint64_t start = nanoseconds();
+    Take look;
+    while ((look = look_for_answer(words, sequence, nanoseconds() - start > port.timeout_ns)) ==
+           Take::kWait) {
+      pause();
+    }
+    s.taken = look == Take::kTaken;
+  }
+  __syncthreads();
+  const bool taken = s.taken;
+  const int D = port.shape.head_dim, lane = threadIdx.x % 32;
+  const int64_t heads = int64_t{a.rows} * port.shape.q_heads;
+  const int64_t real = int64_t{port.state->batch} * port.shape.q_heads;
+  const MailboxSlot slot = mailbox_slot(port.shape, sequence);
+  const auto* given = reinterpret_cast<const float*>(port.arena + slot.o);
+  const auto* given_lse = reinterpret_cast<const float*>(port.arena + slot.lse);
+  for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < heads;
+       i += int64_t{gridDim.x} * kWarps) {
+    const O* own = reinterpret_cast<const O*>(a.own.o) + i * D;
+    T* out = reinterpret_cast<T*>(a.out) + i * D;
+    float w_own = 1.0f, w_given = 0.0f;
+    if (taken && i < real) {
+      const float own_lse = a.own.base2 ? a.own.lse[i] : a.own.lse[i] * kLog2e;
+      merge_weights(own_lse, load_fresh(given_lse + i) * kLog2e, &w_own, &w_given);
+    }
+    for (int v = lane; v < D / 4; v += 32) {
+      // What has no tokens counts nothing, whatever is in its place.
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (w_own != 0.0f) {
+        const float4 y = load_four(own + 4 * v);
+        x = make_float4(w_own * y.x, w_own * y.y, w_own * y.z, w_own * y.w);
+      }
+      if (w_given != 0.0f) {
+        const float4 y = load_fresh(reinterpret_cast<const float4*>(given + i * D) + v);
+        x = make_float4(fmaf(w_given, y.x, x.x), fmaf(w_given, y.y, x.y), fmaf(w_given, y.z, x.z),
+                        fmaf(w_given, y.w, x.w));
+      }
+      store_four(x, out + 4 * v);
+    }
+  }
+}
+
+}  // namespace
+
+void take(Port& port, cudaStream_t stream, int rows, Result own, char* out) {
+  const TakeArgs args{port.view(), own, rows, out};
+  const int64_t blocks = (int64_t{rows} * args.port.shape.q_heads + kWarps - 1) / kWarps;
+  // A step of no requests waits, too: the slot is the CPU's until it answers.
+  const dim3 grid(static_cast<unsigned>(blocks < 1 ? 1 : blocks < kMostBlocks ? blocks : kMostBlocks));
+  const bool wide = args.port.shape.element == 4;
+  const auto kernel = own.element == 4 ? wide ? take_kernel<float, float> : take_kernel<float, BF16>
+                                       : take_kernel<BF16, BF16>;
+  launch("the launch of take", kernel, grid, dim3(kThreads), sizeof(TakeShared), stream, args);
+}
+
+}  // namespace fluxion::device

@@ -1,0 +1,23 @@
+// The device's access to a mailbox's words, for the moves of device/protocol.h.
+#pragma once
+
+#include "cuda/device.h"
+#include "cuda/port.h"
+#include "device/protocol.h"
+
+namespace fluxion::device {
+
+struct DeviceWords {
+  const PortView& port;
+
+  __device__ uint32_t load(MailboxWord word) const {
+    return load_acquire(word == kLate ? &port.state->late : port.word(word));
+  }
+  __device__ void store(MailboxWord word, uint32_t value) {
+    if (word == kLate) store_release(&port.state->late, value);
+    store_release(port.word(word), value);
+  }
+  __device__ void fence() { __threadfence_system(); }
+};
+
+}  // namespace fluxion::device

@@ -136,9 +136,7 @@ struct Fiber {
 #if defined(__x86_64__)
     // As if `enter` had been called and had switched away at once: six registers, then where to go on.
     auto* top = reinterpret_cast<void**>(memory + kGuard + kStack);
-    *--top = nullptr;
-    *--top =
-        nullptr;  // the return address of `enter`; keeps the stack as the ABI has it at a function's start
+    *--top = nullptr;  // the return address of `enter`: the stack is as the ABI has it at a function's start
     *--top = reinterpret_cast<void*>(&Fiber::enter);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
     context.sp = top;

@@ -18,12 +18,10 @@
 #endif
 
 #include "cuda/failure.h"
+#include "cuda/limits.h"
 
 namespace fluxion::device {
 
-inline constexpr int kPage = 16;
-inline constexpr int kMaxGroup = 16;
-inline constexpr int kMaxHeadDim = 256;
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 inline constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 

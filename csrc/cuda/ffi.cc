@@ -5,9 +5,8 @@
 #include <utility>
 
 #include "cuda/api.h"
-#include "cuda/device.h"
 #include "cuda/kernels.h"
-#include "device/protocol.h"
+#include "cuda/limits.h"
 #include "ffi_tensor.h"
 
 namespace fluxion::device {

@@ -43,7 +43,7 @@ struct HostTiles {
   int pages;
   int kv_heads, head_dim, element;
 
-  int64_t tile_bytes() const { return int64_t{2} * 16 * head_dim * element; }
+  constexpr int64_t tile_bytes() const { return int64_t{2} * kPage * head_dim * element; }
 };
 
 struct KeysValues {

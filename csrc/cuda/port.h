@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "cuda/failure.h"
+#include "cuda/limits.h"
 #include "device/layout.h"
 
 namespace fluxion::device {
@@ -32,9 +32,10 @@ struct PortView {
   uint64_t timeout_ns;
 
   __host__ __device__ int group() const { return shape.q_heads / shape.kv_heads; }
-  __host__ __device__ int sink_chunks() const { return (sinks / 16 + 3) / 4; }
-  __host__ __device__ int ring_pages() const { return window / 16 + 1; }
-  __host__ __device__ int slot_pages() const { return sinks / 16 + ring_pages(); }
+  // Resident attention is cut into chunks of 4 pages: those of the sinks, then those of the window.
+  __host__ __device__ int sink_chunks() const { return (sinks / kPage + 3) / 4; }
+  __host__ __device__ int ring_pages() const { return window / kPage + 1; }
+  __host__ __device__ int slot_pages() const { return sinks / kPage + ring_pages(); }
   __host__ __device__ int chunks() const { return sink_chunks() + (ring_pages() + 3) / 4; }
   __host__ __device__ uint32_t* word(MailboxWord w) const {
     return reinterpret_cast<uint32_t*>(arena + kWordBytes * w);

@@ -1,0 +1,357 @@
+"""Kernels of the device library against float64 references, on the simulated device."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from device_world import Mail, Shape, Stream, merged, pinned, poison, sim, tolerance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_world import attention
+
+from fluxion_sglang.kv.placement import PAGE, Placement
+
+DTYPES = (torch.float32, torch.bfloat16)
+DIMS = tuple(range(32, 257, 16))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, max_requests: int = 3) -> Shape:
+    return Shape(
+        group=draw(st.sampled_from((1, 2, 3, 4, 5, 7, 8, 16))),
+        kv_heads=draw(st.integers(1, 2)),
+        head_dim=draw(st.sampled_from(DIMS)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        max_requests=max_requests,
+        placement=Placement(draw(st.sampled_from((0, 16, 64, 80))), draw(st.sampled_from((16, 48, 256)))),
+    )
+
+
+def lengths_around(place: Placement) -> st.SearchStrategy[int]:
+    """Where something changes: pages, sinks, window, ring."""
+    marks = [1, PAGE, place.sinks, place.window, place.sinks + place.window, place.slots, 2 * place.slots, 1000]
+    return st.builds(lambda mark, off: max(mark + off, 1), st.sampled_from(marks), st.integers(-2, 2))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_publish_and_resident_are_attention_to_sinks_and_window(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    mail, place = Mail(shape), shape.placement
+    batch = data.draw(st.integers(0, 3))
+    padding = data.draw(st.integers(0, 3 - batch))
+    rows = data.draw(st.permutations(range(4)))[:batch]
+    lengths = [data.draw(lengths_around(place)) for _ in rows]
+    q, k, v = mail.tokens(batch + padding)
+    # What no request has is not to be read, whatever it is.
+    before = mail.windows.clone()
+    for row, n in zip(rows, lengths, strict=True):
+        held = {place.slot(p) for p in (*range(min(place.sinks, n)), *range(place.window_start(n), n))}
+        for s in set(range(place.slots)) - held:
+            mail.windows[:, row * place.slot_pages + s // PAGE, :, s % PAGE] = math.nan
+    want = mail.windows.clone()
+    for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        s = place.slot(n - 1)
+        want[:, row * place.slot_pages + s // PAGE, 0, s % PAGE] = k[b]
+        want[:, row * place.slot_pages + s // PAGE, 1, s % PAGE] = v[b]
+    o, lse = poison(batch + padding, shape.q_heads, shape.head_dim), poison(batch + padding, shape.q_heads)
+    library = sim()
+    library.port_step(mail.port, 0, torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
+    library.publish(mail.port, 0, 3, q, k, v, mail.windows)
+    assert mail.word("published") == 1 and mail.word("batch") == batch and mail.layer(1) == 3
+    for name, given_ in (("q", q), ("k", k), ("v", v)):
+        assert torch.equal(mail.slot(name, 1, batch), given_[:batch])
+    assert torch.equal(mail.windows.nan_to_num(7), want.nan_to_num(7))
+    assert before.shape == want.shape
+    library.resident(mail.port, 0, q, mail.windows, shape.scale, o, lse, True)
+    assert mail.word("observed") == 1
+    parts = mail.slot("parts", 1, batch)
+    for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        for head in range(shape.q_heads):
+            sinks, local = mail.resident(want, row, n, q[b, head], head // shape.group)
+            whole = merged(sinks, local)
+            torch.testing.assert_close(o[b, head].double(), whole[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[b, head].double(), whole[1], atol=1e-5, rtol=1e-5)
+            expected = [sinks[1], local[1], sinks[0].norm(), local[0].norm(), whole[0].norm()]
+            torch.testing.assert_close(parts[b, head].double(), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    assert torch.equal(o[batch:], torch.zeros_like(o[batch:])) and bool(torch.isneginf(lse[batch:]).all())
+
+
+def test_a_result_does_not_depend_on_the_batch() -> None:
+    shape = Shape()
+    mail = Mail(shape)
+    q, k, v = mail.tokens(3)
+    rows, lengths = torch.tensor([2, 0, 3], dtype=torch.int32), torch.tensor([700, 30, 400], dtype=torch.int32)
+
+    def run(chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        n = len(chosen)
+        o, lse = poison(n, shape.q_heads, shape.head_dim), poison(n, shape.q_heads)
+        sim().port_step(mail.port, 0, rows[chosen], lengths[chosen])
+        sim().publish(mail.port, 0, 0, q[chosen], k[chosen], v[chosen], mail.windows)
+        sim().resident(mail.port, 0, q[chosen], mail.windows, shape.scale, o, lse, False)
+        return o, lse
+
+    whole = run([0, 1, 2])
+    for b in range(3):
+        alone = run([b])
+        assert torch.equal(alone[0][0], whole[0][b]) and torch.equal(alone[1][0], whole[1][b])
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_take_merges_and_observe_observes(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    mail, library = Mail(shape), sim()
+    batch = data.draw(st.integers(0, 3))
+    padding = data.draw(st.integers(0, 3 - batch))
+    base2, own = data.draw(st.booleans()), data.draw(st.sampled_from((torch.float32, shape.dtype)))
+    step = torch.arange(batch, dtype=torch.int32), torch.full((batch,), 5, dtype=torch.int32)
+    library.port_step(mail.port, 0, *step)
+    q, k, v = mail.tokens(batch + padding)
+    library.publish(mail.port, 0, 0, q, k, v, mail.windows)
+    unit = 1 / math.log(2) if base2 else 1.0
+
+    def result(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some results, of which some are of nothing, and then hold anything."""
+        o, lse = torch.randn(rows, shape.q_heads, shape.head_dim), 3 * torch.randn(rows, shape.q_heads)
+        empty = torch.rand(rows, shape.q_heads) < 0.3
+        lse[empty], o[empty] = -math.inf, math.nan
+        return o, lse
+
+    sinks, local = result(batch + padding), result(batch + padding)
+    o, lse = poison(batch + padding, shape.q_heads, shape.head_dim), poison(batch + padding, shape.q_heads)
+    library.observe(mail.port, 0, sinks[0].to(own), sinks[1] * unit, local[0].to(own), local[1] * unit, base2, o, lse)
+    assert mail.word("observed") == 1
+    parts = mail.slot("parts", 1, batch)
+    for b in range(batch + padding):
+        for head in range(shape.q_heads):
+            each = [(p[0][b, head].to(own).float(), p[1][b, head]) for p in (sinks, local)]
+            want = merged(*each)
+            torch.testing.assert_close(o[b, head].double(), want[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[b, head].double(), want[1], atol=1e-5, rtol=1e-5)
+            if b < batch:
+                norms = [torch.zeros(()) if torch.isneginf(p[1]) else p[0].norm() for p in each]
+                expected = torch.tensor([each[0][1], each[1][1], *norms, want[0].norm()], dtype=torch.float32)
+                torch.testing.assert_close(parts[b, head], expected, atol=1e-4, rtol=1e-4)
+
+    mine, given_ = result(batch + padding), result(batch)
+    mine[0][batch:] = torch.randn(padding, shape.q_heads, shape.head_dim)
+    mail.answer(1, *given_)
+    out = poison(batch + padding, shape.q_heads, shape.head_dim, dtype=shape.dtype)
+    library.take(mail.port, 0, mine[0].to(own), mine[1] * unit, base2, out)
+    assert torch.equal(out[batch:], mine[0][batch:].to(own).to(shape.dtype))
+    for b in range(batch):
+        for head in range(shape.q_heads):
+            pair = [(mine[0][b, head].to(own).float(), mine[1][b, head]), (given_[0][b, head], given_[1][b, head])]
+            want_o = merged(*pair)[0]
+            close = tolerance(shape.dtype)
+            torch.testing.assert_close(out[b, head].double(), want_o, atol=close, rtol=close)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Shape, list[int], bool, int]:
+    shape = draw(shapes())
+    counts = draw(st.lists(st.sampled_from((0, 1, 3, 4, 5, 8, 30)), max_size=3))
+    return shape, counts, draw(st.booleans()), draw(st.integers(0, 1000))
+
+
+def attend(
+    shape: Shape, tiles: torch.Tensor, hot: torch.Tensor | None, counts: list[int], masked: bool
+) -> tuple[torch.Tensor, ...]:
+    """Runs a batch of random lists; gives (o, lse, q, heads, entries, masks)."""
+    library, tasks = sim(), len(counts)
+    pages = tiles.shape[1]
+    q = pinned(torch.randn(tasks, shape.group, shape.head_dim).to(shape.dtype))
+    heads = torch.randint(0, shape.kv_heads, (tasks,))
+    total = sum(counts)
+    entries = pinned(torch.randint(-(len(hot) if hot is not None else 0), pages, (total,), dtype=torch.int32))
+    masks = None
+    if masked:
+        bits = torch.randint(0, 1 << 16, (total, shape.group), dtype=torch.int32)
+        bits[torch.rand(total, shape.group) < 0.4] = 0
+        masks = pinned(bits.to(torch.uint16))
+    tile_bytes = 2 * PAGE * shape.head_dim * shape.dtype.itemsize
+    raw, first = b"", 0
+    for i, count in enumerate(counts):
+        region = tiles.data_ptr() + int(heads[i]) * pages * tile_bytes
+        raw += struct.pack("<QQii", q[i].data_ptr(), region, first, count)
+        first += count
+    described = pinned(torch.frombuffer(bytearray(raw or b"\0" * 24), dtype=torch.uint8).view(-1, 24))[:tasks]
+    longest = max(counts, default=0)
+    workspace = torch.empty(
+        library.workspace_bytes(tasks, longest, shape.group, shape.head_dim), dtype=torch.uint8
+    ).fill_(0xFF)
+    o, lse = poison(tasks, shape.group, shape.head_dim), poison(tasks, shape.group)
+    library.attend(
+        0,
+        described,
+        longest,
+        entries,
+        masks,
+        hot,
+        shape.group,
+        shape.head_dim,
+        shape.dtype,
+        shape.scale,
+        o,
+        lse,
+        workspace,
+    )
+    return o, lse, q, heads, entries, torch.empty(0) if masks is None else masks.to(torch.int32)
+
+
+@settings(max_examples=60)
+@given(batches())
+def test_attend_reads_lists_of_host_and_hot_tiles(case: tuple[Shape, list[int], bool, int]) -> None:
+    shape, counts, masked, seed = case
+    torch.manual_seed(seed)
+    tiles = pinned(torch.randn(shape.kv_heads, 9, 2, PAGE, shape.head_dim).to(shape.dtype))
+    hot = torch.randn(3, 2, PAGE, shape.head_dim).to(shape.dtype) if seed % 2 else None
+    o, lse, q, heads, entries, masks = attend(shape, tiles, hot, counts, masked)
+    first = 0
+    for i, count in enumerate(counts):
+        for g in range(shape.group):
+            keys, values = [torch.empty(0, shape.head_dim)], [torch.empty(0, shape.head_dim)]
+            for j in range(first, first + count):
+                at = int(entries[j])
+                tile = tiles[int(heads[i]), at] if at >= 0 or hot is None else hot[-1 - at]
+                kept = [t for t in range(PAGE) if not masked or int(masks[j, g]) >> t & 1]
+                keys.append(tile[0][kept])
+                values.append(tile[1][kept])
+            want_o, want_lse = attention(q[i, g], torch.cat(keys), torch.cat(values), shape.scale)
+            if len(torch.cat(keys)) == 0:
+                want_o = torch.zeros(shape.head_dim, dtype=torch.float64)
+            torch.testing.assert_close(o[i, g].double(), want_o, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[i, g].double(), want_lse, atol=1e-5, rtol=1e-5)
+        first += count
+
+
+def test_attend_cuts_long_lists_and_a_task_is_the_same_in_every_batch() -> None:
+    shape = Shape(group=2, kv_heads=1, head_dim=32)
+    tiles = pinned(torch.randn(1, 40, 2, PAGE, 32))
+    results = {}
+    for counts in ([300], [300, 2], [300, 1000]):
+        torch.manual_seed(5)
+        sizes = (len(counts), shape.group, shape.head_dim)
+        entries = torch.randint(0, 40, (300,), dtype=torch.int32)
+        q = torch.randn(*sizes[1:])
+        rest = torch.randint(0, 40, (sum(counts[1:]),), dtype=torch.int32)
+        whole, queries = pinned(torch.cat([entries, rest])), pinned(q)
+        raw = b"".join(
+            struct.pack("<QQii", queries.data_ptr(), tiles.data_ptr(), sum(counts[:i]), count)
+            for i, count in enumerate(counts)
+        )
+        tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 24))
+        o, lse = poison(*sizes), poison(*sizes[:2])
+        space = torch.full((sim().workspace_bytes(len(counts), max(counts), 2, 32),), 0xFF, dtype=torch.uint8)
+        sim().attend(0, tasks, max(counts), whole, None, None, 2, 32, torch.float32, shape.scale, o, lse, space)
+        results[len(counts), max(counts)] = o[0].clone(), lse[0].clone()
+        keys, values = tiles[0, entries.long(), 0].flatten(0, 1), tiles[0, entries.long(), 1].flatten(0, 1)
+        for g in range(2):
+            want = attention(q[g], keys, values, shape.scale)
+            torch.testing.assert_close(o[0, g].double(), want[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[0, g].double(), want[1], atol=1e-5, rtol=1e-5)
+    (first, *others) = results.values()
+    assert all(torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) for other in others)
+
+
+def test_a_head_gets_nothing_of_tokens_it_does_not_have() -> None:
+    tiles = torch.randn(1, 1, 2, PAGE, 32)
+    tiles[0, 0, :, 3] = math.inf
+    tiles = pinned(tiles)
+    masks = pinned(torch.tensor([[0xFFF7, 0x0007]], dtype=torch.int32).to(torch.uint16))
+    q = pinned(torch.randn(1, 2, 32))
+    tasks = pinned(
+        torch.frombuffer(bytearray(struct.pack("<QQii", q.data_ptr(), tiles.data_ptr(), 0, 1)), dtype=torch.uint8)
+    ).view(1, 24)
+    o, lse = poison(1, 2, 32), poison(1, 2)
+    sim().attend(
+        0, tasks, 1, pinned(torch.zeros(1, dtype=torch.int32)), masks, None, 2, 32, torch.float32, 1.0, o, lse,
+        torch.empty(0, dtype=torch.uint8),
+    )  # fmt: skip
+    assert bool(o.isfinite().all()) and bool(lse.isfinite().all())
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_fill_window_fills_from_the_host_and_from_the_chunk(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    place = shape.placement
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    stop = data.draw(lengths_around(place))
+    start = data.draw(st.one_of(st.just(stop), st.just(0), st.integers(0, stop)))
+    pages_count = -(-stop // PAGE)
+    tiles = pinned(torch.randn(shape.kv_heads, pages_count + 3, 2, PAGE, shape.head_dim).to(shape.dtype))
+    pages = torch.randperm(pages_count + 3)[:pages_count].to(torch.int32)
+    k, v = (torch.randn(stop - start, shape.kv_heads, shape.head_dim).to(shape.dtype) for _ in range(2))
+    wide = torch.randn(stop - start, 3, shape.kv_heads, shape.head_dim).to(shape.dtype)
+    wide[:, 1] = v
+    windows = torch.randn(shape.kv_heads, 3 * place.slot_pages, 2, PAGE, shape.head_dim).to(shape.dtype)
+    want = windows.clone()
+    for p in (*range(min(place.sinks, stop)), *range(place.window_start(stop), stop)):
+        s = place.slot(p)
+        page, token = place.slot_pages + s // PAGE, s % PAGE
+        host = tiles[:, int(pages[p // PAGE]), :, p % PAGE]
+        want[:, page, 0, token] = k[p - start] if p >= start else host[:, 0]
+        want[:, page, 1, token] = v[p - start] if p >= start else host[:, 1]
+    sim().fill_window(0, tiles, windows, 1, start, stop, pinned(pages), k, wide[:, 1], place.sinks, place.window)
+    assert torch.equal(windows, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_gather_is_the_hosts(dtype: torch.dtype, count: int) -> None:
+    tiles = pinned(torch.randn(2, 8, 2, PAGE, 48).to(dtype))
+    pages = torch.randperm(8)[:count].to(torch.int32)
+    stage = poison(count * PAGE, 2, 2, 48, dtype=dtype)
+    sim().gather(0, tiles, pinned(pages), stage[:, 0], stage[:, 1])
+    for half in (0, 1):
+        want = tiles[:, pages.long(), half].permute(1, 2, 0, 3).reshape(count * PAGE, 2, 48)
+        assert torch.equal(stage[:, half], want)
+
+
+def test_copies_and_signals_come_in_the_order_of_their_stream() -> None:
+    tiles, hot = pinned(torch.randn(6, 2, PAGE, 32)), poison(4, 2, PAGE, 32)
+    source = pinned(torch.tensor([tiles[5].data_ptr(), tiles[0].data_ptr()]))
+    slots, word = pinned(torch.tensor([0, 3], dtype=torch.int32)), pinned(torch.zeros(1, dtype=torch.int32))
+    with Stream() as stream:
+        sim().copy_tiles(stream, source, slots, tiles[0].numel() * 4, hot)
+        sim().signal(stream, word, 41)
+        sim().stream_synchronize(stream)
+        assert word[0] == 41
+    assert torch.equal(hot[0], tiles[5]) and torch.equal(hot[3], tiles[0]) and bool(hot[1:3].isnan().all())
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    shape = Shape()
+    mail = Mail(shape)
+    q, k, v = mail.tokens(2)
+    with pytest.raises(ValueError, match="number of requests is 5"):
+        sim().port_step(mail.port, 0, torch.zeros(5, dtype=torch.int32), torch.ones(5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="A length is 0"):
+        sim().port_step(mail.port, 0, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="must have"):
+        sim().publish(mail.port, 0, 0, q, k[:, :1], v, mail.windows)
+    with pytest.raises(ValueError, match="no multiple of the 21 pages"):
+        sim().publish(mail.port, 0, 0, q, k, v, mail.windows[:, :20])
+    sim().publish(mail.port, 0, 0, q, k, v, mail.windows)
+    with pytest.raises(ValueError, match="A row is 5"):
+        sim().port_step(mail.port, 0, torch.tensor([5], dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    sim().port_step(mail.port, 0, torch.zeros(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="number of rows is 2"):
+        sim().publish(mail.port, 0, 0, q, k, v, mail.windows)
+    tiles = torch.zeros(2, 4, 2, PAGE, 64)
+    with pytest.raises(ValueError, match="not pinned"):
+        sim().gather(0, tiles, torch.zeros(0, dtype=torch.int32), k[:0], v[:0])
+    with pytest.raises(ValueError, match="dtype"):
+        sim().port_create(
+            mail.arena, max_requests=1, q_heads=1, kv_heads=1, head_dim=64, dtype=torch.float16, sinks=0, window=16,
+            timeout_s=1,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="cannot have 3 query heads"):
+        sim().mailbox_layout(1, max_requests=1, q_heads=3, kv_heads=2, head_dim=64, dtype=torch.float32)

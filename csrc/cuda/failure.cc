@@ -13,6 +13,9 @@ void check(cudaError_t error, const char* what) {
   std::string remedy;
   if (error == cudaErrorMemoryAllocation) {
     remedy = "; leave more memory free, on the device and of what may be pinned";
+  } else if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+    remedy =
+        "; this machine has no NVIDIA GPU that is visible, or no driver for it as new as this library's CUDA";
   } else if (error == cudaErrorLaunchFailure) {
     remedy = "; the device is lost to this process, which must be started again";
   }

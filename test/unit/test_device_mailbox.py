@@ -82,7 +82,7 @@ def test_layers_of_steps_go_to_and_fro(dtype: torch.dtype) -> None:
                 assert torch.equal(mail.slot("q", sequence, batch), buffers.q[:batch])
                 assert torch.equal(mail.slot("k", sequence, batch), buffers.k[:batch])
                 wait_for(mail, "observed", sequence)
-                assert bool(mail.slot("parts", sequence, batch).isfinite()[..., 1:].all())
+                assert not bool(mail.slot("parts", sequence, batch).isnan().any())
                 o, lse = torch.randn(batch, shape.q_heads, shape.head_dim), torch.randn(batch, shape.q_heads)
                 mail.answer(sequence, o, lse)
                 sim().stream_synchronize(stream)
@@ -126,7 +126,7 @@ def test_an_answer_in_time_is_taken_from_the_calling_threads_stream() -> None:
 
 
 def test_a_late_answer_gives_the_mailbox_up_until_the_reset() -> None:
-    mail = Mail(Shape(head_dim=32), timeout_s=0.05)
+    mail = Mail(Shape(head_dim=32), timeout_s=1)
     buffers = Layers(mail, 2)
     with Stream() as stream:
         step(mail, stream, [0, 1], [3, 300])
@@ -138,10 +138,11 @@ def test_a_late_answer_gives_the_mailbox_up_until_the_reset() -> None:
         for layer in range(1, 4):
             buffers.launch(stream, layer, want_parts=True)
         sim().stream_synchronize(stream)
-        assert time.monotonic() - start < 20 * 0.05
+        assert time.monotonic() - start < 3, "each of three layers waited again"
         assert torch.equal(mail.arena, before), "a mailbox that was given up is written"
         assert torch.equal(mail.windows, windows)
         sim().port_reset(mail.port, stream)
+        sim().stream_synchronize(stream)
         step(mail, stream, [0, 1], [3, 300])
         buffers.launch(stream, 5)
         wait_for(mail, "published", 1)
@@ -280,7 +281,7 @@ def test_a_lost_device_hangs_nobody(working: None) -> None:
         for layer in range(100):
             buffers.launch(stream, layer)
             mail.write("answered", layer + 1)
-            time.sleep(0.001)
+            time.sleep(0.001)  # time to run what was launched
     with pytest.raises(DeviceError, match="unspecified launch failure"):
         sim().stream_synchronize(stream)
     with pytest.raises(DeviceError):

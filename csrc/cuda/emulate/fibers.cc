@@ -209,7 +209,7 @@ struct Fiber {
 #endif
   }
 
-  static void work(Fiber* self) {
+  FLUXION_UNSEEN static void work(Fiber* self) {
     acquire(&self->block->order);
     (*self->block->thread)();
     release(&self->block->order);

@@ -250,65 +250,45 @@ bool inject(const char* kind, int64_t after) {
 
 using namespace fluxion::emulate;
 
-const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorLaunchOutOfResources:
-      return "cudaErrorLaunchOutOfResources";
-    case cudaErrorHostMemoryAlreadyRegistered:
-      return "cudaErrorHostMemoryAlreadyRegistered";
-    case cudaErrorHostMemoryNotRegistered:
-      return "cudaErrorHostMemoryNotRegistered";
-    case cudaErrorLaunchFailure:
-      return "cudaErrorLaunchFailure";
-    case cudaErrorStreamCaptureUnsupported:
-      return "cudaErrorStreamCaptureUnsupported";
-    case cudaErrorStreamCaptureInvalidated:
-      return "cudaErrorStreamCaptureInvalidated";
+namespace {
+
+struct ErrorText {
+  cudaError_t error;
+  const char *name, *text;
+};
+
+const ErrorText& text_of(cudaError_t error) {
+#define FLUXION_ERROR(name, text) \
+  {                               \
+    name, #name, text             \
   }
-  return "an unknown error";
+  static const ErrorText all[] = {
+      FLUXION_ERROR(cudaSuccess, "no error"),
+      FLUXION_ERROR(cudaErrorInvalidValue, "invalid argument"),
+      FLUXION_ERROR(cudaErrorMemoryAllocation, "out of memory"),
+      FLUXION_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument"),
+      FLUXION_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
+      FLUXION_ERROR(cudaErrorNotReady, "device not ready"),
+      FLUXION_ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch"),
+      FLUXION_ERROR(cudaErrorHostMemoryAlreadyRegistered,
+                    "part or all of the requested memory range is already mapped"),
+      FLUXION_ERROR(cudaErrorHostMemoryNotRegistered,
+                    "pointer does not correspond to a registered memory region"),
+      FLUXION_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
+      FLUXION_ERROR(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"),
+  };
+#undef FLUXION_ERROR
+  static const ErrorText unknown{error, "cudaErrorUnknown", "unknown error"};
+  for (const ErrorText& known : all) {
+    if (known.error == error) return known;
+  }
+  return unknown;
 }
 
-const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorInvalidConfiguration:
-      return "invalid configuration argument";
-    case cudaErrorInvalidResourceHandle:
-      return "invalid resource handle";
-    case cudaErrorNotReady:
-      return "device not ready";
-    case cudaErrorLaunchOutOfResources:
-      return "too many resources requested for launch";
-    case cudaErrorHostMemoryAlreadyRegistered:
-      return "part or all of the requested memory range is already mapped";
-    case cudaErrorHostMemoryNotRegistered:
-      return "pointer does not correspond to a registered memory region";
-    case cudaErrorLaunchFailure:
-      return "unspecified launch failure";
-    case cudaErrorStreamCaptureUnsupported:
-      return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated:
-      return "operation failed due to a previous error during capture";
-  }
-  return "an unknown error";
-}
+}  // namespace
+
+const char* cudaGetErrorName(cudaError_t error) { return text_of(error).name; }
+const char* cudaGetErrorString(cudaError_t error) { return text_of(error).text; }
 
 cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
 

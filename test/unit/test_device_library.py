@@ -1,0 +1,84 @@
+"""The files of the device libraries: what they hold, what they need, and what they say where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fluxion_sglang.device import library
+from fluxion_sglang.device.library import DeviceError, device_library_path, load
+
+CUDA = device_library_path("cuda")
+needs_cuda_library = pytest.mark.skipif(not CUDA.is_file(), reason="built without nvcc")
+
+
+def cuobjdump() -> str | None:
+    """NVIDIA's tool that lists the code in a file: the toolkit's, or that in Triton's wheel."""
+    triton = Path(sys.prefix) / f"lib/python3.{sys.version_info.minor}/site-packages/triton/backends/nvidia/bin"
+    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=f"/usr/local/cuda/bin:{triton}")
+
+
+@needs_cuda_library
+@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump")
+def test_the_cuda_library_has_code_for_every_device_it_is_for() -> None:
+    def listed(what: str) -> list[str]:
+        done = subprocess.run([str(cuobjdump()), what, str(CUDA)], capture_output=True, text=True, check=True)
+        return [line.rsplit(" ", 1)[1] for line in done.stdout.splitlines() if " file " in line]
+
+    code, later = listed("-lelf"), listed("-lptx")
+    for source in ("attend", "copies", "port", "publish", "resident", "take"):
+        assert f"{source}.sm_80.cubin" in code and f"{source}.sm_90a.cubin" in code and f"{source}.sm_90.ptx" in later
+
+
+@needs_cuda_library
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_the_cuda_library_needs_nothing_of_cuda_to_be_loaded() -> None:
+    done = subprocess.run(["readelf", "-d", str(CUDA)], capture_output=True, text=True, check=True)
+    needed = [line.rsplit("[", 1)[1].rstrip("]") for line in done.stdout.splitlines() if "(NEEDED)" in line]
+    assert "libtvm_ffi.so" in needed and not [name for name in needed if "cuda" in name]
+
+
+@needs_cuda_library
+def test_without_a_gpu_the_cuda_library_loads_and_says_so() -> None:
+    code = (
+        "from fluxion_sglang.device.library import DeviceError, load\n"
+        "library = load('cuda')\n"
+        "assert library.api() != 0\n"
+        "assert 'libcuda.so' not in open('/proc/self/maps').read(), 'the driver is loaded before it is asked for'\n"
+        "for ask in (library.info, library.stream_create):\n"
+        "    try:\n        ask()\n    except DeviceError as error:\n        print(error)"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    sentences = done.stdout.splitlines()
+    assert len(sentences) == 2 and all("no NVIDIA GPU" in s and s.endswith(".") for s in sentences)
+
+
+def test_the_simulated_device_says_what_it_is() -> None:
+    report = load("sim").info()
+    assert report["backend"] == "simulated" and report["memory_bytes"] >= report["free_bytes"] > 0
+    assert load("sim").api() != 0 and load("sim").device == "cpu"
+
+
+def test_a_library_that_is_missing_broken_or_old_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = device_library_path("sim")
+    monkeypatch.setenv("FLUXION_LIBRARY", str(tmp_path / "libfluxion.so"))
+    with pytest.raises(DeviceError, match=r"libfluxion_cuda.so does not exist; build .* FLUXION_CUDA=on .*nvcc"):
+        load.__wrapped__("cuda")
+    with pytest.raises(DeviceError, match=r"libfluxion_sim.so does not exist; reinstall"):
+        load.__wrapped__("sim")
+    broken = tmp_path / "libfluxion_sim.so"
+    broken.write_bytes(real.read_bytes()[:5000])
+    with pytest.raises(DeviceError, match="it is truncated"):
+        load.__wrapped__("sim")
+    shutil.copyfile(real, broken)
+    monkeypatch.setattr(library, "ABI_VERSION", 0)
+    with pytest.raises(DeviceError, match="this package needs 0"):
+        load.__wrapped__("sim")

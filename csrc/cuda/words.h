@@ -14,8 +14,11 @@ struct DeviceWords {
     return load_acquire(word == kLate ? &port.state->late : port.word(word));
   }
   __device__ void store(MailboxWord word, uint32_t value) {
-    if (word == kLate) store_release(&port.state->late, value);
     store_release(port.word(word), value);
+    if (word != kLate) return;
+    // Whoever gives up because of the copy must find the host's word written.
+    fence();
+    store_release(&port.state->late, value);
   }
   __device__ void fence() { __threadfence_system(); }
 };

@@ -154,7 +154,7 @@ inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
 }
 // What orders memory here is the atomics that these stand before or behind.
 inline void __threadfence() {}
-inline void __threadfence_system() {}
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline float __uint_as_float(uint32_t bits) {
   float x;

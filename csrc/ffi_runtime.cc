@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 15;
+constexpr int64_t kAbiVersion = 16;
 
 // [tokens, heads, D], D contiguous
 TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {

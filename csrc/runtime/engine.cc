@@ -236,6 +236,8 @@ std::array<int, kLanes> Engine::make_tasks() {
   int single_tokens = 0;  // the longest middle that is ranked token by token
   int64_t middle_tokens = 0;
   task_bytes_ = 0;
+  load_ = {};
+  const bool device = device_least_.load(std::memory_order_relaxed) >= 0;
   for (int b = 0; b < batch_; ++b) {
     if (skip_[b]) continue;
     const int middle = (requests_[b].window_page - sink_pages()) * kPage;
@@ -260,7 +262,7 @@ std::array<int, kLanes> Engine::make_tasks() {
       }
       const float* budget = &budget_[state_at(b, h)];
       if (middle == 0 || std::none_of(budget, budget + group_, [](float f) { return f > 0; })) continue;
-      const int lane = args_.owner == nullptr ? static_cast<int>(Executor::kAny) : args_.owner[i];
+      int lane = args_.owner == nullptr ? static_cast<int>(Executor::kAny) : args_.owner[i];
       if (lane < 0 || lane >= kLanes) {
         record_failure("Request " + std::to_string(b) + ", KV head " + std::to_string(h) + " has the owner " +
                        std::to_string(lane) + "; executors are 0 to " + std::to_string(kExecutors - 1) +
@@ -269,7 +271,9 @@ std::array<int, kLanes> Engine::make_tasks() {
       }
       if (!check_progressive(i)) continue;
       early |= progressive(i);
+      if (device && (blk <= 1 || progressive(i))) lane = static_cast<int>(Executor::kCpu);
       const float largest = std::min(1.0f, *std::max_element(budget, budget + group_));
+      const int64_t before = task_bytes_;
       if (blk == kListed) {
         if (*std::min_element(budget, budget + group_) < 1)
           single_tokens = std::max(single_tokens, listed_pages(i) * kPage);
@@ -277,6 +281,11 @@ std::array<int, kLanes> Engine::make_tasks() {
       } else {
         if (blk == 1) single_tokens = std::max(single_tokens, middle);
         task_bytes_ += static_cast<int64_t>((largest + 1.0f / 16) * (middle / kPage) * shape_.tile_bytes());
+      }
+      if (device) {
+        const bool ranked = blk > 1 && *std::min_element(budget, budget + group_) < 1;
+        add_load(lane, middle / kPage, task_bytes_ - before,
+                 ranked ? middle / blk * shape_.entry_bytes() : 0);
       }
       parts_[i].store(2, std::memory_order_relaxed);
       ++lanes[lane];
@@ -410,6 +419,8 @@ int Engine::layer_begin(const LayerArgs& args) {
     queue_.open(lanes);
     open_.store(true, std::memory_order_release);
   }
+  const int64_t least = device_least_.load(std::memory_order_relaxed);
+  if (load_.own > 0 || (load_.tasks > 0 && load_.bytes() >= least)) wake();
   launched_ = queue_.count() + items_ > 0;
   if (launched_ && !launch(&Engine::worker_main)) {
     launched_ = false;

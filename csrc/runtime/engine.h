@@ -143,6 +143,24 @@ struct Selection {
   Reads reads;
 };
 
+// What the open layer has for a device, by the sizes of the plan: what the tasks will read, about.
+struct DeviceLoad {
+  int own = 0;                                 // tasks for the device alone
+  int tasks = 0;                               // tasks that it may take
+  int64_t tile_bytes = 0, metadata_bytes = 0;  // of these
+  int64_t cpu_bytes = 0;                       // tiles and metadata of the CPU's own tasks
+  int longest = 0;                             // most pages that a task of the first two may read
+
+  int64_t bytes() const { return tile_bytes + metadata_bytes + cpu_bytes; }
+};
+
+// A task as a device needs it, beside its query and what it reads.
+struct ForeignTask {
+  int layer, head;
+  float scale;
+  Selection chosen;
+};
+
 // Blocks a head reads of a middle of `tokens` tokens in `blocks` blocks: ceil(budget * tokens / blk), at
 // least one, at most all. A millionth is forgiven, so that a budget which float32 rounds up
 // (0.05) buys none too many.
@@ -209,6 +227,25 @@ class Engine {
   // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
+  // For a dispatcher, which serves Executor::kGpu from a thread of its own. While one is there, tasks that a
+  // device would do badly go to the CPU's lane: lists and single tokens, whose ranking reads keys, and tasks
+  // that stop early. least: bytes of all tasks from which on a layer is worth its while. Between two layers.
+  void attach_device(int64_t least) { device_least_.store(least, std::memory_order_relaxed); }
+  void detach_device() { device_least_.store(-1, std::memory_order_relaxed); }
+  // Changes whenever a layer opens that is worth its while, or has tasks for the device alone; with wake(),
+  // too.
+  uint32_t opened() const { return opened_.load(std::memory_order_acquire); }
+  // Until opened() is not `seen`: sleeps.
+  void wait_opened(uint32_t seen) const { opened_.wait(seen, std::memory_order_acquire); }
+  void wake();
+  DeviceLoad device_load();
+  // As pop(), but with own_lane only what is for this executor alone.
+  int64_t pop(Executor executor, bool own_lane);
+  // As selection(), with all it takes to compute the task. q: [G][D] KV dtype, a copy, because the step's
+  // queries are somebody else's once the layer ends. The CPU's workers take none of the locks here.
+  ForeignTask foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q);
+  double timeout_s() const { return timeout_s_; }
+
   void stats(int64_t* out) const;  // [kStatCount], cumulative
   // [workers], cumulative, of finished layers: the time that each worker has computed, and the chunks it did
   // of tasks of others. These alone depend on timing.
@@ -217,6 +254,7 @@ class Engine {
   int owner(int i) const { return queue_.owner(i); }
 
   const HostPool& pool() const { return *pool_; }
+  const std::shared_ptr<HostPool>& shared_pool() const { return pool_; }
   const EngineConfig& config() const { return config_; }
   int group() const { return group_; }
 
@@ -315,6 +353,7 @@ class Engine {
   // Whether the residents' LSE is in res_lse_ before the tasks begin.
   bool residents_known() const { return held_ || args_.parts != nullptr; }
   std::array<int, kLanes> make_tasks();
+  void add_load(int lane, int pages, int64_t tile_bytes, int64_t metadata_bytes);
   void make_bundles();
   bool joins(int i, int blk) const;
   // Whose turn in the queue task b * Hk + h does the work; nullptr: its own.
@@ -381,6 +420,7 @@ class Engine {
   void seal_coarse();
   void record_failure(const std::string& sentence);
   int resolve(int64_t claim_or_index) const;
+  Selection select_foreign(int task, int32_t* pages, uint16_t* masks, int max);
 
   std::shared_ptr<HostPool> pool_;
   EngineConfig config_;
@@ -432,6 +472,7 @@ class Engine {
   int64_t task_bytes_ = 0;                                        // that the tasks read, at most about
   alignas(64) std::atomic<int> next_item_{0};
   TaskQueue queue_;
+  DeviceLoad load_;
   alignas(64) std::atomic<int> owners_{0};  // workers that have a task or may yet get one
 
   std::vector<Scratch> scratch_;  // one a worker
@@ -441,6 +482,8 @@ class Engine {
   std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
   std::mutex selection_mutex_;  // selection_scratch_
   Scratch selection_scratch_;
+  std::atomic<int64_t> device_least_{-1};
+  alignas(64) std::atomic<uint32_t> opened_{0};
 
   std::atomic<int64_t> totals_[kStatCount] = {};
   std::vector<std::atomic<int64_t>> worker_ns_, worker_helped_;

@@ -1,5 +1,6 @@
 // The part of the engine that foreign executors use, from threads of their own.
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "runtime/engine.h"
@@ -7,6 +8,12 @@
 namespace fluxion {
 
 int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
+
+int64_t Engine::pop(Executor executor, bool own_lane) {
+  if (!own_lane) return pop(executor);
+  const std::lock_guard lock(foreign_mutex_);
+  return queue_.pop(executor, executor);
+}
 
 // Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
 // selection_mutex_, both of which layer_begin takes to open a layer and drain to close it.
@@ -54,11 +61,10 @@ bool Engine::fail(int64_t claim, const std::string& message) {
   });
 }
 
-int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max) {
-  const std::lock_guard lock(selection_mutex_);
-  const int i = resolve(claim_or_index);
+// The caller holds selection_mutex_.
+Selection Engine::select_foreign(int task, int32_t* pages, uint16_t* masks, int max) {
   Scratch* s = &selection_scratch_;
-  const Selection chosen = select(tasks_[i], s);
+  const Selection chosen = select(tasks_[task], s);
   if (chosen.count > max) {
     throw std::invalid_argument("The selection has " + std::to_string(chosen.count) +
                                 " pages and room was given for " + std::to_string(max) +
@@ -70,7 +76,51 @@ int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, i
   } else {
     std::fill_n(masks, chosen.count * group_, uint16_t{0xffff});
   }
-  return chosen.count;
+  return chosen;
+}
+
+int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max) {
+  const std::lock_guard lock(selection_mutex_);
+  return select_foreign(resolve(claim_or_index), pages, masks, max).count;
+}
+
+ForeignTask Engine::foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q) {
+  const std::lock_guard lock(selection_mutex_);
+  const int i = resolve(claim);
+  const Task& t = tasks_[i];
+  std::memcpy(q, query(t.request, t.head), group_ * shape_.token_bytes());
+  return {args_.layer, t.head, args_.scale, select_foreign(i, pages, masks, max)};
+}
+
+void Engine::wake() {
+  opened_.fetch_add(1, std::memory_order_release);
+  opened_.notify_all();
+}
+
+// While the layer is made; read under foreign_mutex_ once it is open.
+void Engine::add_load(int lane, int pages, int64_t tile_bytes, int64_t metadata_bytes) {
+  if (lane == static_cast<int>(Executor::kGpu) || lane == static_cast<int>(Executor::kAny))
+    load_.longest = std::max(load_.longest, pages);
+  switch (static_cast<Executor>(lane)) {
+    case Executor::kCpu:
+      load_.cpu_bytes += tile_bytes + metadata_bytes;
+      break;
+    case Executor::kGpu:
+      load_.own += 1;
+      break;
+    case Executor::kAny:
+      load_.tasks += 1;
+      load_.tile_bytes += tile_bytes;
+      load_.metadata_bytes += metadata_bytes;
+      break;
+    default:
+      break;
+  }
+}
+
+DeviceLoad Engine::device_load() {
+  const std::lock_guard lock(foreign_mutex_);
+  return open_.load(std::memory_order_acquire) ? load_ : DeviceLoad{};
 }
 
 }  // namespace fluxion

@@ -107,6 +107,12 @@ void HostPool::first_touch(int worker) const {
   }
 }
 
+void HostPool::count_writes() {
+  if (writes_ != nullptr) return;
+  write_counts_ = HostMemory(shape_.layers * shape_.head_pages() * static_cast<int64_t>(sizeof(uint32_t)));
+  writes_ = reinterpret_cast<uint32_t*>(write_counts_.data());
+}
+
 std::string HostPool::check_pages(const int32_t* pages, int64_t count) const {
   // One comparison covers both ends, so there is no branch: ids below 1 wrap to huge numbers.
   const uint32_t limit = static_cast<uint32_t>(shape_.pages) - 1;
@@ -138,6 +144,12 @@ void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start
 
 void HostPool::write_token(int layer, int head, int page, int offset, const char* k, const char* v) const {
   const int64_t bytes = shape_.token_bytes();
+  if (writes_ != nullptr) {
+    // A tile has one writer at a time. The fence keeps the count before what it announces.
+    const std::atomic_ref count(writes_[tile_number(layer, head, page)]);
+    count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+  }
   char* to = tile(layer, head, page) + offset * bytes;
   std::memcpy(to, k, bytes);
   std::memcpy(to + kPage * bytes, v, bytes);

@@ -1,6 +1,7 @@
 // The host pool: every tile of every layer, and what is known about them (metadata, moments).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -137,6 +138,17 @@ class HostPool {
   // Their tags; once a layer.
   void tag_blocks(int layer, const int32_t* pages, int logical) const;
 
+  // From now on writes to tiles are counted; while nobody appends.
+  void count_writes();
+  // A number that a tile's every write changes before it, once they are counted: who copies a tile and finds
+  // the number as it was has a copy of one state. The tile's writer may go on meanwhile.
+  uint32_t writes(int layer, int head, int page) const {
+    return std::atomic_ref(writes_[tile_number(layer, head, page)]).load(std::memory_order_acquire);
+  }
+  int64_t tile_number(int layer, int head, int page) const {
+    return (int64_t{layer} * shape_.kv_heads + head) * shape_.pages + page;
+  }
+
   // "" or what is wrong with the ids pages[0..count).
   std::string check_pages(const int32_t* pages, int64_t count) const;
   void check_layer(int layer) const;
@@ -158,6 +170,8 @@ class HostPool {
   const KernelTable* kernels_;
   HostMemory memory_;
   std::vector<Layer> layer_;
+  HostMemory write_counts_;
+  uint32_t* writes_ = nullptr;  // [layers][kv_heads][pages]; nullptr: nobody asked
 };
 
 }  // namespace fluxion

@@ -73,6 +73,23 @@ class BasicTaskQueue {
     const int64_t own = pop(executor, executor);
     return own >= 0 ? own : pop(Executor::kAny, executor);
   }
+  // The same of one lane.
+  int64_t pop(Executor lane, Executor executor) {
+    Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
+    // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
+    uint64_t head = word.load(std::memory_order_acquire);
+    if (next_of(head) >= end_of(head)) return -1;
+    head = word.fetch_add(1, std::memory_order_acq_rel);
+    const uint64_t task = next_of(head);
+    if (task >= end_of(head)) return -1;
+    const uint64_t round = head >> (2 * kBits);
+    uint64_t expected = pack(round, lane, kReady);
+    if (!state_[task].compare_exchange_strong(expected, pack(round, executor, kClaimed),
+                                              std::memory_order_acq_rel)) {
+      return -1;  // made void between the two
+    }
+    return static_cast<int64_t>(round << kBits | task);
+  }
 
   static int task_of(int64_t claim) { return static_cast<int>(claim & kTaskMask); }
 
@@ -123,23 +140,6 @@ class BasicTaskQueue {
   struct alignas(64) Head {
     Atomic<uint64_t> word{0};
   };
-
-  int64_t pop(Executor lane, Executor executor) {
-    Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
-    // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
-    uint64_t head = word.load(std::memory_order_acquire);
-    if (next_of(head) >= end_of(head)) return -1;
-    head = word.fetch_add(1, std::memory_order_acq_rel);
-    const uint64_t task = next_of(head);
-    if (task >= end_of(head)) return -1;
-    const uint64_t round = head >> (2 * kBits);
-    uint64_t expected = pack(round, lane, kReady);
-    if (!state_[task].compare_exchange_strong(expected, pack(round, executor, kClaimed),
-                                              std::memory_order_acq_rel)) {
-      return -1;  // made void between the two
-    }
-    return static_cast<int64_t>(round << kBits | task);
-  }
 
   static uint64_t next_of(uint64_t head) { return head & kTaskMask; }
   static uint64_t end_of(uint64_t head) { return head >> kBits & kTaskMask; }

@@ -13,10 +13,8 @@ from typing import Any, get_args, get_type_hints
 
 from fluxion_sglang.kv.placement import PAGE
 
-EXECUTORS = ("auto", "cpu", "cpu+torch")
+EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
 SCHEDULERS = ("priority", "none", "uniform", "length")
-# Words of the option that mean something, but not yet in this version.
-_LATER_EXECUTORS = ("cpu+gpu",)
 
 
 class ConfigError(ValueError):
@@ -92,7 +90,7 @@ class FluxionConfig:
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. Not with executors cpu+torch.",
+        "in the same step; by default none does. With executors cpu alone.",
         "0.05",
     )
     workers: int | None = _option(
@@ -106,8 +104,15 @@ class FluxionConfig:
     )
     executors: str = _option(
         "auto",
-        "Who computes tasks: cpu (what auto means), or cpu+torch, which adds a slow reference executor for tests.",
+        "Who computes tasks: cpu (what auto means); cpu+gpu, where a device takes as much of a layer as lets both be "
+        "done at once; or cpu+torch, which adds a slow reference executor for tests.",
         '"cpu"',
+    )
+    hot_tiles_gb: float = _option(
+        0.0,
+        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Only with executors "
+        "cpu+gpu.",
+        "4",
     )
     scheduler: str = _option(
         SCHEDULERS[0],
@@ -207,17 +212,22 @@ class FluxionConfig:
                 f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them "
                 f"to; give at most {len(cores)} workers or name more cores."
             )
-        if self.executors in _LATER_EXECUTORS:
-            raise ConfigError(
-                f"executors {self.executors!r} is not available in this version, whose tasks run on the CPU; "
-                f"use one of {_quoted(EXECUTORS)}."
-            )
         if self.executors not in EXECUTORS:
             raise ConfigError(f"executors is {self.executors!r}; use one of {_quoted(EXECUTORS)}.")
-        if self.guard is not None and self.executors == "cpu+torch":
+        if self.guard is not None and self.executors in ("cpu+gpu", "cpu+torch"):
             raise ConfigError(
-                "guard does not work with executors 'cpu+torch', because the torch executor is not given what a guard "
-                'estimates by; use executors "cpu" or leave guard out.'
+                f"guard does not work with executors {self.executors!r}, because only the CPU's own tasks are given "
+                'what a guard estimates by; use executors "cpu" or leave guard out.'
+            )
+        if self.hot_tiles_gb < 0:
+            raise ConfigError(
+                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but it is an amount of memory; give 0 for none, or a number "
+                "of GiB."
+            )
+        if self.hot_tiles_gb > 0 and self.executors in ("cpu", "cpu+torch"):
+            raise ConfigError(
+                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
+                'use executors "cpu+gpu" or leave hot_tiles_gb out.'
             )
         if self.scheduler not in SCHEDULERS:
             raise ConfigError(f"scheduler is {self.scheduler!r}; use one of {_quoted(SCHEDULERS)}.")

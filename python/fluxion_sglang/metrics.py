@@ -30,6 +30,13 @@ _COUNTERS = {
     ),
     "shared_metadata_bytes": ("shared_metadata_bytes", "The same of block metadata."),
     "microbatches": ("microbatches", "Microbatches that decode tasks of policy psa have read."),
+    "gpu_batches": ("gpu_batches", "Batches of decode tasks that the device was given."),
+    "gpu_late_batches": ("gpu_late_batches", "Batches that the device did not finish in time."),
+    "gpu_tile_bytes": ("gpu_tile_bytes", "Bytes of K and V that the device's decode tasks attended to."),
+    "gpu_link_bytes": ("gpu_link_bytes", "The part of it that the device read in host memory."),
+    "gpu_hot_hits": ("gpu_hot_hits", "Tiles that the device read in its own memory."),
+    "gpu_hot_misses": ("gpu_hot_misses", "Tiles that it looked for there and did not find."),
+    "gpu_hot_evictions": ("gpu_hot_evictions", "Tiles that had to leave the device's memory for others."),
 }
 """The engine's statistic -> name and text of its counter."""
 _GAUGES = {

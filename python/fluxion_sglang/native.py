@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import tvm_ffi
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -51,6 +51,9 @@ _BLOCKING = frozenset(
         "engine_layer_append",
         "engine_layer_finish",
         "engine_selection",
+        "dispatcher_create",
+        "dispatcher_stop",
+        "time_attend",
         "mailbox_wait",
         "mailbox_finish",
     }

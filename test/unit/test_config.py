@@ -110,8 +110,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"guard": -0.1}', ["guard is -0.1", "no guard"]),
         ('{"guard": Infinity}', ["guard is inf", "finite"]),
         ('{"guard": false}', ["guard is false", "number or null"]),
-        ('{"executors": "cpu+gpu"}', ["cpu+gpu", "this version", '"cpu+torch"']),
-        ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+torch"']),
+        ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+gpu", "cpu+torch"']),
+        ('{"executors": "cpu+gpu", "guard": 0.05}', ["guard does not work", "'cpu+gpu'", 'executors "cpu"']),
+        ('{"executors": "cpu+gpu", "hot_tiles_gb": -1}', ["hot_tiles_gb is -1", "0 for none"]),
+        ('{"executors": "cpu", "hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'cpu'", '"cpu+gpu"']),
         ('{"executors": "cpu+torch", "guard": 0.05}', ["guard does not work", 'executors "cpu"', "leave guard out"]),
         ('{"scheduler": "fifo"}', ["scheduler is 'fifo'", '"priority", "none", "uniform", "length"']),
         ('{"scheduler": null}', ["scheduler is null", "string"]),
@@ -172,11 +174,13 @@ def valid(draw: st.DrawFn) -> dict[str, Any]:
         "share_prefixes": draw(st.booleans()),
         "guard": draw(st.none() | st.floats(1e-9, 10)),
         "workers": draw(st.none() | st.integers(1, 512)),
-        "executors": draw(st.sampled_from(["auto", "cpu", "cpu+torch"])),
+        "executors": draw(st.sampled_from(["auto", "cpu", "cpu+gpu", "cpu+torch"])),
         "scheduler": draw(st.sampled_from(["priority", "none", "uniform", "length"])),
     }
-    if values["guard"] is not None and values["executors"] == "cpu+torch":
+    if values["guard"] is not None and values["executors"] in ("cpu+gpu", "cpu+torch"):
         del values["executors"]
+    if values.get("executors") == "cpu+gpu":
+        values["hot_tiles_gb"] = draw(st.floats(0, 64))
     size = draw(st.sampled_from(["host_tokens", "host_memory_gb", None]))
     if size == "host_tokens":
         values[size] = draw(st.integers(values["sinks"] + values["window"] + 16, 1 << 40))

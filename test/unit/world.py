@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from fluxion_sglang.audit import AuditLog
+from fluxion_sglang.device.library import load
 from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.gpu import DispatcherOptions, GpuExecutor
 from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
@@ -44,6 +46,7 @@ class World:
     workers: int = 2
     policy: str = "full"
     executors: str = "cpu"
+    hot_bytes: int = 0  # with cpu+gpu, whose device is the simulated one
     scheduler: str = "priority"
     attend_union: bool = True
     guard: float | None = None
@@ -63,6 +66,8 @@ class World:
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
+        if self.executors == "cpu+gpu":
+            foreign.append(GpuExecutor(load("sim"), DispatcherOptions(tasks=8, entries=512, hot_bytes=self.hot_bytes)))
         make: Any = DecodeEngine if self.audit is None else partial(AuditedEngine, AuditLog(self.audit))
         self.engine: DecodeEngine = make(
             self.pool, self.windows, parse_spec(self.policy), foreign,

@@ -2,8 +2,9 @@
 
 The tasks of a layer stand in one queue, sorted by priority, behind one atomic head. Executors pull the next task when
 they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. (`schedule.py` has
-schedulers that divide the tasks beforehand instead.) The native workers (`cpu.py`) pull without Python; any other
-executor gets the calling thread between the layer's begin and finish, and this interface.
+schedulers that divide the tasks beforehand instead.) The native workers (`cpu.py`) and the thread that serves a device
+(`gpu.py`) pull without Python; any other executor gets the calling thread between the layer's begin and finish, and
+this interface.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ class Executor(ABC):
 
     id: ExecutorId
 
+    def bind(self, engine: NativeEngine, q_heads: int) -> None:  # noqa: B027
+        """The engine whose queue it will pull from, once, before the first layer."""
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts of its own."""
+        return {}
+
     @abstractmethod
     def drain(self, work: LayerWork) -> None:
-        """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled."""
+        """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled.
+
+        One that pulls from a thread of its own has nothing to do here.
+        """

@@ -31,6 +31,10 @@ def foreign_executors(config: FluxionConfig, pool: HostPool) -> list[Executor]:
     """The executors that pull beside the native workers."""
     if config.executors == "cpu+torch":
         return [TorchReferenceExecutor(pool, config.attend_union)]
+    if config.executors == "cpu+gpu":
+        from fluxion_sglang.executor import gpu  # only here: a device library is not loaded where nobody asks for it
+
+        return [gpu.create(config, pool)]
     return []
 
 
@@ -90,6 +94,8 @@ class DecodeEngine:
             guard=guard,
             share_prefixes=share_prefixes,
         )
+        for executor in executors:
+            executor.bind(self.native, q_heads)
         self._guarded = guard is not None
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._world = World(pool, windows, q_heads, windows.rows)
@@ -311,5 +317,8 @@ class DecodeEngine:
         return Observed(features, budgets, scale, parts, windows)
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts of what decoding did (`NativeEngine.stats`)."""
-        return self.native.stats()
+        """Cumulative counts of what decoding did (`NativeEngine.stats`), and of what its executors count besides."""
+        stats = self.native.stats()
+        for executor in self.executors:
+            stats |= executor.stats()
+        return stats

@@ -1,0 +1,145 @@
+#include "device/batch.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace fluxion {
+
+namespace {
+
+constexpr int64_t kLine = 256;
+
+// Parts of one allocation, each from a multiple of kLine.
+class Carver {
+ public:
+  template <typename T>
+  int64_t part(int64_t count) {
+    const int64_t at = bytes_;
+    bytes_ += round_up(count * static_cast<int64_t>(sizeof(T)), kLine);
+    return at;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_ = 0;
+};
+
+}  // namespace
+
+void check_device(const DeviceApi& api, const char* what, int status) {
+  if (status == 0) return;
+  const char* sentence = api.error();
+  throw DeviceFailure(std::string("the device could not ") + what + " (" +
+                      (sentence == nullptr ? "it did not say why" : sentence) + ")");
+}
+
+DeviceMemory::DeviceMemory(const DeviceApi& api, Kind kind, int64_t bytes) : kind_(kind) {
+  void* memory = nullptr;
+  check_device(api, ("allocate " + std::to_string(bytes) + " bytes").c_str(),
+               kind == kPinned ? api.pinned_allocate(bytes, &memory) : api.device_allocate(bytes, &memory));
+  data_ = static_cast<char*>(memory);
+}
+
+// What cannot be given back is lost with the device.
+void DeviceMemory::free(const DeviceApi& api) {
+  if (data_ == nullptr) return;
+  static_cast<void>(kind_ == kPinned ? api.pinned_free(data_) : api.device_free(data_));
+  data_ = nullptr;
+}
+
+void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes) {
+  shape_ = shape;
+  const int64_t states = int64_t{shape.tasks} * shape.group;
+  Carver parts;
+  const int64_t word = parts.part<uint32_t>(1), tasks = parts.part<DeviceTask>(shape.tasks),
+                tiles = parts.part<int32_t>(shape.entries),
+                masks = parts.part<uint16_t>(int64_t{shape.entries} * shape.group),
+                q = parts.part<char>(shape.tasks * q_bytes()), o = parts.part<float>(states * shape.head_dim),
+                lse = parts.part<float>(states);
+  pinned_ = DeviceMemory(api, DeviceMemory::kPinned, parts.bytes());
+  char* at = pinned_.data();
+  std::memset(at, 0, parts.bytes());
+  word_ = reinterpret_cast<uint32_t*>(at + word);
+  tasks_ = reinterpret_cast<DeviceTask*>(at + tasks);
+  tiles_ = reinterpret_cast<int32_t*>(at + tiles);
+  masks_ = reinterpret_cast<uint16_t*>(at + masks);
+  q_ = at + q;
+  o_ = reinterpret_cast<float*>(at + o);
+  lse_ = reinterpret_cast<float*>(at + lse);
+  if (workspace_bytes > 0) workspace_ = DeviceMemory(api, DeviceMemory::kDevice, workspace_bytes);
+  claims.reserve(shape.tasks);
+}
+
+void Batch::free(const DeviceApi& api) {
+  pinned_.free(api);
+  workspace_.free(api);
+}
+
+void Batch::clear(uint32_t next) {
+  claims.clear();
+  number = next;
+  entries = longest = 0;
+  bytes = 0;
+  submitted = failed = masked_ = false;
+}
+
+void Batch::add(int64_t claim, const ForeignTask& task, const char* tiles) {
+  const int count = task.chosen.count;
+  tasks_[claims.size()] = {next_q(), tiles, entries, count};
+  claims.push_back({claim, task.chosen.tokens, task.chosen.reads});
+  scale_ = task.scale;
+  masked_ |= task.chosen.masked;
+  entries += count;
+  longest = std::max(longest, count);
+  bytes += task.chosen.reads.tile_bytes;
+}
+
+void Batch::submit(const DeviceApi& api, void* stream, const char* hot) {
+  const DeviceBatch batch{
+      .tasks = tasks_,
+      .tasks_count = static_cast<int32_t>(claims.size()),
+      .longest = longest,
+      .tiles = tiles_,
+      .masks = masked_ ? masks_ : nullptr,
+      .hot = hot,
+      .group = shape_.group,
+      .head_dim = shape_.head_dim,
+      .element = shape_.element,
+      .scale = scale_,
+      .o = o_,
+      .lse = lse_,
+      .workspace = workspace_.data(),
+  };
+  submitted = true;
+  since_ns = looked_ns = now_ns();
+  check_device(api, "take a batch of attention", api.attend(stream, &batch));
+  check_device(api, "signal the end of a batch", api.signal(stream, word_, number));
+}
+
+void CopyBatch::allocate(const DeviceApi& api) {
+  Carver parts;
+  const int64_t word = parts.part<uint32_t>(1), from = parts.part<const char*>(kTiles),
+                to = parts.part<int32_t>(kTiles);
+  pinned_ = DeviceMemory(api, DeviceMemory::kPinned, parts.bytes());
+  std::memset(pinned_.data(), 0, parts.bytes());
+  word_ = reinterpret_cast<uint32_t*>(pinned_.data() + word);
+  from_ = reinterpret_cast<const char**>(pinned_.data() + from);
+  to_ = reinterpret_cast<int32_t*>(pinned_.data() + to);
+  slots.reserve(kTiles);
+}
+
+void CopyBatch::add(const char* tile, int32_t slot) {
+  from_[slots.size()] = tile;
+  to_[slots.size()] = slot;
+  slots.push_back(slot);
+}
+
+void CopyBatch::submit(const DeviceApi& api, void* stream, int64_t tile_bytes, char* hot) {
+  const DeviceCopy copy{from_, to_, static_cast<int32_t>(slots.size()), tile_bytes, hot};
+  submitted = true;
+  ++number_;
+  check_device(api, "copy tiles to its memory", api.copy_tiles(stream, &copy));
+  check_device(api, "signal the end of a copy", api.signal(stream, word_, number_));
+}
+
+}  // namespace fluxion

@@ -1,0 +1,298 @@
+// What the dispatcher's thread does.
+#include "device/dispatcher.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace fluxion {
+
+const char* const kDispatchStatNames =
+    "tasks,batches,failed_tasks,late_batches,quarantined_streams,tile_bytes,link_bytes,hot_hits,hot_misses,"
+    "hot_copies,hot_evictions,hot_stale,hot_slots";
+
+namespace {
+
+constexpr int64_t kSpinNs = 30'000;      // without work, before it sleeps
+constexpr int64_t kLookNs = 50'000'000;  // how often a device is asked about a batch that is not done
+constexpr double kHitWeight = 1.0 / 16;  // of a task, in the moving share of hits
+
+}  // namespace
+
+void Dispatcher::stats(int64_t* out) const {
+  for (int i = 0; i < kDispatchStatCount; ++i) out[i] = stats_[i].load(std::memory_order_relaxed);
+}
+
+std::string Dispatcher::lost() const {
+  if (!is_lost_.load(std::memory_order_acquire)) return "";
+  const std::lock_guard lock(lost_mutex_);
+  return lost_;
+}
+
+void Dispatcher::run() {
+  uint32_t seen = engine_.opened() - 1;  // a layer may be open already
+  Backoff backoff;
+  int64_t idle_since = now_ns();
+  while (!stop_.load(std::memory_order_acquire)) {
+    if (const uint32_t opened = engine_.opened(); opened != seen) {
+      seen = opened;
+      begin_layer();
+    }
+    if (poll() | feed()) {
+      backoff = {};
+      idle_since = now_ns();
+    } else if (in_flight_ > 0 || feeding_ || now_ns() - idle_since < kSpinNs) {
+      backoff.wait();
+    } else {
+      engine_.wait_opened(seen);
+      backoff = {};
+      idle_since = now_ns();
+    }
+  }
+  drop_batch("the executor was stopped");
+  for (Stream& s : streams_) {
+    for (Batch& batch : s.batches) {
+      if (batch.submitted && !batch.failed) fail_claims(&batch, "the executor was stopped");
+    }
+  }
+}
+
+// Whether something was done.
+bool Dispatcher::poll() {
+  bool any = false;
+  for (Stream& s : streams_) {
+    for (Batch& batch : s.batches) {
+      if (!batch.submitted) continue;
+      if (batch.done()) {
+        complete(&s, &batch);
+        any = true;
+      } else if (!batch.failed) {
+        look_after(&s, &batch);
+      }
+    }
+  }
+  poll_copies();
+  return any;
+}
+
+void Dispatcher::complete(Stream* stream, Batch* batch) {
+  unpin(*batch);
+  batch->submitted = false;
+  if (batch->failed) {
+    // The stream's other batch comes to its end, too, or waits as this one did.
+    const bool hangs = std::any_of(std::begin(stream->batches), std::end(stream->batches),
+                                   [](const Batch& b) { return b.submitted && b.failed; });
+    if (stream->quarantined && !hangs) count(kDispatchQuarantine, -1);
+    stream->quarantined &= hangs;
+    return;
+  }
+  --in_flight_;
+  for (size_t i = 0; i < batch->claims.size(); ++i) {
+    const Batch::Claimed& c = batch->claims[i];
+    const int task = static_cast<int>(i);
+    // A claim that no longer holds was of a layer that was abandoned.
+    if (engine_.deliver(c.claim, batch->o(task), batch->lse(task), c.tokens, c.reads))
+      count(kDispatchTasks, 1);
+  }
+}
+
+// The hot tiles that a batch reads no more.
+void Dispatcher::unpin(const Batch& batch) {
+  for (int i = 0; hot_ && i < batch.entries; ++i) {
+    if (batch.tiles()[i] < 0) hot_->unpin(-1 - batch.tiles()[i]);
+  }
+}
+
+// A batch that is not done: whether it ever will be.
+void Dispatcher::look_after(Stream* stream, Batch* batch) {
+  const int64_t now = now_ns();
+  if (now - batch->looked_ns < kLookNs && now - batch->since_ns < engine_.timeout_s() * 1e9) return;
+  batch->looked_ns = now;
+  // A lost device refuses this. One that only is slow gets a store more to do.
+  const int status = api_.signal(stream->handle, reinterpret_cast<uint32_t*>(looks_.data()), 1);
+  if (status != 0) {
+    const char* sentence = api_.error();
+    return lose(std::string("the device was lost (") +
+                (sentence == nullptr ? "it did not say why" : sentence) + ")");
+  }
+  const double seconds = static_cast<double>(now - batch->since_ns) / 1e9;
+  if (seconds < engine_.timeout_s()) return;
+  fail_claims(batch,
+              "the device did not finish a batch in time; raise FLUXION_TASK_TIMEOUT_S if it is only slow");
+  count(kDispatchLate, 1);
+  if (!stream->quarantined) count(kDispatchQuarantine, 1);
+  stream->quarantined = true;
+  if (stream_ == stream) drop_batch("the device's stream hangs");
+}
+
+void Dispatcher::poll_copies() {
+  if (!hot_) return;
+  for (CopyBatch& copy : copies_) {
+    if (!copy.submitted || !copy.done()) continue;
+    for (const int32_t slot : copy.slots) {
+      const int64_t tile = hot_->tile(slot), heads = tile / shape_.pages;
+      hot_->filled(slot, engine_.pool().writes(static_cast<int>(heads / shape_.kv_heads),
+                                               static_cast<int>(heads % shape_.kv_heads),
+                                               static_cast<int>(tile % shape_.pages)));
+    }
+    copy.slots.clear();
+    copy.submitted = false;
+  }
+  publish_hot_stats();
+}
+
+void Dispatcher::publish_hot_stats() {
+  for (int i = 0; i < kHotStatCount; ++i)
+    stats_[kDispatchHotHits + i].store(hot_->stats()[i], std::memory_order_relaxed);
+  stats_[kDispatchHotSlots].store(hot_->used(), std::memory_order_relaxed);
+}
+
+void Dispatcher::begin_layer() {
+  load_ = engine_.device_load();
+  feeding_ = load_.own + load_.tasks > 0;
+  const bool fits = load_.longest <= config_.entries && !is_lost_.load(std::memory_order_relaxed);
+  left_ = fits ? std::llround(device_share(load_, config_.rates, hit_share_) *
+                              static_cast<double>(load_.tile_bytes))
+               : 0;
+}
+
+// Claims a task, or launches what there is when there are no more. Whether something was done.
+bool Dispatcher::feed() {
+  if (!feeding_) return false;
+  const bool lost = is_lost_.load(std::memory_order_relaxed);
+  if (!lost && !take_buffer()) {
+    feeding_ = in_flight_ > 0;  // where nothing is on its way, every stream hangs
+    return false;
+  }
+  // The last task is one that the share covers by half.
+  const int64_t typical = load_.tasks > 0 ? load_.tile_bytes / load_.tasks : 0;
+  const int64_t claim = engine_.pop(Executor::kGpu, /*own_lane=*/lost || left_ <= typical / 2);
+  if (claim < 0) {
+    feeding_ = false;
+    if (batch_ != nullptr && !batch_->claims.empty()) submit();
+    return false;
+  }
+  if (lost) {
+    engine_.fail(claim, this->lost());
+    count(kDispatchFailed, 1);
+  } else {
+    add(claim);
+  }
+  return true;
+}
+
+// A batch to fill, with room for any task of the layer.
+bool Dispatcher::take_buffer() {
+  if (batch_ != nullptr && !batch_->claims.empty() &&
+      !batch_->has_room(std::min(load_.longest, config_.entries)))
+    submit();
+  if (batch_ != nullptr) return true;
+  Stream* best = nullptr;
+  int fewest = kBuffers;
+  for (Stream& s : streams_) {
+    const int busy = static_cast<int>(std::count_if(std::begin(s.batches), std::end(s.batches),
+                                                    [](const Batch& b) { return b.submitted; }));
+    if (s.quarantined || busy >= fewest) continue;
+    best = &s;
+    fewest = busy;
+  }
+  if (best == nullptr) return false;
+  stream_ = best;
+  batch_ = std::find_if(std::begin(best->batches), std::end(best->batches),
+                        [](const Batch& b) { return !b.submitted; });
+  numbers_ = numbers_ == UINT32_MAX ? 1 : numbers_ + 1;
+  batch_->clear(numbers_);
+  return true;
+}
+
+void Dispatcher::add(int64_t claim) {
+  ForeignTask task;
+  try {
+    task = engine_.foreign_task(claim, batch_->next_tiles(), batch_->next_masks(), batch_->room(),
+                                batch_->next_q());
+  } catch (const std::exception& error) {
+    // Refused where the layer has ended meanwhile; then there is nothing to do.
+    if (engine_.fail(claim, error.what())) count(kDispatchFailed, 1);
+    return;
+  }
+  left_ -= task.chosen.reads.tile_bytes;
+  int32_t* tiles = batch_->next_tiles();
+  const int pages = task.chosen.count;
+  if (hot_) use_hot_tiles(task);
+  const int64_t hot = std::count_if(tiles, tiles + pages, [](int32_t tile) { return tile < 0; });
+  hit_share_ += kHitWeight * (static_cast<double>(hot) / std::max(pages, 1) - hit_share_);
+  count(kDispatchTileBytes, pages * shape_.tile_bytes());
+  count(kDispatchLinkBytes, (pages - hot) * shape_.tile_bytes());
+  batch_->add(claim, task, engine_.pool().tiles(task.layer, task.head));
+  if (batch_->bytes >= config_.batch_bytes || static_cast<int>(batch_->claims.size()) == config_.tasks)
+    submit();
+}
+
+// Points the list of the next task to the copies there are, and has some made of what it misses.
+void Dispatcher::use_hot_tiles(const ForeignTask& task) {
+  if (task.layer <= last_layer_) hot_->tick();
+  last_layer_ = task.layer;
+  CopyBatch* copy =
+      std::find_if(std::begin(copies_), std::end(copies_), [](const CopyBatch& c) { return !c.submitted; });
+  int32_t* tiles = batch_->next_tiles();
+  for (int i = 0; i < task.chosen.count; ++i) {
+    const int32_t page = tiles[i];
+    const int64_t tile = engine_.pool().tile_number(task.layer, task.head, page);
+    const uint32_t writes = engine_.pool().writes(task.layer, task.head, page);
+    if (const int32_t slot = hot_->find(tile, writes); slot != HotTiles::kNone) {
+      tiles[i] = -1 - slot;
+    } else if (copy != std::end(copies_) && !copy->full()) {
+      const int32_t to = hot_->admit(tile, writes);
+      if (to != HotTiles::kNone) copy->add(engine_.pool().tile(task.layer, task.head, page), to);
+    }
+  }
+}
+
+void Dispatcher::submit() {
+  Batch* batch = batch_;
+  batch_ = nullptr;
+  ++in_flight_;
+  count(kDispatchBatches, 1);
+  try {
+    batch->submit(api_, stream_->handle, hot_memory_.data());
+    // Behind the batch, so that it does not wait for them.
+    for (CopyBatch& copy : copies_) {
+      if (!copy.submitted && !copy.slots.empty())
+        copy.submit(api_, copy_stream_, shape_.tile_bytes(), hot_memory_.data());
+    }
+  } catch (const DeviceFailure& failure) {
+    lose(failure.what());
+  }
+}
+
+// The batch that is being filled, if there is one, will not be launched.
+void Dispatcher::drop_batch(const std::string& sentence) {
+  if (batch_ == nullptr) return;
+  fail_claims(batch_, sentence);
+  unpin(*batch_);
+  batch_ = nullptr;
+}
+
+void Dispatcher::fail_claims(Batch* batch, const std::string& sentence) {
+  for (const Batch::Claimed& c : batch->claims) {
+    if (engine_.fail(c.claim, sentence)) count(kDispatchFailed, 1);
+  }
+  batch->failed = true;
+  if (batch->submitted) --in_flight_;
+}
+
+void Dispatcher::lose(const std::string& sentence) {
+  {
+    const std::lock_guard lock(lost_mutex_);
+    lost_ = sentence;
+  }
+  is_lost_.store(true, std::memory_order_release);
+  left_ = 0;
+  drop_batch(sentence);
+  for (Stream& s : streams_) {
+    for (Batch& batch : s.batches) {
+      if (batch.submitted && !batch.failed) fail_claims(&batch, sentence);
+    }
+  }
+}
+
+}  // namespace fluxion

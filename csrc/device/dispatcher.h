@@ -1,0 +1,132 @@
+// The GPU executor: a thread that pulls tasks from an engine's queue and has a device compute them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "device/batch.h"
+#include "device/device_api.h"
+#include "device/hot_tiles.h"
+#include "device/placement.h"
+#include "runtime/engine.h"
+
+namespace fluxion {
+
+struct DispatcherConfig {
+  int streams = 2;
+  int tasks = 32;         // of a batch, at most
+  int entries = 1 << 14;  // tiles of a batch, at most: a request with a longer middle stays with the CPU
+  int64_t batch_bytes = 512 << 10;  // a batch with so many bytes of tiles waits for no further task
+  int64_t hot_bytes = 0;            // device memory for hot tiles
+  int touches = 2, horizon = 16;    // HotTilesConfig
+  Rates rates{};
+};
+
+enum DispatchStat {
+  kDispatchTasks,       // delivered
+  kDispatchBatches,     // launched
+  kDispatchFailed,      // tasks
+  kDispatchLate,        // batches that did not finish in time
+  kDispatchQuarantine,  // streams that wait for one, now
+  kDispatchTileBytes,   // that batches read
+  kDispatchLinkBytes,   // of these, those read in host memory; copies to hot slots come on top
+  kDispatchHotHits,     // tiles: HotStat, in its order
+  kDispatchHotMisses,
+  kDispatchHotCopies,
+  kDispatchHotEvictions,
+  kDispatchHotStale,
+  kDispatchHotSlots,  // used, now
+  kDispatchStatCount
+};
+extern const char* const kDispatchStatNames;  // comma separated, in the order of DispatchStat
+
+// What it claims of a layer is device_share() of the tasks that anyone may take, and all that are for the
+// device alone. Tasks become batches, a launch each, on several streams with two batches each, so that the
+// next batch is chosen while the device computes.
+//
+// Failures. A batch that does not finish in Engine::timeout_s() fails its tasks, and its stream takes no
+// other until the batch's signal comes, if ever: a device that hangs writes into buffers that nobody uses. A
+// device that reports an error is lost: what it has fails, and the dispatcher claims nothing more that the
+// CPU could do. Either way the engine goes on.
+//
+// All that is not said to be for other threads belongs to the dispatcher's.
+class Dispatcher {
+ public:
+  // engine and api must outlive it. Throws DeviceFailure, or std::invalid_argument for another API version.
+  Dispatcher(Engine* engine, const DeviceApi* api, const DispatcherConfig& config);
+  ~Dispatcher();
+
+  // From any thread.
+  void stop();  // and join; batches on their way are waited for, a few seconds at most
+  void stats(int64_t* out) const;
+  std::string lost() const;  // why the device is lost, as one sentence; "" while it is not
+
+ private:
+  static constexpr int kBuffers = 2;  // batches of a stream
+
+  struct Stream {
+    void* handle = nullptr;
+    Batch batches[kBuffers];
+    bool quarantined = false;
+  };
+
+  void allocate();
+  void warm_up();
+  void release();
+  void run();
+  bool poll();
+  void complete(Stream* stream, Batch* batch);
+  void look_after(Stream* stream, Batch* batch);
+  void poll_copies();
+  void begin_layer();
+  bool feed();
+  bool take_buffer();
+  void add(int64_t claim);
+  void use_hot_tiles(const ForeignTask& task);
+  void submit();
+  void unpin(const Batch& batch);
+  void drop_batch(const std::string& sentence);
+  void fail_claims(Batch* batch, const std::string& sentence);
+  void lose(const std::string& sentence);
+  bool wait_for_device();
+  void publish_hot_stats();
+  void count(DispatchStat stat, int64_t by) { stats_[stat].fetch_add(by, std::memory_order_relaxed); }
+
+  Engine& engine_;
+  const DeviceApi& api_;
+  DispatcherConfig config_;
+  const PoolShape shape_;
+
+  std::vector<Stream> streams_;
+  Stream* stream_ = nullptr;  // of batch_
+  Batch* batch_ = nullptr;    // that is being filled, or nullptr
+  uint32_t numbers_ = 0;
+  int in_flight_ = 0;  // batches whose tasks are waited for
+
+  std::optional<HotTiles> hot_;
+  DeviceMemory hot_memory_;
+  void* copy_stream_ = nullptr;
+  CopyBatch copies_[2];
+  DeviceMemory looks_;  // a word that signals of no meaning go to
+  int last_layer_ = -1;
+
+  DeviceLoad load_;
+  bool feeding_ = false;  // the open layer may have more tasks for the device
+  int64_t left_ = 0;      // bytes of tiles that it may still take of those for anyone
+  double hit_share_ = 0;  // of tile bytes, lately
+
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> is_lost_{false};
+  mutable std::mutex lost_mutex_;
+  std::string lost_;
+  std::atomic<int64_t> stats_[kDispatchStatCount] = {};
+  std::mutex stop_mutex_;
+  std::thread thread_;
+};
+
+}  // namespace fluxion

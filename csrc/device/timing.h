@@ -1,0 +1,24 @@
+// How long a device takes for batches of attention: what device/calibration.py fits its rates to.
+#pragma once
+
+#include <cstdint>
+
+#include "device/device_api.h"
+
+namespace fluxion {
+
+struct TimedBatch {
+  int tasks, pages;   // tiles of each task
+  const char* q;      // [tasks][G][D]
+  const char* tiles;  // [available] pinned tiles
+  int64_t available;  // at least tasks * pages
+  bool hot;           // the tiles lie in device memory
+  int group, head_dim, element;
+  double timeout_s;
+};
+
+// ns[i]: of run i, from its launch until the host sees its signal. Runs read tiles in turn, so that what one
+// left in a cache helps the next only once all were read. Throws DeviceFailure.
+void time_attend(const DeviceApi& api, const TimedBatch& what, int runs, int64_t* ns);
+
+}  // namespace fluxion

@@ -1,0 +1,493 @@
+"""The GPU executor's thread beside the native workers, on a device with random delays, failures and hangs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_world import NativeWorld, Plan, Request
+from rogue import Rogue, call
+from world import World
+
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.device.calibration import SIMULATED, Rates
+from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
+from fluxion_sglang.executor.base import ExecutorId
+from fluxion_sglang.executor.engine import foreign_executors
+from fluxion_sglang.executor.gpu import Dispatcher, DispatcherOptions, GpuExecutor
+from fluxion_sglang.executor.schedule import by_priority
+from fluxion_sglang.native import NativeEngine
+from fluxion_sglang.policy.base import LISTED, Listed
+
+CPU, TORCH, GPU, ANY = 0, 1, 2, 3
+ALL = replace(SIMULATED, cpu=1.0)  # the CPU is so slow that the device should take everything
+SMALL = DispatcherOptions(streams=2, tasks=4, entries=128, batch_bytes=1 << 15)
+
+
+class Run:
+    """A world whose engine has a dispatcher; its layers are checked against attention in float64."""
+
+    def __init__(
+        self,
+        world: NativeWorld,
+        rogue: Rogue | DeviceLibrary,
+        options: DispatcherOptions = SMALL,
+        rates: Rates = ALL,
+        timeout: str | None = None,
+    ) -> None:
+        self.world, self.rogue = world, rogue
+        if timeout is not None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("FLUXION_TASK_TIMEOUT_S", timeout)
+                world.engine = NativeEngine(
+                    world.pool.workers, world.pool, q_heads=world.q_heads, sinks=world.placement.sinks,
+                    window=world.placement.window, max_requests=1, max_pages=1, attend_union=world.attend_union,
+                    chunk_bytes=world.chunk_bytes,
+                )  # fmt: skip
+        self.dispatcher = Dispatcher(world.engine, rogue.api(), rates, options)
+
+    def layer(self, requests: list[Request], plan: Plan, layer: int = 0) -> list[int]:
+        """One layer; the owners of its tasks."""
+        world = self.world
+        tasks, q, out = world.begin_layer(requests, layer, plan)
+        chosen = world.selections(requests, tasks)
+        world.engine.layer_finish()
+        owners: list[int] = world.engine.owners().tolist()
+        assert len(owners) == tasks and -1 not in owners
+        world.check(out, world.expected(requests, layer, q, chosen))
+        return owners
+
+    def step(self, requests: list[Request], plan: Plan, layer: int = 0) -> list[int]:
+        self.world.begin_step(requests)
+        return self.layer(requests, plan, layer)
+
+    def failing_step(self, requests: list[Request], plan: Plan, match: str) -> None:
+        self.world.begin_step(requests)
+        self.world.begin_layer(requests, 0, plan)
+        with pytest.raises(RuntimeError, match=match):
+            self.world.engine.layer_finish()
+
+    def plan(self, requests: list[Request], owner: int = ANY, blk: int = 16, budget: float = 1.0) -> Plan:
+        plan = self.world.plan(requests, blk, budget)
+        plan.owner = torch.full_like(plan.blk, owner)
+        return plan
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Lists stay as they are while a batch is on its way."""
+    yield
+    rogue = Rogue()
+    assert rogue.changed == 0
+
+
+def make(seed: int = 0, workers: int = 2, lengths: tuple[int, ...] = (500, 900, 60), **more: object) -> NativeWorld:
+    world = NativeWorld(**{"workers": workers, "seed": seed, "heads": 4, "pages": 600, "isa": "scalar", **more})
+    world.requests = [world.add(n) for n in lengths]  # type: ignore[attr-defined]
+    return world
+
+
+def requests_of(world: NativeWorld) -> list[Request]:
+    return world.requests  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("device", ["rogue", "sim"])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_random_layers_are_what_attention_says(device: str, data: st.DataObject) -> None:
+    """Any mix of block sizes, budgets, owners and shapes, shared prefixes, with and without the union."""
+    seed = data.draw(st.integers(0, 2**16))
+    delay = data.draw(st.sampled_from([0, 50, 1000]))
+    rogue = Rogue(seed, delay) if device == "rogue" else load("sim")
+    heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (4, 2), (2, 7)]))
+    world = NativeWorld(
+        layers=2, heads=heads, group=group, dim=data.draw(st.sampled_from([32, 48])), pages=700, rows=8, seed=seed,
+        workers=data.draw(st.integers(1, 3)), attend_union=data.draw(st.booleans()),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )  # fmt: skip
+    dice = random.Random(seed)
+    requests = [world.add(dice.choice([5, 80, 96, 300, 500, 900])) for _ in range(dice.randint(1, 4))]
+    longest = max(requests, key=lambda r: r.length)
+    if longest.length >= 300:
+        requests.append(world.add(longest.length - 100, parent=longest, shared=160))
+    hot = data.draw(st.sampled_from([0, 8, 200])) * world.pool.tensor("tiles", 0)[0, 0].nbytes
+    options = replace(SMALL, streams=dice.randint(1, 3), hot_bytes=hot, touches=dice.randint(1, 2))
+    run = Run(world, rogue, options, dice.choice([ALL, SIMULATED]))
+    warm = 0 if isinstance(rogue, DeviceLibrary) else rogue.tasks
+    before = world.engine.stats()
+    counts = [0] * 3
+    for _ in range(3):
+        world.begin_step(requests)
+        for layer in range(world.layers):
+            plan = world.plan(requests)
+            plan.blk = torch.tensor(dice.choices([0, 16, 32, 64, 128], k=plan.blk.numel())).view_as(plan.blk).int()
+            plan.budget = torch.rand(plan.budget.shape) * torch.tensor(dice.choice([0.0, 0.3, 2.0]))
+            plan.value = torch.rand(plan.value.shape)
+            if dice.random() < 0.5:
+                owner = dice.choices([CPU, GPU, ANY, ANY], k=plan.blk.numel())
+                plan.owner = torch.tensor(owner, dtype=torch.int32).view_as(plan.blk)
+            for owner in run.layer(requests, plan, layer):
+                counts[owner] += 1
+    run.dispatcher.stop()
+    after = world.engine.stats()
+    assert [after[f"tasks_{name}"] - before[f"tasks_{name}"] for name in ("cpu", "torch", "gpu")] == counts
+    assert run.dispatcher.stats()["tasks"] == counts[GPU]
+    assert isinstance(rogue, DeviceLibrary) or rogue.tasks - warm == counts[GPU]
+    assert run.dispatcher.stats()["failed_tasks"] == 0 and run.dispatcher.lost == ""
+
+
+def test_reads_are_counted_as_the_cpu_counts_them() -> None:
+    stats = []
+    for owner in (CPU, GPU):
+        world = make(attend_union=False)
+        run = Run(world, Rogue())
+        for _ in range(3):
+            assert set(run.step(requests_of(world), run.plan(requests_of(world), owner, 32, 0.3))) == {owner}
+        run.dispatcher.stop()
+        stats.append({n: v for n, v in world.engine.stats().items() if n not in ("tasks_cpu", "tasks_gpu")})
+        if owner == GPU:
+            assert (
+                run.dispatcher.stats()["tile_bytes"] == run.dispatcher.stats()["link_bytes"] == stats[0]["tile_bytes"]
+            )
+    assert stats[0] == stats[1]
+
+
+def test_what_a_device_would_do_badly_stays_with_the_cpu() -> None:
+    world = make()
+    run = Run(world, Rogue())
+    requests = requests_of(world)
+    plan = run.plan(requests, GPU, 1, 0.1)
+    assert set(run.step(requests, plan)) == {CPU}
+    world.begin_step(requests)
+    plan = run.plan(requests, ANY, LISTED)
+    pages = list(range(world.placement.sink_pages, world.placement.sink_pages + 3))
+    offsets = torch.tensor([0] + [3] * plan.blk.numel())
+    masks = torch.full((3, world.group), 0x0F0F, dtype=torch.int32).to(torch.uint16)
+    plan.listed = Listed(offsets, torch.tensor(pages, dtype=torch.int32), masks)
+    assert run.layer(requests, plan) == [CPU]
+    run.dispatcher.stop()
+    assert run.step(requests, run.plan(requests, ANY, 1, 0.1)).count(CPU) > 0
+
+
+def test_the_share_limits_what_it_claims() -> None:
+    """With one worker nothing but the dispatcher runs before finish()."""
+    world = make(workers=1, lengths=(900, 900), chunk_bytes=None)
+    requests = requests_of(world)
+    for rates, least, most in ((ALL, 8, 8), (SIMULATED, 3, 5), (replace(ALL, link=1e-9, hot=1e-9), 0, 0)):
+        run = Run(world, Rogue(), rates=rates)
+        world.begin_step(requests)
+        _, q, out = world.begin_layer(requests, 0, run.plan(requests))
+        chosen = world.selections(requests, 8)
+        deadline = time.monotonic() + 20
+        while run.dispatcher.stats()["tasks"] < least and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        time.sleep(0.02)
+        world.engine.layer_finish()
+        world.check(out, world.expected(requests, 0, q, chosen))
+        run.dispatcher.stop()
+        assert least <= run.dispatcher.stats()["tasks"] <= most
+
+
+def test_a_middle_longer_than_a_batch_stays_with_the_cpu() -> None:
+    world = make()
+    run = Run(world, Rogue(), replace(SMALL, entries=16))
+    requests = requests_of(world)
+    assert set(run.step(requests, run.plan(requests))) == {CPU}
+    run.failing_step(requests, run.plan(requests, GPU), 'executor "gpu" failed .* room was given for 16')
+    run.dispatcher.stop()
+
+
+@pytest.mark.parametrize("what", ["attend", "signal", "copy"])
+def test_a_device_that_refuses_work_is_lost_and_the_engine_goes_on(what: str) -> None:
+    world = make()
+    rogue = Rogue(delay_us=200)
+    run = Run(world, rogue, replace(SMALL, hot_bytes=1 << 20, touches=1))
+    requests = requests_of(world)
+    assert set(run.step(requests, run.plan(requests, GPU))) == {GPU}
+    rogue.fail(what)
+    if what == "copy":
+        for request in requests:  # what is hot already makes no copy
+            world.free_rows.append(request.row)
+        requests = [world.add(700)]
+    run.failing_step(requests, run.plan(requests, GPU), 'executor "gpu" failed on .* the device could not .*asked for')
+    assert "the test asked for a failure" in run.dispatcher.lost
+    assert set(run.step(requests, run.plan(requests))) == {CPU}
+    # What nobody else may do fails at once, with the reason.
+    start = time.monotonic()
+    run.failing_step(requests, run.plan(requests, GPU), "the test asked for a failure")
+    assert time.monotonic() - start < 30
+    assert set(run.step(requests, run.plan(requests, CPU))) == {CPU}
+    run.dispatcher.stop()
+    assert run.dispatcher.stats()["failed_tasks"] > 0
+
+
+def test_a_device_that_is_lost_on_the_way_fails_what_it_has() -> None:
+    """Nothing is launched after the loss: it shows when somebody asks about a batch that does not end."""
+    world = make(workers=1)
+    rogue = Rogue(delay_us=50_000)
+    run = Run(world, rogue)
+    requests = requests_of(world)
+    launched = rogue.calls("attend")
+    world.begin_step(requests)
+    world.begin_layer(requests, 0, run.plan(requests, GPU))
+    while rogue.calls("attend") == launched:
+        time.sleep(1e-4)
+    rogue.drop()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        world.engine.layer_finish()
+    assert time.monotonic() - start < 30, "it waited for the time-out of a minute"
+    assert set(run.step(requests, run.plan(requests))) == {CPU}
+    run.dispatcher.stop()
+
+
+def wait_for(run: Run, stat: str, value: int) -> None:
+    deadline = time.monotonic() + 30
+    while run.dispatcher.stats()[stat] != value:
+        assert time.monotonic() < deadline, f"{stat} is {run.dispatcher.stats()[stat]}"
+        time.sleep(1e-3)
+
+
+def recover(run: Run) -> None:
+    """Layers until every stream works again: the dispatcher looks when it is awake."""
+    requests, deadline = requests_of(run.world), time.monotonic() + 30
+    while run.dispatcher.stats()["quarantined_streams"]:
+        run.step(requests, run.plan(requests))
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_a_batch_that_hangs_fails_its_layer_and_keeps_its_buffers() -> None:
+    world = make()
+    rogue = Rogue()
+    run = Run(world, rogue, timeout="0.5")
+    requests = requests_of(world)
+    assert set(run.step(requests, run.plan(requests, GPU))) == {GPU}
+    rogue.hang()
+    run.failing_step(requests, run.plan(requests, GPU), "within 0.5 s|did not finish a batch in time")
+    wait_for(run, "quarantined_streams", 1)
+    assert run.dispatcher.stats()["late_batches"] >= 1
+    for _ in range(4):
+        assert set(run.step(requests, run.plan(requests, GPU))) == {GPU}, "the other stream works"
+    rogue.release()
+    recover(run)
+    for _ in range(4):
+        assert set(run.step(requests, run.plan(requests, GPU))) == {GPU}
+    run.dispatcher.stop()
+    assert run.dispatcher.lost == ""
+
+
+def test_with_every_stream_hanging_the_cpu_does_everything() -> None:
+    world = make()
+    rogue = Rogue()
+    run = Run(world, rogue, replace(SMALL, streams=1), timeout="0.5")
+    requests = requests_of(world)
+    rogue.hang()
+    run.failing_step(requests, run.plan(requests, GPU), "within 0.5 s|did not finish a batch in time")
+    wait_for(run, "quarantined_streams", 1)
+    for _ in range(3):
+        assert set(run.step(requests, run.plan(requests))) == {CPU}
+    time.sleep(0.05)
+    used = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - used < 0.2, "the dispatcher sleeps while nothing can be done"
+    rogue.release()
+    recover(run)
+    assert set(run.step(requests, run.plan(requests, GPU))) == {GPU}
+    run.dispatcher.stop()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_that_end_about_when_time_is_up(seed: int) -> None:
+    """A layer is right or an error, whoever was first: the engine that revokes, the thread that gives up, or the
+    device."""
+    world = make(seed)
+    rogue = Rogue(seed, delay_us=40_000)
+    options = replace(SMALL, tasks=1, batch_bytes=1, streams=3, hot_bytes=1 << 18, touches=1)
+    run = Run(world, rogue, options, timeout="0.06")
+    requests, ends = requests_of(world), {True: 0, False: 0}
+    for _ in range(12):
+        world.begin_step(requests)
+        plan = run.plan(requests, random.Random(seed).choice([GPU, ANY]))
+        tasks, q, out = world.begin_layer(requests, 0, plan)
+        chosen = world.selections(requests, tasks)
+        try:
+            world.engine.layer_finish()
+        except RuntimeError as error:
+            assert "within 0.06 s" in str(error) or "did not finish a batch in time" in str(error)
+            ends[False] += 1
+        else:
+            world.check(out, world.expected(requests, 0, q, chosen))
+            ends[True] += 1
+    rogue.release()
+    run.dispatcher.stop()
+    assert ends[False] > 0
+    assert run.dispatcher.lost == ""
+
+
+def test_stop_does_not_wait_for_ever_and_gives_nothing_back_that_is_in_use() -> None:
+    world = make()
+    rogue = Rogue()
+    run = Run(world, rogue, timeout="0.5")
+    before = rogue.held
+    rogue.hang()
+    requests = requests_of(world)
+    run.failing_step(requests, run.plan(requests, GPU), "within 0.5 s|did not finish a batch in time")
+    start = time.monotonic()
+    run.dispatcher.stop()
+    assert time.monotonic() - start < 10
+    assert rogue.held == before, "the hanging batch may still write"
+    rogue.release()
+    assert set(run.step(requests, run.plan(requests, CPU))) == {CPU}
+
+
+def test_stop_gives_everything_back() -> None:
+    rogue = Rogue()
+    before = rogue.held
+    world = make()
+    run = Run(world, rogue, replace(SMALL, hot_bytes=1 << 20))
+    assert rogue.held > before
+    run.step(requests_of(world), run.plan(requests_of(world), GPU))
+    run.dispatcher.stop()
+    run.dispatcher.stop()
+    assert rogue.held == before
+    run.step(requests_of(world), run.plan(requests_of(world)))
+
+
+@pytest.mark.parametrize("what", ["allocate", "stream", "attend", "signal"])
+def test_a_device_that_cannot_work_is_an_error_at_once(what: str) -> None:
+    world = make()
+    for n in range(1, 3):
+        rogue = Rogue()
+        before = rogue.held
+        rogue.fail(what, n)
+        with pytest.raises(RuntimeError, match=r"the device could not .*the test asked for a failure"):
+            Dispatcher(world.engine, rogue.api(), ALL, SMALL)
+        assert rogue.held == before
+
+
+def test_what_cannot_be_is_refused() -> None:
+    world = make()
+    for bad in ({"streams": 0}, {"tasks": 0}, {"entries": 0}, {"hot_bytes": -1}, {"touches": 3}):
+        with pytest.raises(ValueError, match="at least one stream"):
+            Dispatcher(world.engine, Rogue().api(), ALL, replace(SMALL, **bad))
+    with pytest.raises(ValueError, match="API version 2"):
+        Dispatcher(world.engine, call("rogue_foreign_api"), ALL, SMALL)
+    with pytest.raises(ValueError, match="address"):
+        Dispatcher(world.engine, 0, ALL, SMALL)
+
+
+@pytest.mark.parametrize("touches", [1, 2])
+def test_hot_tiles_are_read_where_they_are_copied_to(touches: int) -> None:
+    world = make(workers=1)
+    rogue = Rogue(delay_us=100)
+    run = Run(world, rogue, replace(SMALL, hot_bytes=1 << 22, touches=touches))
+    requests, warm = requests_of(world), rogue.hot_reads
+    for _ in range(8):
+        run.step(requests, run.plan(requests, GPU, 16, 0.3))
+        time.sleep(5e-3)  # copies arrive
+    stats = run.dispatcher.stats()
+    assert stats["hot_hits"] == rogue.hot_reads - warm > 0
+    tile = world.pool.tensor("tiles", 0)[0, 0].nbytes
+    assert stats["tile_bytes"] - stats["link_bytes"] == stats["hot_hits"] * tile
+    assert stats["hot_hits"] + stats["hot_misses"] == stats["tile_bytes"] // tile
+    run.dispatcher.stop()
+
+
+@pytest.mark.parametrize("slots", [4, 1000])
+def test_a_page_that_is_somebody_elses_now_is_not_served_from_its_copy(slots: int) -> None:
+    world = make(workers=1, lengths=())
+    tile = world.pool.tensor("tiles", 0)[0, 0].nbytes
+    run = Run(world, Rogue(delay_us=50), replace(SMALL, hot_bytes=slots * tile, touches=1))
+    for _ in range(6):
+        requests = [world.add(n) for n in (400, 300)]
+        for _ in range(3):
+            run.step(requests, run.plan(requests, GPU))
+        for request in requests:  # the next ones have the same pages, with other tokens
+            world.free += request.pages[::-1]
+            world.free_rows.append(request.row)
+    stats = run.dispatcher.stats()
+    run.dispatcher.stop()
+    if slots == 1000:
+        assert stats["hot_hits"] > 0 and stats["hot_stale"] > 0
+    else:
+        assert stats["hot_evictions"] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_abandoned_layers_leave_nothing_behind(seed: int) -> None:
+    """Layers that end at any moment, steps that replace them, pages that change hands meanwhile."""
+    world = make(seed, lengths=(500, 700))
+    rogue = Rogue(seed, delay_us=500)
+    run = Run(world, rogue, replace(SMALL, hot_bytes=1 << 18, touches=1 + seed % 2))
+    dice = random.Random(seed)
+    requests = requests_of(world)
+    for turn in range(30):
+        plan = run.plan(requests, dice.choice([GPU, ANY]), dice.choice([16, 64]), dice.choice([0.2, 1.0]))
+        world.begin_step(requests)
+        if turn % 3 == 2:
+            run.layer(requests, plan)
+            continue
+        world.begin_layer(requests, 0, plan)
+        time.sleep(dice.choice([0, 1e-4, 2e-3]))
+        world.engine.abandon()
+        for request in requests:  # the token of the abandoned layer was written or not: the next step writes it anew
+            request.keys[0], request.values[0] = request.keys[0][:-1], request.values[0][:-1]
+        if dice.random() < 0.3:
+            gone = requests.pop(0)
+            world.free += gone.pages[::-1]
+            world.free_rows.append(gone.row)
+            requests.append(world.add(dice.choice([300, 600])))
+    run.dispatcher.stop()
+    assert run.dispatcher.lost == ""
+    assert run.dispatcher.stats()["failed_tasks"] == 0
+
+
+def test_the_option_brings_the_executor(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("FLUXION_DEVICE", "sim")
+    world = World(rows=2)
+    config = FluxionConfig.parse('{"executors": "cpu+gpu", "hot_tiles_gb": 0.001}')
+    with caplog.at_level("INFO"):
+        (executor,) = foreign_executors(config, world.pool)
+        assert isinstance(executor, GpuExecutor)
+        executor.bind(world.engine.native, world.engine.q_heads)
+    assert [record.message for record in caplog.records if "32768 tokens" in record.message]
+    assert executor.dispatcher is not None
+    executor.dispatcher.stop()
+    monkeypatch.setenv("FLUXION_DEVICE", "")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError):
+            foreign_executors(config, world.pool)
+
+
+def test_a_lost_device_is_said_once_and_the_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    rogue = Rogue()
+    world = World(rows=2, layers=1, scheduler="uniform")
+    executor = GpuExecutor(SimpleNamespace(api=rogue.api, backend="sim"), SMALL)  # type: ignore[arg-type]
+    executor.bind(world.engine.native, world.engine.q_heads)
+    world.engine.executors = [executor]
+    world.engine._executor_ids = [ExecutorId.CPU, ExecutorId.GPU]
+    world.engine._owner = None
+    world.extend(1, 700)
+    world.decode([1])
+    assert world.engine.stats()["gpu_tasks"] == 1
+    rogue.fail("attend")
+    with pytest.raises(RuntimeError, match="the test asked for a failure"):
+        world.decode([1])
+    world.keys[1][0], world.values[1][0] = world.keys[1][0][:700], world.values[1][0][:700]
+    world.engine.scheduler = by_priority
+    world.extend(1, 1)
+    for _ in range(3):
+        ((got, want),) = world.decode([1])
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "Fluxion: the device could not take a batch of attention (the test asked for a failure); tasks are computed by "
+        "the CPU alone from now on"
+    ]

@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 16;
+constexpr int64_t kAbiVersion = 17;
 
 // [tokens, heads, D], D contiguous
 TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {
@@ -92,6 +92,10 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
     return ffi::Tensor::FromNDAlloc(PoolMemory{pool_ref->pool, at},
                                     ffi::ShapeView(shape.begin(), shape.size()), dtype, DLDevice{kDLCPU, 0});
   };
+  if (name == "memory") {  // whole small pages: what follows the last byte belongs to the mapping
+    const HostMemory& memory = pool.memory();
+    return view(memory.data(), {round_up(memory.bytes(), kSmallPage)}, DLDataType{kDLUInt, 8, 1});
+  }
   if (name == "tiles")
     return view(pool.tiles_base(l), {s.kv_heads, s.pages, 2, kPage, s.head_dim}, kv_type(pool));
   if (name == "moments") return view(pool.moments_base(l), {s.kv_heads, s.pages, s.moments_len()}, kFloat64);
@@ -102,7 +106,7 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
     if (j > 0 && name == "tag" + level) return view(pool.tags(l, j), {s.entries(j)}, kInt32);
   }
   Raise("ValueError") << "The pool has no tensor \"" << name
-                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3 or moments.";
+                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3, moments or memory.";
   TVM_FFI_UNREACHABLE();
 }
 

@@ -112,6 +112,8 @@ class HostPool {
   char* tiles_base(int layer) const { return layer_[layer].tiles; }
   char* meta_base(int layer, int level) const { return layer_[layer].meta[level]; }
   double* moments_base(int layer) const { return layer_[layer].moments; }
+  // Everything above, of all layers: what a device must have pinned to read it.
+  const HostMemory& memory() const { return memory_; }
 
   // Writes tokens start..start+count-1 of the request whose logical page i is pages[i], n_pages of them.
   // Positions before start are only read. Throws std::invalid_argument before anything is written.

@@ -114,6 +114,11 @@ class FluxionConfig:
         "cpu+gpu.",
         "4",
     )
+    cuda_graphs: bool = _option(
+        False,
+        "Decode steps are recorded as CUDA graphs and replayed. No GPU has run this yet.",
+        "true",
+    )
     scheduler: str = _option(
         SCHEDULERS[0],
         f"How tasks come to executors: {', '.join(SCHEDULERS)}; the others divide them beforehand, and are there to be "

@@ -190,9 +190,24 @@ def _gpu() -> Iterator[Check]:
         yield Check("gpu", OK, "none: the CPU is the device")
         return
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    yield Check(
-        "gpu",
-        FAIL,
-        f"{names}: SGLang would serve on it, and this version of Fluxion serves on the CPU only",
-        'hide it from the server and from this command: set CUDA_VISIBLE_DEVICES="" and add --device cpu to the server',
+    hide = (
+        'hide it from the server and from this command: set CUDA_VISIBLE_DEVICES="" and add --device cpu to the server'
     )
+    from fluxion_sglang.device import flashinfer
+    from fluxion_sglang.device.library import DeviceError, load
+
+    try:
+        library = load("cuda").info()
+    except DeviceError as error:
+        yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}")
+        return
+    yield Check("gpu", OK, f"{names}; compute capability {library['capability']}")
+    if flashinfer.module() is None:
+        yield Check(
+            "flashinfer",
+            WARN,
+            "not installed, or does not import",
+            "prefill attends by plain products, which is slow: pip install flashinfer-python",
+        )
+    else:
+        yield Check("flashinfer", OK, str(_version("flashinfer-python")))

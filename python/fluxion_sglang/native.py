@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import tvm_ffi
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -232,6 +232,7 @@ class NativePool:
                 2^j pages; coarse levels live at [last page >> j].
                 "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
                 "moments" [H, P, 2 D + 8] float64: sums along the path of k, v, |k|^1..4, |v|^1..4.
+            "memory" [bytes] uint8: all of the above, of all layers; whole pages of 4096 bytes.
         """
         view = self._views.get((name, layer))
         if view is None:

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from world import World
 
+from fluxion_sglang.device.host import HostDevice
 from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import DecodeStep
@@ -33,8 +34,10 @@ class Backend(FluxionAttnBackend):
         self.table: Any = SimpleNamespace(req_to_token=slots, req_generation=torch.ones(world.rows, dtype=torch.int64))
         self.requests = RequestPolicies(parse_spec("anchor"))
         self.failures = FailureGuard()
+        self.device = HostDevice(world.pool, world.windows, world.engine)
         self.metrics = self.recorder = None
-        self._extends = []
+        self._counted = True
+        self._chunks = []
 
     def forward(self, counts: dict[int, int], riding: list[int]) -> None:
         """A pass over `counts` new tokens of each row, of which those in `riding` decode."""

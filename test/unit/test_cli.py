@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from importlib import metadata
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fluxion_sglang import __version__, cli, doctor
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.device import flashinfer, library
 from fluxion_sglang.doctor import FAIL, OK, WARN, Check
 
 MACHINE: dict[str, Any] = {
@@ -156,19 +158,35 @@ def test_a_missing_distribution_fails(healthy: pytest.MonkeyPatch) -> None:
     assert one("apache-tvm-ffi").status == FAIL
 
 
-def test_a_gpu_that_sglang_would_use_fails(healthy: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the flag does, which refuses to start there."""
+@pytest.fixture
+def two_gpus(healthy: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     import torch
 
     healthy.setattr(torch.cuda, "is_available", lambda: True)
     healthy.setattr(torch.cuda, "device_count", lambda: 2)
     healthy.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    return healthy
+
+
+def test_a_gpu_without_its_library_fails(two_gpus: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the flag does, which refuses to start there."""
+    two_gpus.setattr(library, "device_library_path", lambda backend: Path("/nowhere") / backend)
+    library.load.cache_clear()
     check = one("gpu")
     assert check.status == FAIL
-    assert "GPU 0, GPU 1: " in check.found and "serves on the CPU only" in check.found
+    assert "GPU 0, GPU 1: " in check.found and "build fluxion-sglang with FLUXION_CUDA=on" in check.found
     assert 'CUDA_VISIBLE_DEVICES=""' in check.advice and "--device cpu" in check.advice
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("Not ready")
+
+
+def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
+    two_gpus.setattr(library, "load", lambda backend: SimpleNamespace(info=lambda: {"capability": "9.0"}))
+    two_gpus.setattr(flashinfer, "module", lambda: None)
+    assert one("gpu") == Check("gpu", OK, "GPU 0, GPU 1; compute capability 9.0")
+    assert one("flashinfer").status == WARN
+    two_gpus.setattr(flashinfer, "module", lambda: SimpleNamespace())
+    assert one("flashinfer").status == OK
 
 
 def test_missing_entry_points_fail(healthy: pytest.MonkeyPatch) -> None:

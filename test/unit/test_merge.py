@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.executor.merge import attention_with_lse, merge_state
+from fluxion_sglang.executor import merge
+from fluxion_sglang.executor.merge import attention_in_pieces, attention_with_lse, merge_state
 
 
 def reference(
@@ -67,3 +68,23 @@ def test_empty_parts(empty: str) -> None:
     got_o, got_lse = merge_state(nothing, never, o, lse) if empty == "a" else merge_state(o, lse, nothing, never)
     torch.testing.assert_close(got_o, o)
     torch.testing.assert_close(got_lse, lse)
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(1, 40), keys=st.integers(1, 80), heads=st.integers(1, 3), group=st.sampled_from([1, 2, 4, 7]),
+    causal=st.booleans(), seed=st.integers(0, 2**16), piece=st.sampled_from([1, 700, 1 << 24]),
+)  # fmt: skip
+def test_attention_in_pieces(
+    tokens: int, keys: int, heads: int, group: int, causal: bool, seed: int, piece: int
+) -> None:
+    torch.manual_seed(seed)
+    keys = tokens if causal else keys
+    q = torch.randn(tokens, heads * group, 64)
+    k, v = (torch.randn(keys, heads, 64) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge, "_PIECE", piece)
+        o, lse = attention_in_pieces(q, k, v, 0.125, causal)
+    want_o, want_lse = reference(q, k.transpose(0, 1), v.transpose(0, 1), 0.125, causal)
+    assert torch.allclose(o.double(), want_o, atol=1e-5)
+    assert torch.allclose(lse.double(), want_lse, atol=1e-5)

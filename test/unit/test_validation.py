@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.device import library
 from fluxion_sglang.sglang import compat, plugin, resolution, validation
 from fluxion_sglang.sglang.compat import CompatError, Need
 
@@ -164,9 +165,41 @@ def test_what_follows_from_the_flag(server_args: Any) -> None:
 
 
 def test_other_devices_are_refused(server_args: Any) -> None:
-    args = server_args(model_path=NEEDLE, device="cuda", enable_fluxion=True)
-    with pytest.raises(ConfigError, match=r"serves on the CPU in this version, and SGLang would use cuda"):
+    args = server_args(model_path=NEEDLE, device="xpu", enable_fluxion=True)
+    with pytest.raises(ConfigError, match=r"serves on NVIDIA GPUs and on the CPU, and SGLang would use xpu"):
         resolution.run("handle_missing_default_values", args, lambda args: None)
+
+
+def test_a_gpu_needs_its_library(server_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "device_library_path", lambda backend: Path("/nowhere") / backend)
+    library.load.cache_clear()
+    args = server_args(model_path=NEEDLE, device="cuda", enable_fluxion=True)
+    with pytest.raises(library.DeviceError, match="does not exist; build fluxion-sglang with FLUXION_CUDA=on"):
+        resolution.run("handle_missing_default_values", args, lambda args: None)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "words"),
+    [
+        ("cuda", {"audit": "/tmp/audit.npy"}, "audit does not work on a GPU"),
+        ("cpu", {"cuda_graphs": True}, "SGLang would use cpu; leave the key out"),
+    ],
+)
+def test_keys_that_do_not_go_with_the_device(
+    device: str, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "load", lambda backend: SimpleNamespace(backend=backend))
+    with pytest.raises(ConfigError, match=words):
+        validation.check_device(device, FluxionConfig(**options))
+    for legal in ("cpu", "cuda"):
+        validation.check_device(legal, FluxionConfig(cuda_graphs=legal == "cuda"))
+
+
+def test_layers_that_scale_differently_are_refused_on_a_device() -> None:
+    layers: list[Any] = [SimpleNamespace(scaling=0.125), SimpleNamespace(scaling=0.125)]
+    validation.check_scaling(layers)
+    with pytest.raises(ConfigError, match=r"scale scores differently \(0.125, 0.25\)"):
+        validation.check_scaling([*layers, SimpleNamespace(scaling=0.25)])
 
 
 # --- what resolution made of it
@@ -209,6 +242,18 @@ def test_graphs_turned_on_again_are_refused(phase: str) -> None:
     args.cuda_graph_config[phase].backend = "full"
     with pytest.raises(ConfigError, match=f"--cuda-graph-backend-{phase} disabled"):
         validation.check_resolved(args)
+
+
+def test_graphs_that_were_asked_for_are_accepted() -> None:
+    args, asked = resolved(), FluxionConfig(cuda_graphs=True)
+    args.cuda_graph_config.decode.backend = "full"
+    validation.check_resolved(args, asked)
+    args.cuda_graph_config.decode.backend = "breakable"
+    with pytest.raises(ConfigError, match="graphs that are breakable, which SGLang chose for decode"):
+        validation.check_resolved(args, asked)
+    args.cuda_graph_config.decode.backend, args.cuda_graph_config.prefill.backend = "disabled", "full"
+    with pytest.raises(ConfigError, match="which SGLang chose for prefill"):
+        validation.check_resolved(args, asked)
 
 
 # --- models

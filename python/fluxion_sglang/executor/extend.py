@@ -24,7 +24,7 @@ class ExtendRequest:
         stop: tokens after this chunk.
         offset: index of its first token in the batch's flat q, k, v.
         pages: [>= ceil(stop / 16)] int32, its page list.
-        decodes: its one token was generated and rides along with the prefill of others (a mixed chunk).
+        queries: how many of the last new tokens' queries are wanted once the host pool has the chunk.
     """
 
     row: int
@@ -32,12 +32,18 @@ class ExtendRequest:
     stop: int
     offset: int
     pages: torch.Tensor
-    decodes: bool = False
+    queries: int = 0
 
     @property
     def tokens(self) -> slice:
         """The request's tokens in the batch's flat q, k, v."""
         return slice(self.offset, self.offset + self.stop - self.start)
+
+    @property
+    def last_queries(self) -> slice:
+        """Those of its tokens whose queries are wanted, in the batch's flat q."""
+        tokens = self.tokens
+        return slice(max(tokens.start, tokens.stop - self.queries), tokens.stop)
 
 
 def extend_attention(

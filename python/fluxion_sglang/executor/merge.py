@@ -52,3 +52,35 @@ def merge_state(
     weight_a = (lse_a - shift).exp().unsqueeze(-1)
     weight_b = (lse_b - shift).exp().unsqueeze(-1)
     return o_a.float() * weight_a + o_b.float() * weight_b, lse
+
+
+_PIECE = 1 << 24
+"""Scores that `attention_in_pieces` computes at a time."""
+
+
+def attention_in_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_with_lse` by plain products in float32, on any device and for any type, with k, v: [S, H, D].
+
+    For what no kernel serves; slow, but some queries at a time, so that it needs little memory.
+    """
+    tokens, q_heads, dim = q.shape
+    keys, heads, _ = k.shape
+    o = torch.empty_like(q)
+    lse = torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device)
+    k, v = k.float().permute(1, 2, 0), v.float().transpose(0, 1)  # [H, D, S], [H, S, D]
+    step = max(_PIECE // (q_heads * keys), 1)
+    for first in range(0, tokens, step):
+        piece = q[first : first + step].float()
+        rows = piece.shape[0]
+        # Queries of a group side by side: [H, rows * G, D].
+        piece = piece.view(rows, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
+        scores = torch.matmul(piece, k) * scale
+        if causal:
+            seen = torch.arange(first, first + rows, device=q.device).repeat_interleave(q_heads // heads)
+            scores.masked_fill_(torch.arange(keys, device=q.device) > seen.unsqueeze(1), float("-inf"))
+        lse[first : first + rows] = scores.logsumexp(-1).view(heads, rows, -1).transpose(0, 1).reshape(rows, q_heads)
+        out = torch.matmul(scores.softmax(-1), v).view(heads, rows, -1, dim).transpose(0, 1)
+        o[first : first + rows] = out.reshape(rows, q_heads, dim).to(q.dtype)
+    return o, lse

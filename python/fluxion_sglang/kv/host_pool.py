@@ -132,6 +132,11 @@ class HostPool:
     def nbytes(self) -> int:
         return self.shape.pool_bytes(self.tokens)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """[bytes] uint8: the whole pool, for a device that is to read it in place; every byte has been touched."""
+        return self.native.tensor("memory", 0)
+
     def tiles(self, layer: int) -> torch.Tensor:
         """[H, P, 2, 16, D] view of a layer's tiles; no copy."""
         return self.native.tensor("tiles", layer)

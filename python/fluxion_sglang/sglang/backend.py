@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.audit import AuditLog
+from fluxion_sglang.device.base import Device, library_of
+from fluxion_sglang.device.host import HostDevice
 from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors
-from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
+from fluxion_sglang.executor.extend import ExtendRequest
 from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.metrics import EngineMetrics
@@ -32,6 +35,23 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A request of an extend pass.
+
+    Attributes:
+        policy: its own, or None. wishes: what it wants recorded of it.
+        rides: its one token was generated and rides along with the prefill of others (a mixed chunk).
+    """
+
+    request: ExtendRequest
+    policy: Policy | None
+    rides: bool
+    wishes: Mapping[str, Any] | None
 
 
 class FluxionAttnBackend(AttentionBackend):
@@ -71,6 +91,7 @@ class FluxionAttnBackend(AttentionBackend):
             first_layer=pool.start_layer,
             first_head=get_parallel().attn_tp_rank * layers[0].tp_q_head_num,
         )
+        self.device = self._device(runner, layers)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(
@@ -78,7 +99,8 @@ class FluxionAttnBackend(AttentionBackend):
                 host_pool_bytes=pool.host.nbytes,
                 resident_tokens_per_request=pool.host.placement.slots,
             )
-        self.failures = FailureGuard()
+        self.failures = FailureGuard(self._finish, self.device.abort)
+        self._counted = True  # the metrics have what was decoded
         self.requests = RequestPolicies(policy, pool.config.request_policies, context, audit is not None)
         self.recorder: Recorder | None = None
         if pool.config.record is not None:
@@ -87,7 +109,7 @@ class FluxionAttnBackend(AttentionBackend):
             (folder / IDENTITY).write_text(
                 json.dumps(dataclasses.asdict(predictors.identity(pool.config, runner))) + "\n"
             )
-        self._extends: list[tuple[ExtendRequest, Mapping[str, Any] | None, Policy | None]] = []
+        self._chunks: list[_Chunk] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
@@ -96,23 +118,72 @@ class FluxionAttnBackend(AttentionBackend):
         elif mode.is_extend():
             self.failures.run(lambda: self._begin_extend(forward_batch))
 
+    def _device(self, runner: ModelRunner, layers: Sequence[RadixAttention]) -> Device:
+        """What passes run on: the CPU itself, or a device that the CPU works beside."""
+        pool = self.pool
+        library = library_of(str(pool.device))
+        if library is None:
+            return HostDevice(pool.host, pool.windows, self.engine)
+        from fluxion_sglang.device.step import StreamDevice  # it needs no CUDA, but nobody else needs it
+
+        validation.check_scaling(layers)
+        device = StreamDevice(
+            library,
+            pool.host,
+            pool.windows,
+            self.engine,
+            q_heads=layers[0].tp_q_head_num,
+            scale=float(layers[0].scaling),
+            max_requests=max(runner.max_running_requests, pool.windows.rows),
+            graphs=pool.config.cuda_graphs,
+        )
+        logger.info("Fluxion: passes run on %s", device.description)
+        return device
+
+    def _finish(self) -> None:
+        self.device.finish()
+        if not self._counted and self.metrics is not None:
+            self.metrics.update(self.engine.stats(), self.engine.state_bytes)
+        self._counted = True
+
+    # --- CUDA graphs of decode steps (option cuda_graphs) ---
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Everything that a graph reads again is the device's, and has room for the largest batch."""
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def _begin_decode(self, forward_batch: ForwardBatch) -> None:
-        rows = forward_batch.req_pool_indices
-        lengths = forward_batch.seq_lens_cpu.to(torch.int64)
-        pages = page_table(self.table.req_to_token, rows, int(lengths.max()))
-        rows = rows.cpu()
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a graph is captured or replayed. Graphs are of decode steps alone, and padded with requests that are
+        not there: the device leaves their rows alone."""
+        if in_capture:
+            self.device.begin_dummy()
+            return
+        real = forward_batch.batch_size - forward_batch.num_padding
+        self.failures.run(lambda: self._begin_decode(forward_batch, real))
+
+    def _begin_decode(self, forward_batch: ForwardBatch, requests: int | None = None) -> None:
+        """Begin a decode step of the batch's first `requests`, by default all."""
+        self._finish()
+        there = forward_batch.req_pool_indices[:requests]
+        rows = there.cpu()
+        if not rows.any():  # SGLang's padding row alone: a warm-up
+            self.device.begin_dummy()
+            return
+        lengths = forward_batch.seq_lens_cpu[:requests].to(torch.int64)
+        pages = page_table(self.table.req_to_token, there, int(lengths.max()))
         generations = self.table.req_generation[rows]
         for i in self.pool.windows.stale(rows, generations, lengths - 1):
-            self.pool.windows.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
+            self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             self.engine.forget(int(rows[i]))
-        self.engine.begin_step(rows, lengths, pages, self.requests.current)
+        self._counted = False
+        self.device.begin_decode(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
         self.pool.windows.mark(rows, generations, lengths)
 
     def _begin_extend(self, forward_batch: ForwardBatch) -> None:
+        self._finish()
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
         pages = page_table(self.table.req_to_token, rows, int(lengths.max()))
@@ -123,15 +194,22 @@ class FluxionAttnBackend(AttentionBackend):
         for i in sorted(gone):
             self.engine.forget(int(rows[i]))
         policies = self.requests.current
-        self._extends = []
+        self._chunks = []
         offset = 0
         for i, (start, count) in enumerate(
             zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
         ):
-            extend = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], i in riding)
+            if rows[i] == 0:  # SGLang's padding row: a warm-up
+                offset += int(count)
+                continue
             wishes = self.requests.recorded[i] if self.recorder is not None else None
-            self._extends.append((extend, wishes, None if policies is None else policies[i]))
+            policy = None if policies is None else policies[i]
+            wanted = 0 if i in riding else max((policy or self.requests.server).prefill_rows, 1)
+            queries = int(count) if wishes is not None else wanted
+            request = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], queries)
+            self._chunks.append(_Chunk(request, policy, i in riding, wishes))
             offset += int(count)
+        self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.pool.windows.mark(rows, generations, lengths)
 
     def forward_extend(
@@ -146,7 +224,7 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = self.failures.run(lambda: self._extend(self._index(layer), q, k, v, layer.scaling))
+        out = self.failures.run(lambda: self.device.extend(self._index(layer), q, k, v, layer.scaling))
         return self._flat(out, q)
 
     def forward_decode(
@@ -161,10 +239,7 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        index = self._index(layer)
-        out = self.failures.run(lambda: self.engine.decode(index, q, k, v, layer.scaling))
-        if self.metrics is not None and index == self.pool.layer_num - 1:
-            self.metrics.update(self.engine.stats(), self.engine.state_bytes)
+        out = self.failures.run(lambda: self.device.decode(self._index(layer), q, k, v, layer.scaling))
         return self._flat(out, q)
 
     @staticmethod
@@ -176,16 +251,9 @@ class FluxionAttnBackend(AttentionBackend):
         """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""
         return int(layer.layer_id) - self.pool.start_layer
 
-    def _extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        out = torch.empty_like(q)
-        for request, wishes, policy in self._extends:
-            tokens = request.tokens
-            if request.stop > request.start:
-                out[tokens] = extend_attention(self.pool.host, layer, request, q[tokens], k[tokens], v[tokens], scale)
-                self.pool.host.append(layer, request.pages, request.start, k[tokens], v[tokens])
-                if not request.decodes:
-                    self.engine.prefilled(layer, request.row, request.stop, q[tokens], policy)
-                if self.recorder is not None and wishes is not None:
-                    self.recorder.observe(layer, wishes, request, q[tokens], scale)
-            self.pool.windows.fill(layer, request.row, request.stop, request.pages)
-        return out
+    def _appended(self, layer: int, index: int, queries: torch.Tensor, scale: float) -> None:
+        chunk = self._chunks[index]
+        if not chunk.rides:
+            self.engine.prefilled(layer, chunk.request.row, chunk.request.stop, queries, chunk.policy)
+        if self.recorder is not None and chunk.wishes is not None:
+            self.recorder.observe(layer, chunk.wishes, chunk.request, queries, scale)

@@ -101,6 +101,12 @@ NEEDS = (
     Need("sglang.srt.model_executor.cuda_graph_config", "with_phase"),
     Need("sglang.srt.model_executor.cuda_graph_config", "Phase.ALL"),
     Need("sglang.srt.model_executor.cuda_graph_config", "Backend.DISABLED"),
+    Need("sglang.srt.model_executor.cuda_graph_config", "Backend.FULL"),
+    Need(
+        "sglang.srt.layers.attention.base_attn_backend",
+        "AttentionBackend.init_forward_metadata_out_graph",
+        ("self", "forward_batch", "in_capture"),
+    ),
     Need("sglang.srt.configs.model_config", "AttentionArch.MHA"),
     Need("sglang.srt.environ", "envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
     Need("sglang.srt.runtime_context", "get_context"),

@@ -20,16 +20,25 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def _nothing() -> None:
+    pass
+
+
 class FailureGuard:
     """Contains the failures of one forward pass, where somebody has promised to report them.
 
     Outside `containing()` (SGLang's offline benchmarks call the model without a scheduler) a failure is raised.
 
+    Args:
+        finish: completes a pass of which nothing has failed; it may raise what failed since.
+        abort: gives up one that has.
+
     Attributes:
         reason: the first failure of the pass; None while there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, finish: Callable[[], None] = _nothing, abort: Callable[[], None] = _nothing) -> None:
+        self.finish, self._abort = finish, abort
         self.reason: str | None = None
         self._contained = False
         self._passes = 0
@@ -43,8 +52,18 @@ class FailureGuard:
         self._passes += 1
         try:
             yield self
+            self._close()
         finally:
             self._contained = False
+
+    def _close(self) -> None:
+        if self.reason is None:
+            self.run(self.finish)
+            return
+        try:
+            self._abort()
+        except Exception:
+            logger.exception("Fluxion: what a failed pass left behind could not be cleared; the next may fail, too")
 
     def run(self, step: Callable[[], T]) -> T | None:
         """The result of `step`; None when it, or a step of this pass before it, has failed."""
@@ -71,9 +90,13 @@ def forward_batch_generation(
     from sglang.srt.runtime_context import get_parallel
 
     guard = getattr(worker.model_runner.attn_backend, "failures", None)
-    # With several ranks a failure on one must not let the others' schedulers drift apart: there it stays fatal.
-    if not isinstance(guard, FailureGuard) or batch is None or get_parallel().launch_world_size > 1:
+    if not isinstance(guard, FailureGuard) or batch is None:
         return original(worker, batch, *args, **kwargs)
+    # With several ranks a failure on one must not let the others' schedulers drift apart: there it stays fatal.
+    if get_parallel().launch_world_size > 1:
+        result = original(worker, batch, *args, **kwargs)
+        guard.finish()
+        return result
     with guard.containing():
         result = original(worker, batch, *args, **kwargs)
     if guard.reason is not None:

@@ -15,6 +15,8 @@ from sglang.srt.models.utils import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.device.base import library_of
+from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.executor.cpu import create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -125,7 +127,10 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
     # One row more than requests: row 0 is SGLang's padding.
-    rows, limit = resolved.max_total_num_tokens // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
+    room = resolved.max_total_num_tokens
+    if library_of(configurator.device) is not None:
+        room -= -(-stage_tokens() // shape.layers)  # of one layer
+    rows, limit = room // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
     if configurator.device == "cpu":
         fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1
         rows, limit = min((rows, limit), (fitting, "the free memory"))

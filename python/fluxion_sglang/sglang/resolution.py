@@ -42,20 +42,23 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     native.library()  # raises NativeLibraryError
     openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
-    validation.check_device(view.device)
+    validation.check_device(view.device, config)
     declare_resolution(server_args, "fluxion", attention_backend="fluxion", page_size=PAGE)
 
 
 def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:
-    """No graphs: decode calls the host. Before the memory heuristic, which reserves memory for graphs."""
+    """No graphs, unless asked for: decode calls the host. Before the memory heuristic, which reserves memory for
+    graphs."""
     previous(server_args)
     if not server_args.enable_fluxion:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+    recorded = FluxionConfig.parse(server_args.fluxion_config).cuda_graphs
     for phase in Phase.ALL:
-        config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)
+        backend = Backend.FULL if recorded and phase == Phase.DECODE else Backend.DISABLED
+        config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=backend)
         declare_resolution(server_args, "fluxion", cuda_graph_config=config)
 
 
@@ -90,7 +93,7 @@ def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step)
     previous(server_args)
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    validation.check_resolved(resolving_view(server_args))
+    validation.check_resolved(resolving_view(server_args), FluxionConfig.parse(server_args.fluxion_config))
 
 
 _STEPS: dict[str, Callable[[Any, _Step], None]] = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.device.base import library_of
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import capacity, compat
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # Limits of the kernels.
 HEAD_DIMS = range(32, 257, 16)
 LARGEST_GROUP = 16
+
+_DEFAULTS = FluxionConfig()
 
 
 @dataclass(frozen=True)
@@ -187,16 +190,32 @@ def check_config(config: FluxionConfig, args: Any) -> None:
                 )
 
 
-def check_device(device: str) -> None:
-    """Refuse every device but the CPU: this version has no code for another one. Raises ConfigError."""
-    if device != "cpu":
+def check_device(device: str, config: FluxionConfig) -> None:
+    """Refuse devices that there is no code for, and keys of --fluxion-config that do not go with the device.
+
+    The device itself is not looked at: the launcher must not take part of its memory.
+
+    Raises:
+        ConfigError: one sentence.
+        DeviceError: the library of the device is missing or does not fit.
+    """
+    if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"--enable-fluxion serves on the CPU in this version, and SGLang would use {device}; hide the accelerator "
-            '(CUDA_VISIBLE_DEVICES="") and add --device cpu, or leave the option out.'
+            f"--enable-fluxion serves on NVIDIA GPUs and on the CPU, and SGLang would use {device}; hide the "
+            "accelerator and add --device cpu, or leave the option out."
+        )
+    if config.cuda_graphs and device != "cuda":
+        raise ConfigError(
+            f"cuda_graphs records what a GPU does in a decode step, and SGLang would use {device}; leave the key out."
+        )
+    if library_of(device) is not None and config.audit is not None:
+        raise ConfigError(
+            "audit does not work on a GPU, because it computes every layer a second time where the first is computed; "
+            "add --device cpu or leave audit out."
         )
 
 
-def check_resolved(args: Any) -> None:
+def check_resolved(args: Any, config: FluxionConfig = _DEFAULTS) -> None:
     """Check what SGLang made of the options: a model or another step may have decided against ours.
 
     Args:
@@ -221,9 +240,12 @@ def check_resolved(args: Any) -> None:
             f"model; add --page-size {PAGE} or serve the model without --enable-fluxion."
         )
     for phase in Phase.ALL:
-        if args.cuda_graph_config[phase].backend != Backend.DISABLED:
+        legal = (
+            (Backend.DISABLED, Backend.FULL) if config.cuda_graphs and phase == Phase.DECODE else (Backend.DISABLED,)
+        )
+        if (chosen := args.cuda_graph_config[phase].backend) not in legal:
             raise ConfigError(
-                f"--enable-fluxion runs without CUDA graphs, and SGLang turned them on again for {phase}; "
+                f"--enable-fluxion does not work with CUDA graphs that are {chosen}, which SGLang chose for {phase}; "
                 f"add --cuda-graph-backend-{phase} disabled."
             )
 
@@ -426,6 +448,16 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
             f"--enable-fluxion cannot serve this model, because some of its layers share one KV cache; {_OTHER_MODEL}."
         )
     return layers
+
+
+def check_scaling(layers: Sequence[RadixAttention]) -> None:
+    """Refuse layers that scale scores differently: a device's CPU side is told once. Raises ConfigError."""
+    scales = sorted({float(layer.scaling) for layer in layers})
+    if len(scales) > 1:
+        raise ConfigError(
+            "--enable-fluxion cannot serve this model on a GPU, because its attention layers scale scores differently "
+            f"({', '.join(f'{scale:g}' for scale in scales)}); serve it with --device cpu or without --enable-fluxion."
+        )
 
 
 class _Attributes(dict[str, Any]):

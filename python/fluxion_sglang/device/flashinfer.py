@@ -1,0 +1,155 @@
+"""FlashInfer's door: attention to what is resident, and to a chunk and its prefix. Nothing else imports FlashInfer.
+
+FlashInfer's LSE is of base 2 (m + log2(d)). `prefill` gives the natural one that the rest of the project has; what a
+`Residents` returns goes straight into `take`, which is told its base.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+from fluxion_sglang.kv.placement import PAGE, Placement
+
+# What decode kernels without tensor cores are compiled for; the others go through those of prefill.
+_CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
+_HEAD_DIMS = (64, 128, 256)
+_WORKSPACE_BYTES = 128 << 20
+
+
+@cache
+def module() -> Any:
+    """FlashInfer, imported when first needed; None where it is not installed or does not import."""
+    try:
+        return importlib.import_module("flashinfer")
+    except Exception:  # whatever a half-installed CUDA package raises
+        return None
+
+
+def serves(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashInfer is there, and has kernels for such tensors."""
+    return dtype == torch.bfloat16 and head_dim in _HEAD_DIMS and module() is not None
+
+
+def prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of T queries to S keys on the device.
+
+    Args:
+        q: [T, Hq, D]. k, v: [S, H, D].
+        causal: query t sees keys 0..t (then S = T); otherwise every key.
+
+    Returns:
+        o [T, Hq, D] in q's dtype, lse [T, Hq] float32, natural log.
+    """
+    o, lse = module().single_prefill_with_kv_cache(q, k, v, causal=causal, sm_scale=scale, return_lse=True)
+    return o, lse * math.log(2)
+
+
+def resident_lists(
+    placement: Placement, rows: torch.Tensor, lengths: torch.Tensor, kv_heads: int, window_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The resident pages of every (request, KV head), as lists of FlashInfer.
+
+    Only the last page of a list may be partial. So the lists are in the order of positions, whatever the ring's; the
+    sinks are whole before there is a window, and a window begins on a page.
+
+    Args:
+        rows, lengths: [B] int64 on the CPU, this step's token included.
+        window_rows: rows that the windows have.
+
+    Returns:
+        indptr [B * H + 1], indices [indptr[-1]] and last_page_len [B * H], int32 on the CPU. Indices count the pages
+        of a layer's windows [H, window_rows * slot pages, ...] from the first head's first.
+    """
+    heads = torch.arange(kv_heads)
+    starts = torch.tensor([placement.window_start(int(n)) for n in lengths], dtype=torch.int64) // PAGE
+    sinks = torch.arange(placement.sink_pages).expand(len(rows), -1)
+    ring = starts.unsqueeze(1) + torch.arange(placement.ring // PAGE)
+    pages = torch.cat([sinks, ring], 1)  # logical, ascending
+    there = pages * PAGE < lengths.unsqueeze(1)
+    slots = torch.where(
+        pages < placement.sink_pages,
+        pages,
+        placement.sink_pages + (pages - placement.sink_pages) % (placement.ring // PAGE),
+    )
+    slots = slots + rows.unsqueeze(1) * placement.slot_pages
+    of_head = heads.view(1, -1, 1) * (window_rows * placement.slot_pages) + slots.unsqueeze(1)
+    counts = there.sum(1).repeat_interleave(kv_heads)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    indices = of_head[there.unsqueeze(1).expand_as(of_head)]
+    last = ((lengths - 1) % PAGE + 1).repeat_interleave(kv_heads)
+    return indptr.int(), indices.int(), last.int()
+
+
+class Residents:
+    """Attention to the sinks and windows of a decode step: planned once a step, run once a layer.
+
+    A (request, KV head) is a request of FlashInfer's with one KV head, because windows are stored by KV head.
+
+    Args:
+        window_rows: rows that the windows have. scale: of most layers; another one costs nothing.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        window_rows: int,
+        *,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        self._placement, self._window_rows = placement, window_rows
+        self._kv_heads, self._group, self._head_dim = kv_heads, q_heads // kv_heads, head_dim
+        self._dtype, self._scale = dtype, scale
+        # FlashInfer wants it zeroed before its first use.
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrapper = module().BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=self._group not in _CUDA_CORE_GROUPS
+        )
+
+    def plan(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """A new step: rows, lengths [B] int64 on the CPU, this step's token included; B at least 1.
+
+        The plan is copied from one pinned buffer: the step before must have begun its layers on the device.
+        """
+        lists = resident_lists(self._placement, rows, lengths, self._kv_heads, self._window_rows)
+        # On the CPU: a list on the device would be fetched, which waits for everything before it.
+        self._wrapper.plan(
+            *lists,
+            num_qo_heads=self._group,
+            num_kv_heads=1,
+            head_dim=self._head_dim,
+            page_size=PAGE,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            sm_scale=self._scale,
+        )
+
+    def run(self, q: torch.Tensor, windows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer of the step.
+
+        Args:
+            q: [B, Hq, D], contiguous. windows: [H, rows * slot pages, 2, 16, D], this step's tokens in it.
+
+        Returns:
+            o [B, Hq, D] in q's dtype, lse [B, Hq] float32 of base 2.
+        """
+        batch, q_heads, dim = q.shape
+        pages = windows.view(-1, 2, 1, PAGE, dim)
+        o, lse = self._wrapper.run(
+            q.view(batch * self._kv_heads, self._group, dim),
+            pages,
+            q_scale=None if scale == self._scale else scale / self._scale,
+            return_lse=True,
+        )
+        return o.view(batch, q_heads, dim), lse.view(batch, q_heads)

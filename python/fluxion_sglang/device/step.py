@@ -1,0 +1,254 @@
+"""A GPU as the device: passes become work on its stream, and a thread serves the CPU's half of every decode layer.
+
+Nothing here waits for the device within a pass. A decode layer is three calls on the stream (csrc/device/layout.h):
+`publish` gives the CPU its queries, resident attention runs meanwhile, `take` waits on the device for the middle and
+merges. A prefill chunk goes to the host pool by way of `offload.py`. `finish` closes the pass: by then the host has
+everything, or the pass has failed and the mailbox is new.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from fluxion_sglang.device import flashinfer
+from fluxion_sglang.device.base import Appended, Device
+from fluxion_sglang.device.extend import PrefixStream, extend_attention
+from fluxion_sglang.device.library import DeviceLibrary
+from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
+from fluxion_sglang.device.offload import Offload
+from fluxion_sglang.device.server import LayerServer
+from fluxion_sglang.device.streams import streams
+from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.policy.base import Policy
+
+
+class StreamDevice(Device):
+    """Windows are in device memory; the device attends to them, and the CPU to the middle at the same time.
+
+    The host pool and the mailbox are pinned until `close`.
+
+    Args:
+        scale: of attention, in every layer.
+        max_requests: of a step, padding of graphs included.
+        graphs: decode steps may be captured and replayed, between `begin_dummy` and the next step or after it.
+
+    Raises:
+        DeviceError: the memory cannot be pinned, or the device has none left.
+    """
+
+    def __init__(
+        self,
+        library: DeviceLibrary,
+        pool: HostPool,
+        windows: Windows,
+        engine: DecodeEngine,
+        *,
+        q_heads: int,
+        scale: float,
+        max_requests: int,
+        graphs: bool = False,
+    ) -> None:
+        self._library, self._pool, self._windows, self._engine = library, pool, windows, engine
+        self._device = windows.layers[0].device
+        self._streams = streams(library, self._device)
+        shape, placement = pool.shape, pool.placement
+        self._scale = scale
+        self._mailbox = Mailbox(MailboxShape(max_requests, q_heads, shape.kv_heads, shape.head_dim, shape.dtype))
+        self._server = LayerServer(engine, self._mailbox)
+        self._registered: list[torch.Tensor] = []
+        atexit.register(self.close)
+        for memory in (pool.memory, self._mailbox.arena):
+            library.host_register(memory)
+            self._registered.append(memory)
+        self._port = library.port_create(
+            self._mailbox.arena,
+            max_requests=max_requests,
+            q_heads=q_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            sinks=placement.sinks,
+            window=placement.window,
+            timeout_s=self._server.timeout_s,
+        )
+        self._offload = Offload(self._streams)
+        self._prefix = PrefixStream(library, self._streams, pool, self._device)
+        # A graph must not hold a plan, which is of one step; the library's kernel reads the step from the port.
+        self._residents: flashinfer.Residents | None = None
+        if library.backend == "cuda" and not graphs and flashinfer.serves(shape.dtype, shape.head_dim):
+            self._residents = flashinfer.Residents(
+                placement,
+                windows.rows,
+                q_heads=q_heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                dtype=shape.dtype,
+                scale=scale,
+                device=self._device,
+            )
+        self._graphs = graphs
+        # Of the layer at hand; kept, because a graph writes it again.
+        self._o = torch.empty(max_requests, q_heads, shape.head_dim, device=self._device)
+        self._lse = torch.empty(max_requests, q_heads, device=self._device)
+        self._no_tokens = torch.empty(0, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+        self._parts = graphs  # whether the CPU plans by what the resident tokens say
+        self._decoding = False
+        self._muted = False
+        self._requests: Sequence[ExtendRequest] = ()
+        self._pages: list[torch.Tensor] = []
+        self._appended: Appended | None = None
+
+    @property
+    def description(self) -> str:
+        """What this is, for the log."""
+        info = self._library.info()
+        kernel = "FlashInfer" if self._residents is not None else "a kernel of Fluxion"
+        return f"{info['name']} ({info['backend']}); {kernel} attends to what is resident"
+
+    def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
+        there = pages.to(self._device, copy=True)  # aligned, whichever row of a table it was
+        for layer in range(self._pool.shape.layers):
+            self._fill(layer, row, n, n, there, self._no_tokens, self._no_tokens)
+
+    def _fill(
+        self, layer: int, row: int, start: int, stop: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        placement = self._pool.placement
+        self._library.fill_window(
+            self._streams.main,
+            self._pool.tiles(layer),
+            self._windows.layers[layer],
+            row,
+            start,
+            stop,
+            pages,
+            k,
+            v,
+            placement.sinks,
+            placement.window,
+        )
+
+    # --- decode ---
+
+    def begin_decode(
+        self, rows: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, policies: Sequence[Policy] | None
+    ) -> None:
+        self._unmute()
+        self._library.port_step(self._port, self._streams.main, rows.int(), lengths.int())
+        self._decoding = True
+        # A graph serves steps of every policy, so it always has the parts.
+        self._parts = self._graphs or self._engine.looks(policies)
+        self._server.begin(rows, lengths, pages, self._scale, policies)
+        if self._residents is not None and not self._parts:
+            self._residents.plan(rows, lengths)
+
+    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        library, stream, windows = self._library, self._streams.main, self._windows.layers[layer]
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        library.publish(self._port, stream, layer, q, k, v, windows)
+        if self._residents is not None and not self._parts:
+            o, lse = self._residents.run(q, windows, scale)
+            library.take(self._port, stream, o, lse, True, out)
+        else:
+            o, lse = self._o[: len(q)], self._lse[: len(q)]
+            library.resident(self._port, stream, q, windows, scale, o, lse, self._parts)
+            library.take(self._port, stream, o, lse, False, out)
+        return out
+
+    def begin_dummy(self) -> None:
+        self.finish()
+        # Given up on purpose: layers publish nothing and wait for nothing, whether they run or are recorded.
+        if not self._muted:
+            self._mailbox.cancel()
+            self._muted = True
+        nobody = torch.empty(0, dtype=torch.int32)
+        self._library.port_step(self._port, self._streams.main, nobody, nobody)
+
+    def _unmute(self) -> None:
+        if self._muted:
+            self._reset()
+
+    # --- extend ---
+
+    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
+        self._unmute()
+        self._requests, self._appended = requests, appended
+        self._pages = [request.pages.to(self._device, copy=True) for request in requests]
+
+    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for index, (request, pages) in enumerate(zip(self._requests, self._pages, strict=True)):
+            tokens = request.tokens
+            new_k, new_v = k[tokens], v[tokens]
+            if request.stop > request.start:
+                self._append(layer, index, request, q[request.last_queries], new_k, new_v, scale)
+                out[tokens] = extend_attention(self._prefix, layer, request, pages, q[tokens], new_k, new_v, scale)
+            self._fill(layer, request.row, request.start, request.stop, pages, new_k, new_v)
+        return out
+
+    def _append(
+        self,
+        layer: int,
+        index: int,
+        request: ExtendRequest,
+        queries: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> None:
+        appended = self._appended
+        assert appended is not None, "extend() before begin_extend()"
+
+        def write(k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor) -> None:
+            self._pool.append(layer, request.pages, request.start, k, v)
+            appended(layer, index, queries, scale)
+
+        self._offload.put((k, v, queries), write)
+
+    # --- the end of a pass ---
+
+    def finish(self) -> None:
+        try:
+            self._offload.drain()
+            if self._decoding:
+                self._decoding = False
+                self._server.finish()
+        except BaseException:
+            with suppress(Exception):  # the first failure is the one to tell
+                self.abort()
+            raise
+
+    def abort(self) -> None:
+        self._decoding = False
+        self._mailbox.cancel()  # before waiting for the device: it may be waiting for an answer
+        self._server.abort()
+        with suppress(Exception):  # the pass has failed already
+            self._offload.drain()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._streams.settle()
+        self._server.reset()
+        self._library.port_reset(self._port, self._streams.main)
+        self._streams.settle()
+        self._muted = False
+
+    def close(self) -> None:
+        if not self._registered:
+            return
+        registered, self._registered = self._registered, []
+        atexit.unregister(self.close)
+        self._mailbox.cancel()
+        self._server.close()
+        self._offload.close()
+        self._streams.settle()
+        for memory in registered:
+            self._library.host_unregister(memory)

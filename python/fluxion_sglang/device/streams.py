@@ -1,0 +1,140 @@
+"""The stream that the model runs on, and streams beside it for copies: torch's on CUDA, the library's where simulated.
+
+On the simulated device the model runs in the calling thread, where the default stream works too; so there nothing on
+the main stream is ever still to be done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from fluxion_sglang.device.library import DeviceLibrary
+
+
+class Side(ABC):
+    """A stream beside the main one. A mark stands for everything that it was given before."""
+
+    handle: int
+
+    @abstractmethod
+    def follow_main(self) -> None:
+        """What comes next waits for all that the main stream was given until now."""
+
+    @abstractmethod
+    def mark(self) -> Any: ...
+
+    @abstractmethod
+    def main_waits(self, mark: Any) -> None: ...
+
+    @abstractmethod
+    def host_waits(self, mark: Any) -> None:
+        """Any thread."""
+
+    @abstractmethod
+    def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
+        """Copy a tensor of the main stream's to host memory; it may be dropped at once."""
+
+
+class Streams(ABC):
+    """The streams of one device."""
+
+    @property
+    @abstractmethod
+    def main(self) -> int:
+        """The stream that the model runs on, as a number."""
+
+    @abstractmethod
+    def side(self) -> Side: ...
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for everything on the main stream."""
+
+    @abstractmethod
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that copies from the device need not wait for."""
+
+
+class _CudaSide(Side):
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self.handle = int(self._stream.cuda_stream)
+
+    def follow_main(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def mark(self) -> Any:
+        return self._stream.record_event()
+
+    def main_waits(self, mark: Any) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
+    def host_waits(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            pinned.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+
+
+class CudaStreams(Streams):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def main(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def side(self) -> Side:
+        return _CudaSide(self._device)
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+
+class _SimulatedSide(Side):
+    def __init__(self, library: DeviceLibrary) -> None:
+        self._library = library
+        self.handle = library.stream_create()
+
+    def follow_main(self) -> None:
+        pass
+
+    def mark(self) -> Any:
+        return None
+
+    def main_waits(self, mark: Any) -> None:
+        self._library.stream_synchronize(self.handle)
+
+    def host_waits(self, mark: Any) -> None:
+        pass  # copies are torch's, done when the call returned
+
+    def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
+        pinned.copy_(source)
+
+
+class SimulatedStreams(Streams):
+    main = 0
+
+    def __init__(self, library: DeviceLibrary) -> None:
+        self._library = library
+
+    def side(self) -> Side:
+        return _SimulatedSide(self._library)
+
+    def settle(self) -> None:
+        self._library.stream_synchronize(self.main)
+
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+
+def streams(library: DeviceLibrary, device: torch.device) -> Streams:
+    return CudaStreams(device) if library.backend == "cuda" else SimulatedStreams(library)

@@ -1,0 +1,174 @@
+"""A real SGLang server whose passes run on the simulated device: what the GPU side does, on a CPU.
+
+One server, under pressure: mixed chunks, a host pool that holds few of the prompts, a request retracted every third
+step that has more than one, one pass that fails and, later, one whose CPU half keeps the device waiting too long. In
+full mode tokens are those of plain SGLang all the same. SGLang's leak check stays on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import requests
+from server import Completion, Server
+from test_exact import assert_same, check_group
+
+ALL = cases.all_cases()
+CHUNK, POOL = 256, 6400
+FAULT = 2000 // CHUNK + 1 + 20
+"""The pass that fails: the 20th decode step of the first request."""
+TIMEOUT_S = 8
+
+SLEEPER = f"""
+import time
+from fluxion_sglang.policy import StreamingPolicy
+
+class SleeperPolicy(StreamingPolicy):
+    def plan(self, layer, q, *observed):
+        time.sleep({TIMEOUT_S + 4} if layer == 1 else 0)
+        return super().plan(layer, q, *observed)
+"""
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a policy of another package: it keeps the device waiting."""
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "sleeper.py").write_text(SLEEPER)
+    info = folder / "sleeper-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sleeper\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[fluxion_policies]\nsleeper = sleeper:SleeperPolicy\n")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def failed() -> list[Completion]:
+    """The answer of the request that failed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(reference: dict[str, Completion], logs: Path, plugins: str, failed: list[Completion]) -> Iterator[Server]:
+    path = os.pathsep.join(filter(None, [plugins, os.environ.get("PYTHONPATH")]))
+    with Server(
+        "--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk",
+        fluxion=f'{{"policy": "full", "host_tokens": {POOL}}}',
+        env={
+            "FLUXION_DEVICE": "sim", "FLUXION_FAULT_PASS": str(FAULT), "FLUXION_TASK_TIMEOUT_S": str(TIMEOUT_S),
+            "SGLANG_TEST_RETRACT": "1", "PYTHONPATH": path,
+        },
+        log=logs / "device.log",
+    ) as server:  # fmt: skip
+        failed.append(server.generate(*ALL["length-2000"]))
+        yield server
+        server.assert_idle()
+        # Two passes failed because a test wanted it.
+        assert len(re.findall("attention failed, and", server.log())) <= 2
+        assert "Scheduler hit an exception" not in server.log()
+
+
+def test_passes_run_on_the_device(server: Server) -> None:
+    assert re.search(r"Fluxion: .*simulated", server.log())
+
+
+def test_a_pass_that_fails_ends_its_request_and_no_other(
+    server: Server, reference: dict[str, Completion], failed: list[Completion]
+) -> None:
+    assert "injected fault" in str(failed[0].finish), failed[0].finish
+    ids, new = ALL["length-2000"]
+    # Of what was decoded before the fault nothing is in the tree.
+    conversation = ids + reference["length-2000"].tokens
+    assert server.generate(conversation, 1).cached <= len(ids)
+    assert_same(server.generate(ids, new), reference["length-2000"])
+
+
+@pytest.mark.parametrize("length", [50, 300, 2000, 5000])
+def test_lengths(server: Server, reference: dict[str, Completion], length: int) -> None:
+    server.flush()
+    got = server.generate(*ALL[f"length-{length}"])
+    assert got.cached == 0
+    assert_same(got, reference[f"length-{length}"])
+
+
+def test_radix_hit_on_a_host_only_prefix(server: Server, reference: dict[str, Completion]) -> None:
+    server.flush()
+    ids, new = ALL["length-2000"]
+    first = server.generate(ids, new)
+    server.generate_many([(cases.prompt(200, 300 + i), 4) for i in range(8)])  # take the row
+    again = server.generate(ids, new)
+    assert again.cached >= 1900
+    assert_same(again, reference["length-2000"])
+    turn = server.generate(cases.second_turn(ids, first.tokens), cases.TURN_NEW)
+    assert turn.cached >= 2048
+    assert_same(turn, reference["second-turn"])
+
+
+def test_eviction_and_retraction(server: Server, reference: dict[str, Completion]) -> None:
+    for _ in range(2):
+        check_group(server, reference, "crowd")
+        check_group(server, reference, "relatives")
+    check_group(server, reference, "family")
+    assert re.search(r"Testing retraction|Retract requests", server.log()), "nothing was retracted"
+    evicted = [value for name, value in server.metrics().items() if "evicted_tokens_total" in name]
+    assert sum(evicted) > 0, "nothing was evicted"
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_abort(server: Server, reference: dict[str, Completion], when: str) -> None:
+    server.flush()
+    ids = cases.prompt(6000, 77) if when == "prefill" else ALL["length-2000"][0]
+    done: list[Completion] = []
+    rid, before = f"abort-{when}", len(server.log())
+    thread = threading.Thread(
+        target=lambda: done.append(server.generate(ids, 20 if when == "prefill" else 3000, rid=rid))
+    )
+    thread.start()
+    server.wait_for_log(r"Prefill batch.*#pending-token: [1-9]" if when == "prefill" else "Decode batch", before)
+    requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
+    thread.join(timeout=120)
+    assert done and done[0].finish.get("type") == "abort", done
+    assert bool(done[0].tokens) == (when == "decode")
+    assert_same(server.generate(*ALL["length-300"]), reference["length-300"])
+
+
+def ask(server: Server, ids: list[int], new: int, policy: str) -> Completion:
+    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": {"fluxion_policy": policy}}
+    return server.generate(ids, new, sampling_params=params)
+
+
+def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, Completion]) -> None:
+    """Those that read everything, by one name or another, answer as plain SGLang; the others read less."""
+    server.flush()
+    ids, new = ALL["length-2000"]
+    before = server.metrics()
+    specs = ["fixed:16:0.05", "full", "anchor", "psa", "streaming", "fixed:16:1.0"]
+    got: dict[str, Completion] = {}
+    threads = [
+        threading.Thread(target=lambda spec=spec: got.update({spec: ask(server, ids, new, spec)})) for spec in specs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=200)
+    assert all(len(got[spec].tokens) == new for spec in specs), got
+    for spec in ("full", "fixed:16:1.0"):
+        assert_same(got[spec], reference["length-2000"])
+    after = server.metrics()
+    grown: Any = {name: after[name] - before.get(name, 0) for name in after if name.startswith("fluxion_")}
+    assert 0 < grown["fluxion_read_tokens_total"] < grown["fluxion_middle_tokens_total"]
+
+
+def test_a_cpu_that_keeps_the_device_waiting(server: Server, reference: dict[str, Completion]) -> None:
+    ids, new = ALL["length-300"][0] * 2, 8
+    late = ask(server, ids, new, "sleeper")
+    assert "waited too long" in str(late.finish), late.finish
+    for _ in range(2):
+        assert_same(server.generate(*ALL["length-2000"]), reference["length-2000"])

@@ -1,0 +1,86 @@
+"""FlashInfer in torch: what `device/flashinfer.py` calls of it, with its signatures, its layouts and its base-2 LSE."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, keep: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, Hq, D], k and v [S, H, D]; LSE of base 2; of no key 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
+    if keep is not None:
+        scores = scores.masked_fill(~keep.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num()
+    return torch.einsum("ths,shd->thd", weights, v).to(q.dtype), (lse / math.log(2)).float()
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    assert sm_scale is not None and return_lse
+    keep = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool() if causal else None
+    return _attend(q, k, v, sm_scale, keep)
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False
+    ) -> None:
+        assert not float_workspace_buffer.any(), "the workspace must be zeroed before its first use"
+        assert kv_layout == "HND"
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        sm_scale: float | None = None,
+    ) -> None:
+        for tensor in (indptr, indices, last_page_len):
+            assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        assert len(indptr) == len(last_page_len) + 1 and indptr[-1] == len(indices) and sm_scale is not None
+        assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all())
+        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in CUDA_CORE_GROUPS
+        assert q_data_type == kv_data_type
+        self.lists, self.heads, self.dim = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads), head_dim
+        self.page, self.dtype, self.scale = page_size, q_data_type, sm_scale
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, q_scale: float | None = None, return_lse: bool = False
+    ) -> Any:
+        indptr, indices, last = self.lists
+        pages, two, kv_heads, page, dim = paged_kv_cache.shape
+        assert (two, kv_heads, page, dim) == (2, self.heads[1], self.page, self.dim) and return_lse
+        assert q.shape == (len(last), self.heads[0], dim) and q.dtype == self.dtype == paged_kv_cache.dtype
+        assert int(indices.min()) >= 0 and int(indices.max()) < pages
+        parts = []
+        for i in range(len(last)):
+            own = indices[indptr[i] : indptr[i + 1]].long()
+            length = (len(own) - 1) * page + int(last[i]) if len(own) else 0
+            k, v = paged_kv_cache[own].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, dim)[:, :length]
+            parts.append(_attend(q[i : i + 1], k, v, self.scale * (1.0 if q_scale is None else q_scale)))
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])

@@ -1,0 +1,96 @@
+"""Write-through of chunks behind the launching thread's back: order, back-pressure, failures, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from fluxion_sglang.device.offload import STAGES, Offload
+from fluxion_sglang.device.streams import Side, Streams
+
+
+class HostSide(Side):
+    handle = 0
+
+    def follow_main(self) -> None: ...
+    def mark(self) -> None: ...
+    def main_waits(self, mark: None) -> None: ...
+    def host_waits(self, mark: None) -> None: ...
+    def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
+        pinned.copy_(source)
+
+
+class HostStreams(Streams):
+    main = 0
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def side(self) -> Side:
+        return HostSide()
+
+    def settle(self) -> None: ...
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.taken += 1
+        return torch.full(size, 255, dtype=dtype)
+
+
+def test_everything_is_written_once_and_in_order() -> None:
+    streams, written = HostStreams(), []
+    offload = Offload(streams)
+    want = []
+    for i in range(50):
+        # Of every size, an odd one and nothing included, as views of a wider tensor.
+        size = (7 * i) % 23
+        k, queries = torch.randn(40, 3, 8)[:size, 1:], torch.randn(2, 5).to(torch.bfloat16)
+        want.append((i, k.clone(), queries.clone()))
+        offload.put((k, queries), lambda k, q, i=i: written.append((i, k.clone(), q.clone())))
+        k.fill_(-1)  # the memory is the model's again
+    offload.drain()
+    assert [i for i, *_ in written] == list(range(50))
+    for (_, *got), (_, *wanted) in zip(written, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    taken = streams.taken
+    assert taken <= STAGES * 23
+    for _ in range(2 * STAGES):
+        offload.put((torch.zeros(1),), lambda zero: None)
+    offload.drain()
+    assert streams.taken == taken, "memory that is there is taken again"
+    offload.close()
+
+
+def test_who_brings_more_than_there_is_room_for_waits() -> None:
+    offload, go = Offload(HostStreams()), threading.Event()
+    for _ in range(STAGES):
+        offload.put((torch.zeros(4),), lambda zero: go.wait())
+    late = threading.Thread(target=lambda: offload.put((torch.zeros(4),), lambda zero: None))
+    late.start()
+    time.sleep(0.05)
+    assert late.is_alive()
+    go.set()
+    late.join(timeout=10)
+    assert not late.is_alive()
+    offload.drain()
+    offload.close()
+
+
+def test_a_failure_is_raised_once_and_stops_what_follows() -> None:
+    offload, written = Offload(HostStreams()), []
+
+    def fail(k: torch.Tensor) -> None:
+        raise ValueError("page 7 is not there")
+
+    offload.put((torch.zeros(4),), lambda k: written.append(1))
+    offload.put((torch.zeros(4),), fail)
+    offload.put((torch.zeros(4),), lambda k: written.append(2))
+    with pytest.raises(ValueError, match="page 7"):
+        offload.drain()
+    assert written == [1]
+    offload.put((torch.zeros(4),), lambda k: written.append(3))
+    offload.drain()
+    assert written == [1, 3]
+    offload.close()
+    offload.close()

@@ -1,0 +1,413 @@
+"""Passes on the simulated device: extends and decode steps against exact attention, and what is left when one fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import World
+
+from fluxion_sglang.device import extend
+from fluxion_sglang.device.library import load
+from fluxion_sglang.device.step import StreamDevice
+from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.policy import LayerPlan, Policy, parse_spec
+from fluxion_sglang.policy import base as policy
+
+TIMEOUT_S = 20.0
+
+
+class Passes:
+    """A world whose passes run on a device. `told`: what the host pool was said to have, (layer, request, queries)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float = TIMEOUT_S, graphs: bool = False, **kw: Any):
+        monkeypatch.setenv("FLUXION_TASK_TIMEOUT_S", str(timeout_s))
+        self.world = world = World(**{"tokens": 16384, **kw})
+        self.library = load("sim")
+        self.device = StreamDevice(
+            self.library,
+            world.pool,
+            world.windows,
+            world.engine,
+            q_heads=world.heads * world.group,
+            scale=world.scale,
+            max_requests=world.rows,
+            graphs=graphs,
+        )
+        self.told: list[tuple[int, int, torch.Tensor]] = []
+
+    def _appended(self, layer: int, index: int, queries: torch.Tensor, scale: float) -> None:
+        assert scale == self.world.scale
+        self.told.append((layer, index, queries.clone()))
+
+    def extend(self, counts: dict[int, int], queries: int = 1, finish: bool = True) -> None:
+        """A pass over `counts` new tokens of each row, checked against exact attention."""
+        world, requests, offset = self.world, [], 0
+        for row, count in counts.items():
+            start = world.length(row)
+            pages = world.page_list(row, start + count)
+            requests.append(ExtendRequest(row, start, start + count, offset, pages, queries))
+            offset += count
+        self.told.clear()
+        self.device.begin_extend(requests, self._appended)
+        asked = []
+        for layer in range(world.layers):
+            # Views of one wider tensor, as the model's projections are.
+            qkv = world.randn(offset, (world.group + 2) * world.heads, world.dim)
+            q, k, v = qkv.split([world.group * world.heads, world.heads, world.heads], 1)
+            out = self.device.extend(layer, q, k, v, world.scale)
+            for request in requests:
+                empty = [torch.empty(0, world.heads, world.dim, dtype=world.dtype) for _ in range(world.layers)]
+                for kept, new in ((world.keys, k), (world.values, v)):
+                    old = kept.setdefault(request.row, list(empty))
+                    old[layer] = torch.cat([old[layer], new[request.tokens]])
+                self._check_chunk(request, layer, q, out)
+            asked += [(layer, i, q[request.last_queries].clone()) for i, request in enumerate(requests)]
+            qkv.fill_(float("nan"))  # the model's memory is another layer's now
+        if finish:
+            self.device.finish()
+            assert [(layer, i) for layer, i, _ in self.told] == [(a, b) for a, b, _ in asked if counts[requests[b].row]]
+            for (*_, got), (*_, want) in zip(self.told, [a for a in asked if counts[requests[a[1]].row]], strict=True):
+                assert torch.equal(got, want)
+            for row in counts:
+                self.check_memory(row)
+
+    def _check_chunk(self, request: ExtendRequest, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        world, tokens = self.world, request.tokens
+        keys, values = (kept[request.row][layer].double() for kept in (world.keys, world.values))
+        keys, values = (x.repeat_interleave(world.group, 1) for x in (keys, values))
+        scores = torch.einsum("thd,shd->ths", q[tokens].double(), keys) * world.scale
+        seen = torch.arange(request.start, request.stop).view(-1, 1, 1)
+        scores = scores.masked_fill(torch.arange(request.stop) > seen, -torch.inf)
+        want = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
+        assert torch.allclose(out[tokens].double(), want, atol=1e-4 if world.dtype == torch.float32 else 3e-2)
+
+    def check_memory(self, row: int) -> None:
+        """Host tiles and windows hold every token of the row that they should."""
+        world, n = self.world, self.world.length(row)
+        place = world.placement
+        positions = torch.arange(n)
+        pages = world.page_list(row, n).long()
+        there = torch.tensor([p for p in range(n) if p < place.sinks or p >= place.window_start(n)], dtype=torch.long)
+        slots = torch.tensor([place.slot(int(p)) for p in there], dtype=torch.long) + row * place.slots
+        for layer in range(world.layers):
+            tiles, windows = world.pool.tiles(layer), world.windows.layers[layer]
+            for i, kept in enumerate((world.keys, world.values)):
+                host = tiles[:, pages[positions // 16], i, positions % 16].transpose(0, 1)
+                assert torch.equal(host, kept[row][layer])
+                resident = windows[:, slots // 16, i, slots % 16].transpose(0, 1)
+                assert torch.equal(resident, kept[row][layer][there])
+
+    def begin_decode(self, rows: list[int], policies: Sequence[Policy] | None = None) -> None:
+        world = self.world
+        self.before = {row: world.length(row) for row in rows}
+        tables = [world.page_list(row, world.length(row) + 1) for row in rows]
+        table = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
+        for b, pages in enumerate(tables):
+            table[b, : len(pages)] = pages
+        lengths = torch.tensor([world.length(row) + 1 for row in rows])
+        self.device.begin_decode(torch.tensor(rows), lengths, table, policies)
+
+    def layer(self, layer: int, rows: list[int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        world = self.world
+        q = world.randn(len(rows) + padding, world.heads * world.group, world.dim)
+        k, v = (world.randn(len(rows) + padding, world.heads, world.dim) for _ in range(2))
+        got = self.device.decode(layer, q, k, v, world.scale)
+        want = []
+        for b, row in enumerate(rows):
+            for kept, new in ((world.keys, k), (world.values, v)):
+                kept[row][layer] = torch.cat([kept[row][layer], new[b : b + 1]])
+            want.append(world.exact(row, layer, q[b]))
+        return got, torch.stack(want)
+
+    def decode(self, rows: list[int], policies: Sequence[Policy] | None = None, exact: bool = True) -> None:
+        self.begin_decode(rows, policies)
+        for layer in range(self.world.layers):
+            got, want = self.layer(layer, rows)
+            if exact:
+                assert torch.allclose(got.double(), want, atol=1e-4 if self.world.dtype == torch.float32 else 3e-2)
+        self.device.finish()
+        for row in rows:
+            self.check_memory(row)
+
+    def forget(self, rows: list[int]) -> None:
+        """The tokens of a step that failed belong to nobody."""
+        for row in rows:
+            for kept in (self.world.keys, self.world.values):
+                kept[row] = [layer[: self.before[row]] for layer in kept[row]]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Passes] = []
+
+    def make(**kw: Any) -> Passes:
+        made.append(Passes(monkeypatch, **kw))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.library.inject("none", 1)
+        one.device.close()
+        one.device.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_chunks_then_decode(passes: Any, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that end in and on pages, mixed lengths, prefixes of none, one and several stages."""
+    monkeypatch.setattr(extend, "STREAM_PAGES", 8)
+    one = passes(dtype=dtype, group=group, seed=group, rows=6)
+    one.extend({1: 5, 2: 64, 3: 333})
+    one.extend({1: 700, 3: 1, 4: 1200}, queries=3)
+    one.extend({3: 500, 1: 16, 2: 1, 4: 77}, queries=400)
+    for _ in range(18):
+        one.decode([4, 1, 3])
+    one.extend({1: 40, 4: 1})
+    one.decode([1, 2, 3, 4])
+
+
+@settings(max_examples=15, deadline=None)
+@given(chunks=st.lists(st.integers(1, 400), min_size=1, max_size=4), stage=st.sampled_from([4, 8, 20]))
+def test_any_chunks(chunks: list[int], stage: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(extend, "STREAM_PAGES", stage)
+        one = Passes(monkeypatch, layers=1)
+        try:
+            for count in chunks:
+                one.extend({2: count})
+            one.decode([2])
+        finally:
+            one.device.close()
+
+
+@pytest.mark.parametrize("spec", ["fixed:16:0.3", "streaming", "anchor", "psa"])
+def test_policies_read_what_they_read_on_the_cpu(passes: Any, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests, keys and queries on both; what differs is where residents are attended to."""
+    one, cpu = passes(seed=5, policy=spec), World(seed=5, policy=spec, tokens=16384)
+    for row, count in ((1, 900), (2, 400), (3, 1500)):
+        one.world.extend(row, count)
+        cpu.extend(row, count)
+    for _ in range(4):
+        want = cpu.decode([3, 1, 2])
+        one.begin_decode([3, 1, 2])
+        for layer in range(cpu.layers):
+            got, _ = one.layer(layer, [3, 1, 2])
+            assert torch.allclose(got, want[layer][0], atol=1e-4)
+        one.device.finish()
+    assert one.world.engine.stats()["tasks_cpu"] == cpu.engine.stats()["tasks_cpu"]
+
+
+def test_mixed_policies(passes: Any) -> None:
+    one = passes(seed=6)
+    one.extend({1: 900, 2: 700, 3: 1100})
+    mixed = [parse_spec("fixed:16:0.05"), parse_spec("full"), parse_spec("anchor")]
+    one.begin_decode([1, 2, 3], mixed)
+    for layer in range(one.world.layers):
+        got, want = one.layer(layer, [1, 2, 3])
+        assert torch.allclose(got[1].double(), want[1], atol=1e-4)
+    one.device.finish()
+
+
+def test_a_row_heals_from_the_host(passes: Any) -> None:
+    one = passes(seed=7)
+    one.extend({1: 900, 2: 50})
+    for windows in one.world.windows.layers:
+        windows.fill_(float("nan"))
+    for row in (1, 2):
+        one.device.heal(row, one.world.length(row), one.world.page_list(row, one.world.length(row)))
+        one.check_memory(row)
+    one.decode([2, 1])
+
+
+class Broken(Policy):
+    """Reads everything, and does what it is told when it plans layer 1."""
+
+    def __init__(self, trouble: Any) -> None:
+        self.full, self.trouble = parse_spec("full"), trouble
+
+    def begin_step(self, step: policy.DecodeStep) -> None:
+        self.full.begin_step(step)
+
+    def plan(self, layer: int, q: torch.Tensor, observed: policy.Observed = policy.UNSEEN) -> LayerPlan:
+        if layer == 1:
+            self.trouble()
+        return self.full.plan(layer, q)
+
+
+def fail() -> None:
+    raise ValueError("the plan went wrong")
+
+
+def check_that_it_goes_on(one: Passes, rows: list[int]) -> None:
+    one.forget(rows)
+    for row in rows:  # as for a request that is stale
+        one.device.heal(row, one.world.length(row), one.world.page_list(row, one.world.length(row)))
+    one.decode(rows)
+    one.extend({rows[0]: 20, 4: 300})
+    one.decode([*rows, 4])
+
+
+def test_a_failing_layer_fails_the_pass_and_no_other(passes: Any) -> None:
+    one = passes(seed=8, layers=3)
+    one.extend({1: 800, 2: 400})
+    for _ in range(2):
+        one.begin_decode([1, 2], [Broken(fail), parse_spec("full")])
+        for layer in range(3):
+            one.layer(layer, [1, 2])
+        with pytest.raises(RuntimeError, match="the plan went wrong"):
+            one.device.finish()
+        check_that_it_goes_on(one, [1, 2])
+
+
+def test_a_device_that_waits_too_long_gives_up(passes: Any) -> None:
+    one = passes(seed=9, layers=3, timeout_s=0.5)
+    one.extend({1: 800, 2: 400})
+    one.begin_decode([1, 2], [Broken(lambda: time.sleep(1.5)), parse_spec("full")])
+    for layer in range(3):
+        one.layer(layer, [1, 2])
+    with pytest.raises(RuntimeError, match="waited too long"):
+        one.device.finish()
+    check_that_it_goes_on(one, [1, 2])
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_a_pass_that_is_given_up_where_it_is_launched(passes: Any, layers: int) -> None:
+    one = passes(seed=10, layers=3)
+    one.extend({1: 800, 2: 400})
+    one.begin_decode([1, 2])
+    for layer in range(layers):
+        one.layer(layer, [1, 2])
+    one.device.abort()
+    one.device.finish()
+    check_that_it_goes_on(one, [1, 2])
+
+
+def test_a_failing_append_fails_the_pass(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = passes(seed=11)
+    one.extend({1: 100})
+    append = one.world.pool.append
+
+    def broken(layer: int, *args: Any) -> None:
+        if layer == 1:
+            raise ValueError("the page is gone")
+        append(layer, *args)
+
+    monkeypatch.setattr(one.world.pool, "append", broken)
+    one.extend({2: 60}, finish=False)
+    with pytest.raises(ValueError, match="the page is gone"):
+        one.device.finish()
+    monkeypatch.setattr(one.world.pool, "append", append)
+    one.decode([1])
+
+
+@pytest.mark.parametrize("kind", ["launch", "lost"])
+def test_a_device_that_fails_ends_the_pass(passes: Any, kind: str) -> None:
+    one = passes(seed=12, layers=3)
+    one.extend({1: 800, 2: 400})
+    one.begin_decode([1, 2])
+    one.layer(0, [1, 2])
+    one.library.inject(kind, 1)
+    with pytest.raises(RuntimeError):
+        one.layer(1, [1, 2])
+    before = one.before
+    if kind == "lost":
+        with pytest.raises(RuntimeError):
+            one.device.abort()
+        with pytest.raises(RuntimeError):
+            one.begin_decode([1, 2])
+            one.device.finish()
+    one.library.inject("none", 1)
+    one.device.abort()
+    one.before = before
+    check_that_it_goes_on(one, [1, 2])
+
+
+def test_layers_that_are_nobodys_wait_for_nobody(passes: Any) -> None:
+    one = passes(seed=13)
+    one.extend({1: 800})
+    before = [windows.clone() for windows in one.world.windows.layers]
+    world = one.world
+    for _ in range(2):
+        one.device.begin_dummy()
+        for layer in range(world.layers):
+            q = world.randn(4, world.heads * world.group, world.dim)
+            one.device.decode(layer, q, *(world.randn(4, world.heads, world.dim) for _ in range(2)), world.scale)
+    assert all(torch.equal(a, b) for a, b in zip(before, world.windows.layers, strict=True))
+    one.decode([1])
+    one.device.begin_dummy()
+    one.extend({1: 30, 2: 40})
+    one.decode([2, 1])
+
+
+def test_requests_that_are_not_there_are_left_alone(passes: Any) -> None:
+    """The rows behind a step's requests, which pad a graph's batch."""
+    one = passes(seed=14, graphs=True)
+    one.extend({1: 800, 2: 300, 3: 40})
+    one.decode([1, 2, 3])
+    one.begin_decode([2])
+    for layer in range(one.world.layers):
+        got, want = one.layer(layer, [2], padding=2)
+        assert torch.allclose(got[:1].double(), want, atol=1e-4)
+    one.device.finish()
+    for row in (1, 2, 3):
+        one.check_memory(row)
+
+
+def test_the_launching_thread_is_not_held_up_by_writes(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a chunk are launched while the host has none of them; `finish` waits for all."""
+    one, go = passes(seed=15), threading.Event()
+    append = one.world.pool.append
+    monkeypatch.setattr(one.world.pool, "append", lambda *args: (go.wait(10), append(*args)))
+    one.extend({1: 100}, finish=False)
+    assert not one.told
+    go.set()
+    one.device.finish()
+    assert len(one.told) == one.world.layers
+    one.check_memory(1)
+
+
+def test_a_recorded_step_serves_every_step_of_its_size(passes: Any) -> None:
+    """One graph of a whole step, publish, residents and take of every layer in it, replayed for other requests,
+    lengths and policies, with padding and without; the CPU is told of each step before its replay."""
+    one = passes(seed=16, graphs=True, layers=3)
+    one.extend({1: 800, 2: 300, 3: 40})
+    world, library, size = one.world, one.library, 3
+    stream = library.stream_create()
+    one.device._streams.main = stream
+    inputs = [
+        [torch.zeros(size, heads, world.dim) for heads in (world.heads * world.group, world.heads, world.heads)]
+        for _ in range(world.layers)
+    ]
+    before = [windows.clone() for windows in world.windows.layers]
+    one.device.begin_dummy()
+    for layer in range(world.layers):  # as SGLang warms up before it records
+        one.device.decode(layer, *inputs[layer], world.scale)
+    library.graph_begin(stream)
+    outs = [one.device.decode(layer, *inputs[layer], world.scale) for layer in range(world.layers)]
+    graph = library.graph_end(stream)
+    assert all(torch.equal(a, b) for a, b in zip(before, world.windows.layers, strict=True))
+    sparse = parse_spec("anchor")
+    for rows, policies in (([1, 2, 3], None), ([2], None), ([3, 1], [parse_spec("full"), sparse]), ([2, 3, 1], None)):
+        one.begin_decode(rows, policies)
+        for tensors in inputs:
+            for tensor in tensors:
+                tensor.copy_(world.randn(*tensor.shape))
+        library.graph_launch(graph, stream)
+        one.device.finish()
+        library.stream_synchronize(stream)
+        for layer, (q, k, v) in enumerate(inputs):
+            for b, row in enumerate(rows):
+                for kept, new in ((world.keys, k), (world.values, v)):
+                    kept[row][layer] = torch.cat([kept[row][layer], new[b : b + 1]])
+                if policies is None or policies[b] is not sparse:
+                    want = world.exact(row, layer, q[b])
+                    assert torch.allclose(outs[layer][b].double(), want, atol=1e-4)
+        for row in rows:
+            one.check_memory(row)

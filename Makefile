@@ -10,7 +10,7 @@ SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(SOURCES)) $(wildcard test/fuzz/*.h test/fuzz/*.cc)
 TESTS := $(wildcard test/unit test/engine test/gpu)
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
-SANITIZED := dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe
+SANITIZED := dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
   test/unit/test_engine.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
 # Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".

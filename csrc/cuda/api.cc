@@ -13,6 +13,7 @@ thread_local std::string sentence;
 template <class Body>
 int guarded(Body body) {
   try {
+    enter_device();
     body();
     return 0;
   } catch (const std::exception& e) {

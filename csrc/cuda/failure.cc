@@ -1,6 +1,28 @@
 #include "cuda/failure.h"
 
+#include <atomic>
+
 namespace fluxion::device {
+
+namespace {
+
+std::atomic<int> selected{-1};
+thread_local int entered = -1;
+
+}  // namespace
+
+void select_device(int device) {
+  check(cudaSetDevice(device), "selecting a device");
+  entered = device;
+  selected = device;
+}
+
+void enter_device() {
+  const int device = selected.load(std::memory_order_relaxed);
+  if (device == entered) return;
+  check(cudaSetDevice(device), "selecting a device");
+  entered = device;
+}
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;

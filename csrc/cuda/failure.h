@@ -20,4 +20,9 @@ class Failure : public std::runtime_error {
 // Throws Failure unless `error` is success. what: what was done: "the launch of publish".
 void check(cudaError_t error, const char* what);
 
+// The device that this process uses, by its number; threads that CUDA does not know begin with number 0.
+void select_device(int device);
+// Makes the calling thread use it. Every call from outside begins with this.
+void enter_device();
+
 }  // namespace fluxion::device

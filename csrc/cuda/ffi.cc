@@ -53,6 +53,7 @@ class GraphRef : public ffi::ObjectRef {
 template <typename Body>
 auto guard(Body body) -> decltype(body()) {
   try {
+    enter_device();
     return body();
   } catch (const Failure& e) {
     Raise("DeviceError") << e.what();
@@ -88,8 +89,7 @@ void expect_pinned(const TensorView& t, const char* name, DLDataType dtype,
   for (int i = 0; i < t.ndim(); ++i) last += (t.size(i) - 1) * t.stride(i) * (dtype.bits / 8);
   for (const char* at : {first, first + last}) {
     cudaPointerAttributes attributes{};
-    const cudaError_t error = cudaPointerGetAttributes(&attributes, at);
-    guard([&] { check(error, "looking at host memory"); });
+    guard([&] { check(cudaPointerGetAttributes(&attributes, at), "looking at host memory"); });
     if (attributes.type != cudaMemoryTypeHost) {
       Raise("ValueError") << name << " is host memory that is not pinned; register it with host_register.";
     }
@@ -173,6 +173,11 @@ ffi::String device_info() {
         << ", \"driver\": " << driver << ", \"runtime\": " << runtime << "}";
     return ffi::String(out.str());
   });
+}
+
+void device_select(int64_t device) {
+  const int number = narrow(device, 0, 1 << 16, "device");
+  guard([&] { select_device(number); });
 }
 
 void inject(ffi::String kind, int64_t after) {
@@ -533,6 +538,7 @@ void graph_launch(GraphRef graph, int64_t stream) {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_abi, fluxion::device::device_abi);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_api, fluxion::device::api_address);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_info, fluxion::device::device_info);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_select, fluxion::device::device_select);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inject, fluxion::device::inject);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_register, fluxion::device::host_register);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_unregister, fluxion::device::host_unregister);

@@ -65,6 +65,13 @@ def test_the_simulated_device_says_what_it_is() -> None:
     assert load("sim").api() != 0 and load("sim").device == "cpu"
 
 
+def test_a_device_is_selected_by_its_number() -> None:
+    load("sim").select(0)
+    with pytest.raises(DeviceError, match="failed at selecting a device: invalid device ordinal"):
+        load("sim").select(7)
+    assert load("sim").info()["device"] == 0
+
+
 def test_a_library_that_is_missing_broken_or_old_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,6 +267,7 @@ const ErrorText& text_of(cudaError_t error) {
       FLUXION_ERROR(cudaErrorInvalidValue, "invalid argument"),
       FLUXION_ERROR(cudaErrorMemoryAllocation, "out of memory"),
       FLUXION_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument"),
+      FLUXION_ERROR(cudaErrorInvalidDevice, "invalid device ordinal"),
       FLUXION_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
       FLUXION_ERROR(cudaErrorNotReady, "device not ready"),
       FLUXION_ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch"),
@@ -291,6 +292,8 @@ const char* cudaGetErrorName(cudaError_t error) { return text_of(error).name; }
 const char* cudaGetErrorString(cudaError_t error) { return text_of(error).text; }
 
 cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
+
+cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;

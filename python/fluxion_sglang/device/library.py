@@ -89,6 +89,10 @@ class DeviceLibrary:
         """Address of the library's `DeviceApi` (csrc/device/device_api.h), for libfluxion.so."""
         return int(self._function("device_api")())
 
+    def select(self, device: int) -> None:
+        """Use the device of this number (torch's index), in every thread; before anything else. The default is 0."""
+        self._function("device_select")(device)
+
     def info(self) -> dict[str, Any]:
         """What the device is.
 

@@ -1,6 +1,6 @@
 #include "cuda/port.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "cuda/device.h"
 #include "device/protocol.h"
@@ -106,8 +106,8 @@ void Port::step(cudaStream_t stream, const int32_t* rows, const int32_t* lengths
   int32_t* staged = staged_ + turn_ * (1 + 2 * max);
   if (used_[turn_]) check(cudaEventSynchronize(copied_[turn_]), "waiting for an earlier step");
   staged[0] = batch;
-  std::memcpy(staged + 1, rows, static_cast<size_t>(batch) * 4);
-  std::memcpy(staged + 1 + max, lengths, static_cast<size_t>(batch) * 4);
+  std::copy_n(rows, batch, staged + 1);
+  std::copy_n(lengths, batch, staged + 1 + max);
   launch("the launch of a step", step_kernel, dim3(1), dim3(128), 0, stream, view_, staged);
   check(cudaEventRecord(copied_[turn_], stream), "recording an event");
   used_[turn_] = true;

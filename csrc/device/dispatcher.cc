@@ -128,12 +128,7 @@ void Dispatcher::poll_copies() {
   if (!hot_) return;
   for (CopyBatch& copy : copies_) {
     if (!copy.submitted || !copy.done()) continue;
-    for (const int32_t slot : copy.slots) {
-      const int64_t tile = hot_->tile(slot), heads = tile / shape_.pages;
-      hot_->filled(slot, engine_.pool().writes(static_cast<int>(heads / shape_.kv_heads),
-                                               static_cast<int>(heads % shape_.kv_heads),
-                                               static_cast<int>(tile % shape_.pages)));
-    }
+    for (const int32_t slot : copy.slots) hot_->filled(slot);
     copy.slots.clear();
     copy.submitted = false;
   }

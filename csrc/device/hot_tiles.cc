@@ -129,16 +129,9 @@ int32_t HotTiles::admit(int64_t tile, uint32_t writes) {
   return slot;
 }
 
-void HotTiles::filled(int32_t slot, uint32_t writes) {
-  Slot& s = slots_[slot];
-  if (s.writes == writes) {
-    s.state = kValid;
-    push_front(slot);
-    return;
-  }
-  ++stats_[kHotStale];
-  forget(s.tile);
-  free_slot(slot);
+void HotTiles::filled(int32_t slot) {
+  slots_[slot].state = kValid;
+  push_front(slot);
 }
 
 void HotTiles::unpin(int32_t slot) {

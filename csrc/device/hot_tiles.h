@@ -33,13 +33,12 @@ class HotTiles {
   int32_t find(int64_t tile, uint32_t writes);
   // After find() missed: a slot that the caller copies the tile to, or kNone. It is filling.
   int32_t admit(int64_t tile, uint32_t writes);
-  // The copy is there. writes: the tile's count now.
-  void filled(int32_t slot, uint32_t writes);
+  // The copy is there.
+  void filled(int32_t slot);
   void unpin(int32_t slot);
   // A decode step has passed.
   void tick() { ++now_; }
 
-  int64_t tile(int32_t slot) const { return slots_[slot].tile; }
   int32_t slots() const { return static_cast<int32_t>(slots_.size()); }
   int32_t used() const { return slots() - free_count_; }
   const int64_t* stats() const { return stats_; }

@@ -15,9 +15,7 @@ EXPORT int32_t hot_find(void* hot, int64_t tile, uint32_t writes) {
 EXPORT int32_t hot_admit(void* hot, int64_t tile, uint32_t writes) {
   return static_cast<HotTiles*>(hot)->admit(tile, writes);
 }
-EXPORT void hot_filled(void* hot, int32_t slot, uint32_t writes) {
-  static_cast<HotTiles*>(hot)->filled(slot, writes);
-}
+EXPORT void hot_filled(void* hot, int32_t slot) { static_cast<HotTiles*>(hot)->filled(slot); }
 EXPORT void hot_unpin(void* hot, int32_t slot) { static_cast<HotTiles*>(hot)->unpin(slot); }
 EXPORT void hot_tick(void* hot) { static_cast<HotTiles*>(hot)->tick(); }
 EXPORT int32_t hot_used(void* hot) { return static_cast<HotTiles*>(hot)->used(); }

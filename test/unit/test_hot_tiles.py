@@ -31,8 +31,8 @@ class Hot:
     def admit(self, tile: int, writes: int) -> int:
         return int(self.library.hot_admit(self.handle, ctypes.c_int64(tile), ctypes.c_uint32(writes)))
 
-    def filled(self, slot: int, writes: int) -> None:
-        self.library.hot_filled(self.handle, slot, ctypes.c_uint32(writes))
+    def filled(self, slot: int) -> None:
+        self.library.hot_filled(self.handle, slot)
 
     def unpin(self, slot: int) -> None:
         self.library.hot_unpin(self.handle, slot)
@@ -59,13 +59,12 @@ def put(hot: Hot, tile: int, writes: int = 0) -> int:
     assert hot.find(tile, writes) == -1
     slot = hot.admit(tile, writes)
     if slot >= 0:
-        hot.filled(slot, writes)
+        hot.filled(slot)
     return slot
 
 
-@settings(max_examples=100)
-@given(slots=st.integers(0, 12), tiles=st.lists(st.integers(0, 20), max_size=200))
-def test_without_pins_it_is_an_lru(slots: int, tiles: list[int]) -> None:
+def check_lru(slots: int, tiles: list[int]) -> None:
+    """Without pins, against a dictionary in the order of use."""
     with hot_tiles(slots) as hot:
         model: OrderedDict[int, int] = OrderedDict()
         for tile in tiles:
@@ -79,11 +78,24 @@ def test_without_pins_it_is_an_lru(slots: int, tiles: list[int]) -> None:
                     model.popitem(last=False)
                 slot = hot.admit(tile, 7)
                 assert slot >= 0 and slot not in model.values()
-                hot.filled(slot, 7)
+                hot.filled(slot)
                 model[tile] = slot
             else:
                 assert hot.admit(tile, 7) == -1
             assert hot.used == len(model)
+
+
+@settings(max_examples=100)
+@given(slots=st.integers(0, 12), tiles=st.lists(st.integers(0, 20), max_size=200))
+def test_without_pins_it_is_an_lru(slots: int, tiles: list[int]) -> None:
+    check_lru(slots, tiles)
+
+
+@pytest.mark.parametrize("slots", [15, 63, 500])
+def test_a_long_run_is_an_lru(slots: int) -> None:
+    """The table is half full, so that tiles stand behind one another and move up again and again."""
+    dice = random.Random(slots)
+    check_lru(slots, [dice.randrange(2 * slots) << 40 | dice.randrange(2) for _ in range(20_000)])
 
 
 @settings(max_examples=150)
@@ -116,7 +128,7 @@ def test_no_slot_is_given_away_while_somebody_needs_it(slots: int, touches: int,
                 batches.append(batch)
             elif what < 0.7 and filling:
                 slot = filling.pop(dice.randrange(len(filling)))
-                hot.filled(slot, writes[holds[slot][0]])
+                hot.filled(slot)
             elif what < 0.9 and batches:
                 for slot in batches.pop(dice.randrange(len(batches))):
                     hot.unpin(slot)
@@ -125,7 +137,7 @@ def test_no_slot_is_given_away_while_somebody_needs_it(slots: int, touches: int,
             else:
                 hot.tick()
         for slot in filling:
-            hot.filled(slot, writes[holds[slot][0]])
+            hot.filled(slot)
         for batch in batches:
             for slot in batch:
                 hot.unpin(slot)
@@ -143,7 +155,7 @@ def test_a_pinned_tile_that_was_written_is_doomed_not_reused() -> None:
         assert hot.admit(5, 1) == -1, "its only slot is still read"
         hot.unpin(slot)
         assert hot.admit(5, 1) == slot
-        hot.filled(slot, 2)
+        hot.filled(slot)
         assert hot.find(5, 2) == -1 and hot.used == 0, "it was written while it was copied"
 
 
@@ -151,7 +163,7 @@ def test_a_tile_on_its_way_is_neither_found_nor_fetched_twice() -> None:
     with hot_tiles(4) as hot:
         slot = hot.admit(9, 0)
         assert hot.find(9, 0) == -1 and hot.admit(9, 0) == -1
-        hot.filled(slot, 0)
+        hot.filled(slot)
         assert hot.find(9, 0) == slot
         assert (hot.stat(HITS), hot.stat(MISSES), hot.stat(COPIES)) == (1, 1, 1)
 

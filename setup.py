@@ -45,18 +45,18 @@ class BuildNative(build_ext):
         _run([*configure, *os.environ.get("FLUXION_CMAKE_ARGS", "").split()])
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         _run([_tool("cmake"), "--build", str(build), "--parallel", jobs])
-        # What was not asked for is not there: CMake has removed it.
-        self.extensions = [ext for ext in self.extensions if self._built(build, ext).exists()]
-        for ext in self.extensions:
-            target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        for ext in list(self.extensions):
+            built, target = build / f"{ext.name.split('.')[-1]}.so", Path(self.get_ext_fullpath(ext.name)).resolve()
             target.parent.mkdir(parents=True, exist_ok=True)
+            # An earlier build may have left a library that this one has not.
+            target.unlink(missing_ok=True)
+            if not built.exists():
+                self.extensions.remove(ext)
+                continue
             # Not copy2: the file must be younger than the sources for `make`, also when nothing had to be
             # compiled.
-            shutil.copyfile(self._built(build, ext), target)
+            shutil.copyfile(built, target)
             target.chmod(0o755)
-
-    def _built(self, build: Path, ext: Extension) -> Path:
-        return build / f"{ext.name.split('.')[-1]}.so"
 
     def copy_extensions_to_source(self) -> None:
         if not _skipped():

@@ -387,8 +387,10 @@ def test_a_recorded_step_serves_every_step_of_its_size(passes: Any) -> None:
     ]
     before = [windows.clone() for windows in world.windows.layers]
     one.device.begin_dummy()
-    for layer in range(world.layers):  # as SGLang warms up before it records
-        one.device.decode(layer, *inputs[layer], world.scale)
+    # As SGLang warms up before it records. What the stream writes must be kept until it has: torch does not know of it.
+    warm = [one.device.decode(layer, *inputs[layer], world.scale) for layer in range(world.layers)]
+    library.stream_synchronize(stream)
+    del warm
     library.graph_begin(stream)
     outs = [one.device.decode(layer, *inputs[layer], world.scale) for layer in range(world.layers)]
     graph = library.graph_end(stream)

@@ -150,7 +150,9 @@ def test_a_device_takes_its_share_of_every_policy(spec: str, scheduler: str) -> 
         if executors == "cpu+gpu":
             assert stats["tasks"] == stats["tasks_cpu"] + stats["tasks_gpu"] and stats["failed_tasks"] == 0
             assert stats["gpu_tasks"] == stats["tasks_gpu"]
-            assert spec.partition(":")[0] not in ("full", "fixed", "anchor") or stats["tasks_gpu"] > 0
+            # Where anyone may take a task, the CPU may have been quicker every time.
+            given = scheduler != "priority" and spec.partition(":")[0] in ("full", "fixed", "anchor")
+            assert stats["tasks_gpu"] > 0 or not given
             assert spec.partition(":")[0] not in ("oracle", "psa", "lfps", "hgca") or stats["tasks_gpu"] == 0
     assert read[0] == read[1]
     for cpu, both in zip(*outs, strict=True):

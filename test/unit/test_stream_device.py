@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from world import World
 
 from fluxion_sglang.device import extend
+from fluxion_sglang.device.base import Pinned
 from fluxion_sglang.device.library import load
 from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.executor.extend import ExtendRequest
@@ -30,6 +31,7 @@ class Passes:
         monkeypatch.setenv("FLUXION_TASK_TIMEOUT_S", str(timeout_s))
         self.world = world = World(**{"tokens": 16384, **kw})
         self.library = load("sim")
+        self.pinned = Pinned(self.library, world.pool.memory)
         self.device = StreamDevice(
             self.library,
             world.pool,
@@ -156,6 +158,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         one.library.inject("none", 1)
         one.device.close()
         one.device.close()
+        one.pinned.release()
+        one.pinned.release()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,7 @@ One pass at a time: `begin_decode` or `begin_extend`, then its layers in order, 
 
 from __future__ import annotations
 
+import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -33,7 +34,36 @@ def library_of(device: str) -> DeviceLibrary | None:
         return None
     from fluxion_sglang.device.library import load
 
-    return load("sim" if simulated else "cuda")
+    library = load("sim" if simulated else "cuda")
+    if not simulated:
+        library.select(torch.device(device).index or torch.cuda.current_device())
+    return library
+
+
+class Pinned:
+    """Host memory that a device may read where it is, until `release` or the interpreter's end.
+
+    Whoever has the device read it comes later, and is done earlier.
+
+    Args:
+        memory: uint8, touched, its address and size multiples of 4096.
+
+    Raises:
+        DeviceError: it cannot be pinned.
+    """
+
+    def __init__(self, library: DeviceLibrary, memory: torch.Tensor) -> None:
+        library.host_register(memory)
+        self._library, self._memory = library, memory
+        self._held = True
+        atexit.register(self.release)
+
+    def release(self) -> None:
+        if not self._held:
+            return
+        self._held = False
+        atexit.unregister(self.release)
+        self._library.host_unregister(self._memory)
 
 
 class Appended(Protocol):

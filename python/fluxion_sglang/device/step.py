@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from fluxion_sglang.device import flashinfer
-from fluxion_sglang.device.base import Appended, Device
+from fluxion_sglang.device.base import Appended, Device, Pinned
 from fluxion_sglang.device.extend import PrefixStream, extend_attention
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
@@ -32,9 +32,10 @@ from fluxion_sglang.policy.base import Policy
 class StreamDevice(Device):
     """Windows are in device memory; the device attends to them, and the CPU to the middle at the same time.
 
-    The host pool and the mailbox are pinned until `close`.
+    The mailbox is pinned until `close`.
 
     Args:
+        pool: pinned (`Pinned`).
         scale: of attention, in every layer.
         max_requests: of a step, padding of graphs included.
         graphs: decode steps may be captured and replayed, between `begin_dummy` and the next step or after it.
@@ -62,11 +63,9 @@ class StreamDevice(Device):
         self._scale = scale
         self._mailbox = Mailbox(MailboxShape(max_requests, q_heads, shape.kv_heads, shape.head_dim, shape.dtype))
         self._server = LayerServer(engine, self._mailbox)
-        self._registered: list[torch.Tensor] = []
+        self._pinned: Pinned | None = None
         atexit.register(self.close)
-        for memory in (pool.memory, self._mailbox.arena):
-            library.host_register(memory)
-            self._registered.append(memory)
+        self._pinned = Pinned(library, self._mailbox.arena)
         self._port = library.port_create(
             self._mailbox.arena,
             max_requests=max_requests,
@@ -76,7 +75,8 @@ class StreamDevice(Device):
             dtype=shape.dtype,
             sinks=placement.sinks,
             window=placement.window,
-            timeout_s=self._server.timeout_s,
+            # A late task is the engine's to report; the device gives up on what nobody reported.
+            timeout_s=1.25 * self._server.timeout_s,
         )
         self._offload = Offload(self._streams)
         self._prefix = PrefixStream(library, self._streams, pool, self._device)
@@ -242,13 +242,12 @@ class StreamDevice(Device):
         self._muted = False
 
     def close(self) -> None:
-        if not self._registered:
+        pinned, self._pinned = self._pinned, None
+        if pinned is None:
             return
-        registered, self._registered = self._registered, []
         atexit.unregister(self.close)
         self._mailbox.cancel()
         self._server.close()
         self._offload.close()
         self._streams.settle()
-        for memory in registered:
-            self._library.host_unregister(memory)
+        pinned.release()

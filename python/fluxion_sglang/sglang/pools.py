@@ -15,7 +15,7 @@ from sglang.srt.models.utils import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.device.base import library_of
+from fluxion_sglang.device.base import Pinned, library_of
 from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.executor.cpu import create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
@@ -63,6 +63,9 @@ class FluxionKVPool(KVCache):
         placement = Placement(config.sinks, config.window)
         self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks), config.spread)
         self.windows = Windows(self.host, rows, device)
+        library = library_of(device)
+        # Before any executor is made: a device's reads the pool at once.
+        self.pinned = None if library is None else Pinned(library, self.host.memory)
         self.mem_usage = self.windows.nbytes / GIB
 
     def get_kv_size_bytes(self) -> tuple[int, int]:

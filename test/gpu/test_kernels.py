@@ -1,0 +1,210 @@
+"""The CUDA library against the simulated device: the same sources and inputs, so the same numbers but for rounding.
+
+What the simulated device computes is held against float64 references in test/unit.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fluxion_sglang.device.library import DeviceLibrary, load
+from fluxion_sglang.device.mailbox import Mailbox, MailboxError, MailboxShape
+from fluxion_sglang.kv.placement import PAGE, Placement
+
+pytestmark = pytest.mark.gpu
+PLACEMENT = Placement(64, 256)
+LENGTHS = [1, 63, 64, 65, 320, 321, 352, 5000]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    return torch.allclose(got.cpu().float(), want.cpu().float(), atol=limit, rtol=limit)
+
+
+class Side:
+    """A mailbox with its port and windows on one of the two devices."""
+
+    def __init__(self, library: DeviceLibrary, group: int, dim: int, dtype: torch.dtype, timeout_s: float) -> None:
+        self.library, self.dtype, kv_heads = library, dtype, 2
+        self.stream = library.stream_create()
+        self.mailbox = Mailbox(MailboxShape(len(LENGTHS), group * kv_heads, kv_heads, dim, dtype))
+        library.host_register(self.mailbox.arena)
+        self.port = library.port_create(
+            self.mailbox.arena, max_requests=len(LENGTHS), q_heads=group * kv_heads, kv_heads=kv_heads, head_dim=dim,
+            dtype=dtype, sinks=PLACEMENT.sinks, window=PLACEMENT.window, timeout_s=timeout_s,
+        )  # fmt: skip
+        torch.manual_seed(group * dim)
+        where = {"device": library.device, "dtype": dtype}
+        self.windows = torch.randn(kv_heads, len(LENGTHS) * PLACEMENT.slot_pages, 2, PAGE, dim).to(**where)
+        self.q = torch.randn(len(LENGTHS), group * kv_heads, dim).to(**where)
+        self.k, self.v = (torch.randn(len(LENGTHS), kv_heads, dim).to(**where) for _ in range(2))
+        self.o = torch.full(self.q.shape, float("nan"), device=library.device)
+        self.lse = torch.full(self.q.shape[:2], float("nan"), device=library.device)
+        self.out = torch.full_like(self.q, float("nan"))
+        self.given_o, self.given_lse = torch.randn(self.q.shape), torch.randn(self.q.shape[:2])
+        self.given_lse[1] = float("-inf")
+        self.sequence, self._scale = 0, dim**-0.5
+
+    def step(self, rows: list[int]) -> None:
+        self.rows = rows
+        lengths = torch.tensor([LENGTHS[row] for row in rows], dtype=torch.int32)
+        self.library.port_step(self.port, self.stream, torch.tensor(rows, dtype=torch.int32), lengths)
+
+    def launch(self) -> None:
+        self.library.publish(self.port, self.stream, 3, self.q, self.k, self.v, self.windows)
+        self.library.resident(self.port, self.stream, self.q, self.windows, self._scale, self.o, self.lse, True)
+        self.library.take(self.port, self.stream, self.o, self.lse, False, self.out)
+
+    def run(self, launch: Callable[[], None]) -> dict[str, torch.Tensor]:
+        """A layer, and everything that came of it."""
+        self.sequence += 1
+        seen: dict[str, torch.Tensor] = {}
+
+        def answer() -> None:
+            self.mailbox.wait_observed(self.sequence, 20)
+            slot = self.mailbox.slot(self.sequence, len(self.rows))
+            seen.update({name: getattr(slot, name).clone() for name in ("q", "k", "v", "parts", "layer")})
+            slot.o.copy_(self.given_o[: len(self.rows)])
+            slot.lse.copy_(self.given_lse[: len(self.rows)])
+            self.mailbox.answer(self.sequence)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        launch()
+        self.library.stream_synchronize(self.stream)
+        thread.join()
+        seen |= {name: getattr(self, name).clone() for name in ("o", "lse", "out", "windows")}
+        return seen
+
+    def close(self) -> None:
+        self.library.stream_synchronize(self.stream)
+        self.library.host_unregister(self.mailbox.arena)
+
+
+@pytest.fixture
+def sides(cuda: DeviceLibrary):
+    made: list[Side] = []
+
+    def make(group: int, dim: int, dtype: torch.dtype, timeout_s: float = 20.0) -> tuple[Side, Side]:
+        made.extend(Side(library, group, dim, dtype, timeout_s) for library in (cuda, load("sim")))
+        return made[-2], made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (7, 128), (8, 128), (16, 256), (3, 48)])
+def test_a_layer_is_published_attended_and_taken(sides, group: int, dim: int, dtype: torch.dtype) -> None:
+    real, simulated = sides(group, dim, dtype)
+    for rows in ([*range(len(LENGTHS))], [5, 2, 0], []):  # rows behind a step's requests are padding
+        found = []
+        for side in (real, simulated):
+            side.step(rows)
+            found.append(side.run(side.launch))
+        for name, got in found[0].items():
+            want, count = found[1][name], len(rows) if name in ("q", "k", "v", "parts") else None
+            assert close(got[:count], want[:count], dtype), (name, rows)
+
+
+def test_a_graph_serves_steps_that_differ(sides) -> None:
+    real, simulated = sides(4, 128, torch.bfloat16)
+    real.step([0])
+    real.library.graph_begin(real.stream)
+    real.launch()
+    graph = real.library.graph_end(real.stream)
+    for rows in ([0], [7, 3], [*range(len(LENGTHS))], [4]):
+        for side in (real, simulated):
+            side.step(rows)
+        got = real.run(lambda: real.library.graph_launch(graph, real.stream))
+        want = simulated.run(simulated.launch)
+        assert all(close(got[name], want[name], real.dtype) for name in ("o", "lse", "out", "windows"))
+
+
+def test_nobody_waits_for_ever(sides) -> None:
+    real, _ = sides(4, 128, torch.bfloat16, timeout_s=0.2)
+    real.step([0, 1])
+    real.launch()
+    real.library.stream_synchronize(real.stream)
+    assert real.mailbox.late and close(real.out, real.o, real.dtype)
+    real.launch()  # publishes nothing, and waits for nothing
+    with pytest.raises(MailboxError, match="waited too long"):
+        real.mailbox.wait(2, 1.0)
+    real.library.port_reset(real.port, real.stream)
+    real.library.stream_synchronize(real.stream)
+    real.step([2])
+    assert not real.mailbox.late and real.run(real.launch)["layer"].item() == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
+    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool
+) -> None:
+    group, dim, pages = 4, 128, 300
+    counts = [0, 1, 3, 4, 5, 64, 257]
+    torch.manual_seed(7)
+    tiles, q = torch.randn(pages, 2, PAGE, dim).to(dtype), torch.randn(len(counts), group, dim).to(dtype)
+    entries = torch.cat([torch.randperm(pages)[:n] for n in counts]).to(torch.int32)
+    is_hot = torch.rand(len(entries)) < 0.5
+    masks = torch.randint(0, 1 << 16, (len(entries), group), dtype=torch.int32).to(torch.uint16)
+    found = []
+    for library in (cuda, load("sim")):
+        kept: list[torch.Tensor] = []  # what a stream reads must be there until it has
+
+        def pinned(
+            tensor: torch.Tensor, library: DeviceLibrary = library, kept: list[torch.Tensor] = kept
+        ) -> torch.Tensor:
+            kept.append(library.pinned_empty(max(tensor.nbytes, 1)))
+            return kept[-1][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+        where, stream = library.device, library.stream_create()
+        region, queries, hot = pinned(tiles), pinned(q), torch.zeros(tiles.nbytes, dtype=torch.uint8, device=where)
+        tile_bytes = tiles[0].nbytes
+        source = pinned(region.data_ptr() + torch.arange(pages) * tile_bytes)
+        library.copy_tiles(stream, source, pinned(torch.arange(pages, dtype=torch.int32)), tile_bytes, hot)
+        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
+        tasks = [
+            struct.pack("<QQii", queries[i].data_ptr(), region.data_ptr(), starts[i], n) for i, n in enumerate(counts)
+        ]
+        packed = pinned(torch.frombuffer(bytearray(b"".join(tasks)), dtype=torch.uint8).view(len(counts), 24))
+        o = torch.full((len(counts), group, dim), float("nan"), device=where)
+        lse = torch.full((len(counts), group), float("nan"), device=where)
+        size = library.workspace_bytes(len(counts), max(counts), group, dim)
+        workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
+        library.attend(
+            stream, packed, max(counts), pinned(torch.where(is_hot, -1 - entries, entries)),
+            pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace,
+        )  # fmt: skip
+        library.stream_synchronize(stream)
+        found.append((o.cpu(), lse.cpu()))
+    assert close(found[0][0], found[1][0], torch.float32) and close(found[0][1], found[1][1], torch.float32)
+
+
+def test_the_prefix_and_the_windows_come_from_the_host_pool(cuda: DeviceLibrary) -> None:
+    heads, dim, pages, stop = 2, 64, 60, 700
+    torch.manual_seed(3)
+    tiles, fresh = torch.randn(heads, pages, 2, PAGE, dim).bfloat16(), torch.randn(2, 100, heads, dim).bfloat16()
+    table = torch.randperm(pages)[: -(-stop // PAGE)].to(torch.int32)
+    found = []
+    for library in (cuda, load("sim")):
+        where = library.device
+        region = library.pinned_empty(tiles.nbytes).view(torch.bfloat16).view(tiles.shape).copy_(tiles)
+        listed = table.to(where, copy=True)
+        windows = torch.zeros(heads, 2 * PLACEMENT.slot_pages, 2, PAGE, dim, dtype=torch.bfloat16, device=where)
+        k, v = (part.to(where, copy=True) for part in fresh)
+        library.fill_window(
+            0, region, windows, 1, stop - 100, stop, listed, k, v, PLACEMENT.sinks, PLACEMENT.window
+        )  # fmt: skip
+        prefix = [torch.zeros(len(table) * PAGE, heads, dim, dtype=torch.bfloat16, device=where) for _ in range(2)]
+        library.gather(0, region, listed, *prefix)
+        library.stream_synchronize(0)
+        found.append([part.cpu() for part in (windows, *prefix)])
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))

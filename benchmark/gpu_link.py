@@ -4,9 +4,9 @@
     python benchmark/gpu_link.py --device sim --quick   # on the simulated device, to see that it runs
 
 Round trips: publish, resident attention and take of a layer whose middle the CPU answers at once with nothing, in a
-stream and in a CUDA graph, against the resident attention alone: the difference is what the hand-over costs. Link: tiles
-in pinned memory, gathered into device memory by a kernel or attended to where they are, against the copy engine and
-against a kernel that reads the same bytes in their order. Everything in one process; medians of interleaved turns.
+stream and in a CUDA graph, against the resident attention alone: the difference is what the hand-over costs. Link:
+tiles in pinned memory, gathered into device memory by a kernel or attended to where they are, against the copy engine
+and against a kernel that reads as many bytes in their order. Everything in one process; medians of interleaved turns.
 """
 
 from __future__ import annotations

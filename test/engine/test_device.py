@@ -60,7 +60,7 @@ def server(reference: dict[str, Completion], logs: Path, plugins: str, failed: l
     path = os.pathsep.join(filter(None, [plugins, os.environ.get("PYTHONPATH")]))
     with Server(
         "--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk",
-        fluxion=f'{{"policy": "full", "host_tokens": {POOL}}}',
+        fluxion=f'{{"policy": "full", "host_tokens": {POOL}, "executors": "cpu+gpu", "hot_tiles_gb": 0.01}}',
         env={
             "FLUXION_DEVICE": "sim", "FLUXION_FAULT_PASS": str(FAULT), "FLUXION_TASK_TIMEOUT_S": str(TIMEOUT_S),
             "SGLANG_TEST_RETRACT": "1", "PYTHONPATH": path,

@@ -1,0 +1,26 @@
+"""The kernels of the CUDA library under NVIDIA's compute-sanitizer, where it is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fluxion_sglang.device.library import DeviceLibrary
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+KERNELS = Path(__file__).with_name("test_kernels.py")
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_kernels_under(tool: str, cuda: DeviceLibrary) -> None:
+    program = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which("compute-sanitizer")
+    if program is None:
+        pytest.skip("no compute-sanitizer")
+    # Not the test whose device gives up: everything takes many times as long.
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", str(KERNELS)]
+    done = subprocess.run([*command, "-k", "not for_ever"], capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

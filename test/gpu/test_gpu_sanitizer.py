@@ -12,7 +12,7 @@ import pytest
 from fluxion_sglang.device.library import DeviceLibrary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-KERNELS = Path(__file__).with_name("test_kernels.py")
+KERNELS = Path(__file__).with_name("test_gpu_kernels.py")
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

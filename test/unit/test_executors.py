@@ -15,6 +15,7 @@ from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
 from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.executor.torch_reference import block_pages
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.metrics import _COUNTERS
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 LENGTHS = [1, 15, 64, 65, 319, 320, 335, 336, 337, 500, 1111, 2047]
@@ -150,6 +151,7 @@ def test_a_device_takes_its_share_of_every_policy(spec: str, scheduler: str) -> 
         if executors == "cpu+gpu":
             assert stats["tasks"] == stats["tasks_cpu"] + stats["tasks_gpu"] and stats["failed_tasks"] == 0
             assert stats["gpu_tasks"] == stats["tasks_gpu"]
+            assert {name for name in _COUNTERS if name.startswith("gpu_")} <= set(stats)
             # Where anyone may take a task, the CPU may have been quicker every time.
             given = scheduler != "priority" and spec.partition(":")[0] in ("full", "fixed", "anchor")
             assert stats["tasks_gpu"] > 0 or not given

@@ -257,4 +257,5 @@ def test_a_guard_that_is_no_share_is_refused(guard: float) -> None:
 
 
 def test_the_statistic_reaches_the_metrics() -> None:
-    assert set(_COUNTERS) <= set(NativeWorld().engine.stats()) and "widened_tasks" in _COUNTERS
+    of_devices = {name for name in _COUNTERS if name.startswith("gpu_")}  # a dispatcher's: test_dispatcher.py
+    assert set(_COUNTERS) - of_devices <= set(NativeWorld().engine.stats()) and "widened_tasks" in _COUNTERS

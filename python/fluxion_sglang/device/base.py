@@ -34,10 +34,7 @@ def library_of(device: str) -> DeviceLibrary | None:
         return None
     from fluxion_sglang.device.library import load
 
-    library = load("sim" if simulated else "cuda")
-    if not simulated:
-        library.select(torch.device(device).index or torch.cuda.current_device())
-    return library
+    return load("sim" if simulated else "cuda")
 
 
 class Pinned:

@@ -64,6 +64,8 @@ class FluxionKVPool(KVCache):
         self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks), config.spread)
         self.windows = Windows(self.host, rows, device)
         library = library_of(device)
+        if library is not None and library.backend == "cuda":
+            library.select(torch.cuda.current_device())  # this rank's, as SGLang has chosen it
         # Before any executor is made: a device's reads the pool at once.
         self.pinned = None if library is None else Pinned(library, self.host.memory)
         self.mem_usage = self.windows.nbytes / GIB

@@ -117,20 +117,18 @@ class RoundTrip:
         device.stream_synchronize(self.stream)
         self._scale, self._answered = dim**-0.5, 0
 
-    def _resident(self, parts: bool) -> None:
-        self.device.resident(
-            self.port, self.stream, self.q, self.windows, self._scale, self.o, self.lse, parts
-        )  # fmt: skip
-
     def resident(self) -> None:
         for _ in range(self.layers):
-            self._resident(False)
+            self._resident()
 
     def layer(self) -> None:
         for layer in range(self.layers):
             self.device.publish(self.port, self.stream, layer, self.q, self.k, self.v, self.windows)
-            self._resident(False)
+            self._resident()
             self.device.take(self.port, self.stream, self.o, self.lse, False, self.out)
+
+    def _resident(self) -> None:
+        self.device.resident(self.port, self.stream, self.q, self.windows, self._scale, self.o, self.lse, False)
 
     def graph(self, work: Callable[[], None]) -> Callable[[], None]:
         self.device.graph_begin(self.stream)
@@ -233,9 +231,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The link between the CPU and a GPU, and what a layer costs over it.")
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="there is nothing to continue: always so")
     parser.add_argument("--machine", help="folder under benchmark/results; default: the device's name")
     args = parser.parse_args()
+    args.fresh = True  # it takes a minute: nothing is continued
     try:
         device = library.load(args.device)
         about = device.info()

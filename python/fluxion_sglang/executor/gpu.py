@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ import torch
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import calibration
+from fluxion_sglang.device.base import library_of
 from fluxion_sglang.device.calibration import Rates
 from fluxion_sglang.device.crossover import crossover
-from fluxion_sglang.device.library import Backend, DeviceLibrary, load
+from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
 from fluxion_sglang.kv.host_pool import GIB, HostPool
 from fluxion_sglang.native import NativeEngine, NativePool, function
@@ -132,11 +132,6 @@ class GpuExecutor(Executor):
         return {f"gpu_{name}": value for name, value in (self.dispatcher.stats() if self.dispatcher else {}).items()}
 
 
-def backend() -> Backend:
-    """The device of this process: the simulated one where FLUXION_DEVICE is "sim", as tests have it."""
-    return "sim" if os.environ.get("FLUXION_DEVICE") == "sim" else "cuda"
-
-
 def measured(library: DeviceLibrary, pool: NativePool, q_heads: int) -> Rates:
     """Of this machine and a model with so many query heads; a few seconds, once.
 
@@ -164,7 +159,8 @@ def create(config: FluxionConfig, pool: HostPool) -> GpuExecutor:
         DeviceError: there is no device.
     """
     options = DispatcherOptions(entries=min(pool.pages, MAX_ENTRIES), hot_bytes=int(config.hot_tiles_gb * GIB))
-    library = load(backend())
+    library = library_of("cuda")
+    assert library is not None, "a GPU has a library"
     free = int(library.info()["free_bytes"])
 
     def say(rates: Rates) -> str:

@@ -208,7 +208,7 @@ def test_layers_that_scale_differently_are_refused_on_a_device() -> None:
 def resolved(**changes: Any) -> Any:
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    legal = {"attention_backend": "fluxion", "page_size": 16, "tp_size": 1}
+    legal = {"attention_backend": "fluxion", "page_size": 16, "device": "cpu", "tp_size": 1, "pp_size": 1}
     for refusal in validation.OPTIONS:
         candidates = (None, False, "auto", "null", "none", 1)
         legal.setdefault(refusal.field, next(value for value in candidates if not refusal.refused(value)))
@@ -254,6 +254,16 @@ def test_graphs_that_were_asked_for_are_accepted() -> None:
     args.cuda_graph_config.decode.backend, args.cuda_graph_config.prefill.backend = "disabled", "full"
     with pytest.raises(ConfigError, match="which SGLang chose for prefill"):
         validation.check_resolved(args, asked)
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}])
+def test_ranks_on_a_cpu_need_a_version_that_has_them(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    validation.check_resolved(resolved(**ranks))
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
+    validation.check_resolved(resolved())
+    validation.check_resolved(resolved(device="cuda", **ranks))
+    with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 cannot divide .* install sglang 0\.5\.23"):
+        validation.check_resolved(resolved(**ranks))
 
 
 # --- models

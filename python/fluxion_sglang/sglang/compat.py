@@ -153,6 +153,13 @@ def version_problem(version: str) -> str | None:
     )
 
 
+def has_cpu_ranks(version: str) -> bool:
+    """Whether this SGLang can divide a model among ranks on a CPU: 0.5.22 sets up NCCL whatever the device."""
+    from packaging.version import Version
+
+    return (*Version(version).release, 0, 0)[:3] >= (0, 5, 23)
+
+
 def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:
     """Every reason, a sentence each, why the plug-in cannot work with the installed SGLang."""
     version = sglang_version()

@@ -225,6 +225,12 @@ def check_resolved(args: Any, config: FluxionConfig = _DEFAULTS) -> None:
         ConfigError, CompatError: as `check_options`.
     """
     check_options(args)
+    version = compat.sglang_version()
+    if args.device == "cpu" and args.tp_size * args.pp_size > 1 and not compat.has_cpu_ranks(version):
+        raise ConfigError(
+            f"SGLang {version} cannot divide a model among processes on a CPU, because it sets up NCCL there, too; "
+            "install sglang 0.5.23, or use --tp-size 1 and --pp-size 1."
+        )
     from sglang.srt.arg_groups.overrides import attention_backends_of
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 

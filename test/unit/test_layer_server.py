@@ -322,14 +322,6 @@ def test_reset_refuses_while_a_step_is_served() -> None:
         device.server.abort()
 
 
-def test_an_audit_refuses(tmp_path: Path) -> None:
-    with DeviceWorld(with_requests(audit=tmp_path / "audit")) as device:
-        device.begin([1])
-        device.layer(0), device.layer(1)
-        with pytest.raises(RuntimeError, match="An audit needs whole results"):
-            device.server.finish()
-
-
 def test_closing_takes_no_more_steps_and_ends_what_runs() -> None:
     device = DeviceWorld(with_requests())
     device.begin([1])

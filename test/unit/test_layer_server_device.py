@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_layer_server import SPECS, Slow, with_requests
 from world import World
 
+from fluxion_sglang.audit import read
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
 from fluxion_sglang.device.server import LayerServer
@@ -103,6 +106,41 @@ def test_every_policy(spec: str) -> None:
                 if spec == "full":
                     torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
     assert cpu.engine.stats() == other.engine.stats()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("guard", [None, 0.05])
+def test_an_audit_finds_what_it_finds_on_the_cpu(spec: str, guard: float | None, tmp_path: Path) -> None:
+    logs = [tmp_path / "cpu.npy", tmp_path / "device.npy"]
+    cpu, other = (with_requests(policy=spec, guard=guard, audit=log) for log in logs)
+    plain = with_requests(policy=spec, guard=guard)
+    with device(other) as simulated, device(plain) as unaudited:
+        for _ in range(18):
+            cpu.decode([1, 2, 3])
+            for (got, _), (want, _) in zip(simulated.decode([1, 2, 3]), unaudited.decode([1, 2, 3]), strict=True):
+                assert torch.equal(got, want), "an audit changes nothing"
+    want, got = (np.concatenate(read(log)[0]) for log in logs)
+    for name in want.dtype.names or ():
+        if name != "error":
+            assert (got[name] == want[name]).all(), name
+    assert np.abs(got["error"] - want["error"]).max() < 1e-5
+    assert (got["error"] == 0).all() if spec == "full" else got["error"].max() > 1e-3
+    assert cpu.engine.stats() == other.engine.stats() == plain.engine.stats()
+    for layer in range(cpu.layers):
+        for name in ("tiles", "meta0", "meta3", "moments"):
+            assert torch.equal(*(world.pool.native.tensor(name, layer).nan_to_num() for world in (other, plain))), name
+
+
+def test_an_audit_of_half_precision(tmp_path: Path) -> None:
+    """Its exact attention to the residents has the device's inputs, and float32 between them and the error."""
+    logs = [tmp_path / "cpu.npy", tmp_path / "device.npy"]
+    cpu, other = (with_requests(policy="fixed:16:0.05", dtype=torch.bfloat16, audit=log) for log in logs)
+    with device(other) as simulated:
+        for _ in range(3):
+            cpu.decode([2, 1, 3])
+            simulated.decode([2, 1, 3])
+    want, got = (np.concatenate(read(log)[0]) for log in logs)
+    assert np.abs(got["error"] - want["error"]).max() < 1e-5 < got["error"].max()
 
 
 def test_steps_are_launched_ahead_of_one_another() -> None:

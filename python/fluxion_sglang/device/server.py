@@ -199,7 +199,7 @@ class LayerServer:
             self._fail(error)
             return self.mailbox.fail(sequence)
         try:
-            self.engine.served(layer, slot.q)
+            self.engine.served(layer, sequence, self.mailbox, step.scale)
         except Exception as error:
             self._fail(error)
         return taken

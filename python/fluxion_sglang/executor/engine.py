@@ -237,9 +237,10 @@ class DecodeEngine:
             self._begin(layer, q, slot.k, slot.v, scale, plan, middle=middle)
         return mailbox.finish(self.native, sequence)
 
-    def served(self, layer: int, q: torch.Tensor) -> None:
-        """The layer that `serve` answered is done. q: as the slot has it, until the next layer is answered."""
-        self._policy.decoded(layer, q, None)
+    def served(self, layer: int, sequence: int, mailbox: Mailbox, scale: float) -> None:
+        """The layer that `serve` answered is done; its slot stays as it is until the next layer is answered."""
+        assert self._step is not None, "served() before serve()"
+        self._policy.decoded(layer, mailbox.slot(sequence, self._step.batch).q, None)
 
     def _begin(
         self,

@@ -19,7 +19,7 @@ namespace fluxion {
 namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native.py compares it.
-constexpr int64_t kAbiVersion = 17;
+constexpr int64_t kAbiVersion = 18;
 
 // [tokens, heads, D], D contiguous
 TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {
@@ -117,6 +117,17 @@ void pool_append(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, 
   guarded([&] {
     pool.append(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, k.size(0), keys, values);
   });
+}
+
+void pool_check(Pool pool, TensorView pages, int64_t start, int64_t count) {
+  expect(pages, "pages", kInt32, {-1}, 1);
+  guarded([&] { pool->pool->check_tokens(data<int32_t>(pages), pages.size(0), start, count); });
+}
+
+void pool_adopt(Pool pool, int64_t layer, TensorView pages, int64_t start, int64_t count) {
+  expect(pages, "pages", kInt32, {-1}, 1);
+  guarded(
+      [&] { pool->pool->adopt(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, count); });
 }
 
 void pool_append_decode(Pool pool_ref, int64_t layer, TensorView seq_lens, TensorView table, TensorView k,
@@ -395,6 +406,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_create, fluxion::pool_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_isa, fluxion::pool_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_tensor, fluxion::pool_tensor);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append, fluxion::pool_append);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_check, fluxion::pool_check);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_adopt, fluxion::pool_adopt);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append_decode, fluxion::pool_append_decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_fill_window, fluxion::pool_fill_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_gather, fluxion::pool_gather);

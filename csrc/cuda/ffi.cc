@@ -13,7 +13,7 @@ namespace fluxion::device {
 namespace {
 
 // Raised by one whenever a function's signature changes; library.py compares it.
-constexpr int64_t kAbiVersion = 1;
+constexpr int64_t kAbiVersion = 2;
 
 #if defined(FLUXION_SIMULATED)
 constexpr int kDeviceType = kDLCPU;
@@ -70,12 +70,18 @@ void expect_aligned(const TensorView& t, const char* name, int64_t element, int 
   if (!fits) Raise("ValueError") << name << " does not start, with every token, at a multiple of 16 bytes.";
 }
 
-void expect_device(const TensorView& t, const char* name, DLDataType dtype,
-                   std::initializer_list<int64_t> want, int dense) {
+// On the device, and read or written a number at a time.
+void expect_numbers(const TensorView& t, const char* name, DLDataType dtype,
+                    std::initializer_list<int64_t> want, int dense) {
   expect_form(t, name, dtype, want, dense);
   if (t.device().device_type != kDeviceType) {
     Raise("ValueError") << name << " is not on the device; move it there.";
   }
+}
+
+void expect_device(const TensorView& t, const char* name, DLDataType dtype,
+                   std::initializer_list<int64_t> want, int dense) {
+  expect_numbers(t, name, dtype, want, dense);
   expect_aligned(t, name, dtype.bits / 8, t.ndim() - dense);
 }
 
@@ -430,6 +436,49 @@ void gather_pages(int64_t stream, TensorView tiles_t, TensorView pages, TensorVi
   guard([&] { gather(stream_of(stream), tiles, data<int32_t>(pages), count, to); });
 }
 
+void write_chunk(int64_t stream, TensorView tiles, TensorView entries, TensorView moments, TensorView chunk,
+                 TensorView k, TensorView v) {
+  HostLayer layer{tiles_of(tiles), nullptr, nullptr};
+  const int64_t heads = layer.tiles.kv_heads, pages = layer.tiles.pages, dim = layer.tiles.head_dim;
+  expect_pinned(entries, "entries", kv_type(layer.tiles.element), {heads, pages, 2, dim}, 4);
+  expect_pinned(moments, "moments", kFloat64, {heads, pages, 2 * dim + 8}, 3);
+  layer.entries = data<char>(entries);
+  layer.moments = data<double>(moments);
+  expect_reachable(chunk, "chunk", kInt32, {-1, 4}, 2);
+  static_assert(sizeof(ChunkPage) == 4 * sizeof(int32_t));
+  const int count = narrow(chunk.size(0), 0, INT32_MAX, "The number of pages");
+  const KeysValues fresh = tokens_of(layer.tiles, k, v, k.ndim() > 0 ? k.size(0) : 0);
+  guard([&] {
+    write_pages(stream_of(stream), layer, reinterpret_cast<const ChunkPage*>(data<int32_t>(chunk)), count,
+                fresh);
+  });
+}
+
+void merge_results(int64_t stream, TensorView o_a, TensorView lse_a, TensorView o_b, TensorView lse_b,
+                   bool base2, TensorView o, TensorView lse) {
+  const auto element = [](const TensorView& t) { return same(t.dtype(), kBFloat16) ? 2 : 4; };
+  const auto check_form = [&](const TensorView& t, const char* name) {
+    expect_device(t, name, kv_type(element(t)), {o.size(0), o.size(1), o.size(2)}, 3);
+  };
+  expect_device(o, "o", kv_type(element(o)), {-1, -1, -1}, 3);  // has three dimensions, from here on
+  check_form(o_a, "o_a");
+  check_form(o_b, "o_b");
+  for (const auto& [t, name] : {std::pair{&lse_a, "lse_a"}, {&lse_b, "lse_b"}, {&lse, "lse"}})
+    expect_numbers(*t, name, kFloat32, {o.size(0), o.size(1)}, 2);
+  if (element(o_b) == 4 && (element(o_a) == 2 || element(o) == 2)) {
+    Raise("ValueError") << "o_b is float32, so o_a and o must be, too.";
+  }
+  const int head_dim = narrow(o.size(2), 32, kMaxHeadDim, "head_dim");
+  if (head_dim % 16 != 0) Raise("ValueError") << "head_dim is " << head_dim << ", no multiple of 16.";
+  const int64_t heads = o.size(0) * o.size(1);
+  narrow(heads, 0, INT32_MAX, "The number of heads");
+  guard([&] {
+    merge(stream_of(stream), heads, head_dim, {data<char>(o_a), data<float>(lse_a), element(o_a), base2},
+          {data<char>(o_b), data<float>(lse_b), element(o_b), base2}, data<char>(o), element(o),
+          data<float>(lse));
+  });
+}
+
 // ---- what host code reaches through device_api
 
 int64_t workspace(int64_t tasks, int64_t longest, int64_t group, int64_t head_dim) {
@@ -555,6 +604,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(observe, fluxion::device::observe_layer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, fluxion::device::take_layer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_window, fluxion::device::fill);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, fluxion::device::gather_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_pages, fluxion::device::write_chunk);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, fluxion::device::merge_results);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_bytes, fluxion::device::workspace);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, fluxion::device::attend_tasks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_tiles, fluxion::device::copy_tiles_of);

@@ -39,7 +39,7 @@ void take(Port& port, cudaStream_t stream, int rows, Result own, char* out);
 
 // The host pool's tiles of one layer: [kv_heads][pages][2][16][D], pinned.
 struct HostTiles {
-  const char* data;
+  char* data;
   int pages;
   int kv_heads, head_dim, element;
 
@@ -55,6 +55,26 @@ void fill_window(cudaStream_t stream, const HostTiles& tiles, WindowTiles window
                  int stop, const int32_t* pages, const KeysValues& fresh, int sinks, int window);
 void gather(cudaStream_t stream, const HostTiles& tiles, const int32_t* pages, int count,
             const KeysValues& to);
+
+// One layer of the host pool, pinned.
+struct HostLayer {
+  HostTiles tiles;
+  char* entries;    // [kv_heads][pages][2][D]: metadata of level 0
+  double* moments;  // [kv_heads][pages][2 D + 8]
+};
+
+// A page that a chunk writes: its tokens [first, stop), which are those from `token` of the chunk's keys and
+// values.
+struct ChunkPage {
+  int32_t page, first, stop, token;
+};
+
+void write_pages(cudaStream_t stream, const HostLayer& layer, const ChunkPage* chunk, int count,
+                 const KeysValues& fresh);
+// Both results have one base, and so has lse. o: numbers of o_element bytes; where that is a's, o and lse may
+// be a's.
+void merge(cudaStream_t stream, int64_t heads, int head_dim, Result a, Result b, char* o, int o_element,
+           float* lse);
 
 int64_t workspace_bytes(int tasks, int longest, int group, int head_dim);
 void attend(cudaStream_t stream, const DeviceBatch& batch);

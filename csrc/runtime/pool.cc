@@ -133,7 +133,7 @@ void HostPool::check_layer(int layer) const {
 }
 
 void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const {
-  if (start < 0 || start + count > n_pages * kPage) {
+  if (start < 0 || count < 0 || start + count > n_pages * kPage) {
     refuse("Tokens " + std::to_string(start) + " to " + std::to_string(start + count) +
            " were to be appended, but the " + std::to_string(n_pages) + " pages given hold positions 0 to " +
            std::to_string(n_pages * kPage) + "; pass every page of the request.");
@@ -142,29 +142,34 @@ void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start
   if (!wrong.empty()) refuse("The request cannot be appended to: " + wrong + ".");
 }
 
+void HostPool::count_write(int layer, int head, int page) const {
+  if (writes_ == nullptr) return;
+  // A tile has one writer at a time. The fence keeps the count before what it announces.
+  const std::atomic_ref count(writes_[tile_number(layer, head, page)]);
+  count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+}
+
 void HostPool::write_token(int layer, int head, int page, int offset, const char* k, const char* v) const {
   const int64_t bytes = shape_.token_bytes();
-  if (writes_ != nullptr) {
-    // A tile has one writer at a time. The fence keeps the count before what it announces.
-    const std::atomic_ref count(writes_[tile_number(layer, head, page)]);
-    count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
-  }
+  count_write(layer, head, page);
   char* to = tile(layer, head, page) + offset * bytes;
   std::memcpy(to, k, bytes);
   std::memcpy(to + kPage * bytes, v, bytes);
 }
 
-void HostPool::seal_page(int layer, int head, const int32_t* pages, int logical) const {
-  const int page = pages[logical];
+void HostPool::describe_page(int layer, int head, int page) const {
   const char* full = tile(layer, head, page);
   kernels_->page_minmax(full, shape_.head_dim, entry(layer, head, 0, page));
-  double* sums = moments(layer, head, page);
+  kernels_->page_moments(full, shape_.head_dim, moments(layer, head, page));
+}
+
+void HostPool::chain_page(int layer, int head, const int32_t* pages, int logical) const {
+  double* sums = moments(layer, head, pages[logical]);
   if (logical < shape_.sink_pages) {
     std::fill_n(sums, shape_.moments_len(), 0.0);
     return;
   }
-  kernels_->page_moments(full, shape_.head_dim, sums);
   if (logical == 0) return;
   const double* before = moments(layer, head, pages[logical - 1]);
   for (int64_t i = 0; i < shape_.moments_len(); ++i) sums[i] += before[i];
@@ -216,6 +221,32 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
   // writer.
   for (int64_t p = start / kPage; p < (start + count) / kPage; ++p)
     tag_blocks(layer, pages, static_cast<int>(p));
+}
+
+void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) {
+  check_layer(layer);
+  check_tokens(pages, n_pages, start, count);
+  struct Job {
+    const HostPool* pool;
+    int layer;
+    const int32_t* pages;
+    int first, full, stop;  // logical pages: written, of them filled, behind the last one written
+  } job{this,
+        layer,
+        pages,
+        static_cast<int>(start / kPage),
+        static_cast<int>((start + count) / kPage),
+        static_cast<int>((start + count + kPage - 1) / kPage)};
+  const auto head_body = [](void* arg, int h) {
+    const Job& j = *static_cast<Job*>(arg);
+    for (int p = j.first; p < j.stop; ++p) j.pool->count_write(j.layer, h, j.pages[p]);
+    for (int p = j.first; p < j.full; ++p) {
+      j.pool->chain_page(j.layer, h, j.pages, p);
+      j.pool->seal_blocks(j.layer, h, j.pages, p);
+    }
+  };
+  workers_->parallel_for(shape_.kv_heads, head_body, &job);
+  for (int p = job.first; p < job.full; ++p) tag_blocks(layer, pages, p);
 }
 
 void HostPool::append_decode(int layer, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,

@@ -82,8 +82,8 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // set apart.) A stale tag is never believed: a block is looked up by a page that is full and last of it on
 // the request's path, and such a page rewrote the entry when it became full.
 //
-// append and append_decode must not run together with readers of the same layer. The engine, which does both
-// in one step, uses the three parts below them.
+// append, adopt and append_decode must not run together with readers of the same layer. The engine, which
+// appends and reads in one step, uses the three parts below them.
 class HostPool {
  public:
   // spread: how blocks are scored (KernelTable::score). isa: a name of available_isas(), or "" for the best
@@ -119,6 +119,11 @@ class HostPool {
   // Positions before start are only read. Throws std::invalid_argument before anything is written.
   void append(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, TokenView k,
               TokenView v);
+  // append, of tokens that a device has written to their tiles, with describe_page's part of every page that
+  // they fill. Once for every such write, before anybody reads what it wrote. Same errors.
+  void adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count);
+  // Throws std::invalid_argument where append would, whatever the layer.
+  void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
   // Writes the last token of each of `batch` requests: request b has seq_lens[b] tokens and the pages
   // table[b * table_stride ..]. Same errors.
   void append_decode(int layer, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
@@ -134,7 +139,10 @@ class HostPool {
   void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
   // Metadata of level 0 and moments of logical page `logical`, which is full. Writes nothing that belongs to
   // another page, so it may run while other pages and any coarse entry are read.
-  void seal_page(int layer, int head, const int32_t* pages, int logical) const;
+  void seal_page(int layer, int head, const int32_t* pages, int logical) const {
+    describe_page(layer, head, pages[logical]);
+    chain_page(layer, head, pages, logical);
+  }
   // Coarse entries whose last page is `logical`, for one head. May overwrite an entry somebody reads.
   void seal_blocks(int layer, int head, const int32_t* pages, int logical) const;
   // Their tags; once a layer.
@@ -142,8 +150,9 @@ class HostPool {
 
   // From now on writes to tiles are counted; while nobody appends.
   void count_writes();
-  // A number that a tile's every write changes before it, once they are counted: who copies a tile and finds
-  // the number as it was has a copy of one state. The tile's writer may go on meanwhile.
+  // A number that a tile's every write changes before it (that of a device: in adopt, before anybody reads),
+  // once they are counted: who copies a tile and finds the number as it was has a copy of one state. The
+  // tile's writer may go on meanwhile.
   uint32_t writes(int layer, int head, int page) const {
     return std::atomic_ref(writes_[tile_number(layer, head, page)]).load(std::memory_order_acquire);
   }
@@ -163,7 +172,11 @@ class HostPool {
     double* moments;
   };
 
-  void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
+  // The two parts of seal_page. The first follows from the page alone, wherever it is on a path: metadata,
+  // and the page's own moments where the sums will be. The second makes them running sums, once.
+  void describe_page(int layer, int head, int page) const;
+  void chain_page(int layer, int head, const int32_t* pages, int logical) const;
+  void count_write(int layer, int head, int page) const;
   void first_touch(int worker) const;
 
   std::shared_ptr<WorkerPool> workers_;

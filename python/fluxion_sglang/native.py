@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import tvm_ffi
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 """What `abi_version` of a library that fits this file returns."""
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -35,6 +35,7 @@ _BLOCKING = frozenset(
         "workers_create",
         "pool_create",
         "pool_append",
+        "pool_adopt",
         "pool_append_decode",
         "pool_fill_window",
         "pool_gather",
@@ -213,6 +214,8 @@ class NativePool:
             workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, spread, isa or ""
         )
         self._append = function("pool_append")
+        self._check = function("pool_check")
+        self._adopt = function("pool_adopt")
         self._append_decode = function("pool_append_decode")
         self._fill_window = function("pool_fill_window")
         self._gather = function("pool_gather")
@@ -250,6 +253,20 @@ class NativePool:
             ValueError: a page id or position out of range; nothing was written.
         """
         self._append(self.handle, layer, pages, start, k, v)
+
+    def check(self, pages: torch.Tensor, start: int, count: int) -> None:
+        """Raise ValueError where `append` of so many tokens would."""
+        self._check(self.handle, pages, start, count)
+
+    def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int) -> None:
+        """`append` of tokens that a device wrote (`DeviceLibrary.write_pages`): what follows from their path.
+
+        Once for every write, when it is done and before anybody reads what it wrote.
+
+        Raises:
+            ValueError: as in `append`.
+        """
+        self._adopt(self.handle, layer, pages, start, count)
 
     def append_decode(
         self, layer: int, seq_lens: torch.Tensor, page_table: torch.Tensor, k: torch.Tensor, v: torch.Tensor

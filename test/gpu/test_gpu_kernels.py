@@ -5,6 +5,7 @@ What the simulated device computes is held against float64 references in test/un
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fluxion_sglang.device.chunks import chunk_pages
 from fluxion_sglang.device.library import DeviceLibrary, load
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, MailboxShape
+from fluxion_sglang.executor.extend import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 pytestmark = pytest.mark.gpu
@@ -208,3 +211,49 @@ def test_the_prefix_and_the_windows_come_from_the_host_pool(cuda: DeviceLibrary)
         library.stream_synchronize(0)
         found.append([part.cpu() for part in (windows, *prefix)])
     assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_chunk_is_written_to_the_host_pool(cuda: DeviceLibrary, dtype: torch.dtype, dim: int) -> None:
+    """Bit for bit; from the middle of a page, over full ones, to the middle of another."""
+    heads, pages, start, stop = 3, 40, 21, 300
+    torch.manual_seed(dim)
+    tiles, table = torch.randn(heads, pages, 2, PAGE, dim).to(dtype), torch.randperm(pages).int()
+    chunk = chunk_pages(ExtendRequest(1, start, stop, 5, table))
+    fresh = torch.randn(5 + stop - start, 2 * heads, dim).to(dtype)
+    found = []
+    for library in (cuda, load("sim")):
+        where = library.device
+
+        def pinned(size: tuple[int, ...], dtype: torch.dtype, library: DeviceLibrary = library) -> torch.Tensor:
+            count = math.prod(size) * dtype.itemsize
+            return library.pinned_empty(count).fill_(255)[:count].view(dtype).view(size)
+
+        region = pinned(tiles.shape, dtype).copy_(tiles)
+        entries, moments = pinned((heads, pages, 2, dim), dtype), pinned((heads, pages, 2 * dim + 8), torch.float64)
+        k, v = fresh.to(where, copy=True).split(heads, 1)
+        library.write_pages(0, region, entries, moments, chunk.to(where, copy=True), k, v)
+        library.stream_synchronize(0)
+        found.append([part.clone().view(torch.uint8) for part in (region, entries, moments)])
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_merged(cuda: DeviceLibrary, dtype: torch.dtype, last: bool, base2: bool) -> None:
+    torch.manual_seed(5)
+    o_a, o_b = torch.randn(70, 5, 128), torch.randn(70, 5, 128).to(dtype)
+    lses = 5 * torch.randn(2, 70, 5)
+    lses[0, 3], lses[1, 4], lses[:, 5] = float("-inf"), float("-inf"), float("-inf")
+    o_a[3] = float("nan")
+    found = []
+    for library in (cuda, load("sim")):
+        where = library.device
+        o = torch.empty(70, 5, 128, dtype=dtype if last else torch.float32, device=where)
+        lse_a, lse_b = (lse.to(where, copy=True) for lse in lses)
+        library.merge(0, o_a.to(where), lse_a, o_b.to(where), lse_b, base2, o, lse_a)
+        library.stream_synchronize(0)
+        found.append((o, lse_a))
+    assert close(found[0][0], found[1][0], o.dtype) and close(found[0][1], found[1][1], torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def _attend(
         scores = scores.masked_fill(~keep.unsqueeze(1), -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num()
-    return torch.einsum("ths,shd->thd", weights, v).to(q.dtype), (lse / math.log(2)).float()
+    return torch.einsum("ths,shd->thd", weights, v).to(q.dtype).contiguous(), (lse / math.log(2)).float().contiguous()
 
 
 def single_prefill_with_kv_cache(
@@ -36,6 +37,55 @@ def single_prefill_with_kv_cache(
     assert sm_scale is not None and return_lse
     keep = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool() if causal else None
     return _attend(q, k, v, sm_scale, keep)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """`calls`: how often it ran."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        assert not float_workspace_buffer.any(), "the workspace must be zeroed before its first use"
+        assert kv_layout == "NHD"
+        self.calls = 0
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
+        for indptr in (qo_indptr, kv_indptr):
+            assert indptr.dtype == torch.int32 and indptr.device.type == "cpu" and indptr.is_contiguous()
+            assert indptr[0] == 0 and bool((indptr.diff() > 0).all())
+        assert torch.equal(qo_indptr, kv_indptr) and len(qo_indptr) > 1 and causal and sm_scale is not None
+        assert num_qo_heads % num_kv_heads == 0 and q_data_type == kv_data_type
+        self.indptr, self.heads, self.dim = qo_indptr.tolist(), (num_qo_heads, num_kv_heads), head_dim_qk
+        self.dtype, self.scale = q_data_type, sm_scale
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        assert q.shape == (self.indptr[-1], self.heads[0], self.dim) and q.dtype == k.dtype == self.dtype
+        assert k.shape == v.shape == (self.indptr[-1], self.heads[1], self.dim) and return_lse
+        assert out is not None and out.shape == q.shape and out.is_contiguous()
+        self.calls += 1
+        lse = torch.empty(q.shape[:2])
+        for first, stop in pairwise(self.indptr):
+            keep = torch.ones(stop - first, stop - first).tril().bool()
+            out[first:stop], lse[first:stop] = _attend(q[first:stop], k[first:stop], v[first:stop], self.scale, keep)
+        return out, lse
 
 
 class BatchDecodeWithPagedKVCacheWrapper:

@@ -315,6 +315,68 @@ def test_gather_is_the_hosts(dtype: torch.dtype, count: int) -> None:
         assert torch.equal(stage[:, half], want)
 
 
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 1000), tokens=st.integers(0, 9), heads=st.integers(1, 5), dim=st.sampled_from(DIMS),
+    kinds=st.sampled_from([
+        (torch.float32, torch.float32, torch.float32), (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ]),
+    base2=st.booleans(), in_place=st.booleans(),
+)  # fmt: skip
+def test_merge_is_attention_to_both(
+    seed: int, tokens: int, heads: int, dim: int, kinds: tuple[torch.dtype, ...], base2: bool, in_place: bool
+) -> None:
+    torch.manual_seed(seed)
+    base = math.log(2) if base2 else 1.0
+    parts = []
+    for kind in kinds[:2]:
+        # Slices that begin anywhere, as a request's tokens do.
+        o, lse = torch.randn(tokens + 1, heads, dim).to(kind)[1:], 30 * torch.randn(tokens + 1, heads)[1:]
+        empty = torch.rand(tokens, heads) < 0.3
+        o[empty], lse[empty] = math.nan, -math.inf
+        parts.append((o, lse))
+    want = [
+        [
+            merged(*((o[t, h].double().nan_to_num(), lse[t, h].double() * base) for o, lse in parts))
+            for h in range(heads)
+        ]
+        for t in range(tokens)
+    ]
+    (o_a, lse_a), (o_b, lse_b) = parts
+    o, lse = poison(tokens, heads, dim, dtype=kinds[2]), poison(tokens, heads)
+    if in_place:
+        o, lse = (o_a if kinds[0] == kinds[2] else o), lse_a
+    sim().merge(0, o_a, lse_a, o_b, lse_b, base2, o, lse)
+    limit = 1e-5 if kinds[2] == torch.float32 else 2e-2
+    for t in range(tokens):
+        for h in range(heads):
+            torch.testing.assert_close(o[t, h].double(), want[t][h][0], atol=limit, rtol=limit)
+            torch.testing.assert_close(lse[t, h].double() * base, want[t][h][1], atol=1e-4, rtol=1e-5)
+
+
+def test_what_cannot_be_merged_or_written_is_refused() -> None:
+    o, lse = torch.zeros(2, 3, 32), torch.zeros(2, 3)
+    half = o.bfloat16()
+    with pytest.raises(ValueError, match="o_b is float32, so o_a and o must be, too"):
+        sim().merge(0, half, lse, o, lse, True, o, lse)
+    with pytest.raises(ValueError, match="lse_b has the shape"):
+        sim().merge(0, o, lse, o, lse[:1], True, o, lse)
+    with pytest.raises(ValueError, match="head_dim is 24"):
+        sim().merge(0, *(o[..., :24].contiguous(), lse) * 2, True, o[..., :24].contiguous(), lse)
+    tiles, entries = pinned(torch.zeros(1, 4, 2, PAGE, 32)), pinned(torch.zeros(1, 4, 2, 32))
+    moments, k = pinned(torch.zeros(1, 4, 72, dtype=torch.float64)), torch.zeros(2, 1, 32)
+    chunk = torch.zeros(0, 4, dtype=torch.int32)
+    sim().write_pages(0, tiles, entries, moments, chunk, k, k)
+    with pytest.raises(ValueError, match="entries is host memory that is not pinned"):
+        sim().write_pages(0, tiles, entries.clone(), moments, chunk, k, k)
+    with pytest.raises(ValueError, match="moments has the shape"):
+        sim().write_pages(0, tiles, entries, moments[..., :71], chunk, k, k)
+    with pytest.raises(ValueError, match="v has the shape"):
+        sim().write_pages(0, tiles, entries, moments, chunk, k, k[:1])
+
+
 def test_copies_and_signals_come_in_the_order_of_their_stream() -> None:
     tiles, hot = pinned(torch.randn(6, 2, PAGE, 32)), poison(4, 2, PAGE, 32)
     source = pinned(torch.tensor([tiles[5].data_ptr(), tiles[0].data_ptr()]))

@@ -17,13 +17,16 @@ from rogue import Rogue, call
 from world import World
 
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.device.base import Pinned
 from fluxion_sglang.device.calibration import SIMULATED, Rates
+from fluxion_sglang.device.chunks import chunk_pages
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 from fluxion_sglang.executor.base import ExecutorId
 from fluxion_sglang.executor.engine import foreign_executors
+from fluxion_sglang.executor.extend import ExtendRequest
 from fluxion_sglang.executor.gpu import Dispatcher, DispatcherOptions, GpuExecutor
 from fluxion_sglang.executor.schedule import by_priority
-from fluxion_sglang.native import NativeEngine
+from fluxion_sglang.native import NativeEngine, NativePool
 from fluxion_sglang.policy.base import LISTED, Listed
 
 CPU, TORCH, GPU, ANY = 0, 1, 2, 3
@@ -401,9 +404,25 @@ def test_hot_tiles_are_read_where_they_are_copied_to(touches: int) -> None:
     run.dispatcher.stop()
 
 
+def written_by_a_device(pool: NativePool) -> Pinned:
+    """From now on `pool.append` is a device's: its kernel writes, and the host adopts."""
+    library, pinned = load("sim"), Pinned(load("sim"), pool.tensor("memory", 0))
+
+    def append(layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        chunk = chunk_pages(ExtendRequest(0, start, start + len(k), 0, pages))
+        tensors = (pool.tensor(name, layer) for name in ("tiles", "meta0", "moments"))
+        library.write_pages(0, *tensors, chunk, k, v)
+        pool.adopt(layer, pages, start, len(k))
+
+    pool.append = append  # type: ignore[method-assign]
+    return pinned
+
+
+@pytest.mark.parametrize("writer", ["host", "device"])
 @pytest.mark.parametrize("slots", [4, 1000])
-def test_a_page_that_is_somebody_elses_now_is_not_served_from_its_copy(slots: int) -> None:
+def test_a_page_that_is_somebody_elses_now_is_not_served_from_its_copy(slots: int, writer: str) -> None:
     world = make(workers=1, lengths=())
+    pinned = written_by_a_device(world.pool) if writer == "device" else None
     tile = world.pool.tensor("tiles", 0)[0, 0].nbytes
     run = Run(world, Rogue(delay_us=50), replace(SMALL, hot_bytes=slots * tile, touches=1))
     for _ in range(6):
@@ -415,6 +434,8 @@ def test_a_page_that_is_somebody_elses_now_is_not_served_from_its_copy(slots: in
             world.free_rows.append(request.row)
     stats = run.dispatcher.stats()
     run.dispatcher.stop()
+    if pinned is not None:
+        pinned.release()
     if slots == 1000:
         assert stats["hot_hits"] > 0 and stats["hot_stale"] > 0
     else:

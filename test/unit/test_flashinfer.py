@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from world import World
 
 from fluxion_sglang.device import flashinfer as door
+from fluxion_sglang.executor.merge import attention_with_lse
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 FAKE = SimpleNamespace(
     single_prefill_with_kv_cache=fake_flashinfer.single_prefill_with_kv_cache,
     BatchDecodeWithPagedKVCacheWrapper=fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper=fake_flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
 )
 
 
@@ -29,17 +31,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fake_takes_what_flashinfer_takes() -> None:
     real = pytest.importorskip("flashinfer")
-    wrapper, fake_wrapper = real.BatchDecodeWithPagedKVCacheWrapper, FAKE.BatchDecodeWithPagedKVCacheWrapper
-    pairs = [
-        (real.single_prefill_with_kv_cache, FAKE.single_prefill_with_kv_cache),
-        (wrapper.__init__, fake_wrapper.__init__),
-        (wrapper.run, fake_wrapper.run),
-        (wrapper._plan if hasattr(wrapper, "_plan") else wrapper.plan, fake_wrapper.plan),
-    ]
+    pairs = [(real.single_prefill_with_kv_cache, FAKE.single_prefill_with_kv_cache)]
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
+        wrapper, fake_wrapper = getattr(real, name), getattr(FAKE, name)
+        plan = wrapper._plan if hasattr(wrapper, "_plan") else wrapper.plan
+        pairs += [(wrapper.__init__, fake_wrapper.__init__), (wrapper.run, fake_wrapper.run), (plan, fake_wrapper.plan)]
+    decode = inspect.getsource(real.BatchDecodeWithPagedKVCacheWrapper.plan)
     for function, stand_in in pairs:
         there = inspect.signature(inspect.unwrap(function)).parameters
         for name, parameter in inspect.signature(stand_in).parameters.items():
-            assert name in there or name in inspect.getsource(wrapper.plan), (function, name)
+            assert name in there or name in decode, (function, name)
             positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
             if positional and name in there:
                 assert list(there).index(name) == list(inspect.signature(stand_in).parameters).index(name)
@@ -96,15 +97,29 @@ def test_residents_equal_the_reference(group: int, scale: float) -> None:
         assert torch.allclose(lse[i].double() * math.log(2), scores.logsumexp(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_prefill_gives_the_natural_log(causal: bool) -> None:
+def test_prefill_attends_to_every_key() -> None:
     torch.manual_seed(1)
-    q, k, v = torch.randn(9, 6, 64), torch.randn(9, 2, 64), torch.randn(9, 2, 64)
-    from fluxion_sglang.executor.merge import attention_with_lse
+    q, k, v = torch.randn(9, 6, 64), torch.randn(17, 2, 64), torch.randn(17, 2, 64)
+    want = attention_with_lse(q, k.transpose(0, 1), v.transpose(0, 1), 0.1, causal=False)
+    o, lse = door.prefill(q, k, v, 0.1)
+    assert torch.allclose(o, want[0], atol=1e-5) and torch.allclose(lse * math.log(2), want[1], atol=1e-5)
 
-    want = attention_with_lse(q, k.transpose(0, 1), v.transpose(0, 1), 0.1, causal)
-    for got, wanted in zip(door.prefill(q, k, v, 0.1, causal), want, strict=True):
-        assert torch.allclose(got, wanted, atol=1e-5)
+
+@pytest.mark.parametrize("spans", [[(0, 5)], [(0, 1), (1, 33)], [(4, 7), (7, 8), (11, 30)]])
+def test_chunks_attend_to_themselves_and_to_nobody_else(spans: list[tuple[int, int]]) -> None:
+    """Behind the last there are tokens of nobody, as there may be before the first and between."""
+    torch.manual_seed(2)
+    q, k, v = torch.randn(40, 6, 64), torch.randn(40, 2, 64), torch.randn(40, 2, 64)
+    chunks = door.Chunks(q_heads=6, kv_heads=2, head_dim=64, dtype=torch.float32, scale=0.1, device=torch.device("cpu"))
+    for _ in range(2):  # passes follow one another
+        chunks.plan([slice(*span) for span in spans])
+        out = torch.full_like(q, torch.nan)
+        lse = chunks.run(q, k, v, out) * math.log(2)
+        assert bool(out[spans[-1][1] :].isnan().all())
+        for first, stop in spans:
+            own = slice(first, stop)
+            want = attention_with_lse(q[own], k[own].transpose(0, 1), v[own].transpose(0, 1), 0.1, causal=True)
+            assert torch.allclose(out[own], want[0], atol=1e-5) and torch.allclose(lse[own], want[1], atol=1e-5)
 
 
 def test_what_flashinfer_serves(monkeypatch: pytest.MonkeyPatch) -> None:

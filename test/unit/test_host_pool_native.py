@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -230,6 +231,18 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+
+
+def test_every_page_of_memory_is_there_once_the_pool_is_made() -> None:
+    """Whoever pins it finds it where the workers put it, each head on the node of the one that touched it."""
+    pool = make_pool(layers=3, heads=3, pages=500)
+    memory = pool.tensor("memory", 0)
+    last = pool.tensor("moments", 2)
+    used = -(-(last.data_ptr() + last.nbytes - memory.data_ptr()) // 4096)
+    resident = (ctypes.c_ubyte * used)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(used * 4096), resident) == 0
+    assert all(flags & 1 for flags in resident)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,9 @@ class HostSide(Side):
     def mark(self) -> None: ...
     def main_waits(self, mark: None) -> None: ...
     def host_waits(self, mark: None) -> None: ...
+    def run(self, launch: Callable[[int], None], reads: tuple[torch.Tensor, ...]) -> None:
+        launch(self.handle)
+
     def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
         pinned.copy_(source)
 
@@ -38,6 +43,10 @@ class HostStreams(Streams):
         return torch.full(size, 255, dtype=dtype)
 
 
+def put(offload: Offload, tensors: tuple[torch.Tensor, ...], write: Callable[..., Any]) -> None:
+    offload.put(lambda stream: None, (), tensors, write)
+
+
 def test_everything_is_written_once_and_in_order() -> None:
     streams, written = HostStreams(), []
     offload = Offload(streams)
@@ -47,7 +56,7 @@ def test_everything_is_written_once_and_in_order() -> None:
         size = (7 * i) % 23
         k, queries = torch.randn(40, 3, 8)[:size, 1:], torch.randn(2, 5).to(torch.bfloat16)
         want.append((i, k.clone(), queries.clone()))
-        offload.put((k, queries), lambda k, q, i=i: written.append((i, k.clone(), q.clone())))
+        put(offload, (k, queries), lambda k, q, i=i: written.append((i, k.clone(), q.clone())))
         k.fill_(-1)  # the memory is the model's again
     offload.drain()
     assert [i for i, *_ in written] == list(range(50))
@@ -56,7 +65,7 @@ def test_everything_is_written_once_and_in_order() -> None:
     taken = streams.taken
     assert taken <= STAGES * 23
     for _ in range(2 * STAGES):
-        offload.put((torch.zeros(1),), lambda zero: None)
+        put(offload, (torch.zeros(1),), lambda zero: None)
     offload.drain()
     assert streams.taken == taken, "memory that is there is taken again"
     offload.close()
@@ -65,8 +74,8 @@ def test_everything_is_written_once_and_in_order() -> None:
 def test_who_brings_more_than_there_is_room_for_waits() -> None:
     offload, go = Offload(HostStreams()), threading.Event()
     for _ in range(STAGES):
-        offload.put((torch.zeros(4),), lambda zero: go.wait())
-    late = threading.Thread(target=lambda: offload.put((torch.zeros(4),), lambda zero: None))
+        put(offload, (torch.zeros(4),), lambda zero: go.wait())
+    late = threading.Thread(target=lambda: put(offload, (torch.zeros(4),), lambda zero: None))
     late.start()
     time.sleep(0.05)
     assert late.is_alive()
@@ -83,14 +92,43 @@ def test_a_failure_is_raised_once_and_stops_what_follows() -> None:
     def fail(k: torch.Tensor) -> None:
         raise ValueError("page 7 is not there")
 
-    offload.put((torch.zeros(4),), lambda k: written.append(1))
-    offload.put((torch.zeros(4),), fail)
-    offload.put((torch.zeros(4),), lambda k: written.append(2))
+    put(offload, (torch.zeros(4),), lambda k: written.append(1))
+    put(offload, (torch.zeros(4),), fail)
+    put(offload, (torch.zeros(4),), lambda k: written.append(2))
     with pytest.raises(ValueError, match="page 7"):
         offload.drain()
     assert written == [1]
-    offload.put((torch.zeros(4),), lambda k: written.append(3))
+    put(offload, (torch.zeros(4),), lambda k: written.append(3))
     offload.drain()
     assert written == [1, 3]
     offload.close()
+    offload.close()
+
+
+def test_what_cannot_be_launched_is_nobodys() -> None:
+    offload, written = Offload(HostStreams()), []
+
+    def refuse(stream: int) -> None:
+        raise RuntimeError("the device is lost")
+
+    for _ in range(STAGES + 1):  # more than there is room for
+        with pytest.raises(RuntimeError, match="lost"):
+            offload.put(refuse, (), (torch.zeros(4),), written.append)
+    put(offload, (torch.zeros(4),), written.append)
+    offload.drain()
+    assert len(written) == 1
+    offload.close()
+
+
+def test_kernels_are_launched_before_the_copies_and_written_after() -> None:
+    offload, order = Offload(HostStreams()), []
+    source = torch.zeros(1)
+
+    def launch(stream: int) -> None:
+        order.append("launched")
+        source.fill_(7)
+
+    offload.put(launch, (source,), (source,), lambda copy: order.append(f"wrote {copy.item():g}"))
+    offload.drain()
+    assert order == ["launched", "wrote 7"]
     offload.close()

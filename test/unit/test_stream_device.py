@@ -296,18 +296,18 @@ def test_a_pass_that_is_given_up_where_it_is_launched(passes: Any, layers: int) 
 def test_a_failing_append_fails_the_pass(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = passes(seed=11)
     one.extend({1: 100})
-    append = one.world.pool.append
+    adopt = one.world.pool.adopt
 
     def broken(layer: int, *args: Any) -> None:
         if layer == 1:
             raise ValueError("the page is gone")
-        append(layer, *args)
+        adopt(layer, *args)
 
-    monkeypatch.setattr(one.world.pool, "append", broken)
+    monkeypatch.setattr(one.world.pool, "adopt", broken)
     one.extend({2: 60}, finish=False)
     with pytest.raises(ValueError, match="the page is gone"):
         one.device.finish()
-    monkeypatch.setattr(one.world.pool, "append", append)
+    monkeypatch.setattr(one.world.pool, "adopt", adopt)
     one.decode([1])
 
 
@@ -367,8 +367,8 @@ def test_requests_that_are_not_there_are_left_alone(passes: Any) -> None:
 def test_the_launching_thread_is_not_held_up_by_writes(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers of a chunk are launched while the host has none of them; `finish` waits for all."""
     one, go = passes(seed=15), threading.Event()
-    append = one.world.pool.append
-    monkeypatch.setattr(one.world.pool, "append", lambda *args: (go.wait(10), append(*args)))
+    adopt = one.world.pool.adopt
+    monkeypatch.setattr(one.world.pool, "adopt", lambda *args: (go.wait(10), adopt(*args)))
     one.extend({1: 100}, finish=False)
     assert not one.told
     go.set()

@@ -168,6 +168,9 @@ inline uint32_t __float_as_uint(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
+// Without -ffp-contract=off a compiler might contract these, too.
+inline double __dadd_rn(double x, double y) { return x + y; }
+inline double __dsqrt_rn(double x) { return std::sqrt(x); }
 template <class T>
 T __ldcg(const T* at) {
   return *at;

@@ -1,12 +1,14 @@
-"""Exact attention of a prefill chunk on a device, over a prefix that only the host has.
+"""Exact attention of an extend pass on a device, over prefixes that only the host has.
 
-The prefix comes a piece at a time: a kernel gathers pages from pinned memory into one of two stages, on a stream of
-its own, while the device attends to the other.
+The chunks of a pass attend to themselves, all in one call where FlashInfer serves them; then each attends to its
+prefix. Prefixes come a piece at a time: a kernel gathers pages from pinned memory into one of two stages, on a stream
+of its own, while the device attends to the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +16,7 @@ from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.streams import Streams
 from fluxion_sglang.executor.extend import STREAM_PAGES, ExtendRequest
-from fluxion_sglang.executor.merge import attention_in_pieces, attention_with_lse, merge_state
+from fluxion_sglang.executor.merge import attention_in_pieces, attention_with_lse
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 
@@ -24,6 +26,21 @@ STAGES = 2
 def stage_tokens() -> int:
     """Tokens of one layer that the stages hold in device memory."""
     return STAGES * STREAM_PAGES * PAGE
+
+
+class Prefix(NamedTuple):
+    """The first `tokens` tokens of a request. pages: [>= ceil(tokens / 16)] int32 where the device reads it."""
+
+    pages: torch.Tensor
+    tokens: int
+
+
+class Piece(NamedTuple):
+    """Pages [first, stop) of a prefix."""
+
+    prefix: int
+    first: int
+    stop: int
 
 
 class PrefixStream:
@@ -37,64 +54,140 @@ class PrefixStream:
             tuple(torch.empty(size, dtype=pool.shape.dtype, device=device) for _ in range(2)) for _ in range(STAGES)
         ]
 
-    def pieces(self, layer: int, pages: torch.Tensor, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V [n, H, D] of the first `tokens` tokens of a request, in order; each may be read on the main stream
-        until the next is asked for. The first are on their way when this returns.
+    def pieces(self, layer: int, prefixes: Sequence[Prefix]) -> Iterator[tuple[int, bool, torch.Tensor, torch.Tensor]]:
+        """The prefixes, in order: the number of one, whether this is its last piece, and K and V [n, H, D] of the next
+        of its tokens, which may be read on the main stream until the next piece is asked for.
 
-        Args:
-            pages: [>= ceil(tokens / 16)] int32 where the device reads it, as long as the pass lasts.
+        The first are on their way when this returns. Page lists are read as long as the pass lasts.
         """
-        count = -(-tokens // PAGE)
-        spans = [(first, min(first + STREAM_PAGES, count)) for first in range(0, count, STREAM_PAGES)]
-        marks = [self._fetch(layer, pages, spans, i) for i in range(min(STAGES, len(spans)))]
-        return self._hand_out(layer, pages, tokens, spans, marks)
+        pieces = []
+        for index, prefix in enumerate(prefixes):
+            count = -(-prefix.tokens // PAGE)
+            spans = ((first, min(first + STREAM_PAGES, count)) for first in range(0, count, STREAM_PAGES))
+            pieces += [Piece(index, *span) for span in spans]
+        marks = [self._fetch(layer, prefixes, pieces, i) for i in range(min(STAGES, len(pieces)))]
+        return self._hand_out(layer, prefixes, pieces, marks)
 
-    def _fetch(self, layer: int, pages: torch.Tensor, spans: list[tuple[int, int]], i: int) -> object:
-        first, last = spans[i]
+    def _fetch(self, layer: int, prefixes: Sequence[Prefix], pieces: list[Piece], i: int) -> object:
+        index, first, stop = pieces[i]
         k, v = self._stages[i % STAGES]
-        rows = (last - first) * PAGE
+        rows = (stop - first) * PAGE
+        pages = prefixes[index].pages[first:stop]
         self._side.follow_main()  # whose attention to what the stage held stands before this
-        self._library.gather(self._side.handle, self._pool.tiles(layer), pages[first:last], k[:rows], v[:rows])
+        self._library.gather(self._side.handle, self._pool.tiles(layer), pages, k[:rows], v[:rows])
         return self._side.mark()
 
     def _hand_out(
-        self, layer: int, pages: torch.Tensor, tokens: int, spans: list[tuple[int, int]], marks: list[object]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for i, (first, last) in enumerate(spans):
+        self, layer: int, prefixes: Sequence[Prefix], pieces: list[Piece], marks: list[object]
+    ) -> Iterator[tuple[int, bool, torch.Tensor, torch.Tensor]]:
+        for i, (index, first, stop) in enumerate(pieces):
             self._side.main_waits(marks[i])
             # The prefix may end inside a page whose later slots hold nothing of this request.
-            rows = min(last * PAGE, tokens) - first * PAGE
+            tokens = prefixes[index].tokens
+            rows = min(stop * PAGE, tokens) - first * PAGE
             k, v = self._stages[i % STAGES]
-            yield k[:rows], v[:rows]
-            if i + STAGES < len(spans):
-                marks.append(self._fetch(layer, pages, spans, i + STAGES))
+            yield index, stop * PAGE >= tokens, k[:rows], v[:rows]
+            if i + STAGES < len(pieces):
+                marks.append(self._fetch(layer, prefixes, pieces, i + STAGES))
+
+
+class ExtendAttention:
+    """Attention of extend passes: `begin`, then `run` for every layer.
+
+    Args:
+        pool: pinned.
+        scale: of every layer.
+        flash: FlashInfer attends (`flashinfer.serves`); otherwise torch does.
+    """
+
+    def __init__(
+        self,
+        library: DeviceLibrary,
+        streams: Streams,
+        pool: HostPool,
+        device: torch.device,
+        *,
+        q_heads: int,
+        scale: float,
+        flash: bool,
+    ) -> None:
+        self._library, self._streams, self._scale = library, streams, scale
+        self._prefix = PrefixStream(library, streams, pool, device)
+        shape = pool.shape
+        self._chunks: flashinfer.Chunks | None = None
+        if flash:
+            self._chunks = flashinfer.Chunks(
+                q_heads=q_heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                dtype=shape.dtype,
+                scale=scale,
+                device=device,
+            )
+        self._tokens: list[slice] = []
+        self._prefixed: list[tuple[slice, Prefix]] = []
+
+    def begin(self, requests: Sequence[ExtendRequest], pages: Sequence[torch.Tensor]) -> None:
+        """A pass.
+
+        Args:
+            requests: in the order of their tokens.
+            pages: those of every request, int32 where the device reads them, as long as the pass lasts.
+        """
+        there = [pair for pair in zip(requests, pages, strict=True) if pair[0].stop > pair[0].start]
+        self._tokens = [request.tokens for request, _ in there]
+        self._prefixed = [(request.tokens, Prefix(own, request.start)) for request, own in there if request.start > 0]
+        if self._chunks is not None and self._tokens:
+            self._chunks.plan(self._tokens)
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of a layer's chunks over their prefixes and themselves.
+
+        Args:
+            q: [T, Hq, D]. k, v: [T, H, D]; tokens of all requests.
+
+        Returns:
+            [T, Hq, D] in q's dtype; tokens that no request has hold anything.
+        """
+        out = torch.empty_like(q)
+        if not self._tokens:
+            return out
+        pieces = self._prefix.pieces(layer, [prefix for _, prefix in self._prefixed])
+        lse = self._of_chunks(q, k, v, out)
+        between: torch.Tensor | None = None  # the pieces of one prefix
+        for index, last, piece_k, piece_v in pieces:
+            tokens = self._prefixed[index][0]
+            own = out[tokens] if between is None else between
+            # In float32 up to the last: a long prefix is merged many times.
+            to = out[tokens] if last else own
+            if not last and own.dtype != torch.float32:
+                to = torch.empty_like(own, dtype=torch.float32)
+            part = self._of_piece(q[tokens], piece_k, piece_v)
+            base2 = self._chunks is not None
+            self._library.merge(self._streams.main, own, lse[tokens], *part, base2, to, lse[tokens])
+            between = None if last else to
+        return out
+
+    def _of_chunks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Attention of the chunks to themselves, into `out`; the LSE [T, Hq]."""
+        if self._chunks is not None:
+            return self._chunks.run(q, k, v, out)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for tokens in self._tokens:
+            out[tokens], lse[tokens] = attend(q[tokens], k[tokens], v[tokens], self._scale, causal=True)
+        return lse
+
+    def _of_piece(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._chunks is not None:
+            return flashinfer.prefill(q, k, v, self._scale)
+        o, lse = attend(q, k, v, self._scale, causal=False)
+        return o.contiguous(), lse.contiguous()
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [T, Hq, D] to k, v [S, H, D] where they are; o [T, Hq, D], lse [T, Hq] float32, natural log."""
+    """Torch's attention of q [T, Hq, D] to k, v [S, H, D]; o [T, Hq, D], lse [T, Hq] float32, natural log."""
     if q.device.type == "cpu":
         return attention_with_lse(q, k.transpose(0, 1), v.transpose(0, 1), scale, causal)
-    if flashinfer.serves(q.dtype, q.shape[-1]):
-        return flashinfer.prefill(q, k, v, scale, causal)
     return attention_in_pieces(q, k, v, scale, causal)
-
-
-def extend_attention(
-    prefix: PrefixStream,
-    layer: int,
-    request: ExtendRequest,
-    pages: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """As `executor.extend.extend_attention`, with q, k and v on a device and `pages` where it reads them."""
-    pieces = prefix.pieces(layer, pages, request.start)
-    o, lse = attend(q, k, v, scale, causal=True)
-    for piece_k, piece_v in pieces:
-        # In float32, unlike FlashInfer's merge: a long prefix is merged many times.
-        o, lse = merge_state(o, lse, *attend(q, piece_k, piece_v, scale, causal=False))
-    return o.to(q.dtype)

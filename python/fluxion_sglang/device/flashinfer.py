@@ -1,13 +1,13 @@
 """FlashInfer's door: attention to what is resident, and to a chunk and its prefix. Nothing else imports FlashInfer.
 
-FlashInfer's LSE is of base 2 (m + log2(d)). `prefill` gives the natural one that the rest of the project has; what a
-`Residents` returns goes straight into `take`, which is told its base.
+FlashInfer's LSE is of base 2 (m + log2(d)), where the rest of the project has the natural one. It goes straight into
+`take` and `merge`, which are told its base.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -35,20 +35,78 @@ def serves(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype == torch.bfloat16 and head_dim in _HEAD_DIMS and module() is not None
 
 
-def prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of T queries to S keys on the device.
+@cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """What kernels use between their parts: one for all, as they run in the order of one stream."""
+    # FlashInfer wants it zeroed before its first use.
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of T queries to S keys on the device, every one of them.
 
     Args:
         q: [T, Hq, D]. k, v: [S, H, D].
-        causal: query t sees keys 0..t (then S = T); otherwise every key.
 
     Returns:
-        o [T, Hq, D] in q's dtype, lse [T, Hq] float32, natural log.
+        o [T, Hq, D] in q's dtype, lse [T, Hq] float32 of base 2.
     """
-    o, lse = module().single_prefill_with_kv_cache(q, k, v, causal=causal, sm_scale=scale, return_lse=True)
-    return o, lse * math.log(2)
+    o, lse = module().single_prefill_with_kv_cache(q, k, v, causal=False, sm_scale=scale, return_lse=True)
+    return o, lse
+
+
+class Chunks:
+    """Causal attention of the chunks of an extend pass to themselves: planned once a pass, run once a layer.
+
+    Args:
+        scale: of every layer.
+    """
+
+    def __init__(
+        self, *, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float, device: torch.device
+    ) -> None:
+        self._q_heads, self._kv_heads, self._head_dim = q_heads, kv_heads, head_dim
+        self._dtype, self._scale = dtype, scale
+        self._wrapper = module().BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD")
+        self._tokens = 0
+
+    def plan(self, chunks: Sequence[slice]) -> None:
+        """A new pass: its chunks' tokens, ascending, none empty; one at least.
+
+        The plan is copied from one pinned buffer: the pass before must be done on the device.
+        """
+        bounds = [0]
+        for chunk in chunks:
+            # What lies between two is as good as a chunk, and read by nobody.
+            bounds += [bound for bound in (chunk.start, chunk.stop) if bound > bounds[-1]]
+        self._tokens = bounds[-1]
+        # On the CPU: a list on the device would be fetched, which waits for everything before it.
+        indptr = torch.tensor(bounds, dtype=torch.int32)
+        self._wrapper.plan(
+            indptr,
+            indptr,
+            self._q_heads,
+            self._kv_heads,
+            self._head_dim,
+            causal=True,
+            sm_scale=self._scale,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """One layer of the pass.
+
+        Args:
+            q, out: [T, Hq, D]. k, v: [T, H, D]. Written: `out` of the chunks.
+
+        Returns:
+            lse [up to T, Hq] float32 of base 2.
+        """
+        n = self._tokens
+        _, lse = self._wrapper.run(q[:n], k[:n], v[:n], out=out[:n], return_lse=True)
+        lse_of_base_2: torch.Tensor = lse
+        return lse_of_base_2
 
 
 def resident_lists(
@@ -111,10 +169,8 @@ class Residents:
         self._placement, self._window_rows = placement, window_rows
         self._kv_heads, self._group, self._head_dim = kv_heads, q_heads // kv_heads, head_dim
         self._dtype, self._scale = dtype, scale
-        # FlashInfer wants it zeroed before its first use.
-        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = module().BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "HND", use_tensor_cores=self._group not in _CUDA_CORE_GROUPS
+            _workspace(device), "HND", use_tensor_cores=self._group not in _CUDA_CORE_GROUPS
         )
 
     def plan(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:

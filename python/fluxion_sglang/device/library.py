@@ -21,7 +21,7 @@ import tvm_ffi
 
 from fluxion_sglang.native import check_complete, library_path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """What `device_abi` of a library that fits this file returns."""
 
 Backend = Literal["cuda", "sim"]
@@ -296,6 +296,50 @@ class DeviceLibrary:
             k, v: written: [16 n, Hk, D] on the device, dense in D.
         """
         self._function("gather")(stream, tiles, pages, k, v)
+
+    def write_pages(
+        self,
+        stream: int,
+        tiles: torch.Tensor,
+        entries: torch.Tensor,
+        moments: torch.Tensor,
+        chunk: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """New tokens into the host pool, and of every page that they fill what it says of itself: minimum and maximum
+        of its keys, and the page's own moments. Bit-identical to the host's (`HostPool::describe_page`).
+
+        Args:
+            tiles: the layer's [Hk, P, 2, 16, D], entries: [Hk, P, 2, D], moments: float64 [Hk, P, 2 D + 8]; pinned. A
+                page that is filled has its earlier tokens in its tile.
+            chunk: [n, 4] int32, on the device or pinned: pages, each once, as (page, first, stop, token): its tokens
+                [first, stop) are those from number `token` of k and v. Not checked (`HostPool.check`).
+            k, v: [T, Hk, D] on the device, dense in D.
+        """
+        self._function("write_pages")(stream, tiles, entries, moments, chunk, k, v)
+
+    def merge(
+        self,
+        stream: int,
+        o_a: torch.Tensor,
+        lse_a: torch.Tensor,
+        o_b: torch.Tensor,
+        lse_b: torch.Tensor,
+        base2: bool,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attention to two disjoint sets of tokens as attention to both, in float32; of nothing 0 and -inf.
+
+        Args:
+            o_a, o_b: [N, Hq, D] bfloat16 or float32; o_a and o are float32 where o_b is. A side whose LSE is -inf is
+                not read.
+            lse_a, lse_b: [N, Hq] float32, in base 2 if `base2`, otherwise natural.
+            o: written: [N, Hq, D] bfloat16 or float32; may be o_a.
+            lse: written: [N, Hq] float32, of the same base; may be lse_a.
+        """
+        self._function("merge")(stream, o_a, lse_a, o_b, lse_b, base2, o, lse)
 
     # --- what host code reaches through `api`; here for tests and measurements ---
 

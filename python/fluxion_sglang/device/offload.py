@@ -1,7 +1,5 @@
-"""Write-through of prefilled chunks to the host pool, behind the device's back.
-
-A layer's k and v, and the queries that somebody wants, are copied to pinned memory on a stream of their own; a thread
-waits for the copy and writes the pool. Nothing else may read what is being written: `drain` comes before it.
+"""Work that begins on a device and ends on the host, beside the model: a kernel and copies to pinned memory on a stream
+of their own, then a call by a thread that waits for them. `drain` comes before anybody reads what is being written.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ import torch
 from fluxion_sglang.device.streams import Streams
 
 STAGES = 4
-"""Layers of chunks on their way at a time; whoever brings one more waits."""
+"""Pieces of work on their way at a time; whoever brings one more waits."""
 
 
 @dataclass
 class _Stage:
-    """Pinned memory of one layer of a chunk; grows with what is put in."""
+    """Pinned memory of one piece of work; grows with what is put in."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
@@ -38,7 +36,7 @@ class _Stage:
 
 
 class Offload:
-    """Chunks on their way to the host, in the order in which they came.
+    """Work on its way to the host, done in the order in which it came.
 
     `put`, `drain` and `close` belong to one thread, the one that launches passes.
     """
@@ -55,20 +53,38 @@ class Offload:
         self._thread = threading.Thread(target=self._run, name="fluxion-offload", daemon=True)
         self._thread.start()
 
-    def put(self, tensors: tuple[torch.Tensor, ...], write: Callable[..., None]) -> None:
-        """Have `write` called with copies of `tensors` on the host, which live until it returns.
+    def put(
+        self,
+        launch: Callable[[int], None],
+        reads: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor, ...],
+        write: Callable[..., None],
+    ) -> None:
+        """Have `launch` put kernels on a stream, and `write` called when they are done.
 
         After a failure nothing more is written until the drain that raises it.
+
+        Args:
+            launch: gets the stream, behind all that the main stream was given; called before this returns.
+            reads: what its kernels read of the main stream's; they may be dropped at once, as may `tensors`.
+            tensors: `write` gets copies of them on the host, which live until it returns.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._free)
             stage = self._free.popleft()
-        copies = stage.take(self._streams, tensors)
-        self._side.follow_main()
-        for source, copy in zip(tensors, copies, strict=True):
-            self._side.copy_out(source, copy)
+        try:
+            copies = stage.take(self._streams, tensors)
+            self._side.follow_main()
+            self._side.run(launch, reads)
+            for source, copy in zip(tensors, copies, strict=True):
+                self._side.copy_out(source, copy)
+            mark = self._side.mark()
+        except BaseException:
+            with self._changed:
+                self._free.append(stage)
+            raise
         with self._changed:
-            self._waiting.append((stage, self._side.mark(), copies, write))
+            self._waiting.append((stage, mark, copies, write))
             self._pending += 1
             self._changed.notify_all()
 

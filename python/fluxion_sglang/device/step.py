@@ -2,7 +2,7 @@
 
 Nothing here waits for the device within a pass. A decode layer is three calls on the stream (csrc/device/layout.h):
 `publish` gives the CPU its queries, resident attention runs meanwhile, `take` waits on the device for the middle and
-merges. A prefill chunk goes to the host pool by way of `offload.py`. `finish` closes the pass: by then the host has
+merges. A prefill chunk goes to the host pool by way of `chunks.py`. `finish` closes the pass: by then the host has
 everything, or the pass has failed and the mailbox is new.
 """
 
@@ -16,10 +16,10 @@ import torch
 
 from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.base import Appended, Device, Pinned
-from fluxion_sglang.device.extend import PrefixStream, extend_attention
+from fluxion_sglang.device.chunks import ChunkWriter
+from fluxion_sglang.device.extend import ExtendAttention
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
-from fluxion_sglang.device.offload import Offload
 from fluxion_sglang.device.server import LayerServer
 from fluxion_sglang.device.streams import streams
 from fluxion_sglang.executor.engine import DecodeEngine
@@ -78,11 +78,14 @@ class StreamDevice(Device):
             # A late task is the engine's to report; the device gives up on what nobody reported.
             timeout_s=1.25 * self._server.timeout_s,
         )
-        self._offload = Offload(self._streams)
-        self._prefix = PrefixStream(library, self._streams, pool, self._device)
+        self._writer = ChunkWriter(library, self._streams, pool, self._device)
+        flash = library.backend == "cuda" and flashinfer.serves(shape.dtype, shape.head_dim)
+        self._attention = ExtendAttention(
+            library, self._streams, pool, self._device, q_heads=q_heads, scale=scale, flash=flash
+        )
         # A graph must not hold a plan, which is of one step; the library's kernel reads the step from the port.
         self._residents: flashinfer.Residents | None = None
-        if library.backend == "cuda" and not graphs and flashinfer.serves(shape.dtype, shape.head_dim):
+        if flash and not graphs:
             self._residents = flashinfer.Residents(
                 placement,
                 windows.rows,
@@ -103,7 +106,6 @@ class StreamDevice(Device):
         self._muted = False
         self._requests: Sequence[ExtendRequest] = ()
         self._pages: list[torch.Tensor] = []
-        self._appended: Appended | None = None
 
     @property
     def description(self) -> str:
@@ -180,44 +182,24 @@ class StreamDevice(Device):
 
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
         self._unmute()
-        self._requests, self._appended = requests, appended
+        self._requests = requests
         self._pages = [request.pages.to(self._device, copy=True) for request in requests]
+        self._writer.begin(requests, appended)
+        self._attention.begin(requests, self._pages)
 
     def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        out = torch.empty_like(q)
-        for index, (request, pages) in enumerate(zip(self._requests, self._pages, strict=True)):
+        self._writer.write(layer, q, k, v, scale)
+        out = self._attention.run(layer, q, k, v)
+        for request, pages in zip(self._requests, self._pages, strict=True):
             tokens = request.tokens
-            new_k, new_v = k[tokens], v[tokens]
-            if request.stop > request.start:
-                self._append(layer, index, request, q[request.last_queries], new_k, new_v, scale)
-                out[tokens] = extend_attention(self._prefix, layer, request, pages, q[tokens], new_k, new_v, scale)
-            self._fill(layer, request.row, request.start, request.stop, pages, new_k, new_v)
+            self._fill(layer, request.row, request.start, request.stop, pages, k[tokens], v[tokens])
         return out
-
-    def _append(
-        self,
-        layer: int,
-        index: int,
-        request: ExtendRequest,
-        queries: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-    ) -> None:
-        appended = self._appended
-        assert appended is not None, "extend() before begin_extend()"
-
-        def write(k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor) -> None:
-            self._pool.append(layer, request.pages, request.start, k, v)
-            appended(layer, index, queries, scale)
-
-        self._offload.put((k, v, queries), write)
 
     # --- the end of a pass ---
 
     def finish(self) -> None:
         try:
-            self._offload.drain()
+            self._writer.drain()
             if self._decoding:
                 self._decoding = False
                 self._server.finish()
@@ -231,7 +213,7 @@ class StreamDevice(Device):
         self._mailbox.cancel()  # before waiting for the device: it may be waiting for an answer
         self._server.abort()
         with suppress(Exception):  # the pass has failed already
-            self._offload.drain()
+            self._writer.drain()
         self._reset()
 
     def _reset(self) -> None:
@@ -248,6 +230,6 @@ class StreamDevice(Device):
         atexit.unregister(self.close)
         self._mailbox.cancel()
         self._server.close()
-        self._offload.close()
+        self._writer.close()
         self._streams.settle()
         pinned.release()

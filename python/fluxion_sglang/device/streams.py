@@ -7,6 +7,7 @@ the main stream is ever still to be done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ class Side(ABC):
     @abstractmethod
     def host_waits(self, mark: Any) -> None:
         """Any thread."""
+
+    @abstractmethod
+    def run(self, launch: Callable[[int], None], reads: tuple[torch.Tensor, ...]) -> None:
+        """Have `launch` put kernels on this stream. What they read of the main stream's may be dropped at once."""
 
     @abstractmethod
     def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
@@ -75,6 +80,11 @@ class _CudaSide(Side):
     def host_waits(self, mark: Any) -> None:
         mark.synchronize()
 
+    def run(self, launch: Callable[[int], None], reads: tuple[torch.Tensor, ...]) -> None:
+        launch(self.handle)
+        for tensor in reads:
+            tensor.record_stream(self._stream)
+
     def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
             pinned.copy_(source, non_blocking=True)
@@ -114,7 +124,12 @@ class _SimulatedSide(Side):
         self._library.stream_synchronize(self.handle)
 
     def host_waits(self, mark: Any) -> None:
-        pass  # copies are torch's, done when the call returned
+        pass  # everything for the host is done when its call returned
+
+    def run(self, launch: Callable[[int], None], reads: tuple[torch.Tensor, ...]) -> None:
+        launch(self.handle)
+        # The main stream's memory is the calling thread's again.
+        self._library.stream_synchronize(self.handle)
 
     def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
         pinned.copy_(source)

@@ -145,6 +145,10 @@ class HostPool:
         """[H, P, 2, D] view of a layer's per-page min and max; no copy."""
         return self.native.tensor("meta0", layer)
 
+    def page_moments(self, layer: int) -> torch.Tensor:
+        """[H, P, 2 D + 8] float64 view of a layer's moments; no copy."""
+        return self.native.tensor("moments", layer)
+
     def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write tokens start..start+T-1 of the request with page list `pages` through to the host, and the metadata
         and moments of every page that this fills.
@@ -154,6 +158,16 @@ class HostPool:
             k, v: [T, H, D], KV dtype.
         """
         self.native.append(layer, pages, start, k, v)
+
+    def check(self, pages: torch.Tensor, start: int, count: int) -> None:
+        """Raise ValueError where `append` of `count` tokens would."""
+        self.native.check(pages, start, count)
+
+    def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int) -> None:
+        """`append` of `count` tokens that a device has written, with what every page that they fill says of itself
+        (`DeviceLibrary.write_pages`): the coarse metadata and the running sums. Once, before anybody reads them.
+        """
+        self.native.adopt(layer, pages, start, count)
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the K and V of m pages out of the tiles: two tensors [H, 16 m, D]."""

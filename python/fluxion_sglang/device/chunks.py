@@ -51,12 +51,12 @@ class ChunkWriter:
         Raises:
             ValueError: a page id or position out of range; nothing was written.
         """
-        self._requests = [(i, request) for i, request in enumerate(requests) if request.stop > request.start]
-        for _, request in self._requests:  # the device looks at nothing before it writes
+        there = [(i, request) for i, request in enumerate(requests) if request.stop > request.start]
+        for _, request in there:  # the device looks at nothing before it writes
             self._pool.check(request.pages, request.start, request.stop - request.start)
-        self._appended = appended
-        if self._requests:
-            self._table = torch.cat([chunk_pages(request) for _, request in self._requests]).to(self._device)
+        self._requests, self._appended = there, appended
+        if there:
+            self._table = torch.cat([chunk_pages(request) for _, request in there]).to(self._device)
 
     def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         """One layer of the pass; q [T, Hq, D], k and v [T, H, D] may be dropped at once."""

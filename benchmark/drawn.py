@@ -83,9 +83,10 @@ def planned(samples: Path, predictor: Path, shortest: int) -> torch.Tensor:
         features, middle = features[middle >= shortest].contiguous(), middle[middle >= shortest]
         if not len(middle):
             continue
+        margins = loaded.margins[int(features[0, 0, INDEX["layer"]])]
         predicted = torch.empty(features.shape[:2].numel(), 3)
         native.forward(features.flatten(0, 1), predicted)
-        plan = select_granularity(predicted, middle, heads, loaded.threshold)
+        plan = select_granularity(predicted, middle, heads, loaded.threshold, margins)
         parts.append(torch.cat([plan.blk.view(-1, 1).float(), plan.budget.view(plan.blk.numel(), -1)], dim=1))
     return torch.cat(parts)
 

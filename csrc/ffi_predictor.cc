@@ -87,13 +87,14 @@ int64_t check_plan(TensorView middle, int64_t kv_heads, int64_t blocks, TensorVi
   return heads;
 }
 
-void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold, int64_t blocks,
-                    TensorView blk, TensorView budget, TensorView value) {
+void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double threshold,
+                    TensorView margins, int64_t blocks, TensorView blk, TensorView budget, TensorView value) {
   const int64_t heads = check_plan(middle, kv_heads, blocks, blk, budget, value), B = middle.size(0);
   expect(pred, "pred", kFloat32, {B * heads, kPredictions});
+  expect(margins, "margins", kFloat32, {heads, 4});
   plan_groups(data<float>(pred), data<int32_t>(middle), B, static_cast<int>(kv_heads),
-              static_cast<int>(heads / kv_heads), static_cast<float>(threshold), static_cast<int>(blocks),
-              data<int32_t>(blk), data<float>(budget), data<float>(value));
+              static_cast<int>(heads / kv_heads), static_cast<float>(threshold), data<float>(margins),
+              static_cast<int>(blocks), data<int32_t>(blk), data<float>(budget), data<float>(value));
 }
 
 void predictor_plan_budgets(TensorView budgets, TensorView middle, int64_t kv_heads, bool every_head,

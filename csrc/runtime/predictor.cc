@@ -31,8 +31,8 @@ void check_finite(const float* values, int64_t n, const char* what) {
 
 int panels_of(int outputs) { return (outputs + kDensePanel - 1) / kDensePanel; }
 
-// streaming(head): whether head 0..B * H * G - 1 reads nothing. wanted(head, j): its budget in blocks of
-// 16 << j tokens, before it is cut to what can be read.
+// streaming(i, g): whether head g of group 0..B * H - 1 reads nothing. wanted(i, g, j, least): its budget in
+// blocks of 16 << j tokens, before it is cut to what can be read; least: one block.
 template <class Streaming, class Wanted>
 void choose(const int32_t* middle, int64_t B, int H, int G, int blocks, const Streaming& streaming,
             const Wanted& wanted, int32_t* blk, float* budget, float* value) {
@@ -48,14 +48,14 @@ void choose(const int32_t* middle, int64_t B, int H, int G, int blocks, const St
     for (int j = kBlockSizes - 1; j >= 0; --j) {
       if ((blocks >> (kFirstLog2 + j) & 1) == 0) continue;
       const double size = 1 << (kFirstLog2 + j);
+      const double least = std::min(1.0, size / tokens);
       float budgets[kMaxGroup] = {};
       double sum = 0;
       bool any = false;
       for (int g = 0; g < G; ++g) {
-        if (streaming(i * G + g)) continue;
+        if (streaming(i, g)) continue;
         any = true;
-        const double share = wanted(i * G + g, j);
-        const double least = std::min(1.0, size / tokens);
+        const double share = wanted(i, g, j, least);
         budgets[g] = static_cast<float>(share < least ? least : share <= 1 ? share : 1.0);
         sum += budgets[g];
       }
@@ -165,12 +165,14 @@ void Predictor::run_block(const float* x, int rows, float* out, float* now, floa
 }
 
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
-                 int blocks, int32_t* blk, float* budget, float* value) {
+                 const float* margins, int blocks, int32_t* blk, float* budget, float* value) {
   choose(
-      middle, B, H, G, blocks, [&](int64_t head) { return pred[head * kPredictions + 2] > threshold; },
-      [&](int64_t head, int j) {
-        const float* line = pred + head * kPredictions;
-        return line[0] + static_cast<double>(line[1]) * (kFirstLog2 + j);
+      middle, B, H, G, blocks,
+      [&](int64_t i, int g) { return pred[(i * G + g) * kPredictions + 2] > threshold; },
+      [&](int64_t i, int g, int j, double least) {
+        const float* line = pred + (i * G + g) * kPredictions;
+        const double share = line[0] + static_cast<double>(line[1]) * (kFirstLog2 + j);
+        return (share < least ? least : share) * margins[(i % H * G + g) * kBlockSizes + j];
       },
       blk, budget, value);
 }
@@ -179,12 +181,14 @@ void plan_budgets(const float* budgets, const int32_t* middle, int64_t B, int H,
                   int blocks, int32_t* blk, float* budget, float* value) {
   choose(
       middle, B, H, G, blocks,
-      [&](int64_t head) {
-        const float* at = budgets + head * kBlockSizes;
+      [&](int64_t i, int g) {
+        const float* at = budgets + (i * G + g) * kBlockSizes;
         return !every_head && std::all_of(at, at + kBlockSizes, [](float f) { return f == 0; });
       },
-      [&](int64_t head, int j) { return static_cast<double>(budgets[head * kBlockSizes + j]); }, blk, budget,
-      value);
+      [&](int64_t i, int g, int j, double) {
+        return static_cast<double>(budgets[(i * G + g) * kBlockSizes + j]);
+      },
+      blk, budget, value);
 }
 
 }  // namespace fluxion

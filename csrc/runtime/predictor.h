@@ -58,12 +58,13 @@ class Predictor {
 //
 // pred [B][H * G][kPredictions]; middle [B]: tokens L of each request's middle. A head whose logit is above
 // the threshold is a streaming head: budget 0. Of the others bgt_h(blk) = bgt0 + k log2(blk), at least one
-// block and at most 1; what is not a number is 1. blocks: sum of the block sizes to choose from, at least
-// one. A group without others, or without a middle, gets blk 0, budgets 0 and value 0.
+// block, times the head's margin for that size (margins [H * G][4], above 0), again at least one block and at
+// most 1; what is not a number is 1. blocks: sum of the block sizes to choose from, at least one. A group
+// without others, or without a middle, gets blk 0, budgets 0 and value 0.
 //
 // blk, value: [B][H]; budget: [B][H * G]. value = V of the chosen block size.
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
-                 int blocks, int32_t* blk, float* budget, float* value);
+                 const float* margins, int blocks, int32_t* blk, float* budget, float* value);
 
 // The same from budgets that were measured: budgets [B][H * G][4], in blocks of 16, 32, 64 and 128 tokens. A
 // head with four zeros is a streaming head, unless every_head.

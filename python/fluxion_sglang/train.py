@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--spread", type=float, default=FluxionConfig.spread, help="as the server's (default: %(default)s)")
     option("--epochs", type=int, default=30, help="passes over the samples (default: %(default)s)")
     option("--quantile", type=float, default=0.9, help="of the budget to predict: higher reads more, errs less")
+    option("--coverage", type=float, default=0.98, help="share of every head's budgets that shall suffice")
     option("--miss-rate", type=float, default=0.001, help="share of needed heads that may be called streaming")
     option("--seed", type=int, default=0, help="of steps, split and training (default: %(default)s)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
@@ -146,6 +147,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         )
     for name, legal, words in (
         ("quantile", 0 < arguments.quantile < 1, "a number between 0 and 1, such as 0.9"),
+        ("coverage", 0 < arguments.coverage < 1, "a number between 0 and 1, such as 0.98"),
         ("miss_rate", 0 <= arguments.miss_rate < 1, "a number from 0 to below 1, such as 0.001"),
         ("epochs", arguments.epochs >= 1, "at least 1"),
     ):
@@ -196,6 +198,7 @@ def _run(arguments: argparse.Namespace, plan: Plan) -> None:
                 seed=arguments.seed,
                 quantile=arguments.quantile,
                 miss_rate=arguments.miss_rate,
+                coverage=arguments.coverage,
             )
         except ValueError as error:
             raise TrainError(str(error)) from None

@@ -171,7 +171,8 @@ def test_the_predictor_decides_by_what_it_sees() -> None:
     found = tiny_predictor.predictor()
     mean, std = found.network.mean, found.network.std
     heads = mean + std * torch.randn(400, len(mean), generator=torch.Generator().manual_seed(0))
-    plan = select_granularity(found.network(heads), torch.full((100,), 576, dtype=torch.int32), 2, found.threshold)
+    middle = torch.full((100,), 576, dtype=torch.int32)
+    plan = select_granularity(found.network(heads), middle, 2, found.threshold, found.margins[0])
     assert set(plan.blk.flatten().tolist()) == {0, *BLOCKS}
     assert 0.1 < (plan.budget == 0).float().mean() < 0.5 and plan.budget.unique().numel() > 100
 

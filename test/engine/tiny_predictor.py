@@ -50,7 +50,8 @@ def predictor(tau: float | None = None) -> LoadedPredictor:
         # bgt0, k and the streaming logit: by how much heads and steps differ, and from what.
         last.weight.mul_(torch.tensor([[0.1], [0.02], [1.0]]))
         last.bias.copy_(torch.tensor([0.2, 0.01, 0.0]))
-    return LoadedPredictor(network.eval().requires_grad_(False), TAU, THRESHOLD, {})
+        margins = 0.75 + torch.arange(2 * 4 * 4).view(2, 4, 4) % 3 / 4  # of layers and heads
+    return LoadedPredictor(network.eval().requires_grad_(False), TAU, THRESHOLD, margins, {})
 
 
 def build(folder: Path, model: str) -> str:
@@ -71,6 +72,6 @@ def build(folder: Path, model: str) -> str:
         window=options.window,
         spread=options.spread,
     )
-    trained = {TAU: Trained(found.network, found.threshold, found.metrics)}
+    trained = {TAU: Trained(found.network, found.threshold, found.margins, found.metrics)}
     artifact.save(folder, trained, identity=identity, features=NAMES, calibrated=TAU)
     return str(folder)

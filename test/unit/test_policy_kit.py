@@ -19,7 +19,7 @@ from fluxion_sglang.predictor.network import HeadPredictor
 def predictor(tau: float | None) -> LoadedPredictor:
     """One that nobody trained: what it says is arbitrary, and always the same."""
     torch.manual_seed(0)
-    return LoadedPredictor(HeadPredictor().eval(), tau or 0.1, 0.0, {})
+    return LoadedPredictor(HeadPredictor().eval(), tau or 0.1, 0.0, torch.rand(8, 32, 4) + 0.5, {})
 
 
 def make(spec: str) -> Policy:

@@ -45,8 +45,15 @@ def network(seed: int) -> HeadPredictor:
     return made
 
 
+def margins(seed: int) -> torch.Tensor:
+    return 0.5 + torch.rand(4, 8, 4, generator=torch.Generator().manual_seed(seed))
+
+
 def save(folder: Path, **changes: Any) -> None:
-    trained = {0.1: Trained(network(0), 1.5, {"auc": 0.9}), 0.05: Trained(network(1), 0.25, {"auc": None})}
+    trained = {
+        0.1: Trained(network(0), 1.5, margins(0), {"auc": 0.9}),
+        0.05: Trained(network(1), 0.25, margins(1), {"auc": None}),
+    }
     options: dict[str, Any] = {"identity": IDENTITY, "features": NAMES, "calibrated": 0.1, **changes}
     artifact.save(folder, options.pop("trained", trained), **options)
 
@@ -94,6 +101,7 @@ def test_round_trip(folder: Path, tau: float | None, seed: int, threshold: float
     want = network(seed).state_dict()
     for name, value in loaded.network.state_dict().items():
         assert torch.equal(value, want[name])
+    assert torch.equal(loaded.margins, margins(seed))
     assert not loaded.network.training
 
 
@@ -115,7 +123,7 @@ def test_names_of_files() -> None:
 
 
 def test_saving_again_replaces(folder: Path) -> None:
-    save(folder, trained={0.1: Trained(network(5), 2.5, {})})
+    save(folder, trained={0.1: Trained(network(5), 2.5, margins(5), {})})
     assert load(folder).threshold == 2.5
     assert torch.equal(load(folder).network.mean, network(5).mean)
 
@@ -187,7 +195,7 @@ def test_some_other_json(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda d: d.update(format=2), "has format 2 and this version reads format 1"),
+        (lambda d: d.update(format=3), "has format 3 and this version reads formats up to 2"),
         (lambda d: d.pop("taus"), "its taus is missing"),
         (lambda d: d.pop("features"), "its features is missing"),
         (lambda d: d.pop("calibrated"), "its calibrated is missing"),
@@ -229,11 +237,26 @@ def test_one_bit_of_the_weights(folder: Path) -> None:
         (lambda s: s["layers.2.weight"][3].fill_(math.nan), "has a value in layers.2.weight that is not finite"),
         (lambda s: s["std"][3].fill_(math.inf), "has a value in std that is not finite"),
         (lambda s: s["std"][3].fill_(0.0), "has a value in std that is not positive"),
+        (lambda s: s.pop("margins"), "margins is not there and should be float32 [4, 8, 4]"),
+        (
+            lambda s: s.update(margins=torch.ones(4, 8, 1)),
+            "margins is float32 [4, 8, 1] and should be float32 [4, 8, 4]",
+        ),
+        (lambda s: s["margins"][3].fill_(math.nan), "has a value in margins that is not finite"),
+        (lambda s: s["margins"][3].fill_(0.0), "has a value in margins that is not positive"),
     ],
 )
 def test_other_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], why: str) -> None:
     edit_weights(folder, change)
     assert why in refusal(folder)
+
+
+def test_a_file_of_the_first_format_has_no_margins(folder: Path) -> None:
+    edit_weights(folder, lambda s: s.pop("margins"))
+    edit(folder, lambda d: d.update(format=1))
+    assert torch.equal(load(folder).margins, torch.ones(4, 8, 4))
+    assert torch.equal(load(folder).network.mean, network(0).mean)
+    assert "margins is float32 [4, 8, 4] and should be not there" in refusal(folder, 0.05)
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -243,7 +266,9 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         broken.layers[1].bias[2] = math.nan
     with pytest.raises(PredictorError, match=r"layers.1.bias that is not finite; train it again"):
-        save(tmp_path, trained={0.1: Trained(broken, 0.0, {})})
+        save(tmp_path, trained={0.1: Trained(broken, 0.0, margins(0), {})})
+    with pytest.raises(PredictorError, match=r"margins that is not positive; train it again"):
+        save(tmp_path, trained={0.1: Trained(network(0), 0.0, -margins(0), {})})
     with pytest.raises(PredictorError, match=r"threshold for tau 0\.1 is inf"):
-        save(tmp_path, trained={0.1: Trained(network(0), math.inf, {})})
+        save(tmp_path, trained={0.1: Trained(network(0), math.inf, margins(0), {})})
     assert not (tmp_path / "predictor.json").exists()

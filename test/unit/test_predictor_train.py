@@ -57,6 +57,7 @@ def train(samples: Samples, sequences: torch.Tensor, **options: object) -> Fitte
         "seed": 0,
         "quantile": 0.7,
         "miss_rate": 0.02,
+        "coverage": 0.9,
         "progress": False,
         **options,
     }
@@ -114,6 +115,7 @@ def test_the_same_seed_gives_the_same_network() -> None:
     first, again, other = (train(samples, sequences, epochs=2, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert first.threshold == again.threshold and first.metrics == again.metrics
+    assert torch.equal(first.margins, again.margins)
     a, b, c = (fitted.network.state_dict() for fitted in (first, again, other))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["layers.0.weight"], c["layers.0.weight"])
@@ -132,9 +134,18 @@ def test_the_standardisation_is_that_of_the_training_sequences() -> None:
 @pytest.mark.parametrize("quantile", [0.5, 0.9])
 def test_the_quantile_says_how_many_budgets_suffice(quantile: float) -> None:
     samples, sequences = world(noise=0.05)
-    under = train(samples, sequences, epochs=10, quantile=quantile).metrics["predictor"]["under_predicted"]
+    under = train(samples, sequences, epochs=10, quantile=quantile).metrics["without_margins"]["under_predicted"]
     for share in under.values():
         assert abs(share - (1 - quantile)) < 0.12
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.95])
+def test_the_coverage_says_how_many_budgets_suffice_whatever_the_quantile(coverage: float) -> None:
+    samples, sequences = world(noise=0.05)
+    fitted = train(samples, sequences, epochs=10, quantile=0.7, coverage=coverage)
+    assert fitted.margins.shape == (3, 4, 4) and fitted.metrics["settings"]["coverage"] == coverage
+    for share in fitted.metrics["predictor"]["under_predicted"].values():
+        assert abs(share - (1 - coverage)) < 0.06
 
 
 @given(st.lists(st.integers(0, 40), min_size=3, max_size=200), st.integers(0, 99))
@@ -211,8 +222,9 @@ def test_refusals() -> None:
         train(replace(samples, k=samples.k[1:]), sequences)
     with pytest.raises(ValueError, match="come from 2 sequences"):
         train(samples, sequences % 2)
-    with pytest.raises(ValueError, match="quantile is 1,"):
-        train(samples, sequences, quantile=1.0)
+    for name in ("quantile", "coverage"):
+        with pytest.raises(ValueError, match=f"{name} (is )?1,"):
+            train(samples, sequences, **{name: 1.0})
     samples.features[17, 4] = math.nan
     with pytest.raises(ValueError, match="features holds values that are not finite"):
         train(samples, sequences)
@@ -230,7 +242,7 @@ def test_the_table_of_metrics() -> None:
     assert "tau 0.05" in table and "tau 0.10" in table
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert all(line.count("|") == rows[0].count("|") for line in rows)
-    for name in ("AUC", "F1", "bgt0", "Predictor", "Constant a head", "Anchor's budgets"):
+    for name in ("AUC", "F1", "bgt0", "Predictor", "Without margins", "Constant a head", "Anchor's budgets"):
         assert name in table
 
 

@@ -60,6 +60,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
         (["--quantile", "1"], "--quantile is 1; give a number between 0 and 1"),
         (["--quantile", "0"], "--quantile is 0; give"),
         (["--quantile", "nan"], "--quantile is nan; give"),
+        (["--coverage", "1"], "--coverage is 1; give a number between 0 and 1"),
         (["--miss-rate", "1"], "--miss-rate is 1; give a number from 0 to below 1"),
         (["--miss-rate", "-0.1"], "--miss-rate is -0.1; give"),
         (["--epochs", "0"], "--epochs is 0; give at least 1"),

@@ -19,7 +19,7 @@ from fluxion_sglang.policy.base import (
 )
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.artifact import LoadedPredictor
-from fluxion_sglang.predictor.features import COUNT
+from fluxion_sglang.predictor.features import COUNT, INDEX
 from fluxion_sglang.predictor.native import NativePredictor, plan_groups
 
 
@@ -36,10 +36,12 @@ class FluxionPolicy(Policy):
     def __init__(self, predictor: LoadedPredictor, choice: Choice = DYNAMIC) -> None:
         self.criterion = Criterion(Deviation.LAYER, predictor.tau)
         self.predictor = NativePredictor(predictor.network)
+        self.margins = predictor.margins
         self.threshold = math.inf if choice.every_head else predictor.threshold
         self.blocks = choice.blocks
         self._step: DecodeStep | None = None
         self._predicted = torch.empty(0, 3)
+        self._margins: list[torch.Tensor] = []  # of this process's heads, a layer each
 
     def begin_step(self, step: DecodeStep) -> None:
         self._step = step
@@ -50,6 +52,8 @@ class FluxionPolicy(Policy):
         assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
         step = self._step
+        if not self._margins:
+            self._margins = self._of_these_heads(observed.features)
         self.predictor.forward(observed.features.view(-1, COUNT), self._predicted, step.workers)
         plan = unplanned(step)
         plan_groups(
@@ -57,9 +61,16 @@ class FluxionPolicy(Policy):
             step.middle,
             step.kv_heads,
             self.threshold,
+            self._margins[layer],
             plan.blk,
             plan.budget,
             plan.value,
             self.blocks,
         )
         return plan
+
+    def _of_these_heads(self, features: torch.Tensor) -> list[torch.Tensor]:
+        """The margins [Hq, 4] of every layer; the features say which of the model's heads this process has."""
+        if len(features) == 0:
+            return []
+        return list(self.margins[:, features[0, :, INDEX["head"]].long()].contiguous())

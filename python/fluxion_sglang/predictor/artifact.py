@@ -22,10 +22,17 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.predictor.network import HeadPredictor
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout below; raised when a reader of the version before could not read it rightly."""
+
+_READ = (1, 2)
+"""Versions that can be read: 1 has no margins, and budgets are served as they are predicted."""
+
+_MARGINS = "margins"
+"""Name of the margins among the tensors of a file."""
 
 JSON_NAME = "predictor.json"
 _KIND = "fluxion-predictor"
@@ -69,10 +76,12 @@ class Identity:
 
 
 class Trained(NamedTuple):
-    """One tau of an artifact, to save: threshold is the streaming logit's, metrics hold plain JSON values."""
+    """One tau of an artifact, to save: threshold is the streaming logit's, margins [layers, Hq, 4] float32 are what
+    budgets are multiplied with (`margins.py`), metrics hold plain JSON values."""
 
     network: HeadPredictor
     threshold: float
+    margins: torch.Tensor
     metrics: Mapping[str, Any]
 
 
@@ -82,6 +91,7 @@ class LoadedPredictor(NamedTuple):
     network: HeadPredictor
     tau: float
     threshold: float
+    margins: torch.Tensor
     metrics: dict[str, Any]
 
 
@@ -107,7 +117,7 @@ def save(
         calibrated: the tau that is used where none is asked for; one of `trained`.
 
     Raises:
-        PredictorError: nothing to save, or weights that could not be loaded again.
+        PredictorError: nothing to save, or weights or margins that could not be loaded again.
         OSError: the folder cannot be written.
     """
     if calibrated not in trained:
@@ -121,10 +131,11 @@ def save(
     for tau, entry in sorted(trained.items()):
         if not (math.isfinite(tau) and tau > 0):
             raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
-        _check_finite(entry.network, f"The network for tau {tau:g}", "train it again with a lower learning rate")
+        state = {name: value.detach().cpu().contiguous() for name, value in entry.network.state_dict().items()}
+        state[_MARGINS] = entry.margins.cpu().contiguous()
+        _check_values(state, f"The network for tau {tau:g}", "train it again with a lower learning rate")
         if not math.isfinite(entry.threshold):
             raise PredictorError(f"The streaming threshold for tau {tau:g} is {entry.threshold}; train it again.")
-        state = {name: value.detach().cpu().contiguous() for name, value in entry.network.state_dict().items()}
         content = save_tensors(state)
         _write(folder / file_name(tau), content)
         files[_tau_key(tau)] = {
@@ -187,8 +198,13 @@ def load(
     name = _get(folder, entry, "file", str)
     if Path(name).name != name:
         raise _broken(folder, f"its file for tau {key} is {name!r}, which is not in the folder")
-    network = _read_network(folder / name, _get(folder, entry, "sha256", str))
-    return LoadedPredictor(network, float(key), float(threshold), _get(folder, entry, "metrics", dict))
+    network, margins = _read_network(
+        folder / name,
+        _get(folder, entry, "sha256", str),
+        torch.ones(identity.layers, identity.q_heads, len(BLOCKS)),
+        document["format"] >= 2,
+    )
+    return LoadedPredictor(network, float(key), float(threshold), margins, _get(folder, entry, "metrics", dict))
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
@@ -208,10 +224,10 @@ def _read_document(folder: Path) -> dict[str, Any]:
         raise PredictorError(f"{path} is not JSON ({error}); copy the folder again or train again.") from None
     if not isinstance(document, dict) or document.get("kind") != _KIND:
         raise PredictorError(f"{path} is not a predictor of this project; give the folder that `fluxion train` wrote.")
-    if document.get("format") != FORMAT:
+    if document.get("format") not in _READ:
         raise PredictorError(
-            f"{path} has format {document.get('format')!r} and this version reads format {FORMAT}; train again, or "
-            "install the version of fluxion-sglang that wrote it."
+            f"{path} has format {document.get('format')!r} and this version reads formats up to {FORMAT}; train again, "
+            "or install the version of fluxion-sglang that wrote it."
         )
     return document
 
@@ -253,7 +269,10 @@ def _check_features(folder: Path, has: list[Any], needs: Sequence[str]) -> None:
     )
 
 
-def _read_network(path: Path, digest: str) -> HeadPredictor:
+def _read_network(
+    path: Path, digest: str, margins: torch.Tensor, has_margins: bool
+) -> tuple[HeadPredictor, torch.Tensor]:
+    """The network and its margins; margins: what they are where the file has none, in their shape."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -269,7 +288,7 @@ def _read_network(path: Path, digest: str) -> HeadPredictor:
             f"{path} is truncated or no safetensors file ({error}); copy the folder again or train again."
         ) from None
     network = HeadPredictor()
-    wanted = network.state_dict()
+    wanted = {**network.state_dict(), **({_MARGINS: margins} if has_margins else {})}
     for name in sorted(wanted.keys() | state.keys()):
         has, needs = (_described(tensors.get(name)) for tensors in (state, wanted))
         if has != needs:
@@ -277,22 +296,23 @@ def _read_network(path: Path, digest: str) -> HeadPredictor:
                 f"{path} holds another network than this version's: {name} is {has} and should be {needs}; train it "
                 "again with this version."
             )
-    network.load_state_dict(state)
-    _check_finite(network, str(path), "copy the folder again or train again")
+    _check_values(state, str(path), "copy the folder again or train again")
     if hashlib.sha256(content).hexdigest() != digest:
         raise PredictorError(
             f"{path} is not the file that was saved with this {JSON_NAME} (its SHA-256 differs); copy the whole folder "
             "again or train again."
         )
-    return network.eval().requires_grad_(False)
+    margins = state.pop(_MARGINS, margins)
+    network.load_state_dict(state)
+    return network.eval().requires_grad_(False), margins
 
 
-def _check_finite(network: HeadPredictor, what: str, advice: str) -> None:
-    for name, value in network.state_dict().items():
+def _check_values(state: Mapping[str, torch.Tensor], what: str, advice: str) -> None:
+    for name, value in state.items():
         if not bool(value.isfinite().all()):
             raise PredictorError(f"{what} has a value in {name} that is not finite; {advice}.")
-    if not bool((network.std > 0).all()):
-        raise PredictorError(f"{what} has a value in std that is not positive; {advice}.")
+        if name in ("std", _MARGINS) and not bool((value > 0).all()):
+            raise PredictorError(f"{what} has a value in {name} that is not positive; {advice}.")
 
 
 def _get(folder: Path, document: dict[str, Any], key: str, kind: type) -> Any:

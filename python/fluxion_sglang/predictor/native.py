@@ -60,6 +60,7 @@ def plan_groups(
     middle: torch.Tensor,
     kv_heads: int,
     threshold: float,
+    margins: torch.Tensor,
     blk: torch.Tensor,
     budget: torch.Tensor,
     value: torch.Tensor,
@@ -72,13 +73,14 @@ def plan_groups(
     Args:
         pred: [B * Hq, 3] float32, of `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
         threshold: logits above it are streaming heads.
+        margins: [Hq, 4] float32, contiguous, above 0: what each head's budgets are multiplied with (`margins.py`).
         blocks: sizes to choose from, different ones.
         blk [B, H] int32, budget [B, Hq] float32, value [B, H] float32: written, as in `LayerPlan`.
 
     Raises:
         ValueError: a shape or dtype that does not fit; nothing was written.
     """
-    function("predictor_plan")(pred, middle, kv_heads, threshold, sum(blocks), blk, budget, value)
+    function("predictor_plan")(pred, middle, kv_heads, threshold, margins, sum(blocks), blk, budget, value)
 
 
 def plan_budgets(

@@ -10,7 +10,12 @@ import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
 
-_METHODS = {"predictor": "Predictor", "head_constant": "Constant a head", "anchor": "Anchor's budgets"}
+_METHODS = {
+    "predictor": "Predictor",
+    "without_margins": "Without margins",
+    "head_constant": "Constant a head",
+    "anchor": "Anchor's budgets",
+}
 
 
 def metrics_table(metrics: Mapping[float, Mapping[str, Any]]) -> str:

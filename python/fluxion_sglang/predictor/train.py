@@ -10,6 +10,8 @@ budget suffices for a share p of the cases that look alike; a squared error woul
 for many heads of a skewed distribution. bgt0 and k by themselves are fitted at the median: two upper
 quantiles added up would be more than the quantile of the sum.
 
+Off the training sequences no quantile is promised: budgets get margins from the validation sequences (`margins.py`).
+
 Sequences, not samples, are dealt to training, validation and test: the steps of one sequence resemble each other.
 """
 
@@ -26,7 +28,9 @@ from tqdm import tqdm
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy.selector import LOG2_BLOCKS
 from fluxion_sglang.predictor.features import BUDGETS, COUNT, INDEX
+from fluxion_sglang.predictor.margins import fit_margins
 from fluxion_sglang.predictor.network import HeadPredictor
+from fluxion_sglang.predictor.scores import Samples, one_block, score
 
 _LOG2 = torch.tensor(LOG2_BLOCKS, dtype=torch.float32)
 _SKEWED = 0.2
@@ -34,10 +38,12 @@ _SKEWED = 0.2
 
 
 class Fitted(NamedTuple):
-    """A trained network on the CPU; streaming heads are those with a logit above the threshold; metrics are JSON."""
+    """A trained network on the CPU; streaming heads are those with a logit above the threshold; margins
+    [layers, Hq, 4] float32 (`margins.py`); metrics are JSON."""
 
     network: HeadPredictor
     threshold: float
+    margins: torch.Tensor
     metrics: dict[str, Any]
 
 
@@ -50,34 +56,8 @@ class Split:
     test: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Samples:
-    """S samples of (step, layer, query head).
-
-    Attributes:
-        features: [S, 41] float32.
-        bgt0, k: [S] float32, labels of Eq. 1. budgets: [S, 4] float32, least budgets at blocks of 16, 32, 64, 128
-            tokens. None of the three is read of streaming heads.
-        streaming: [S] bool: sinks and window suffice.
-    """
-
-    features: torch.Tensor
-    bgt0: torch.Tensor
-    k: torch.Tensor
-    budgets: torch.Tensor
-    streaming: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def __getitem__(self, which: torch.Tensor) -> Samples:
-        return Samples(
-            self.features[which], self.bgt0[which], self.k[which], self.budgets[which], self.streaming[which]
-        )
-
-
 def split_sequences(sequences: torch.Tensor, seed: int) -> Split:
-    """Deal whole sequences: of every seven five train, one chooses the threshold, one tests.
+    """Deal whole sequences: of every seven five train, one chooses the threshold and the margins, one tests.
 
     Args:
         sequences: [S] integers, the sequence a sample comes from.
@@ -109,6 +89,7 @@ def fit(
     seed: int,
     quantile: float,
     miss_rate: float,
+    coverage: float,
     progress: bool = True,
     batch: int = 4096,
     learning_rate: float = 2e-3,
@@ -123,16 +104,18 @@ def fit(
         quantile: in (0, 1), of the budgets: the share of heads whose budget shall suffice.
         miss_rate: the share of the validation sequences' retrieval heads that the streaming threshold may call
             streaming.
+        coverage: in (0, 1), the share of budgets that shall suffice, for every head: margins are set so on the
+            validation sequences.
         progress: show a bar.
         batch: samples of an optimiser step, fewer where there are few samples.
 
     Raises:
         ValueError: shapes that do not fit, values that are not finite, or too few samples or sequences.
     """
-    if not 0 < quantile < 1 or not 0 <= miss_rate < 1 or epochs < 1:
+    if not 0 < quantile < 1 or not 0 < coverage < 1 or not 0 <= miss_rate < 1 or epochs < 1:
         raise ValueError(
-            f"quantile is {quantile:g}, miss_rate {miss_rate:g} and epochs {epochs}; give a quantile between 0 and 1, "
-            "a miss rate from 0 to below 1 and at least 1 epoch."
+            f"quantile is {quantile:g}, coverage {coverage:g}, miss_rate {miss_rate:g} and epochs {epochs}; give a "
+            "quantile and a coverage between 0 and 1, a miss rate from 0 to below 1 and at least 1 epoch."
         )
     samples = _checked(features, bgt0, k, streaming, budgets, sequences)
     split = split_sequences(sequences, seed)
@@ -149,20 +132,33 @@ def fit(
     _standardise(network, train.features)
     _train(network, train, validation, epochs, seed, progress, quantile, batch, learning_rate, weight_decay, device)
     network = network.to("cpu").eval().requires_grad_(False)
-    threshold = streaming_threshold(_predict(network, validation.features)[:, 2], validation.streaming, miss_rate)
+    line, budgets, logits = _predicted(network, validation.features)
+    threshold = streaming_threshold(logits, validation.streaming, miss_rate)
+    layers, heads = (int(numbers.max()) + 1 for numbers in _heads(features))
+    margins = _margins(budgets, validation, (layers, heads), coverage)
+    line, budgets, logits = _predicted(network, test.features)
+    layer, head = _heads(test.features)
+    with_margins = budgets * margins[layer, head]
     metrics = {
         "samples": {"train": len(train), "validation": len(validation), "test": len(test)},
         "sequences": {
             name: len(sequences[which].unique())
             for name, which in (("train", split.train), ("validation", split.validation), ("test", split.test))
         },
-        "settings": {"epochs": epochs, "seed": seed, "quantile": quantile, "miss_rate": miss_rate},
+        "settings": {
+            "epochs": epochs,
+            "seed": seed,
+            "quantile": quantile,
+            "miss_rate": miss_rate,
+            "coverage": coverage,
+        },
         "streaming_share": float(test.streaming.float().mean()),
-        "predictor": _score(*_predictor(network, threshold, test.features), test),
-        "head_constant": _score(*_head_constant(train, test.features), test),
-        "anchor": _score(*_anchor(test.features), test),
+        "predictor": score(line, with_margins, logits, logits > threshold, test),
+        "without_margins": score(line, budgets, logits, logits > threshold, test),
+        "head_constant": score(*_head_constant(train, test.features), test),
+        "anchor": score(*_anchor(test.features), test),
     }
-    return Fitted(network, threshold, metrics)
+    return Fitted(network, threshold, margins, metrics)
 
 
 def streaming_threshold(logits: torch.Tensor, streaming: torch.Tensor, miss_rate: float) -> float:
@@ -314,12 +310,22 @@ def _predict(network: HeadPredictor, features: torch.Tensor) -> torch.Tensor:
         return torch.cat([network(part) for part in features.split(65536)])
 
 
-def _predictor(
-    network: HeadPredictor, threshold: float, features: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """bgt0 and k [S, 2], budgets [S, 4], score of streaming [S] and the decision [S] bool."""
+def _predicted(network: HeadPredictor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """bgt0 and k [S, 2], budgets without margins [S, 4], at least one block, and logits of streaming [S]."""
     pred = _predict(network, features)
-    return pred[:, :2], pred[:, :1] + pred[:, 1:2] * _LOG2, pred[:, 2], pred[:, 2] > threshold
+    lines = pred[:, :1] + pred[:, 1:2] * _LOG2
+    return pred[:, :2], torch.maximum(lines, one_block(features)), pred[:, 2]
+
+
+def _heads(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return features[:, INDEX["layer"]].long(), features[:, INDEX["head"]].long()
+
+
+def _margins(budgets: torch.Tensor, samples: Samples, shape: tuple[int, int], coverage: float) -> torch.Tensor:
+    """Of the samples' retrieval heads, whose predicted budgets are among `budgets` [S, 4]."""
+    keep = ~samples.streaming
+    layer, head = _heads(samples.features[keep])
+    return fit_margins(budgets[keep], samples.budgets[keep], layer, head, shape, coverage)
 
 
 def _head_constant(
@@ -350,57 +356,3 @@ def _anchor(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     k = (budgets * centred).sum(1) / (centred**2).sum()
     line = torch.stack([budgets.mean(1) - k * _LOG2.mean(), k], 1)
     return line, budgets, -budgets.sum(1), (budgets == 0).all(1)
-
-
-def _score(
-    line: torch.Tensor, budgets: torch.Tensor, score: torch.Tensor, decision: torch.Tensor, test: Samples
-) -> dict[str, Any]:
-    """Metrics of one method on the test samples; None where a number is not defined.
-
-    Budgets are those that would be served: at least one block, at most 1. Every regression metric is over the true
-    retrieval heads, whatever the method calls them; `miss_rate` is the share of them that it calls streaming.
-    """
-    keep = ~test.streaming
-    tokens = torch.expm1(test.features[keep, INDEX["cpu_tokens"]]).clamp(min=1.0).unsqueeze(1)
-    one_block = (torch.tensor(BLOCKS) / tokens).clamp(max=1.0)
-    served = torch.minimum(torch.maximum(budgets[keep], one_block), torch.ones(()))
-    labels = test.budgets[keep]
-    return {
-        "streaming_auc": _auc(test.streaming, score),
-        "streaming_f1": _f1(test.streaming, decision),
-        "miss_rate": float(decision[keep].float().mean()),
-        "streaming_recall": float(decision[~keep].float().mean()) if bool((~keep).any()) else None,
-        "bgt0_mae": float((line[keep, 0] - test.bgt0[keep]).abs().mean()),
-        "bgt0_r2": _r2(test.bgt0[keep], line[keep, 0]),
-        "k_mae": float((line[keep, 1] - test.k[keep]).abs().mean()),
-        "k_r2": _r2(test.k[keep], line[keep, 1]),
-        "budget_mae": _by_block((served - labels).abs().mean(0)),
-        "budget_r2": {str(blk): _r2(labels[:, j], served[:, j]) for j, blk in enumerate(BLOCKS)},
-        # A thousandth is forgiven: the label itself is a whole number of blocks.
-        "under_predicted": _by_block((served < labels * (1 - 1e-3)).float().mean(0)),
-        "mean_budget": _by_block(served.mean(0)),
-        "mean_label": _by_block(labels.mean(0)),
-    }
-
-
-def _by_block(values: torch.Tensor) -> dict[str, float]:
-    return {str(blk): float(value) for blk, value in zip(BLOCKS, values, strict=True)}
-
-
-def _r2(labels: torch.Tensor, predictions: torch.Tensor) -> float | None:
-    """Share of the labels' variance that is explained; None where there is none."""
-    labels, predictions = labels.double(), predictions.double()
-    spread = ((labels - labels.mean()) ** 2).sum()
-    return float(1 - ((labels - predictions) ** 2).sum() / spread) if spread > 0 else None
-
-
-def _auc(labels: torch.Tensor, scores: torch.Tensor) -> float | None:
-    from sklearn.metrics import roc_auc_score
-
-    return float(roc_auc_score(labels.numpy(), scores.numpy())) if 0 < int(labels.sum()) < len(labels) else None
-
-
-def _f1(labels: torch.Tensor, decisions: torch.Tensor) -> float | None:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels.numpy(), decisions.numpy(), zero_division=0.0)) if bool(labels.any()) else None

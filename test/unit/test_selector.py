@@ -216,7 +216,7 @@ def test_margins_are_of_the_head_and_the_block_size() -> None:
     assert (plan.blk.item(), plan.budget.tolist()) == (16, [[0.5, 0.75]])
     assert plan_of(rows, 1024, kv_heads=2, margins=margins.flip(1)).budget.tolist() == [[0.5, 0.75]]
     least = plan_of([(-3.0, 0.0, -1.0)], 1024, margins=torch.tensor([[3.0, 3, 3, 3]]))
-    assert (least.blk.item(), least.budget.item()) == (32, 3 * 32 / 1024), "of one block, where the line has less"
+    assert (least.blk.item(), least.budget.item()) == (16, 3 * 16 / 1024), "of one block, where the line has less"
     assert plan_of([(-3.0, 0.0, -1.0)], 1024, margins=torch.full((1, 4), 0.5)).budget.item() == 32 / 1024
 
 

@@ -2,7 +2,7 @@ r"""What the bundled model's predictor is trained on: RULER's symbolic tasks, li
 
 python -m benchmark.needle_model.predictor_data data.jsonl
 fluxion train --model models/needle --data data.jsonl --out models/needle/fluxion --taus 0.05,0.1,0.2 --accuracy 0.03 \
-    --dtype float32 --device cpu
+    --kl 0.001 --dtype float32 --device cpu
 
 Other seeds than those of the quality benchmarks, so no document is in both.
 """

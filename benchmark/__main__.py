@@ -24,7 +24,7 @@ ABLATIONS = ",".join(
 FEW = "full,streaming,fixed:16:0.05"
 SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
-LARGE = "full,fixed:16:0.35,fixed:16:0.50,fixed:16:0.65,fixed:16:0.80,fluxion,fluxion:0.05"
+LARGE = "full,fixed:16:0.35,fixed:16:0.50,fixed:16:0.65,fixed:16:0.80,fluxion,fluxion:0.20"
 # PSA's Fig. 5: what is read at 98% of full quality, by threshold, against fixed top-k, by budget.
 PSA = ",".join(
     ["full"]

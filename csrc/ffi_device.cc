@@ -42,12 +42,13 @@ ffi::Tensor mailbox_arena(MailboxRef ref) {
                                   DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCPU, 0});
 }
 
-// q, k, v, parts, o, lse, layer
+// q, k, v, parts, o, lse, layer, published_at, taken_at
 void mailbox_offsets(MailboxRef ref, int64_t sequence, TensorView out) {
-  expect(out, "out", kInt64, {7}, 1);
+  expect(out, "out", kInt64, {9}, 1);
   const MailboxSlot at = mailbox_slot(ref->mailbox->shape(), static_cast<uint32_t>(sequence));
-  const int64_t offsets[] = {at.q, at.k, at.v, at.parts, at.o, at.lse, at.layer};
-  std::copy_n(offsets, 7, data<int64_t>(out));
+  const int64_t offsets[] = {at.q,       at.k, at.v, at.parts, at.o, at.lse, at.layer, at.published_at,
+                             at.taken_at};
+  std::copy_n(offsets, 9, data<int64_t>(out));
 }
 
 MailboxWord word_of(int64_t word) {
@@ -67,10 +68,19 @@ bool mailbox_fail(MailboxRef ref, int64_t sequence) {
   return ref->mailbox->fail(static_cast<uint32_t>(sequence));
 }
 
-bool mailbox_finish(MailboxRef ref, EngineRef engine, int64_t sequence) {
+bool mailbox_finish(MailboxRef ref, EngineRef engine, int64_t sequence, int64_t planned_ns) {
   guarded([&] { engine->engine->layer_finish(); });
-  return ref->mailbox->answer(static_cast<uint32_t>(sequence));
+  return ref->mailbox->answer(static_cast<uint32_t>(sequence), planned_ns);
 }
+
+// out: [n, 8], LayerTimes; returns how many there are.
+int64_t mailbox_times(MailboxRef ref, TensorView out) {
+  static_assert(sizeof(LayerTimes) == 8 * sizeof(int64_t));
+  expect(out, "out", kInt64, {-1, 8}, 2);
+  return ref->mailbox->take_times(reinterpret_cast<LayerTimes*>(data<int64_t>(out)), out.size(0));
+}
+
+void mailbox_settled(MailboxRef ref) { ref->mailbox->settled(); }
 
 void mailbox_cancel(MailboxRef ref) { ref->mailbox->cancel(); }
 
@@ -92,6 +102,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_wait, fluxion::mailbox_wait);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_answer, fluxion::mailbox_answer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_fail, fluxion::mailbox_fail);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_finish, fluxion::mailbox_finish);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_times, fluxion::mailbox_times);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_settled, fluxion::mailbox_settled);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_cancel, fluxion::mailbox_cancel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_reset, fluxion::mailbox_reset);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_load, fluxion::mailbox_load);

@@ -247,7 +247,8 @@ ffi::String mailbox_layout(int64_t sequence, int64_t max_requests, int64_t q_hea
   std::ostringstream out;
   out << "{\"bytes\": " << mailbox_bytes(shape) << ", \"q\": " << slot.q << ", \"k\": " << slot.k
       << ", \"v\": " << slot.v << ", \"parts\": " << slot.parts << ", \"o\": " << slot.o
-      << ", \"lse\": " << slot.lse << ", \"layer\": " << slot.layer << "}";
+      << ", \"lse\": " << slot.lse << ", \"layer\": " << slot.layer
+      << ", \"published_at\": " << slot.published_at << ", \"taken_at\": " << slot.taken_at << "}";
   return ffi::String(out.str());
 }
 

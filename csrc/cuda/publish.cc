@@ -52,6 +52,9 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(PublishArgs a) {
   if (threadIdx.x == 0 && atomicAdd(&state.published, 1) == gridDim.x - 1) {
     state.published = 0;
     state.sequence = sequence;
+    auto* taken_at = reinterpret_cast<uint64_t*>(port.arena + slot.taken_at);
+    taken_at[0] = taken_at[1] = 0;
+    *reinterpret_cast<uint64_t*>(port.arena + slot.published_at) = nanoseconds();
     __threadfence_system();
     DeviceWords words{port};
     announce(words, kPublished, sequence);

@@ -30,13 +30,19 @@ __global__ void __launch_bounds__(kThreads) take_kernel(TakeArgs a) {
   const uint32_t sequence = port.state->sequence;
   if (threadIdx.x == 0) {
     DeviceWords words{port};
+    const MailboxSlot slot = mailbox_slot(port.shape, sequence);
+    auto* taken_at = reinterpret_cast<uint64_t*>(port.arena + slot.taken_at);
+    // Where the device has given up, slots are the CPU's.
+    const bool stamps = blockIdx.x == 0 && !gave_up(words);
     const uint64_t start = nanoseconds();
+    if (stamps) taken_at[0] = start;
     Take look;
     while ((look = look_for_answer(words, sequence, nanoseconds() - start > port.timeout_ns)) ==
            Take::kWait) {
       pause();
     }
     s.taken = look == Take::kTaken;
+    if (stamps && s.taken) taken_at[1] = nanoseconds();
   }
   __syncthreads();
   const bool taken = s.taken;

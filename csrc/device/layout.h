@@ -16,6 +16,11 @@
 // Sequence numbers are compared as (int32_t)(a - b), so they may wrap. Every word has a cache line of its own
 // and one writer.
 //
+// Times. Publish notes the device's clock when q, k and v are out, the first block of take when it begins to
+// wait and when it has found the answer; what it waited is what the device stood idle. The host reads those
+// of a layer once the next one is published, or the stream is done, and before it answers that next one. A
+// take that gave up has no end.
+//
 // Failure. The CPU that cannot compute a layer answers it with lse = -inf and failed = sequence. A device
 // that waited too long sets late = sequence; from then on publish and resident write nothing and take waits
 // for nothing, so that the CPU, which may still be at the layer, has its slots to itself. `cancel`, set by
@@ -57,6 +62,9 @@ struct MailboxSlot {
   int64_t o;      // [max_requests][q_heads][head_dim] float32
   int64_t lse;    // [max_requests][q_heads] float32, natural log
   int64_t layer;  // int32
+  // uint64, nanoseconds of the device's clock.
+  int64_t published_at;  // [1]
+  int64_t taken_at;      // [2]: take began to wait, and found the answer; 0: it has not yet
 };
 
 inline constexpr int kMailboxParts = 5;
@@ -67,7 +75,7 @@ constexpr int64_t mailbox_slot_bytes(const MailboxShape& s) {
   const int64_t heads = int64_t{s.max_requests} * s.q_heads, groups = int64_t{s.max_requests} * s.kv_heads;
   return mailbox_round(heads * s.head_dim * s.element) + 2 * mailbox_round(groups * s.head_dim * s.element) +
          mailbox_round(heads * kMailboxParts * 4) + mailbox_round(heads * s.head_dim * 4) +
-         mailbox_round(heads * 4) + 256;
+         mailbox_round(heads * 4) + 3 * 256;
 }
 
 constexpr int64_t mailbox_bytes(const MailboxShape& s) {
@@ -84,6 +92,8 @@ constexpr MailboxSlot mailbox_slot(const MailboxShape& s, uint32_t sequence) {
   at.o = at.parts + mailbox_round(heads * kMailboxParts * 4);
   at.lse = at.o + mailbox_round(heads * s.head_dim * 4);
   at.layer = at.lse + mailbox_round(heads * 4);
+  at.published_at = at.layer + 256;
+  at.taken_at = at.published_at + 256;
   return at;
 }
 

@@ -63,13 +63,29 @@ Mailbox::Mailbox(const MailboxShape& shape) : shape_(shape) {
   arena_.reset(static_cast<char*>(std::aligned_alloc(kSmallPage, bytes_)));
   if (arena_ == nullptr) throw std::bad_alloc();
   std::memset(arena_.get(), 0, bytes_);
+  times_.reserve(kTimes);
 }
 
-Wait Mailbox::wait(MailboxWord word, uint32_t sequence, int64_t timeout_ns) const {
-  return wait_for(HostWords(ArenaMemory(arena())), word, sequence, HostPatience(timeout_ns));
+Wait Mailbox::wait(MailboxWord word, uint32_t sequence, int64_t timeout_ns) {
+  const Wait outcome = wait_for(HostWords(ArenaMemory(arena())), word, sequence, HostPatience(timeout_ns));
+  if (word != kPublished || outcome != Wait::kReady) return outcome;
+  const int64_t now = now_ns();
+  settled();
+  const MailboxSlot at = mailbox_slot(shape_, sequence);
+  open_ = {.sequence = sequence,
+           .layer = *reinterpret_cast<const int32_t*>(arena() + at.layer),
+           .published = *reinterpret_cast<const int64_t*>(arena() + at.published_at),
+           .wait_begin = 0,
+           .wait_end = 0,
+           .seen = now,
+           .planned = now,
+           .answered = 0};
+  return outcome;
 }
 
-bool Mailbox::answer(uint32_t sequence) {
+bool Mailbox::answer(uint32_t sequence, int64_t planned_ns) {
+  if (planned_ns != 0) open_.planned = planned_ns;
+  open_.answered = now_ns();
   HostWords words{ArenaMemory(arena())};
   return fluxion::answer(words, sequence);
 }
@@ -86,6 +102,26 @@ void Mailbox::cancel() { HostWords(ArenaMemory(arena())).store(kCancel, 1); }
 void Mailbox::reset() {
   HostWords words{ArenaMemory(arena())};
   fluxion::reset(words);
+  open_ = {};
+}
+
+void Mailbox::settled() {
+  if (open_.answered == 0) return;
+  const auto* taken_at = reinterpret_cast<const int64_t*>(
+      arena() + mailbox_slot(shape_, static_cast<uint32_t>(open_.sequence)).taken_at);
+  open_.wait_begin = taken_at[0];
+  open_.wait_end = taken_at[1];
+  // A device that notes nothing, or gave up here.
+  if (open_.wait_end != 0 && times_.size() < kTimes) times_.push_back(open_);
+  open_ = {};
+}
+
+int64_t Mailbox::take_times(LayerTimes* out, int64_t most) {
+  const auto end = times_.begin() + std::min(most, static_cast<int64_t>(times_.size()));
+  std::copy(times_.begin(), end, out);
+  const int64_t taken = end - times_.begin();
+  times_.erase(times_.begin(), end);
+  return taken;
 }
 
 }  // namespace fluxion

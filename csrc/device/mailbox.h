@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "device/layout.h"
 #include "device/protocol.h"
@@ -24,6 +25,14 @@ class ArenaMemory {
 };
 using HostWords = AtomicWords<ArenaMemory>;
 
+// When a layer was where, in nanoseconds of two clocks.
+struct LayerTimes {
+  int64_t sequence, layer;
+  int64_t published, wait_begin, wait_end;  // the device's: q, k, v were out; take waited, and had the answer
+  int64_t seen, planned, answered;  // now_ns(): before each of these the host had nothing of the layer,
+                                    // no plan, nothing to say
+};
+
 // Owns the arena. Of the functions any thread may call cancel() and load(); the others belong to the thread
 // that serves the layers, but for what makes the mailbox anew.
 class Mailbox {
@@ -37,14 +46,22 @@ class Mailbox {
   int64_t bytes() const { return bytes_; }
 
   // word: kPublished or kObserved. Looks without a pause at first, then gives its core away, then sleeps.
-  Wait wait(MailboxWord word, uint32_t sequence, int64_t timeout_ns) const;
-  // False: the device has given up.
-  bool answer(uint32_t sequence);
+  // Sequence numbers are waited for in their order.
+  Wait wait(MailboxWord word, uint32_t sequence, int64_t timeout_ns);
+  // False: the device has given up. planned_ns: when the layer was planned; 0: it was not.
+  bool answer(uint32_t sequence, int64_t planned_ns = 0);
   // The same with nothing for every request: lse is -inf.
   bool fail(uint32_t sequence);
   // Ends every wait of either side, until reset().
   void cancel();
   void reset();
+
+  // Of the layers that were answered with a result which the device took, oldest first: up to `most` into
+  // out, which are forgotten; returns how many. The newest is among them once the next one was published, or
+  // after settled(). Where kTimes wait to be taken, further ones are dropped.
+  int64_t take_times(LayerTimes* out, int64_t most);
+  // The device has done everything that it was given.
+  void settled();
 
   uint32_t load(MailboxWord word) const { return HostWords(ArenaMemory(arena())).load(word); }
   // For a device that is simulated by host code.
@@ -54,9 +71,13 @@ class Mailbox {
   struct Free {
     void operator()(char* memory) const { std::free(memory); }
   };
+  static constexpr size_t kTimes = 1024;
+
   MailboxShape shape_;
   int64_t bytes_;
   std::unique_ptr<char, Free> arena_;
+  LayerTimes open_{};  // of the layer that was published last; answered 0: it is not, or failed
+  std::vector<LayerTimes> times_;
 };
 
 }  // namespace fluxion

@@ -30,6 +30,7 @@ _COUNTERS = {
     ),
     "shared_metadata_bytes": ("shared_metadata_bytes", "The same of block metadata."),
     "microbatches": ("microbatches", "Microbatches that decode tasks of policy psa have read."),
+    "device_layers": ("device_layers", "Decode steps of one layer for which a device took the CPU's part."),
     "gpu_batches": ("gpu_batches", "Batches of decode tasks that the device was given."),
     "gpu_late_batches": ("gpu_late_batches", "Batches that the device did not finish in time."),
     "gpu_tile_bytes": ("gpu_tile_bytes", "Bytes of K and V that the device's decode tasks attended to."),
@@ -39,6 +40,17 @@ _COUNTERS = {
     "gpu_hot_evictions": ("gpu_hot_evictions", "Tiles that had to leave the device's memory for others."),
 }
 """The engine's statistic -> name and text of its counter."""
+_SECONDS = {
+    "device_wait_ns": (
+        "device_wait_seconds",
+        "Time that the device waited for the CPU's part of layers: it stood idle.",
+    ),
+    "device_step_ns": (
+        "device_step_seconds",
+        "Time of decode steps on the device, from the first layer's queries to the last layer's attention.",
+    ),
+}
+"""A statistic in nanoseconds -> name and text of its counter."""
 _GAUGES = {
     "host_pool_tokens": "Capacity of the host pool in tokens.",
     "host_pool_bytes": "Bytes of the host pool: tiles, metadata and moments.",
@@ -57,6 +69,7 @@ class EngineMetrics:
         from prometheus_client import Counter, Gauge
 
         self._counters = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _COUNTERS.items()}
+        self._seconds = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _SECONDS.items()}
         self._tasks = Counter("fluxion_tasks", "Tasks (request, layer, group) computed, by executor.", ["executor"])
         values = {
             "host_pool_tokens": host_pool_tokens,
@@ -83,4 +96,6 @@ class EngineMetrics:
                 self._tasks.labels(executor=name.removeprefix(_TASKS)).inc(growth)
             elif name in self._counters:
                 self._counters[name].inc(growth)
+            elif name in self._seconds:
+                self._seconds[name].inc(growth * 1e-9)
         self._last = dict(stats)

@@ -89,10 +89,24 @@ mutant(answers_before_it_writes test/fuzz/scenario.h
       cell(at.lse).write(s);]==])
 
 mutant(publishes_before_it_writes test/fuzz/scenario.h
-  [==[        for (int64_t offset : {at.q, at.k, at.v, at.layer}) cell(offset).write(s);
+  [==[        cell(at.taken_at).write(0);
         announce(words, kPublished, s);]==]
   [==[        announce(words, kPublished, s);
-        for (int64_t offset : {at.q, at.k, at.v, at.layer}) cell(offset).write(s);]==])
+        cell(at.taken_at).write(0);]==])
+
+mutant(every_block_notes_the_time test/fuzz/scenario.h
+  [==[const bool stamps = block == 0 && !gave_up(words);]==]
+  [==[const bool stamps = !gave_up(words);]==])
+
+mutant(notes_the_time_though_it_gave_up test/fuzz/scenario.h
+  [==[const bool stamps = block == 0 && !gave_up(words);]==]
+  [==[const bool stamps = block == 0;]==])
+
+mutant(reads_the_times_after_its_answer test/fuzz/scenario.h
+  [==[    // A policy may look at its layer until the next one is answered.
+]==]
+  [==[    if (s > 1) Sync::check(cell(slot(s - 1).taken_at).read() == s - 1, "the times are another's");
+]==])
 
 mutant(does_not_wait_for_its_worker test/fuzz/scenario.h
   [==[    while (left_.load(std::memory_order_acquire) != s) Sync::pause();

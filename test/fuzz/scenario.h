@@ -117,6 +117,7 @@ class Scenario {
   // What stands for a layer's data: in each field something else.
   static uint32_t parts_of(uint32_t sequence) { return sequence | 0x100; }
   static uint32_t output_of(uint32_t sequence) { return sequence | 0x200; }
+  static uint32_t begin_of(uint32_t sequence) { return sequence | 0x400; }
 
   // ---- The device: one stream.
 
@@ -125,7 +126,8 @@ class Scenario {
     for (uint32_t s = 1; s <= static_cast<uint32_t>(rules_.layers); ++s) {
       const MailboxSlot at = slot(s);
       if (!gave_up(words)) {
-        for (int64_t offset : {at.q, at.k, at.v, at.layer}) cell(offset).write(s);
+        for (int64_t offset : {at.q, at.k, at.v, at.layer, at.published_at}) cell(offset).write(s);
+        cell(at.taken_at).write(0);
         announce(words, kPublished, s);
       }
       if (rules_.parts && !gave_up(words)) {
@@ -149,8 +151,11 @@ class Scenario {
   void take(uint32_t s, int block) {
     DeviceWords words{this};
     Patience patience;
+    const bool stamps = block == 0 && !gave_up(words);
+    if (stamps) cell(slot(s).taken_at).write(begin_of(s));
     Take look;
     while ((look = look_for_answer(words, s, patience.spent())) == Take::kWait) patience.pause();
+    if (stamps && look == Take::kTaken) cell(slot(s).taken_at).write(s);
     if (look == Take::kGaveUp) {
       device_[block][s] = End::kGaveUp;
       return;
@@ -182,7 +187,11 @@ class Scenario {
     Words words = this->words();
     const MailboxSlot at = slot(s);
     if (wait_for(words, kPublished, s, Patience()) != Wait::kReady) return false;
-    for (int64_t offset : {at.q, at.k, at.v, at.layer})
+    if (s > 1) {
+      Sync::check(cell(slot(s - 1).taken_at).read() == s - 1,
+                  "the times of a layer that was taken are another's");
+    }
+    for (int64_t offset : {at.q, at.k, at.v, at.layer, at.published_at})
       Sync::check(cell(offset).read() == s, "the host reads what another layer published");
     if (rules_.parts) {
       if (wait_for(words, kObserved, s, Patience()) != Wait::kReady) return false;

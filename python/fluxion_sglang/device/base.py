@@ -118,6 +118,10 @@ class Device(ABC):
     def finish(self) -> None:
         """Wait until the host has all that the pass had for it, and raise the first failure of it."""
 
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts of what decode steps were on the device (`device/timeline.py`)."""
+        return {}
+
     @abstractmethod
     def abort(self) -> None:
         """Drop a pass that failed where it was launched; the next one starts clean."""

@@ -126,7 +126,8 @@ class DeviceLibrary:
     def mailbox_layout(
         self, sequence: int, *, max_requests: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> dict[str, int]:
-        """Byte offsets of the slot of a sequence number (q, k, v, parts, o, lse, layer) and `bytes` of the arena."""
+        """Byte offsets of the slot of a sequence number (q, k, v, parts, o, lse, layer, published_at,
+        taken_at) and `bytes` of the arena."""
         layout: dict[str, int] = json.loads(
             str(
                 self._function("mailbox_layout")(

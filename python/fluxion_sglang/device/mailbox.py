@@ -29,6 +29,10 @@ class Word(IntEnum):
     BATCH = 6
 
 
+TIMES = 1024
+"""Layers whose times a mailbox keeps for whoever asks."""
+
+
 class MailboxError(RuntimeError):
     """The device did not say what it was waited for; nothing more will come until a reset."""
 
@@ -57,6 +61,8 @@ class Slot(NamedTuple):
         parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS).
         o: [B, Hq, D] float32, lse: [B, Hq] float32, natural log: the middle's; o is read where lse is not -inf.
         layer: [1] int32.
+        published_at: [1], taken_at: [2] int64, nanoseconds of the device's clock: q, k, v were out; the device began to
+            wait for the answer, and had it (0: not yet).
     """
 
     q: torch.Tensor
@@ -66,6 +72,8 @@ class Slot(NamedTuple):
     o: torch.Tensor
     lse: torch.Tensor
     layer: torch.Tensor
+    published_at: torch.Tensor
+    taken_at: torch.Tensor
 
 
 class Mailbox:
@@ -92,13 +100,16 @@ class Mailbox:
         self._answer = function("mailbox_answer")
         self._fail = function("mailbox_fail")
         self._finish = function("mailbox_finish")
+        self._times = torch.empty(TIMES, 8, dtype=torch.int64)
 
     def _whole_slot(self, sequence: int) -> Slot:
         s = self.shape
         queries, keys = (s.max_requests, s.q_heads, s.head_dim), (s.max_requests, s.kv_heads, s.head_dim)
         parts, states = (s.max_requests, s.q_heads, 5), (s.max_requests, s.q_heads)
         real = torch.float32
+        shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
         shapes = ((queries, s.dtype), (keys, s.dtype), (keys, s.dtype), (parts, real), (queries, real), (states, real))
+        shapes += (((1,), torch.int32), ((1,), torch.int64), ((2,), torch.int64))
         offsets = torch.empty(len(Slot._fields), dtype=torch.int64)
         function("mailbox_offsets")(self.handle, sequence, offsets)
 
@@ -106,17 +117,15 @@ class Mailbox:
             count = torch.Size(size).numel() * dtype.itemsize
             return self.arena[offset : offset + count].view(dtype).view(size)
 
-        return Slot(
-            *(view(at, *what) for at, what in zip(offsets.tolist(), (*shapes, ((1,), torch.int32)), strict=True))
-        )
+        return Slot(*(view(at, *what) for at, what in zip(offsets.tolist(), shapes, strict=True)))
 
     def slot(self, sequence: int, batch: int) -> Slot:
         """The slot of a sequence number for a step of `batch` requests; the views of a batch size are made once."""
         key = (sequence % 2, batch)
         slot = self._views.get(key)
         if slot is None:
-            *rows, layer = self._slots[sequence % 2]
-            slot = self._views[key] = Slot._make([*(tensor[:batch] for tensor in rows), layer])
+            whole = self._slots[sequence % 2]
+            slot = self._views[key] = Slot._make([*(rows[:batch] for rows in whole[:6]), *whole[6:]])
         return slot
 
     def wait(self, sequence: int, timeout_s: float) -> None:
@@ -159,13 +168,27 @@ class Mailbox:
         """The layer could not be computed: nothing for every request of it. Returns as `answer`."""
         return bool(self._fail(self.handle, sequence))
 
-    def finish(self, engine: NativeEngine, sequence: int) -> bool:
+    def finish(self, engine: NativeEngine, sequence: int, planned_ns: int = 0) -> bool:
         """`engine.layer_finish`, then `answer`, without Python between the two.
+
+        Args:
+            planned_ns: `time.monotonic_ns()` when the layer was planned; 0: its plan took no time.
 
         Raises:
             RuntimeError: the layer failed and is not answered.
         """
-        return engine.finish_by(lambda handle: bool(self._finish(self.handle, handle, sequence)))
+        return engine.finish_by(lambda handle: bool(self._finish(self.handle, handle, sequence, planned_ns)))
+
+    def times(self) -> torch.Tensor:
+        """[n, 8] int64: `LayerTimes` of the answered layers that the device took, since the last call.
+
+        The newest is among them once the next one was waited for, or after `settled`. The server's thread alone.
+        """
+        return self._times[: function("mailbox_times")(self.handle, self._times)].clone()
+
+    def settled(self) -> None:
+        """The device has done all that it was given: the times of its last layer may be read."""
+        function("mailbox_settled")(self.handle)
 
     @property
     def late(self) -> bool:

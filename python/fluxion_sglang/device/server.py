@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError
+from fluxion_sglang.device.timeline import Timeline
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.policy.base import Policy
 
@@ -47,6 +48,10 @@ class LayerServer:
     the two sides have lost one another: the device waited too long, or published nothing for too long, or the step was
     aborted. Then nothing is answered any more, `finish` raises for every step, and `reset` makes it work again.
 
+    Attributes:
+        timeline: what the device waited, step by step; the newest step is in it when the next one begins, or after
+            `settled`.
+
     Args:
         timeout_s: how long a layer may keep the server waiting for the device, from the layer before it or from
             `begin`. None: FLUXION_TASK_TIMEOUT_S, or 60.
@@ -57,6 +62,7 @@ class LayerServer:
         self.mailbox = mailbox
         self.layers = engine.pool.shape.layers
         self.timeout_s = float(os.environ.get("FLUXION_TASK_TIMEOUT_S") or 60) if timeout_s is None else timeout_s
+        self.timeline = Timeline(self.layers)
         self._sequence = 0  # of the last layer that was waited for
         # Below: guarded by _changed.
         self._changed = threading.Condition()
@@ -132,6 +138,13 @@ class LayerServer:
             self._sequence = 0
             self._failure = self._lost = None
 
+    def settled(self) -> None:
+        """The device has done all that it was given, and every step is answered: `timeline` may have all of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._steps)
+            self.mailbox.settled()
+            self.timeline.add(self.mailbox.times().tolist())
+
     @property
     def lost(self) -> bool:
         """Whether it takes a `reset` to go on."""
@@ -180,6 +193,8 @@ class LayerServer:
                 return self._lose(str(error))
             if not taken:
                 return self._lose(self.mailbox.late_sentence())
+        # After its last answer, so that the device does not wait for it.
+        self.timeline.add(self.mailbox.times().tolist())
 
     def _answer(self, step: _Step, layer: int) -> bool:
         """Answer the layer that is published. False: the device has given up."""

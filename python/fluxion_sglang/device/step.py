@@ -22,6 +22,7 @@ from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
 from fluxion_sglang.device.server import LayerServer
 from fluxion_sglang.device.streams import streams
+from fluxion_sglang.device.timeline import Timeline
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.executor.extend import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
@@ -196,6 +197,23 @@ class StreamDevice(Device):
         return out
 
     # --- the end of a pass ---
+
+    def stats(self) -> dict[str, int]:
+        return self.timeline.stats()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the device waited; of the newest step, when the next one begins, or after `settle`."""
+        return self._server.timeline
+
+    @property
+    def layers(self) -> int:
+        return self._pool.shape.layers
+
+    def settle(self) -> None:
+        """Wait for the device, and have the newest step in `timeline`, too. Between passes."""
+        self._streams.settle()
+        self._server.settled()
 
     def finish(self) -> None:
         try:

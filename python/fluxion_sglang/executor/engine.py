@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -231,11 +232,13 @@ class DecodeEngine:
             self.native.layer_append(layer, slot.k, slot.v)  # while the device attends to the residents
             mailbox.wait_observed(sequence, timeout_s)
             plan = self._policy.plan(layer, q, self._observe(layer, q, scale, slot.parts, None))
+            planned_ns = time.monotonic_ns()
             self._begin(layer, q, None, None, scale, plan, middle=middle, parts=slot.parts)
         else:
             plan = self._policy.plan(layer, q, UNSEEN)
+            planned_ns = time.monotonic_ns()
             self._begin(layer, q, slot.k, slot.v, scale, plan, middle=middle)
-        return mailbox.finish(self.native, sequence)
+        return mailbox.finish(self.native, sequence, planned_ns)
 
     def served(self, layer: int, sequence: int, mailbox: Mailbox, scale: float) -> None:
         """The layer that `serve` answered is done; its slot stays as it is until the next layer is answered."""

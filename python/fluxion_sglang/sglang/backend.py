@@ -143,7 +143,7 @@ class FluxionAttnBackend(AttentionBackend):
     def _finish(self) -> None:
         self.device.finish()
         if not self._counted and self.metrics is not None:
-            self.metrics.update(self.engine.stats(), self.engine.state_bytes)
+            self.metrics.update(self.engine.stats() | self.device.stats(), self.engine.state_bytes)
         self._counted = True
 
     # --- CUDA graphs of decode steps (option cuda_graphs) ---

@@ -5,8 +5,9 @@
 
 Round trips: publish, resident attention and take of a layer whose middle the CPU answers at once with nothing, in a
 stream and in a CUDA graph, against the resident attention alone: the difference is what the hand-over costs. Link:
-tiles in pinned memory, gathered into device memory by a kernel or attended to where they are, against the copy engine
-and against a kernel that reads as many bytes in their order. Everything in one process; medians of interleaved turns.
+tiles in pinned memory, gathered into device memory by a kernel, attended to where they are or after such a gather,
+against the copy engine and against a plain kernel that reads 128 MiB in their order, which is what the link gives to
+kernels at best. Everything in one process; medians of interleaved turns.
 """
 
 from __future__ import annotations
@@ -56,18 +57,27 @@ class Link:
         view.copy_(tensor)
         return view
 
-    def gather(self, count: int, scattered: bool) -> Callable[[], None]:
-        """`count` tiles into device memory, by a kernel."""
-        chosen = self.order[:count] if scattered else torch.arange(count)
-        source = self._pinned(self.pool.data_ptr() + chosen * self.tile_bytes)
+    def gather(self, count: int) -> Callable[[], None]:
+        """`count` scattered tiles into device memory, by a kernel."""
+        source = self._pinned(self.pool.data_ptr() + self.order[:count] * self.tile_bytes)
         slots = self._pinned(torch.arange(count, dtype=torch.int32))
         return lambda: self.device.copy_tiles(self.stream, source, slots, self.tile_bytes, self.hot)
 
-    def attend(self, count: int, hot: bool, lists: int = 128) -> Callable[[], None]:
+    def in_order(self, count: int) -> Callable[[], None]:
+        """The bytes of `count` tiles, by a kernel that knows nothing of tiles."""
+        size = count * self.tile_bytes
+        return lambda: self.device.copy_in_order(self.stream, self.pool[:size], self.hot[:size])
+
+    def staged(self, count: int) -> Callable[[], None]:
+        """Attention to `count` tiles, gathered before."""
+        gather, attend = self.gather(count), self.attend(count, hot=True, order=torch.arange(count))
+        return lambda: (gather(), attend())[1]
+
+    def attend(self, count: int, hot: bool, lists: int = 128, order: torch.Tensor | None = None) -> Callable[[], None]:
         """Attention to `count` tiles in up to `lists` lists, in pinned memory or in hot slots."""
         lists = min(lists, count)
         each = count // lists
-        entries = self.order[: lists * each].to(torch.int32)
+        entries = (self.order if order is None else order)[: lists * each].to(torch.int32)
         tasks = [struct.pack("<QQii", self.q.data_ptr(), self.pool.data_ptr(), i * each, each) for i in range(lists)]
         packed = self._pinned(torch.frombuffer(bytearray(b"".join(tasks)), dtype=torch.uint8).view(lists, 24))
         listed = self._pinned(-1 - entries if hot else entries)
@@ -209,9 +219,10 @@ def link(device: library.DeviceLibrary, counts: list[int], whole: int, turns: in
     for count in counts:
         works = {
             "copy_engine": tiles.copy_engine(count),
-            "in_order": tiles.gather(whole, scattered=False),
-            "gather": tiles.gather(count, scattered=True),
+            "in_order": tiles.in_order(whole),
+            "gather": tiles.gather(count),
             "attend_in_place": tiles.attend(count, hot=False),
+            "attend_staged": tiles.staged(count),
             "attend_hot": tiles.attend(count, hot=True),
         }
         took = timed(works, tiles.wait, turns)

@@ -35,14 +35,14 @@ const DeviceApi* device_api(int64_t address) {
 int small(int64_t value) { return static_cast<int>(std::clamp<int64_t>(value, -1, INT32_MAX)); }
 
 Rates rates_of(const TensorView& t) {
-  expect(t, "rates", kFloat64, {5}, 1);
+  expect(t, "rates", kFloat64, {7}, 1);
   const double* r = data<double>(t);
-  return {r[0], r[1], r[2], r[3], r[4]};
+  return {r[0], r[1], r[2], r[3], r[4], r[5], r[6]};
 }
 
 DispatcherRef dispatcher_create(EngineRef engine, int64_t api, int64_t streams, int64_t tasks,
                                 int64_t entries, int64_t batch_bytes, int64_t hot_bytes, int64_t touches,
-                                int64_t horizon, TensorView rates) {
+                                int64_t horizon, int64_t stage_bytes, int64_t stage_from, TensorView rates) {
   DispatcherConfig config;
   config.streams = small(streams);
   config.tasks = small(tasks);
@@ -52,6 +52,8 @@ DispatcherRef dispatcher_create(EngineRef engine, int64_t api, int64_t streams, 
   config.touches = small(touches);
   config.horizon = small(horizon);
   config.rates = rates_of(rates);
+  config.stage_from = stage_from >= 0 ? stage_from : fluxion::stage_from(config.rates);
+  config.stage_bytes = config.stage_from == int64_t{1} << 62 ? 0 : stage_bytes;
   return guarded([&] {
     auto dispatcher = std::make_unique<Dispatcher>(engine->engine.get(), device_api(api), config);
     return DispatcherRef(ffi::make_object<DispatcherObj>(engine, std::move(dispatcher)));
@@ -69,6 +71,13 @@ void dispatcher_stats(DispatcherRef ref, TensorView out) {
   ref->dispatcher->stats(data<int64_t>(out));
 }
 
+// out: [n, 4], BatchTimes; returns how many there are.
+int64_t dispatcher_times(DispatcherRef ref, TensorView out) {
+  static_assert(sizeof(BatchTimes) == 4 * sizeof(int64_t));
+  expect(out, "out", kInt64, {-1, 4}, 2);
+  return ref->dispatcher->times(reinterpret_cast<BatchTimes*>(data<int64_t>(out)), out.size(0));
+}
+
 double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, TensorView rates,
              double hit_share) {
   DeviceLoad load;
@@ -78,9 +87,10 @@ double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, Tens
   return device_share(load, rates_of(rates), hit_share);
 }
 
+int64_t staged_from(TensorView rates) { return stage_from(rates_of(rates)); }
 int64_t least(TensorView rates) { return least_bytes(rates_of(rates)); }
 
-void attend_times(int64_t api, TensorView q, TensorView tiles, int64_t pages, bool hot, double timeout_s,
+void attend_times(int64_t api, TensorView q, TensorView tiles, int64_t pages, int64_t where, double timeout_s,
                   TensorView ns) {
   expect(q, "q", q.dtype(), {-1, -1, -1}, 3);
   expect(tiles, "tiles", q.dtype(), {-1, 2, kPage, q.size(2)}, 4);
@@ -91,7 +101,8 @@ void attend_times(int64_t api, TensorView q, TensorView tiles, int64_t pages, bo
   what.q = data<char>(q);
   what.tiles = data<char>(tiles);
   what.available = tiles.size(0);
-  what.hot = hot;
+  if (where < 0 || where > 2) Raise("ValueError") << "Tiles are read in place (0), hot (1) or staged (2).";
+  what.where = static_cast<Where>(where);
   what.group = small(q.size(1));
   what.head_dim = small(q.size(2));
   what.element = q.dtype().bits / 8;
@@ -112,6 +123,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(dispatcher_stop, fluxion::dispatcher_stop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dispatcher_lost, fluxion::dispatcher_lost);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dispatcher_stat_names, fluxion::dispatcher_stat_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dispatcher_stats, fluxion::dispatcher_stats);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(dispatcher_times, fluxion::dispatcher_times);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_share, fluxion::share);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_stage_from, fluxion::staged_from);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_least_bytes, fluxion::least);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(time_attend, fluxion::attend_times);

@@ -65,9 +65,19 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherArgs a) {
 
 // One block a tile.
 __global__ void __launch_bounds__(kThreads) copy_kernel(DeviceCopy a) {
-  const auto* from = reinterpret_cast<const uint4*>(a.from[blockIdx.x]);
-  auto* to = reinterpret_cast<uint4*>(a.hot + a.to[blockIdx.x] * a.tile_bytes);
+  const auto* __restrict__ from = reinterpret_cast<const uint4*>(a.from[blockIdx.x]);
+  auto* __restrict__ to = reinterpret_cast<uint4*>(a.hot + a.to[blockIdx.x] * a.tile_bytes);
+#pragma unroll 4
   for (int i = threadIdx.x; i < a.tile_bytes / 16; i += kThreads) to[i] = __ldcs(from + i);
+}
+
+// Consecutive threads have consecutive 16 bytes.
+__global__ void __launch_bounds__(kThreads)
+    in_order_kernel(const uint4* __restrict__ from, uint4* __restrict__ to, int64_t vectors) {
+  const int64_t all = int64_t{gridDim.x} * kThreads;
+#pragma unroll 4
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += all)
+    to[i] = __ldcs(from + i);
 }
 
 __global__ void __launch_bounds__(32) signal_kernel(uint32_t* word, uint32_t value) {
@@ -106,6 +116,16 @@ void copy_tiles(cudaStream_t stream, const DeviceCopy& copy) {
   if (copy.count == 0) return;
   launch("the launch of copy_tiles", copy_kernel, dim3(static_cast<unsigned>(copy.count)), dim3(kThreads), 0,
          stream, copy);
+}
+
+void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes) {
+  // Enough to fill any device, each with several loads on their way.
+  constexpr int64_t kMostBlocks = 1056;
+  const int64_t vectors = bytes / 16, blocks = (vectors + kThreads - 1) / kThreads;
+  if (blocks == 0) return;
+  launch("the launch of copy_in_order", in_order_kernel,
+         dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(kThreads), 0, stream,
+         reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), vectors);
 }
 
 void signal(cudaStream_t stream, uint32_t* word, uint32_t value) {

@@ -530,6 +530,13 @@ void copy_tiles_of(int64_t stream, TensorView source, TensorView slots, int64_t 
   guard([&] { copy_tiles(stream_of(stream), copy); });
 }
 
+void copy_in_order_of(int64_t stream, TensorView source, TensorView to) {
+  expect_pinned(source, "source", DLDataType{kDLUInt, 8, 1}, {-1}, 1);
+  expect_device(to, "to", DLDataType{kDLUInt, 8, 1}, {source.size(0)}, 1);
+  if (source.size(0) % 16 != 0) Raise("ValueError") << "source has no multiple of 16 bytes.";
+  guard([&] { copy_in_order(stream_of(stream), data<char>(source), data<char>(to), source.size(0)); });
+}
+
 void signal_of(int64_t stream, TensorView word, int64_t value) {
   expect_pinned(word, "word", kInt32, {-1}, 1);
   narrow(word.numel(), 1, INT32_MAX, "The size of word");
@@ -610,6 +617,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, fluxion::device::merge_results);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_bytes, fluxion::device::workspace);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, fluxion::device::attend_tasks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_tiles, fluxion::device::copy_tiles_of);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_in_order, fluxion::device::copy_in_order_of);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(signal, fluxion::device::signal_of);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(stream_create, fluxion::device::stream_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(stream_destroy, fluxion::device::stream_destroy);

@@ -79,6 +79,8 @@ void merge(cudaStream_t stream, int64_t heads, int head_dim, Result a, Result b,
 int64_t workspace_bytes(int tasks, int longest, int group, int head_dim);
 void attend(cudaStream_t stream, const DeviceBatch& batch);
 void copy_tiles(cudaStream_t stream, const DeviceCopy& copy);
+// What the link gives a kernel: a multiple of 16 bytes, for measurements.
+void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes);
 void signal(cudaStream_t stream, uint32_t* word, uint32_t value);
 
 }  // namespace fluxion::device

@@ -1,6 +1,7 @@
 #include "device/batch.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace fluxion {
@@ -47,15 +48,19 @@ void DeviceMemory::free(const DeviceApi& api) {
   data_ = nullptr;
 }
 
-void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes) {
+void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes,
+                     const StageShape& stage) {
   shape_ = shape;
+  stage_ = stage;
+  if (stage.slots > 0) places_.resize(std::bit_ceil(2 * static_cast<size_t>(stage.slots)));
   const int64_t states = int64_t{shape.tasks} * shape.group;
   Carver parts;
   const int64_t word = parts.part<uint32_t>(1), tasks = parts.part<DeviceTask>(shape.tasks),
                 tiles = parts.part<int32_t>(shape.entries),
                 masks = parts.part<uint16_t>(int64_t{shape.entries} * shape.group),
                 q = parts.part<char>(shape.tasks * q_bytes()), o = parts.part<float>(states * shape.head_dim),
-                lse = parts.part<float>(states);
+                lse = parts.part<float>(states), from = parts.part<const char*>(stage.slots),
+                to = parts.part<int32_t>(stage.slots);
   pinned_ = DeviceMemory(api, DeviceMemory::kPinned, parts.bytes());
   char* at = pinned_.data();
   std::memset(at, 0, parts.bytes());
@@ -66,6 +71,9 @@ void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t work
   q_ = at + q;
   o_ = reinterpret_cast<float*>(at + o);
   lse_ = reinterpret_cast<float*>(at + lse);
+  from_ = reinterpret_cast<const char**>(at + from);
+  to_ = reinterpret_cast<int32_t*>(at + to);
+  for (int32_t s = 0; s < stage.slots; ++s) to_[s] = stage.first + s;
   if (workspace_bytes > 0) workspace_ = DeviceMemory(api, DeviceMemory::kDevice, workspace_bytes);
   claims.reserve(shape.tasks);
 }
@@ -78,7 +86,7 @@ void Batch::free(const DeviceApi& api) {
 void Batch::clear(uint32_t next) {
   claims.clear();
   number = next;
-  entries = longest = 0;
+  entries = longest = in_host = staged = 0;
   bytes = 0;
   submitted = failed = masked_ = false;
 }
@@ -91,10 +99,39 @@ void Batch::add(int64_t claim, const ForeignTask& task, const char* tiles) {
   masked_ |= task.chosen.masked;
   entries += count;
   longest = std::max(longest, count);
+  in_host += static_cast<int>(
+      std::count_if(tiles_ + entries - count, tiles_ + entries, [](int32_t tile) { return tile >= 0; }));
   bytes += task.chosen.reads.tile_bytes;
 }
 
-void Batch::submit(const DeviceApi& api, void* stream, const char* hot) {
+// Points the lists to the stage's slots, as far as they go: a tile that several tasks read is given one of
+// them; further tiles are read where they are.
+void Batch::gather() {
+  if (stage_.slots == 0 || staged > 0) return;
+  const uint64_t mask = places_.size() - 1;
+  const int shift = 64 - std::countr_zero(places_.size());
+  std::fill(places_.begin(), places_.end(), -1);
+  for (size_t t = 0; t < claims.size(); ++t) {
+    const DeviceTask& task = tasks_[t];
+    for (int32_t* tile = tiles_ + task.first; tile != tiles_ + task.first + task.count; ++tile) {
+      if (*tile < 0) continue;
+      const char* from = task.tiles + *tile * tile_bytes();
+      uint64_t at = (reinterpret_cast<uint64_t>(from) * 0x9e3779b97f4a7c15u) >> shift;
+      while (places_[at] >= 0 && from_[places_[at]] != from) at = (at + 1) & mask;
+      if (places_[at] < 0) {
+        if (staged == stage_.slots) continue;
+        from_[staged] = from;
+        places_[at] = staged++;
+      }
+      *tile = -1 - to_[places_[at]];
+      --in_host;
+    }
+  }
+}
+
+void Batch::submit(const DeviceApi& api, void* stream, char* hot) {
+  if (in_host * tile_bytes() >= stage_.from) gather();
+  const DeviceCopy copy{from_, to_, staged, tile_bytes(), hot};
   const DeviceBatch batch{
       .tasks = tasks_,
       .tasks_count = static_cast<int32_t>(claims.size()),
@@ -112,6 +149,7 @@ void Batch::submit(const DeviceApi& api, void* stream, const char* hot) {
   };
   submitted = true;
   since_ns = looked_ns = now_ns();
+  if (staged > 0) check_device(api, "gather the tiles of a batch", api.copy_tiles(stream, &copy));
   check_device(api, "take a batch of attention", api.attend(stream, &batch));
   check_device(api, "signal the end of a batch", api.signal(stream, word_, number));
 }

@@ -45,6 +45,14 @@ struct BatchShape {
   int group, head_dim, element;
 };
 
+// Where a batch's tiles may be gathered to before they are read: slots of device memory behind the hot ones,
+// each batch's own. So nobody writes to them while the batch is on its way, however late it is.
+struct StageShape {
+  int32_t first = 0;  // slot
+  int32_t slots = 0;  // 0: no stage
+  int64_t from = 0;   // bytes of tiles in host memory, in a batch, from which it is staged
+};
+
 // Everything that the device reads of a batch or writes lies in these buffers, its queries too; so a batch
 // that is late can do no harm but to a buffer that waits for it. Only tiles are read where they are: what a
 // late batch reads of pages that are another request's by then is never used.
@@ -56,7 +64,8 @@ class Batch {
     Reads reads;
   };
 
-  void allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes);
+  void allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes,
+                const StageShape& stage = {});
   void free(const DeviceApi& api);
 
   // Empty again. number: what the device will signal, not 0 and not the last one.
@@ -72,8 +81,10 @@ class Batch {
   // The task whose query and list stand there. tiles: of its KV head.
   void add(int64_t claim, const ForeignTask& task, const char* tiles);
 
-  // Launches it, and the signal behind it.
-  void submit(const DeviceApi& api, void* stream, const char* hot);
+  // Has as many of its tiles staged as the stage has slots for; submit() does that where it pays.
+  void gather();
+  // Launches it, and the signal behind it. hot: device memory, slot after slot; the stage's, too.
+  void submit(const DeviceApi& api, void* stream, char* hot);
   bool done() const { return signalled(word_, number); }
 
   const float* o(int task) const { return o_ + static_cast<int64_t>(task) * shape_.group * shape_.head_dim; }
@@ -84,12 +95,15 @@ class Batch {
   uint32_t number = 0;
   int entries = 0, longest = 0;
   int64_t bytes = 0;       // of tiles, hot ones included
+  int in_host = 0;         // entries that are read in host memory; those of staged tiles are not
+  int staged = 0;          // tiles that the stage was given
   bool submitted = false;  // and not taken back yet
   bool failed = false;     // its claims were failed: it is waited for, and no result of it is used
   int64_t since_ns = 0;    // of its submission
   int64_t looked_ns = 0;   // when the device was last asked about it
 
  private:
+  int64_t tile_bytes() const { return int64_t{2} * kPage * shape_.head_dim * shape_.element; }
   int64_t q_bytes() const { return int64_t{shape_.group} * shape_.head_dim * shape_.element; }
 
   BatchShape shape_{};
@@ -100,6 +114,11 @@ class Batch {
   char* q_ = nullptr;
   float *o_ = nullptr, *lse_ = nullptr;
   uint32_t* word_ = nullptr;
+  StageShape stage_;
+  // The tiles of the stage, [slots], and where each stands: open addressing, at most half full.
+  const char** from_ = nullptr;
+  int32_t* to_ = nullptr;
+  std::vector<int32_t> places_;
   float scale_ = 0;
   bool masked_ = false;
 };

@@ -8,7 +8,7 @@ namespace fluxion {
 
 const char* const kDispatchStatNames =
     "tasks,batches,failed_tasks,late_batches,quarantined_streams,tile_bytes,link_bytes,hot_hits,hot_misses,"
-    "hot_copies,hot_evictions,hot_stale,hot_slots";
+    "hot_copies,hot_evictions,hot_stale,hot_slots,staged_tiles";
 
 namespace {
 
@@ -86,6 +86,7 @@ void Dispatcher::complete(Stream* stream, Batch* batch) {
     return;
   }
   --in_flight_;
+  note(*batch);
   for (size_t i = 0; i < batch->claims.size(); ++i) {
     const Batch::Claimed& c = batch->claims[i];
     const int task = static_cast<int>(i);
@@ -95,10 +96,26 @@ void Dispatcher::complete(Stream* stream, Batch* batch) {
   }
 }
 
+void Dispatcher::note(const Batch& batch) {
+  const uint64_t at = noted_.load(std::memory_order_relaxed);
+  if (at - told_.load(std::memory_order_acquire) == kTimes) return;
+  times_[at % kTimes] = {batch.since_ns, now_ns(), static_cast<int64_t>(batch.claims.size()), batch.bytes};
+  noted_.store(at + 1, std::memory_order_release);
+}
+
+int64_t Dispatcher::times(BatchTimes* out, int64_t most) {
+  const uint64_t from = told_.load(std::memory_order_relaxed);
+  const uint64_t to = std::min(noted_.load(std::memory_order_acquire), from + static_cast<uint64_t>(most));
+  for (uint64_t at = from; at < to; ++at) out[at - from] = times_[at % kTimes];
+  told_.store(to, std::memory_order_release);
+  return static_cast<int64_t>(to - from);
+}
+
 // The hot tiles that a batch reads no more.
 void Dispatcher::unpin(const Batch& batch) {
   for (int i = 0; hot_ && i < batch.entries; ++i) {
-    if (batch.tiles()[i] < 0) hot_->unpin(-1 - batch.tiles()[i]);
+    const int32_t slot = -1 - batch.tiles()[i];
+    if (slot >= 0 && slot < hot_->slots()) hot_->unpin(slot);
   }
 }
 
@@ -216,7 +233,6 @@ void Dispatcher::add(int64_t claim) {
   const int64_t hot = std::count_if(tiles, tiles + pages, [](int32_t tile) { return tile < 0; });
   hit_share_ += kHitWeight * (static_cast<double>(hot) / std::max(pages, 1) - hit_share_);
   count(kDispatchTileBytes, pages * shape_.tile_bytes());
-  count(kDispatchLinkBytes, (pages - hot) * shape_.tile_bytes());
   batch_->add(claim, task, engine_.pool().tiles(task.layer, task.head));
   if (batch_->bytes >= config_.batch_bytes || static_cast<int>(batch_->claims.size()) == config_.tasks)
     submit();
@@ -248,11 +264,13 @@ void Dispatcher::submit() {
   ++in_flight_;
   count(kDispatchBatches, 1);
   try {
-    batch->submit(api_, stream_->handle, hot_memory_.data());
+    batch->submit(api_, stream_->handle, slots_.data());
+    count(kDispatchStaged, batch->staged);
+    count(kDispatchLinkBytes, (batch->in_host + batch->staged) * shape_.tile_bytes());
     // Behind the batch, so that it does not wait for them.
     for (CopyBatch& copy : copies_) {
       if (!copy.submitted && !copy.slots.empty())
-        copy.submit(api_, copy_stream_, shape_.tile_bytes(), hot_memory_.data());
+        copy.submit(api_, copy_stream_, shape_.tile_bytes(), slots_.data());
     }
   } catch (const DeviceFailure& failure) {
     lose(failure.what());

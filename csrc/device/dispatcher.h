@@ -1,6 +1,7 @@
 // The GPU executor: a thread that pulls tasks from an engine's queue and has a device compute them.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -24,6 +25,8 @@ struct DispatcherConfig {
   int64_t batch_bytes = 512 << 10;  // a batch with so many bytes of tiles waits for no further task
   int64_t hot_bytes = 0;            // device memory for hot tiles
   int touches = 2, horizon = 16;    // HotTilesConfig
+  int64_t stage_bytes = 0;  // device memory of a batch for tiles that are gathered before they are read
+  int64_t stage_from = 0;   // StageShape
   Rates rates{};
 };
 
@@ -41,8 +44,15 @@ enum DispatchStat {
   kDispatchHotEvictions,
   kDispatchHotStale,
   kDispatchHotSlots,  // used, now
+  kDispatchStaged,    // tiles that were gathered
   kDispatchStatCount
 };
+// A batch whose results were delivered; now_ns().
+struct BatchTimes {
+  int64_t submitted, done;
+  int64_t tasks, tile_bytes;
+};
+
 extern const char* const kDispatchStatNames;  // comma separated, in the order of DispatchStat
 
 // What it claims of a layer is device_share() of the tasks that anyone may take, and all that are for the
@@ -64,10 +74,14 @@ class Dispatcher {
   // From any thread.
   void stop();  // and join; batches on their way are waited for, a few seconds at most
   void stats(int64_t* out) const;
+  // Batches since the last call, up to `most` of the oldest; returns how many. kTimes wait to be asked for,
+  // further ones are dropped. One thread at a time.
+  int64_t times(BatchTimes* out, int64_t most);
   std::string lost() const;  // why the device is lost, as one sentence; "" while it is not
 
  private:
   static constexpr int kBuffers = 2;  // batches of a stream
+  static constexpr uint64_t kTimes = 1024;
 
   struct Stream {
     void* handle = nullptr;
@@ -89,6 +103,7 @@ class Dispatcher {
   void add(int64_t claim);
   void use_hot_tiles(const ForeignTask& task);
   void submit();
+  void note(const Batch& batch);
   void unpin(const Batch& batch);
   void drop_batch(const std::string& sentence);
   void fail_claims(Batch* batch, const std::string& sentence);
@@ -109,7 +124,7 @@ class Dispatcher {
   int in_flight_ = 0;  // batches whose tasks are waited for
 
   std::optional<HotTiles> hot_;
-  DeviceMemory hot_memory_;
+  DeviceMemory slots_;  // the hot tiles', then the stages of all batches
   void* copy_stream_ = nullptr;
   CopyBatch copies_[2];
   DeviceMemory looks_;  // a word that signals of no meaning go to
@@ -125,6 +140,9 @@ class Dispatcher {
   mutable std::mutex lost_mutex_;
   std::string lost_;
   std::atomic<int64_t> stats_[kDispatchStatCount] = {};
+  // A ring of one writer and one reader: batch n is at n % kTimes, from `told_` to before `noted_`.
+  std::array<BatchTimes, kTimes> times_;
+  std::atomic<uint64_t> noted_{0}, told_{0};
   std::mutex stop_mutex_;
   std::thread thread_;
 };

@@ -27,10 +27,11 @@ Dispatcher::Dispatcher(Engine* engine, const DeviceApi* api, const DispatcherCon
                                 "; reinstall fluxion-sglang so that both come from the same version.");
   }
   if (config.streams < 1 || config.tasks < 1 || config.entries < 1 || config.touches < 1 ||
-      config.touches > 2 || config.hot_bytes < 0) {
+      config.touches > 2 || config.hot_bytes < 0 || config.stage_bytes < 0) {
     throw std::invalid_argument(
-        "A dispatcher needs at least one stream, and one task and tile a batch; hot tiles take memory from 0 "
-        "up and are kept from the first or the second touch on.");
+        "A dispatcher needs at least one stream, and one task and tile a batch; hot tiles and stages take "
+        "memory "
+        "from 0 up, and hot tiles are kept from the first or the second touch on.");
   }
   try {
     allocate();
@@ -55,15 +56,22 @@ void Dispatcher::allocate() {
   const BatchShape shape{config_.tasks, config_.entries, group, shape_.head_dim,
                          static_cast<int>(shape_.element())};
   const int64_t workspace = api_.workspace_bytes(shape.tasks, shape.entries, group, shape_.head_dim);
+  const auto slots_in = [&](int64_t bytes) {
+    return static_cast<int32_t>(std::min<int64_t>(bytes / shape_.tile_bytes(), INT32_MAX / 4));
+  };
+  const int32_t slots = slots_in(config_.hot_bytes);
+  StageShape stage{slots, std::min(slots_in(config_.stage_bytes), config_.entries), config_.stage_from};
   for (Stream& s : streams_) {
     check_device(api_, "make a stream", api_.stream_create(&s.handle));
-    for (Batch& batch : s.batches) batch.allocate(api_, shape, workspace);
+    for (Batch& batch : s.batches) {
+      batch.allocate(api_, shape, workspace, stage);
+      stage.first += stage.slots;
+    }
   }
   looks_ = DeviceMemory(api_, DeviceMemory::kPinned, sizeof(uint32_t));
-  const int64_t slots = std::min<int64_t>(config_.hot_bytes / shape_.tile_bytes(), INT32_MAX / 4);
+  if (stage.first > 0) slots_ = DeviceMemory(api_, DeviceMemory::kDevice, stage.first * shape_.tile_bytes());
   if (slots == 0) return;
-  hot_memory_ = DeviceMemory(api_, DeviceMemory::kDevice, slots * shape_.tile_bytes());
-  hot_.emplace(HotTilesConfig{static_cast<int32_t>(slots), config_.touches, config_.horizon});
+  hot_.emplace(HotTilesConfig{slots, config_.touches, config_.horizon});
   check_device(api_, "make a stream", api_.stream_create(&copy_stream_));
   for (CopyBatch& copy : copies_) copy.allocate(api_);
   engine_.shared_pool()->count_writes();
@@ -77,7 +85,7 @@ void Dispatcher::warm_up() {
   numbers_ = 1;
   if (hot_) {
     copies_[0].add(engine_.pool().tile(0, 0, 0), 0);
-    copies_[0].submit(api_, copy_stream_, shape_.tile_bytes(), hot_memory_.data());
+    copies_[0].submit(api_, copy_stream_, shape_.tile_bytes(), slots_.data());
     check_device(api_, "finish a copy", api_.stream_synchronize(copy_stream_));
     copies_[0].slots.clear();
     copies_[0].submitted = false;
@@ -90,7 +98,8 @@ void Dispatcher::warm_up() {
     ForeignTask task{0, 0, 1.0f, {}};
     task.chosen.count = tiles;
     batch.add(-1, task, engine_.pool().tiles(0, 0));
-    batch.submit(api_, s.handle, hot_memory_.data());
+    batch.gather();
+    batch.submit(api_, s.handle, slots_.data());
     check_device(api_, "finish a batch", api_.stream_synchronize(s.handle));
     batch.submitted = false;
   }
@@ -109,7 +118,7 @@ void Dispatcher::release() {
   if (copy_stream_ != nullptr) static_cast<void>(api_.stream_destroy(copy_stream_));
   copy_stream_ = nullptr;
   looks_.free(api_);
-  hot_memory_.free(api_);
+  slots_.free(api_);
 }
 
 void Dispatcher::stop() {

@@ -51,8 +51,12 @@ void time_attend(const DeviceApi& api, const TimedBatch& what, int runs, int64_t
   const BatchShape shape{what.tasks, static_cast<int>(each), what.group, what.head_dim, what.element};
   Held held{api};
   check_device(api, "make a stream", api.stream_create(&held.stream));
-  held.batch.allocate(api, shape, api.workspace_bytes(what.tasks, what.pages, what.group, what.head_dim));
-  if (what.hot) fill_hot(&held, what, tile_bytes, each);
+  StageShape stage;
+  if (what.where == Where::kStaged) stage.slots = static_cast<int32_t>(each);
+  held.batch.allocate(api, shape, api.workspace_bytes(what.tasks, what.pages, what.group, what.head_dim),
+                      stage);
+  if (what.where == Where::kHot) fill_hot(&held, what, tile_bytes, each);
+  if (stage.slots > 0) held.hot = DeviceMemory(api, DeviceMemory::kDevice, each * tile_bytes);
   int64_t next = 0;
   for (int run = 0; run < runs; ++run) {
     Batch& batch = held.batch;
@@ -60,7 +64,8 @@ void time_attend(const DeviceApi& api, const TimedBatch& what, int runs, int64_t
     for (int t = 0; t < what.tasks; ++t) {
       std::memcpy(batch.next_q(), what.q + t * q_bytes, q_bytes);
       for (int p = 0; p < what.pages; ++p) {
-        batch.next_tiles()[p] = static_cast<int32_t>(what.hot ? -1 - (t * int64_t{what.pages} + p) : next);
+        batch.next_tiles()[p] =
+            static_cast<int32_t>(what.where == Where::kHot ? -1 - (t * int64_t{what.pages} + p) : next);
         next = next + 1 == what.available ? 0 : next + 1;
       }
       ForeignTask task{0, 0, 1.0f / std::sqrt(static_cast<float>(what.head_dim)), {}};

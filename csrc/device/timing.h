@@ -7,12 +7,14 @@
 
 namespace fluxion {
 
+enum class Where { kInPlace, kHot, kStaged };
+
 struct TimedBatch {
   int tasks, pages;   // tiles of each task
   const char* q;      // [tasks][G][D]
   const char* tiles;  // [available] pinned tiles
   int64_t available;  // at least tasks * pages
-  bool hot;           // the tiles lie in device memory
+  Where where;  // the tiles are read: in host memory, in device memory, or there after they were gathered
   int group, head_dim, element;
   double timeout_s;
 };

@@ -35,6 +35,7 @@ _COUNTERS = {
     "gpu_late_batches": ("gpu_late_batches", "Batches that the device did not finish in time."),
     "gpu_tile_bytes": ("gpu_tile_bytes", "Bytes of K and V that the device's decode tasks attended to."),
     "gpu_link_bytes": ("gpu_link_bytes", "The part of it that the device read in host memory."),
+    "gpu_staged_tiles": ("gpu_staged_tiles", "Tiles that the device gathered before it attended to them."),
     "gpu_hot_hits": ("gpu_hot_hits", "Tiles that the device read in its own memory."),
     "gpu_hot_misses": ("gpu_hot_misses", "Tiles that it looked for there and did not find."),
     "gpu_hot_evictions": ("gpu_hot_evictions", "Tiles that had to leave the device's memory for others."),

@@ -89,9 +89,11 @@ mutant(answers_before_it_writes test/fuzz/scenario.h
       cell(at.lse).write(s);]==])
 
 mutant(publishes_before_it_writes test/fuzz/scenario.h
-  [==[        cell(at.taken_at).write(0);
+  [==[        for (int64_t offset : {at.q, at.k, at.v, at.layer, at.published_at}) cell(offset).write(s);
+        cell(at.taken_at).write(0);
         announce(words, kPublished, s);]==]
   [==[        announce(words, kPublished, s);
+        for (int64_t offset : {at.q, at.k, at.v, at.layer, at.published_at}) cell(offset).write(s);
         cell(at.taken_at).write(0);]==])
 
 mutant(every_block_notes_the_time test/fuzz/scenario.h

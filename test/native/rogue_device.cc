@@ -1,7 +1,7 @@
 // A device that behaves as badly as the API allows, for the tests of the dispatcher: streams that are threads
 // with random delays, calls that fail, batches that never finish or finish too late, a device that is lost.
-// It computes in plain float64, and it counts what no host may do: lists that change while a batch is on its
-// way.
+// It computes in plain float64, and it counts what no host may do: lists, or tiles in device memory, that
+// change while a batch is on its way.
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -123,6 +123,23 @@ uint64_t sum_of(const DeviceBatch& b) {
   return sum;
 }
 
+// Of what a batch reads in device memory.
+uint64_t slots_of(const DeviceBatch& b) {
+  uint64_t sum = 14695981039346656037u;
+  const int64_t tile_bytes = int64_t{2} * kPage * b.head_dim * b.element;
+  for (int t = 0; t < b.tasks_count; ++t) {
+    for (int i = 0; i < b.tasks[t].count; ++i) {
+      const int64_t slot = -1 - int64_t{b.tiles[b.tasks[t].first + i]};
+      for (int64_t at = 0; slot >= 0 && at < tile_bytes; at += 8) {
+        uint64_t word;
+        std::memcpy(&word, b.hot + slot * tile_bytes + at, 8);
+        sum = (sum ^ word) * 1099511628211u;
+      }
+    }
+  }
+  return sum;
+}
+
 struct Result {
   std::vector<float> o, lse;
 };
@@ -225,12 +242,13 @@ int attend(void* stream, const DeviceBatch* batch) {
   const DeviceBatch b = *batch;
   tasks.fetch_add(b.tasks_count);
   static_cast<Stream*>(stream)->add([b, hangs, sum = sum_of(b)] {
+    const uint64_t slots = slots_of(b);
     const Result result = compute(b);
     if (hangs) {
       std::unique_lock lock(hang_mutex);
       hang_ends.wait(lock, [] { return released; });
     }
-    if (sum_of(b) != sum) changed.fetch_add(1);
+    if (sum_of(b) != sum || slots_of(b) != slots) changed.fetch_add(1);
     std::memcpy(b.o, result.o.data(), result.o.size() * sizeof(float));
     std::memcpy(b.lse, result.lse.data(), result.lse.size() * sizeof(float));
   });
@@ -307,5 +325,5 @@ ROGUE void rogue_release() {
 ROGUE int64_t rogue_calls(int64_t call) { return calls[call]; }
 ROGUE int64_t rogue_tasks() { return tasks; }
 ROGUE int64_t rogue_hot_reads() { return hot_reads; }
-ROGUE int64_t rogue_changed() { return changed; }  // batches whose lists changed under way
+ROGUE int64_t rogue_changed() { return changed; }  // batches whose lists or slots changed under way
 ROGUE int64_t rogue_held() { return held; }        // streams and pieces of memory not given back

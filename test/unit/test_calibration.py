@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,19 @@ from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.native import Workers, function
 
 SPEED = st.floats(1e6, 1e13)
-RATES = st.builds(Rates, SPEED, SPEED, SPEED, SPEED, st.floats(0, 1e-2))
+RATES = st.builds(Rates, SPEED, SPEED, SPEED, SPEED, st.floats(0, 1e-2), st.just(0.0) | SPEED, st.floats(0, 1e-2))
 BYTES = st.integers(0, 1 << 36)
 
 
 def times(rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float) -> tuple[float, float]:
     """T_cpu and T_gpu of csrc/device/placement.h."""
     cpu = (cpu_bytes + (1 - share) * (tiles + metadata)) / rates.cpu
-    read = tiles * (1 - hits) / rates.link + tiles * hits / rates.hot
-    return cpu, rates.launch_s + share * max(read, metadata / rates.scan) if share > 0 else 0.0
+    if share == 0:
+        return cpu, 0.0
+    ways = [(rates.launch_s, rates.link)]
+    ways += [(max(rates.stage_s, rates.launch_s), rates.stage)] if rates.stage else []
+    read = [(launch, tiles * (1 - hits) / link + tiles * hits / rates.hot) for launch, link in ways]
+    return cpu, min(launch + share * max(took, metadata / rates.scan) for launch, took in read)
 
 
 @given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1))
@@ -50,12 +54,12 @@ def test_the_share_follows_the_rates(
         return rates.share(tiles, metadata, cpu_bytes, hits)
 
     here = share(rates)
-    for faster in ("link", "hot", "scan"):
+    for faster in ("link", "hot", "scan", "stage"):
         assert share(replace(rates, **{faster: factor * getattr(rates, faster)})) >= here - 1e-12
     assert share(replace(rates, cpu=factor * rates.cpu)) <= here + 1e-12
     assert share(replace(rates, launch_s=factor * rates.launch_s)) <= here + 1e-12
     assert rates.share(tiles, metadata, cpu_bytes + int(factor * 1e6), hits) >= here - 1e-12
-    if rates.hot >= rates.link:
+    if rates.hot >= max(rates.link, rates.stage):
         assert rates.share(tiles, metadata, cpu_bytes, min(1.0, hits * factor)) >= here - 1e-12
 
 
@@ -69,8 +73,19 @@ def test_layers_that_wake_nobody_are_those_of_share_0(rates: Rates, tiles: int, 
         assert (rates.share(tiles, metadata, cpu_bytes) > 0) >= (total >= least)
 
 
+@given(rates=RATES, size=BYTES)
+def test_a_stage_is_used_from_where_it_is_faster(rates: Rates, size: int) -> None:
+    least = function("device_stage_from")(rates.tensor())
+    in_place = rates.launch_s + size / rates.link
+    staged = max(rates.stage_s, rates.launch_s) + size / rates.stage if rates.stage else math.inf
+    if staged < in_place * (1 - 1e-9) - 1e-15:
+        assert size >= least
+    if size >= least:
+        assert staged <= in_place * (1 + 1e-9) + 1e-15
+
+
 def test_what_cannot_be_done_is_given_to_nobody() -> None:
-    rates = Rates(1e9, 1e9, 1e9, 1e9, 1e-5)
+    rates = Rates(1e9, 1e9, 1e9, 1e9, 1e-5, 0.0, 0.0)
     assert rates.share(0, 0) == 0
     assert rates.share(1 << 30, 1 << 20) > 0
     nothing = replace(rates, link=0.0, hot=0.0)
@@ -113,8 +128,10 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rogue.held
     isa = str(native.topology()["isa"])
     rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32)
-    assert all(value > 0 for value in astuple(rates)[:4]) and rates.launch_s >= 0
-    assert rogue.calls("attend") == 2 * 2 * 3 and rogue.hot_reads == (1 + 2) * 2 * 3
+    assert (
+        all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.scan, rates.stage)) and rates.launch_s >= 0
+    )
+    assert rogue.calls("attend") == 3 * 2 * 3 and rogue.hot_reads == 2 * (1 + 2) * 2 * 3, "in place, staged, hot"
     assert rogue.held == before
     rogue.fail("attend", 2)
     with pytest.raises(RuntimeError, match="could not take a batch of attention"):
@@ -134,7 +151,7 @@ def test_a_device_that_hangs_is_not_waited_for_for_ever() -> None:
 
 def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "deep" / "calibration.json"
-    rates, calls = Rates(1.0, 2.0, 3.0, 4.0, 5.0), 0
+    rates, calls = Rates(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), 0
 
     def count() -> Rates:
         nonlocal calls
@@ -169,7 +186,7 @@ def test_a_measurement_is_good_for_one_device_and_shape() -> None:
 
 
 LLAMA = KVShape(32, 8, 128, torch.bfloat16)
-H100 = Rates(cpu=200e9, link=50e9, hot=3000e9, scan=10e9, launch_s=20e-6)
+H100 = Rates(cpu=200e9, link=50e9, hot=3000e9, scan=10e9, launch_s=20e-6, stage=0.0, stage_s=0.0)
 
 
 def test_where_plain_sglang_is_faster_is_said() -> None:

@@ -260,6 +260,16 @@ def test_attend_cuts_long_lists_and_a_task_is_the_same_in_every_batch() -> None:
     assert all(torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) for other in others)
 
 
+@pytest.mark.parametrize("size", [0, 16, 4096 + 16, 3 << 20])
+def test_a_copy_in_order(size: int) -> None:
+    source = pinned(torch.randint(0, 256, (size,), dtype=torch.uint8))
+    to = torch.zeros(size + 16, dtype=torch.uint8)
+    sim().copy_in_order(0, source, to[:size])
+    assert torch.equal(to[:size], source) and not to[size:].any()
+    with pytest.raises(ValueError, match="no multiple of 16 bytes"):
+        sim().copy_in_order(0, pinned(torch.zeros(24, dtype=torch.uint8)), torch.zeros(24, dtype=torch.uint8))
+
+
 def test_a_head_gets_nothing_of_tokens_it_does_not_have() -> None:
     tiles = torch.randn(1, 1, 2, PAGE, 32)
     tiles[0, 0, :, 3] = math.inf

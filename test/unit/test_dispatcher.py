@@ -121,7 +121,9 @@ def test_random_layers_are_what_attention_says(device: str, data: st.DataObject)
     if longest.length >= 300:
         requests.append(world.add(longest.length - 100, parent=longest, shared=160))
     hot = data.draw(st.sampled_from([0, 8, 200])) * world.pool.tensor("tiles", 0)[0, 0].nbytes
+    stage = data.draw(st.sampled_from([0, 3, 60])) * world.pool.tensor("tiles", 0)[0, 0].nbytes
     options = replace(SMALL, streams=dice.randint(1, 3), hot_bytes=hot, touches=dice.randint(1, 2))
+    options = replace(options, stage_bytes=stage, stage_from=dice.choice([0, 9000]))
     run = Run(world, rogue, options, dice.choice([ALL, SIMULATED]))
     warm = 0 if isinstance(rogue, DeviceLibrary) else rogue.tasks
     before = world.engine.stats()
@@ -144,6 +146,93 @@ def test_random_layers_are_what_attention_says(device: str, data: st.DataObject)
     assert run.dispatcher.stats()["tasks"] == counts[GPU]
     assert isinstance(rogue, DeviceLibrary) or rogue.tasks - warm == counts[GPU]
     assert run.dispatcher.stats()["failed_tasks"] == 0 and run.dispatcher.lost == ""
+
+
+@pytest.mark.parametrize("device", ["rogue", "sim"])
+@pytest.mark.parametrize("blk, budget", [(16, 1.0), (32, 0.3)])
+def test_a_stage_changes_no_bit(device: str, blk: int, budget: float) -> None:
+    """Read in place, from a stage with room for all, for a few, and beside hot tiles."""
+    results, moved = [], []
+    for tiles, hot in ((0, 0), (500, 0), (3, 0), (500, 40)):
+        world = make(seed=7, layers=2, lengths=(500, 900))
+        requests = requests_of(world)
+        requests.append(world.add(800, parent=requests[1], shared=640))
+        bytes_ = world.pool.tensor("tiles", 0)[0, 0].nbytes
+        options = DispatcherOptions(  # a layer's tasks are one batch
+            tasks=16, entries=1024, batch_bytes=1 << 24, stage_bytes=tiles * bytes_, stage_from=0,
+            hot_bytes=hot * bytes_, touches=1,
+        )  # fmt: skip
+        run = Run(world, Rogue(3, 200) if device == "rogue" else load("sim"), options)
+        outs = []
+        for _ in range(3):
+            world.begin_step(requests)
+            for layer in range(world.layers):
+                count, q, out = world.begin_layer(requests, layer, run.plan(requests, GPU, blk, budget))
+                chosen = world.selections(requests, count)
+                world.engine.layer_finish()
+                world.check(out, world.expected(requests, layer, q, chosen))
+                outs.append(out.clone())
+        run.dispatcher.stop()
+        stats = run.dispatcher.stats()
+        results.append(torch.stack(outs))
+        moved.append((stats["tile_bytes"] // bytes_, stats["link_bytes"] // bytes_, stats["staged_tiles"], hot))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    (read, crossed, staged, _), whole, few, _ = moved
+    assert read == crossed > staged == 0
+    assert 0 < whole[1] == whole[2] < read, "each tile of a batch once, though two requests have it"
+    assert few[2] > 0 and whole[1] < few[1] <= read
+
+
+def test_a_stage_belongs_to_its_batch_until_it_has_ended() -> None:
+    """The first batch hangs with its tiles staged, while others are staged and end."""
+    world, rogue = make(workers=1, chunk_bytes=None), Rogue()
+    tile_bytes = world.pool.tensor("tiles", 0)[0, 0].nbytes
+    options = replace(SMALL, tasks=1, stage_bytes=64 * tile_bytes, stage_from=0)
+    run = Run(world, rogue, options, timeout="0.3")
+    requests = requests_of(world)
+    rogue.hang()
+    run.failing_step(requests, run.plan(requests, GPU), "within 0.3 s|did not finish a batch in time")
+    wait_for(run, "quarantined_streams", 1)
+    for _ in range(3):
+        assert GPU in run.step(requests, run.plan(requests, GPU))
+    rogue.release()
+    run.dispatcher.stop()
+    assert rogue.changed == 0 and run.dispatcher.stats()["staged_tiles"] > 0
+
+
+def test_a_gather_that_is_refused_loses_the_device() -> None:
+    world, rogue = make(), Rogue()
+    run = Run(world, rogue, replace(SMALL, stage_bytes=1 << 20, stage_from=0))
+    requests = requests_of(world)
+    rogue.fail("copy")
+    run.failing_step(requests, run.plan(requests, GPU), "the device could not gather the tiles of a batch")
+    assert set(run.step(requests, run.plan(requests))) == {CPU}
+    run.dispatcher.stop()
+
+
+def test_the_rates_say_whether_tiles_are_staged() -> None:
+    for stage, used in ((0.0, False), (0.5e9, False), (4e9, True)):
+        world = make()
+        run = Run(world, Rogue(), rates=replace(ALL, stage=stage))
+        run.step(requests_of(world), run.plan(requests_of(world), GPU))
+        run.dispatcher.stop()
+        assert (run.dispatcher.stats()["staged_tiles"] > 0) == used
+
+
+def test_batches_say_when_they_were_on_their_way() -> None:
+    world = make()
+    run = Run(world, Rogue(1, 300))
+    requests = requests_of(world)
+    before = time.monotonic_ns()
+    for _ in range(3):
+        run.step(requests, run.plan(requests, GPU))
+    run.dispatcher.stop()
+    times, stats = run.dispatcher.times(), run.dispatcher.stats()
+    assert len(times) == stats["batches"] > 0 and len(run.dispatcher.times()) == 0
+    submitted, done, tasks, bytes_ = times.unbind(1)
+    assert bool((submitted >= before).all()) and bool((done >= submitted).all())
+    assert bool((done.diff() >= 0).all()) and int(done.max()) <= time.monotonic_ns()
+    assert int(tasks.sum()) == stats["tasks"] and int(bytes_.sum()) == stats["tile_bytes"]
 
 
 def test_reads_are_counted_as_the_cpu_counts_them() -> None:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -45,6 +46,8 @@ class Rates:
         link: tiles in host memory that the device attends to. hot: tiles in its own memory.
         scan: metadata that one thread, the dispatcher's, ranks blocks by.
         launch_s: from a claim to its result, of a batch that reads nothing.
+        stage: tiles in host memory that the device gathers into its own before it attends to them. stage_s: launch_s of
+            such a batch.
     """
 
     cpu: float
@@ -52,9 +55,11 @@ class Rates:
     hot: float
     scan: float
     launch_s: float
+    stage: float
+    stage_s: float
 
     def tensor(self) -> torch.Tensor:
-        """[5] float64, in the order of the attributes."""
+        """[7] float64, in the order of the attributes."""
         return torch.tensor(astuple(self), dtype=torch.float64)
 
     def share(self, tile_bytes: int, metadata_bytes: int, cpu_bytes: int = 0, hits: float = 0.0) -> float:
@@ -67,7 +72,7 @@ class Rates:
         return float(function("device_share")(tile_bytes, metadata_bytes, cpu_bytes, self.tensor(), hits))
 
 
-SIMULATED = Rates(cpu=1e9, link=1e9, hot=1e9, scan=1e10, launch_s=0.0)
+SIMULATED = Rates(cpu=1e9, link=1e9, hot=1e9, scan=1e10, launch_s=0.0, stage=0.0, stage_s=0.0)
 """For the simulated device, whose speed means nothing: half of every layer."""
 
 
@@ -115,20 +120,29 @@ def measure(
     tile = 2 * PAGE * head_dim * dtype.itemsize
     tiles = pinned(2 * max(TASKS) * TASK_PAGES * tile).view(dtype).view(-1, 2, PAGE, head_dim)
     tiles.zero_()
-    launch_s, link = fit(_device_times(api, tiles, group, tile, hot=False))
-    _, hot = fit(_device_times(api, tiles, group, tile, hot=True))
+    launch_s, link = fit(_device_times(api, tiles, group, tile, Where.IN_PLACE))
+    stage_s, stage = fit(_device_times(api, tiles, group, tile, Where.STAGED))
+    _, hot = fit(_device_times(api, tiles, group, tile, Where.HOT))
     del tiles
     cpu = _cpu_rate(workers, isa, group, head_dim, dtype)
     scan = _scan_rate(isa, group, head_dim, dtype)
-    return Rates(cpu, link, max(hot, link), scan, launch_s)
+    return Rates(cpu, link, max(hot, link), scan, launch_s, stage, stage_s)
 
 
-def _device_times(api: int, tiles: torch.Tensor, group: int, tile: int, *, hot: bool) -> list[tuple[float, float]]:
+class Where(IntEnum):
+    """From where a timed batch reads its tiles: host memory, device memory, or that after a gather."""
+
+    IN_PLACE = 0
+    HOT = 1
+    STAGED = 2
+
+
+def _device_times(api: int, tiles: torch.Tensor, group: int, tile: int, where: Where) -> list[tuple[float, float]]:
     points = []
     for tasks in TASKS:
         q = torch.zeros(tasks, group, tiles.shape[-1], dtype=tiles.dtype)
         ns = torch.empty(RUNS, dtype=torch.int64)
-        function("time_attend")(api, q, tiles, TASK_PAGES, hot, TIMEOUT_S, ns)
+        function("time_attend")(api, q, tiles, TASK_PAGES, int(where), TIMEOUT_S, ns)
         points.append((float(tasks * TASK_PAGES * tile), statistics.median(ns.tolist()) * 1e-9))
     return points
 

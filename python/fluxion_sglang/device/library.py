@@ -388,6 +388,14 @@ class DeviceLibrary:
         """Tiles at the addresses `source` [n] int64 to `slots` [n] int32 of `hot`; both pinned."""
         self._function("copy_tiles")(stream, source, slots, tile_bytes, hot)
 
+    def copy_in_order(self, stream: int, source: torch.Tensor, to: torch.Tensor) -> None:
+        """to = source by a plain kernel, which reads 16 bytes a thread in their order: what the link gives to kernels.
+
+        Args:
+            source: uint8 [n], pinned, n a multiple of 16. to: uint8 [n] on the device.
+        """
+        self._function("copy_in_order")(stream, source, to)
+
     def signal(self, stream: int, word: torch.Tensor, value: int) -> None:
         """word[0] = value, int32 and pinned, once everything before it in the stream is done."""
         self._function("signal")(stream, word, value)

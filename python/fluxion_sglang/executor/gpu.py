@@ -29,6 +29,10 @@ MAX_ENTRIES = 1 << 18
 """Most tiles of a batch: a request with a longer middle stays with the CPU."""
 
 
+NEVER = 1 << 62
+"""Of bytes that are to reach it."""
+
+
 @dataclass(frozen=True)
 class DispatcherOptions:
     """How the dispatcher works.
@@ -38,6 +42,9 @@ class DispatcherOptions:
         batch_bytes: a batch with so many bytes of tiles waits for no further task.
         hot_bytes: device memory for copies of tiles. A tile gets one the `touches`-th time (1 or 2) that it was
             missing; with 2, if the first was at most `horizon` steps ago.
+        stage_bytes: device memory of a batch for tiles that it gathers before it reads them, each once. stage_from:
+            bytes of tiles in host memory from which a batch does so, 0: always, `NEVER`: never; None: from where it is
+            faster by the rates.
     """
 
     streams: int = 2
@@ -47,6 +54,8 @@ class DispatcherOptions:
     hot_bytes: int = 0
     touches: int = 2
     horizon: int = 16
+    stage_bytes: int = 1 << 20
+    stage_from: int | None = None
 
 
 class Dispatcher:
@@ -63,7 +72,7 @@ class Dispatcher:
         o = options or DispatcherOptions()
         self._handle = function("dispatcher_create")(
             engine.handle, api, o.streams, o.tasks, o.entries, o.batch_bytes, o.hot_bytes, o.touches, o.horizon,
-            rates.tensor(),
+            o.stage_bytes, -1 if o.stage_from is None else o.stage_from, rates.tensor(),
         )  # fmt: skip
         self._names = str(function("dispatcher_stat_names")()).split(",")
         self._lost = function("dispatcher_lost")
@@ -81,12 +90,18 @@ class Dispatcher:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts: tasks (delivered), batches, failed_tasks, late_batches, tile_bytes (read by batches),
-        link_bytes (of these, in host memory), hot_hits, hot_misses, hot_copies, hot_evictions, hot_stale (tiles);
-        and two of now: quarantined_streams, hot_slots (used).
+        link_bytes (that crossed the link for it: of a staged tile once), hot_hits, hot_misses, hot_copies,
+        hot_evictions, hot_stale, staged_tiles (tiles); and two of now: quarantined_streams, hot_slots (used).
         """
         out = torch.empty(len(self._names), dtype=torch.int64)
         function("dispatcher_stats")(self._handle, out)
         return dict(zip(self._names, out.tolist(), strict=True))
+
+    def times(self) -> torch.Tensor:
+        """[n, 4] int64: submitted, done (`time.monotonic_ns`), tasks and bytes of tiles of every batch since the last
+        call; of more than 1024, the oldest. One thread at a time."""
+        out = torch.empty(1024, 4, dtype=torch.int64)
+        return out[: function("dispatcher_times")(self._handle, out)]
 
 
 def _stop(dispatcher: weakref.ref[Dispatcher]) -> None:

@@ -31,9 +31,13 @@ import drawn
 import torch
 from sglang.benchmark import one_batch
 
+from fluxion_sglang.device.step import StreamDevice
+from fluxion_sglang.executor.gpu import GpuExecutor
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors
 
+DRAWN_STEPS = 2
+"""Of a policy's last turn, in the timeline."""
 OFF = "off"
 """The one "policy" of a run without the flag."""
 
@@ -45,12 +49,16 @@ class Turns:
         policies: specs, or only `OFF`.
         steps: of a turn, the one that does not count included.
         streams: what every request decodes, whatever the model would say; empty: what it says.
+        timeline: where the layers of each policy's last steps on a device go, a line of JSON a policy and batch size.
     """
 
-    def __init__(self, policies: list[str], turns: int, steps: int, streams: list[list[int]]) -> None:
+    def __init__(
+        self, policies: list[str], turns: int, steps: int, streams: list[list[int]], timeline: Path | None = None
+    ) -> None:
         self.policies, self.turns, self.steps = policies, turns, steps
         self.streams = torch.tensor(streams, dtype=torch.int64) if streams else None
         self._chosen: dict[str, Policy | None] = {}
+        self._timeline = timeline
         self._warm = False
         self._batch: Any = None
         self._tokens: torch.Tensor | None = None
@@ -78,16 +86,33 @@ class Turns:
             assert batch_size <= len(self._batch.reqs), "batch sizes must descend"
             self._batch.filter_batch(keep_indices=list(range(batch_size)))
         spent: dict[str, list[float]] = defaultdict(list)
-        for _turn, (spec, policy) in itertools.product(range(self.turns), self._chosen.items()):
+        waited: dict[str, list[float]] = defaultdict(list)
+        device = device_of(model_runner)
+        for turn, (spec, policy) in itertools.product(range(self.turns), self._chosen.items()):
             if policy is not None:
                 model_runner.torch_runner.attn_backend.requests.current = [policy] * batch_size
-            spent[spec] += [self._step(model_runner) for _ in range(self.steps)][1:]
+            if device is not None:
+                device.settle()
+                device.timeline.keep(DRAWN_STEPS)
+                batches_of(model_runner)  # those of other turns
+            found = [self._step(model_runner, device) for _ in range(self.steps)][1:]
+            spent[spec] += [seconds for seconds, _ in found]
+            if device is None:
+                continue
+            waited[spec] += [seconds for _, seconds in found]
+            if turn == self.turns - 1 and self._timeline is not None:
+                steps = device.timeline.kept
+                batches = [times for times in batches_of(model_runner) if times[0] >= steps[0][0].seen]
+                row = {"batch": batch_size, "policy": spec, "steps": steps, "batches": batches}
+                with self._timeline.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
         rank_print(f"{batch_size} x {input_len}: " + ", ".join(f"{k} {min(v) * 1e3:.1f} ms" for k, v in spent.items()))
         return {
             "batch_size": batch_size,
             "input_len": input_len,
             "prefill_s": self._prefill_s,
             "decode_s": spent,
+            **({"device_wait_s": waited, "layers": device.layers} if device is not None else {}),
         }
 
     def _prefill(self, model_runner: Any, reqs: list[Any]) -> None:
@@ -106,14 +131,20 @@ class Turns:
         self._prefill_s = (time.perf_counter() - start) / len(reqs)
         self._tokens = torch.cat(tokens)
 
-    def _step(self, model_runner: Any) -> float:
+    def _step(self, model_runner: Any, device: StreamDevice | None) -> tuple[float, float]:
+        """Seconds of a step, and what the device waited in it."""
         size = len(self._batch.reqs)
         tokens = self._tokens[:size] if self.streams is None else self.streams[:size, self._at]
+        before = 0 if device is None else device.stats()["device_wait_ns"]
         start = time.perf_counter()
         self._tokens, _ = model_runner.decode(tokens, self._batch)
         model_runner.synchronize()
+        seconds = time.perf_counter() - start
         self._at += 1
-        return time.perf_counter() - start
+        if device is None:
+            return seconds, 0.0
+        device.settle()
+        return seconds, (device.stats()["device_wait_ns"] - before) * 1e-9
 
     @staticmethod
     def _policy(runner: Any, spec: str) -> Policy | None:
@@ -122,6 +153,19 @@ class Turns:
         if spec == drawn.SPEC:
             return drawn.drawn()
         return parse_spec(spec, predictors.context(runner.attn_backend.pool.config, runner))
+
+
+def device_of(model_runner: Any) -> StreamDevice | None:
+    """What the passes of Fluxion run on, if it is a GPU."""
+    device = getattr(model_runner.torch_runner.attn_backend, "device", None)
+    return device if isinstance(device, StreamDevice) else None
+
+
+def batches_of(model_runner: Any) -> list[list[int]]:
+    """(submitted, done) of the GPU executor's batches since the last call."""
+    executors = getattr(model_runner.torch_runner.attn_backend.engine, "executors", [])
+    dispatchers = [executor.dispatcher for executor in executors if isinstance(executor, GpuExecutor)]
+    return [times[:2] for dispatcher in dispatchers if dispatcher for times in dispatcher.times().tolist()]
 
 
 @contextmanager
@@ -155,9 +199,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True, help="of each policy")
     parser.add_argument("--steps", type=int, required=True, help="of a turn; the first does not count")
     parser.add_argument("--streams", type=Path, help="JSON: token ids that each request decodes")
+    parser.add_argument("--timeline", type=Path, help="file for the layers of some steps on a device")
     args, others = parser.parse_known_args()
     streams = json.loads(args.streams.read_text()) if args.streams else []
-    one_batch.latency_test_run_once = Turns(args.policies.split(","), args.turns, args.steps, streams).run_once
+    one_batch.latency_test_run_once = Turns(
+        args.policies.split(","), args.turns, args.steps, streams, args.timeline
+    ).run_once
     sys.argv[1:] = others
     one_batch.cli_main()
 

@@ -6,7 +6,8 @@
 A cell is one process of one_batch: one model and one length, with the flag or without it. With it, all policies decode
 on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, or with
 --name to one_batch_NAME.json, cell by cell; an interrupted run continues there, unless commit, versions, machine,
-policies or batches have changed.
+policies or batches have changed. Where passes run on a device, rows say how long it waited for the CPU, and the layers
+of the longest prompt's last steps go to one_batch_NAME_timeline.json, drawn beside it (timeline.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import common
 import drawn
+import timeline
 from tqdm import tqdm
 
 from fluxion_sglang.needle import NeedlePrompt, needle_prompt
@@ -50,6 +52,10 @@ OFF_LONGEST = 16384
 TURNS = 5
 STEPS = 6
 """Of a turn; the first of them does not count."""
+
+
+TIMELINE = "timeline.jsonl"
+"""What a cell on a device leaves in its folder."""
 
 
 def decoded(policies: int, batches: int) -> int:
@@ -101,7 +107,35 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
         # decode_turns.py gives every step its policy.
         config = {"policy": "full" if policies[0] == drawn.SPEC else policies[0], "host_tokens": tokens}
         run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
+        run += ["--timeline", str(scratch / TIMELINE)]
     return [*run, "--batch-size", *map(str, batches), "--input-len", str(length), "--output-len", str(steps)]
+
+
+def idle(found: dict[str, Any], policy: str) -> dict[str, float]:
+    """What the device waited for the CPU: milliseconds a layer, and as a share of the steps (Fluxion, Table 5)."""
+    if "device_wait_s" not in found:
+        return {}
+    waited, seconds = found["device_wait_s"][policy], found["decode_s"][policy]
+    return {
+        "idle_ms": round(median(waited) / found["layers"] * 1e3, 4),
+        "idle_ratio": round(sum(waited) / sum(seconds), 4),
+    }
+
+
+def save_timeline(cell: dict[str, Any], scratch: Path, path: Path) -> None:
+    """What a cell recorded, if it did, in the place of what a cell before it recorded; and drawn."""
+    recorded = scratch / TIMELINE
+    if not recorded.exists():
+        return
+    place = {key: cell[key] for key in ("model", "length")}
+    rows = [{**place, **json.loads(line)} for line in recorded.read_text().splitlines()]
+    recorded.unlink()
+    out = path.with_name(f"{path.stem}_timeline.json")
+    common.save(out, {**common.header("one_batch"), "rows": rows})
+    try:
+        timeline.draw({"rows": rows}, out.with_suffix(".svg"))
+    except ImportError as error:
+        print(f"not drawn ({error}): python benchmark/timeline.py {out.relative_to(common.ROOT)}")
 
 
 def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
@@ -124,6 +158,7 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
             "prefill_s": round(found["prefill_s"], 3),
             "tpot_ms": round(median(seconds) * 1e3, 3),
             "steps": len(seconds),
+            **idle(found, policy),
         }
         for found in map(json.loads, results.read_text().splitlines())
         for policy, seconds in found["decode_s"].items()
@@ -189,6 +224,7 @@ def run(model: str, args: argparse.Namespace) -> None:
                     common.memory_read_gb_per_s(data["machine"]["cores"])
                 )
                 data["rows"] += measure(cell, scratch)
+                save_timeline(cell, scratch, path)
                 common.save(path, data)
                 bar.update(cell["length"] ** 2)
     print(f"{path.relative_to(common.ROOT)}: {len(data['rows'])} rows. Now: python benchmark/tables.py")

@@ -17,7 +17,7 @@ from typing import Any
 
 import common
 from hgca_tables import HGCA_TABLES
-from one_batch import BEST_FIXED, MODELS
+from one_batch import BEST_FIXED, LARGE, MODELS
 from rendering import link, nothing, result_files, table, where
 from rivals import rivals
 from roofline_tables import ROOFLINE_TABLES
@@ -29,7 +29,7 @@ from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
 PAGES = (
     *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
-    *("docs/scheduling.md", "docs/speed.md", "docs/executor.md", "docs/rivals.md"),
+    *("docs/gpu.md", "docs/scheduling.md", "docs/speed.md", "docs/executor.md", "docs/rivals.md"),
     "models/needle/README.md",
 )
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
@@ -50,6 +50,30 @@ def one_batch(results: Path) -> str:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
         out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("one_batch.py")
+
+
+def gpu_idle(results: Path) -> str:
+    """What a GPU waits for the CPU in a layer, and its share of TPOT, in the shape of Fluxion's Table 5."""
+    out = []
+    for path, data in [found for model in LARGE for found in result_files(results, f"one_batch_{model}.json")]:
+        cells: dict[tuple[str, int, int, str], list[dict[str, Any]]] = {}
+        for row in data["rows"]:
+            if "idle_ms" in row:
+                cells.setdefault((row["model"], row["batch"], row["length"], row["policy"]), []).append(row)
+        rows = [
+            [
+                *(model, str(batch), f"{length:,}", f"`{policy}`"),
+                f"{median(row['tpot_ms'] for row in found):.1f}",
+                f"{median(row['idle_ms'] for row in found):.3f}",
+                f"{median(row['idle_ratio'] for row in found):.1%}",
+            ]
+            for (model, batch, length, policy), found in sorted(cells.items())
+        ]
+        if rows:
+            head = ["model", "batch", "prompt", "policy", "TPOT (ms)", "idle (ms a layer)", "idle ratio"]
+            note = f"Medians of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)} [Data]({link(path)})."
+            out.append(f"{table(head, rows, 'lrrlrrr')}\n{note}\n")
+    return "\n".join(out) or nothing("one_batch.py --device cuda")
 
 
 def schedulers(results: Path) -> str:
@@ -373,6 +397,7 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "one_batch": one_batch,
+    "gpu_idle": gpu_idle,
     "schedulers": schedulers,
     "attention": attention,
     "attention_reads": attention_reads,

@@ -19,7 +19,9 @@ import common  # noqa: E402
 import decode_turns  # noqa: E402
 import drawn  # noqa: E402
 import one_batch  # noqa: E402
+import timeline  # noqa: E402
 
+from fluxion_sglang.device.timeline import LayerTimes  # noqa: E402
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
 from fluxion_sglang.policy import DecodeStep, check_spec  # noqa: E402
 
@@ -131,6 +133,58 @@ def test_policies_take_turns_on_one_prefill(monkeypatch: pytest.MonkeyPatch) -> 
     assert [tokens for tokens, _ in runner.decoded[:2]] == [[100, 200, 300], [101, 201, 301]]
     assert runner.decoded[12][0] == [112], "the first request of the larger batch goes on"
     assert runner.heard == [(1, None), (2, None), (3, None)]
+
+
+class FakeDevice:
+    """Waits 2 ms in every step, and notes a step only once it is settled."""
+
+    layers = 4
+
+    def __init__(self) -> None:
+        times = [
+            LayerTimes(i + 1, i, 10**6 * i, 10**6 * i + 10, 10**6 * i + 500, 40, 60, 90) for i in range(self.layers)
+        ]
+        self.timeline = SimpleNamespace(kept=[times, times], keep=self._keep)
+        self.kept_steps, self.waited = 0, 0
+
+    def _keep(self, steps: int) -> None:
+        self.kept_steps = steps
+
+    def settle(self) -> None:
+        self.waited += 2_000_000
+
+    def stats(self) -> dict[str, int]:
+        return {"device_wait_ns": self.waited}
+
+
+def test_what_a_device_waits_is_in_the_rows_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: FakePolicy())
+    monkeypatch.setattr(decode_turns, "device_of", lambda _: FakeDevice())
+    recorded = tmp_path / one_batch.TIMELINE
+    (row,) = run_turns(decode_turns.Turns(["a", "b"], 2, 3, [], recorded), FakeRunner(), [2])
+    assert row["device_wait_s"] == {"a": [pytest.approx(2e-3)] * 4, "b": [pytest.approx(2e-3)] * 4}
+    found = one_batch.idle(row | {"decode_s": {"a": [8e-3] * 4}}, "a")
+    assert found == {"idle_ms": 0.5, "idle_ratio": 0.25}
+    assert one_batch.idle({"decode_s": {"a": [1.0]}}, "a") == {}, "the CPU is no device"
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    one_batch.save_timeline({"model": "needle", "length": 64}, tmp_path, tmp_path / "one_batch_needle.json")
+    assert not recorded.exists()
+    saved = json.loads((tmp_path / "one_batch_needle_timeline.json").read_text())
+    assert [(r["policy"], r["batch"], r["length"], len(r["steps"])) for r in saved["rows"]] == [
+        ("a", 2, 64, 2),
+        ("b", 2, 64, 2),
+    ]
+    assert "<svg" in (tmp_path / "one_batch_needle_timeline.svg").read_text()
+
+
+def test_a_timeline_begins_with_the_first_publication() -> None:
+    steps = [[LayerTimes(1, 0, 1000, 3000, 9000, 501_000, 503_000, 508_000)]]
+    drawn, error = timeline.bars(steps, [(504_000, 505_000)])
+    assert error == pytest.approx(0.5, abs=0.01), "between 499 and 500 us apart"
+    start = 1.0 + 499.5
+    assert drawn["queries, residents"] == [(0.0, 2.0)] and drawn["wait"] == [(2.0, 6.0)]
+    for name, begin, length in (("plan", 501, 2), ("middle", 503, 5), ("batch", 504, 1)):
+        assert drawn[name] == [(pytest.approx(begin - start), pytest.approx(length))]
 
 
 def test_policies_that_remember_hear_of_the_prefill_whosever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,23 +7,27 @@ namespace fluxion::FLUXION_ISA {
 namespace {
 
 inline constexpr int kAllTokens = 0xffff;
-// Pages that all heads go through before the next ones are begun, where heads take turns: their tiles stay in
-// the cache meanwhile.
-inline constexpr int kTurnPages = 8;
+// Where heads take turns, all of them go through so many tiles before the next ones are begun. These stay in
+// the second nearest cache meanwhile, together with those that are fetched; the more there are, the more
+// often heads find several to go through side by side.
+inline constexpr int kTurnBytes = 128 << 10;
+inline constexpr int kMaxTurnPages = 32;
 
 // Heads go through a tile in parties of a power of two, which idle heads may fill up: a tile is read from
 // memory for the first party, and the less often the others take turns the better. Where every head of a
 // party wants all tokens of a tile, the party attends to it as a whole (attend_tiles.h), elsewhere each head
-// to its own tokens (attend_part.h).
-template <class T, int kD>
+// to its own tokens (attend_part.h). Values: how these are summed up (simd/mix.h).
+template <class T, class Values, int kD>
 struct Attention {
   using Query = typename Dot<T>::Query;
-  static constexpr int kMaxParties = (kMaxHeads + kHeadsTogether - 1) / kHeadsTogether;
+  static constexpr int kMaxParties = kMaxHeads;
+  static constexpr int kMaxPlaces = 2 * kMaxHeads;  // fewer than half of a party's heads are idle
 
   struct Party {
     int first;
     int count;  // heads that are not idle
     int heads;
+    int place;  // of the first one, in queries and out
   };
 
   int D, G;
@@ -36,37 +40,60 @@ struct Attention {
   Party party[kMaxParties];
   alignas(64) float top[kMaxParties][kLanes];
   alignas(64) float total[kMaxParties][kLanes];
-  alignas(64) Query queries[kMaxHeads * kMaxHeadDim];
-  alignas(64) float out[kMaxHeads * kMaxHeadDim];
+  alignas(64) float used[kMaxParties][kLanes];
+  alignas(64) Query queries[kMaxPlaces * kMaxHeadDim];
+  alignas(64) float out[kMaxPlaces * kMaxHeadDim];
 
   int dim() const { return kD ? kD : D; }
 
+  // masks: of the first n pages, or nullptr.
   Attention(const T* q, int group, int head_dim, float factor, const void* base, const int32_t* list,
-            int count, float* alone)
+            const uint16_t* masks, int n, int ahead, float* alone)
       : D(head_dim),
         G(group),
         scale(factor),
         tiles(static_cast<const T*>(base)),
         pages(list),
-        known(count),
+        known(n + ahead),
         page_lse(alone) {
-    for (int g = 0; g < G; g += kHeadsTogether) {
-      const int count = smaller(G - g, kHeadsTogether);
+    form_parties(masks, n);
+    for (int p = 0; p < parties; ++p) {
+      store(top[p], set1(kNegInf));
+      store(total[p], set1(0.0f));
+      store(used[p], set1(0.0f));
+      const Party& of = party[p];
+      Query* packed = queries + of.place * dim();
+      for (int h = 0; h < of.count; ++h) Dot<T>::pack(q + (of.first + h) * dim(), dim(), packed + h * dim());
+      __builtin_memset(packed + of.count * dim(), 0, (of.heads - of.count) * dim() * sizeof(Query));
+      float* sums = out + of.place * dim();
+      for (int d = 0; d < of.heads * dim(); d += kLanes) store(sums + d, set1(0.0f));
+    }
+  }
+
+  // Parties of as many heads as fit. Where there are more heads than that, they are of several requests,
+  // whose heads mostly want the same of every page: such heads keep to themselves, so that their party has
+  // few tiles to attend to by part.
+  void form_parties(const uint16_t* masks, int n) {
+    uint16_t apart[kMaxHeads + 1] = {};  // not 0: the head wants something else than the one before it
+    for (int64_t i = 0; masks && G > kHeadsTogether && i < n; ++i) {
+      for (int g = 1; g < G; ++g) apart[g] |= masks[i * G + g] ^ masks[i * G + g - 1];
+    }
+    apart[G] = 1;
+    for (int g = 0, place = 0; g < G; g += party[parties++].count) {
+      const int most = smaller(G - g, kHeadsTogether);
+      int count = 1;
+      while (count < most && !apart[g + count]) ++count;
+      // Heads that want something else than their neighbours go as they come.
+      while (apart[g + 1] && count < most && apart[g + count] && apart[g + count + 1]) ++count;
       int heads = kHeadsTogether;
       while (heads / 2 >= count) heads /= 2;
-      store(top[parties], set1(kNegInf));
-      store(total[parties], set1(0.0f));
-      party[parties++] = {g, count, heads};
+      party[parties] = {g, count, heads, place};
+      place += heads;
     }
-    const Party& last = party[parties - 1];
-    const int zeros = (last.first + last.heads - G) * dim();
-    __builtin_memset(queries + G * dim(), 0, zeros * sizeof(Query));
-    for (int d = 0; d < G * dim() + zeros; d += kLanes) store(out + d, set1(0.0f));
-    for (int g = 0; g < G; ++g) Dot<T>::pack(q + g * dim(), dim(), queries + g * dim());
   }
 
   const T* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
-  HeadStates state(int p) { return {top[p], total[p], out + party[p].first * dim()}; }
+  HeadStates state(int p) { return {top[p], total[p], used[p], out + party[p].place * dim()}; }
 
   // For page i and the heads of party p.
   float* alone(int p, int i) const {
@@ -107,11 +134,11 @@ struct Attention {
           rows.now[s] = tile(i + s);
           rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
         }
-        attend_tiles<T, kD, kTiles, kHeads>(queries, rows, D, scale, state(0), note);
+        attend_tiles<T, Values, kD, kTiles, kHeads>(queries, rows, D, scale, state(0), note);
       }
       for (; i < n; ++i) {
         const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
-        attend_tiles<T, kD, 1, kHeads>(queries, rows, D, scale, state(0), {{alone(0, i)}, G});
+        attend_tiles<T, Values, kD, 1, kHeads>(queries, rows, D, scale, state(0), {{alone(0, i)}, G});
       }
     });
   }
@@ -121,6 +148,11 @@ struct Attention {
     for (int64_t b = 0; b < dim() * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(p + b);
   }
 
+  int turn_pages() const {
+    const int pages = kTurnBytes / (2 * kPage * dim() * static_cast<int>(sizeof(T)));
+    return pages < 1 ? 1 : smaller(pages, kMaxTurnPages);
+  }
+
   // Pages first..end-1, by parties in turn. masks: [.][G], of page 0 on; nullptr: every token of all.
   void add_pages_in_turns(int first, int end, const uint16_t* masks) {
     Ahead ahead;
@@ -128,8 +160,8 @@ struct Attention {
     for (const T* next; (next = ahead.take()) != nullptr;) {
       for (int row = 0; row < 2 * kPage; ++row) fetch_row(next + row * dim());
     }
-    for (int i = first; i < end; i += kTurnPages) {
-      const int to = smaller(i + kTurnPages, end);
+    for (int i = first; i < end; i += turn_pages()) {
+      const int to = smaller(i + turn_pages(), end);
       look_ahead(to, masks ? end : known, masks, &ahead);
       for (int p = 0; p < parties; ++p) {
         // Every party fetches its share of what comes next.
@@ -141,8 +173,8 @@ struct Attention {
 
   // The tiles of the turn that comes next.
   struct Ahead {
-    const T* tiles[kTurnPages];
-    int count = 0, taken = 0, limit = kTurnPages;
+    const T* tiles[kMaxTurnPages];
+    int count = 0, taken = 0, limit = kMaxTurnPages;
 
     const T* take() { return taken < smaller(count, limit) ? tiles[taken++] : nullptr; }
   };
@@ -151,7 +183,7 @@ struct Attention {
   // rows that are wanted are fetched.
   void look_ahead(int first, int end, const uint16_t* masks, Ahead* to) const {
     *to = Ahead{};
-    for (int i = first; i < smaller(first + kTurnPages, end); ++i) {
+    for (int i = first; i < smaller(first + turn_pages(), end); ++i) {
       int any = masks ? 0 : kAllTokens;
       for (int g = 0; masks && g < G; ++g) any |= masks[static_cast<int64_t>(i) * G + g];
       if (__builtin_popcount(any) > kSparseTokens) {
@@ -169,9 +201,9 @@ struct Attention {
   template <int kHeads>
   void add_turn(int p, int first, int end, const uint16_t* masks, Ahead* ahead) {
     constexpr int kTiles = kTilesTogether<kHeads>;
-    const Query* q = queries + party[p].first * dim();
+    const Query* q = queries + party[p].place * dim();
     const HeadStates states = state(p);
-    int whole[kTurnPages], count = 0;
+    int whole[kMaxTurnPages], count = 0;
     for (int i = first; i < end; ++i) {
       const uint16_t* mask = masks ? masks + static_cast<int64_t>(i) * G + party[p].first : nullptr;
       int all = kAllTokens;
@@ -183,8 +215,8 @@ struct Attention {
       if (all == kAllTokens) {
         whole[count++] = i;
       } else if (any) {
-        attend_part<T, kHeads>(q, tile(i), mask, party[p].count, dim(), scale, states,
-                               {{alone(p, i)}, party[p].count});
+        attend_part<T, Values, kHeads>(q, tile(i), mask, party[p].count, dim(), scale, states,
+                                       {{alone(p, i)}, party[p].count});
       }
     }
     const auto add = [&]<int kSide>(int i) {
@@ -196,36 +228,42 @@ struct Attention {
         rows.now[s] = tile(whole[i + s]);
         rows.next[s] = ahead->take();
       }
-      attend_tiles<T, kD, kSide, kHeads>(q, rows, D, scale, states, note);
+      attend_tiles<T, Values, kD, kSide, kHeads>(q, rows, D, scale, states, note);
     };
     int i = 0;
     for (; i + kTiles <= count; i += kTiles) add.template operator()<kTiles>(i);
+    if constexpr (kTiles > 2) {
+      for (; i + 2 <= count; i += 2) add.template operator()<2>(i);
+    }
     for (; i < count; ++i) add.template operator()<1>(i);
   }
 
   void finish(float* o, float* lse) const {
     for (int p = 0; p < parties; ++p) {
       for (int h = 0; h < party[p].count; ++h) {
-        float sum = 0;
-        for (int i = h; i < kLanes; i += party[p].heads) sum += total[p][i];
+        float sum = 0, divisor = 0;
+        for (int i = h; i < kLanes; i += party[p].heads) {
+          sum += total[p][i];
+          divisor += used[p][i];
+        }
         const int g = party[p].first + h;
         lse[g] = lse_of(top[p][h], sum);
-        const Vec factor = set1(sum == 0.0f ? 0.0f : 1.0f / sum);
-        const float* from = out + g * dim();
+        const Vec factor = set1(divisor == 0.0f ? 0.0f : 1.0f / divisor);
+        const float* from = out + (party[p].place + h) * dim();
         float* to = o + g * dim();
         int d = 0;
         for (; d + 2 * kLanes <= dim(); d += 2 * kLanes)
-          store_pair<T>(to + d, mul(load(from + d), factor), mul(load(from + d + kLanes), factor));
+          Values::store_sums(to + d, mul(load(from + d), factor), mul(load(from + d + kLanes), factor));
         if (d < dim()) store(to + d, mul(load(from + d), factor));
       }
     }
   }
 };
 
-template <class T, int kD>
-void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
-  Attention<T, kD> attention(q, G, D, scale, tiles, pages, n + ahead, page_lse);
+template <class T, class Values, int kD>
+void attend_with(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                 const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+  Attention<T, Values, kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
   // Up to the first page of which some head does not want everything there are no masks to look at.
   int plain = n;
@@ -242,6 +280,15 @@ void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const 
   }
   if (plain < n) attention.add_pages_in_turns(plain, n, masks);
   attention.finish(o, lse);
+}
+
+template <class T, int kD>
+void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+  // More heads than a group has are of several requests.
+  const auto run =
+      G > kMaxGroup ? attend_with<T, typename ManyHeads<T>::Values, kD> : attend_with<T, Mix<T>, kD>;
+  run(q, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
 }
 
 template <class T>

@@ -10,26 +10,37 @@ namespace {
 // nothing.
 inline constexpr int kSparseTokens = 4;
 
-// out += sum over the listed tokens of weight * value.
-template <class T>
+// out += sum over the listed tokens of weight * value. weights: as Values rounds them.
+template <class T, class Values>
 inline void add_listed_values(const float* weights, const T* values, int D, const uint8_t* tokens, int count,
                               float* out) {
+  static constexpr T kNothing[kMaxHeadDim] = {};
+  // Of every step the first row, the last one, and the weights; a row that has no other has zeros beside it.
+  const T *first[kPage], *last[kPage];
+  float words[kPage];
+  int steps = 0;
+  for (int i = 0; i < count; i += Values::kRows, ++steps) {
+    const int p = tokens[i], end = i + Values::kRows - 1;
+    first[steps] = values + p * D;
+    last[steps] = end < count ? values + tokens[end] * D : kNothing;
+    words[steps] = Values::word(weights[p], end < count ? weights[tokens[end]] : 0.0f);
+  }
   int d = 0;
   for (; d + 2 * kLanes <= D; d += 2 * kLanes) {
     Vec x = load(out + d), y = load(out + d + kLanes);
-    for (int i = 0; i < count; ++i) {
-      const Vec weight = set1(weights[tokens[i]]);
-      Vec a, b;
-      load_pair(values + tokens[i] * D + d, a, b);
-      x = fma(weight, a, x);
-      y = fma(weight, b, y);
+    for (int i = 0; i < steps; ++i) {
+      const auto weight = Values::weight(words + i);
+      const auto value = Values::pair(first[i] + d, last[i] + d);
+      x = Values::add(x, weight, value.a);
+      y = Values::add(y, weight, value.b);
     }
     store(out + d, x);
     store(out + d + kLanes, y);
   }
   if (d == D) return;
   Vec x = load(out + d);
-  for (int i = 0; i < count; ++i) x = fma(set1(weights[tokens[i]]), load_one(values + tokens[i] * D + d), x);
+  for (int i = 0; i < steps; ++i)
+    x = Values::add(x, Values::weight(words + i), Values::tail(first[i] + d, last[i] + d));
   store(out + d, x);
 }
 
@@ -62,7 +73,7 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask
 
 // masks: of the first `count` of kHeads heads, any of which may be 0. Only the tokens of its own mask are
 // read for a head: weight 0 would not stop a NaN in the others.
-template <class T, int kHeads>
+template <class T, class Values, int kHeads>
 void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t* masks, int count, int D,
                  float scale, const HeadStates& state, const PageLse& page_lse) {
   alignas(64) float scores[kHeads][kPage];
@@ -77,14 +88,17 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
   for (int h = 0; h < count; ++h) {
     if (masks[h] == 0) continue;
     const Vec base = reference(set1(state.top[h]));
-    Vec sum = set1(0.0f);
+    Vec sum = set1(0.0f), used = set1(0.0f);
     for (int t = 0; t < kPage; t += kLanes) {
       const Vec w = exp_nonpositive(sub(load(scores[h] + t), base));
-      store(scores[h] + t, w);
+      const Vec rounded = Values::rounded(w);
+      store(scores[h] + t, rounded);
       sum = add(sum, w);
+      used = add(used, rounded);
     }
     const float alone = reduce_add(sum);
     state.total[h] += alone;
+    state.used[h] += reduce_add(used);
     if (page_lse.of[0] != nullptr) page_lse.of[0][h] = lse_of(state.top[h], alone);
   }
   for (int h = 0; h < count; ++h) {
@@ -92,7 +106,8 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
     int listed = 0;
     for (int bits = masks[h]; bits; bits &= bits - 1)
       tokens[listed++] = static_cast<uint8_t>(__builtin_ctz(bits));
-    if (listed > 0) add_listed_values(scores[h], tile + kPage * D, D, tokens, listed, state.out + h * D);
+    if (listed > 0)
+      add_listed_values<T, Values>(scores[h], tile + kPage * D, D, tokens, listed, state.out + h * D);
   }
 }
 

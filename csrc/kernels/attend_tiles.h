@@ -23,13 +23,14 @@ inline constexpr int kHeadsTogether = smaller(kLanes, 8);
 // with those of several tokens.
 template <int kHeads>
 inline constexpr int kTilesTogether = smaller(4, kLanes / kHeads);
-// Rows of values that are in the registers together.
-inline constexpr int kValueRows = smaller(4, kLanes / 4);
+// Steps of values (simd/mix.h) that are in the registers together.
+inline constexpr int kValueSteps = smaller(4, kLanes / 4);
 
 // What is known of the kHeads heads that go together. Lane i of a vector belongs to head i % kHeads.
 struct HeadStates {
   float* top;    // [kLanes] running maximum of the scores, in every lane of its head
   float* total;  // [kLanes] running sum of the weights, spread over the lanes of its head
+  float* used;   // [kLanes] the same of the weights as they are rounded for values
   float* out;    // [kHeads][D] output so far, not normalised, pair layout
 };
 
@@ -129,6 +130,7 @@ inline void raise_tops(Vec next, int D, const HeadStates& state) {
   const Vec factors = exp_nonpositive(sub(top, max(next, set1(-kMaxFloat))));
   store(state.top, next);
   store(state.total, mul(load(state.total), factors));
+  store(state.used, mul(load(state.used), factors));
   float factor[kLanes];
   store(factor, factors);
   for (int h = 0; h < kHeads; ++h) {
@@ -144,40 +146,44 @@ inline Vec reference(Vec top) { return keep(lanes_at_least(top, set1(-kMaxFloat)
 
 // out_h += sum over tokens and tiles of weight * value. As many heads and rows at a time as weights and
 // values fit into the registers: the outputs come from the cache and go back to it.
-template <class T, int kD, int kTiles, int kHeads>
-inline void add_values(const float* weights, const TileRows<T, kTiles>& tiles, int head_dim, float* out) {
+// words[(t / Values::kRows * kTiles + s) * kHeads + h]: the weights of head h for rows t.. of tile s.
+template <class T, class Values, int kD, int kTiles, int kHeads>
+inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int head_dim, float* out) {
   constexpr int kPair = 2 * kLanes;
-  constexpr int kRows = kValueRows > kTiles ? kValueRows / kTiles : 1;
+  constexpr int kSteps = (kValueSteps > kTiles ? kValueSteps / kTiles : 1), kRows = kSteps * Values::kRows;
   constexpr int kPart = smaller(kHeads, 4), kParts = kHeads / kPart;
   const int D = kD ? kD : head_dim;
-  for (int t = 0; t < kPage; t += kRows) {
+  for (int t = 0; t < kPage; t += kRows, words += kSteps * kTiles * kHeads) {
     const int row = kPage + t;
+    const auto first = [&](int i, int d) {
+      return tiles.now[i % kTiles] + (row + i / kTiles * Values::kRows) * D + d;
+    };
+    const int last = (Values::kRows - 1) * D;
     for (int part = 0; part < kParts; ++part) {
-      Vec weight[kRows * kTiles * kPart];
+      typename Values::Weight weight[kSteps * kTiles * kPart];
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows * kTiles; ++i) {
+      for (int i = 0; i < kSteps * kTiles; ++i) {
 #pragma GCC unroll 16
         for (int h = 0; h < kPart; ++h)
-          weight[i * kPart + h] = set1(weights[(t * kTiles + i) * kHeads + part * kPart + h]);
+          weight[i * kPart + h] = Values::weight(words + i * kHeads + part * kPart + h);
       }
       int d = 0;
       for (; d + kPair <= D; d += kPair) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           if (r % kParts == part) tiles.fetch(row + r, d, kPair, D);
         }
-        Vec a[kRows * kTiles], b[kRows * kTiles];
+        typename Values::Pair value[kSteps * kTiles];
 #pragma GCC unroll 16
-        for (int i = 0; i < kRows * kTiles; ++i)
-          load_pair(tiles.now[i % kTiles] + (row + i / kTiles) * D + d, a[i], b[i]);
+        for (int i = 0; i < kSteps * kTiles; ++i) value[i] = Values::pair(first(i, d), first(i, d) + last);
 #pragma GCC unroll 16
         for (int h = 0; h < kPart; ++h) {
           float* at = out + (part * kPart + h) * D + d;
           Vec x = load(at), y = load(at + kLanes);
 #pragma GCC unroll 16
-          for (int i = 0; i < kRows * kTiles; ++i) {
-            x = fma(weight[i * kPart + h], a[i], x);
-            y = fma(weight[i * kPart + h], b[i], y);
+          for (int i = 0; i < kSteps * kTiles; ++i) {
+            x = Values::add(x, weight[i * kPart + h], value[i].a);
+            y = Values::add(y, weight[i * kPart + h], value[i].b);
           }
           store(at, x);
           store(at + kLanes, y);
@@ -187,8 +193,8 @@ inline void add_values(const float* weights, const TileRows<T, kTiles>& tiles, i
         for (int h = 0; h < kPart; ++h) {
           float* at = out + (part * kPart + h) * D + d;
           Vec x = load(at);
-          for (int i = 0; i < kRows * kTiles; ++i)
-            x = fma(weight[i * kPart + h], load_one(tiles.now[i % kTiles] + (row + i / kTiles) * D + d), x);
+          for (int i = 0; i < kSteps * kTiles; ++i)
+            x = Values::add(x, weight[i * kPart + h], Values::tail(first(i, d), first(i, d) + last));
           store(at, x);
         }
       }
@@ -196,7 +202,7 @@ inline void add_values(const float* weights, const TileRows<T, kTiles>& tiles, i
   }
 }
 
-template <class T, int kD, int kTiles, int kHeads>
+template <class T, class Values, int kD, int kTiles, int kHeads>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
                                     float scale, const HeadStates& state, const PageLse& page_lse) {
   constexpr int kScores = kPage * kTiles * kHeads;
@@ -211,6 +217,8 @@ template <class T, int kD, int kTiles, int kHeads>
     sum = add(sum, w);
   }
   store(state.total, add(load(state.total), sum));
+  const Vec used = Values::template to_words<kTiles * kHeads, kScores>(weights, sum);
+  store(state.used, add(load(state.used), used));
   if (page_lse.of[0] != nullptr) {
     float lanes[kLanes];
     store(lanes, sum);
@@ -222,7 +230,7 @@ template <class T, int kD, int kTiles, int kHeads>
       }
     }
   }
-  add_values<T, kD, kTiles, kHeads>(weights, tiles, D, state.out);
+  add_values<T, Values, kD, kTiles, kHeads>(weights, tiles, D, state.out);
 }
 
 }  // namespace

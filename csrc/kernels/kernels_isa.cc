@@ -3,6 +3,7 @@
 // clang-format off
 #include FLUXION_ISA_HEADER
 #include "simd/dot.h"
+#include "simd/mix.h"
 // clang-format on
 #include "kernels/attend.h"
 #include "kernels/block_mass.h"

@@ -86,7 +86,8 @@ struct KernelTable {
   // and are not used.
   //
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k). A head that attends to
-  // nothing gets o = 0 and lse = -inf.
+  // nothing gets o = 0 and lse = -inf. For more than kMaxGroup heads, an ISA that multiplies bf16 may round
+  // the weights of the values to it, by 2^-9 of each at most; lse has them unrounded.
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 

@@ -2,6 +2,7 @@
 
 #include "simd/avx512.h"
 #include "simd/dot.h"
+#include "simd/mix.h"
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -30,6 +31,74 @@ struct Dot<BF16> {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return reinterpret_cast<__m512bh>(_mm512_zextsi256_si512(low));
   }
+};
+
+// Which of 32 weights [rows][kAcross] goes where, for the weights of two rows to lie side by side.
+template <int kAcross>
+struct PairOrder {
+  alignas(64) uint16_t from[2 * kLanes];
+  constexpr PairOrder() : from() {
+    for (int i = 0; i < 2 * kLanes; ++i)
+      from[i] = static_cast<uint16_t>((i / 2 / kAcross * 2 + i % 2) * kAcross + i / 2 % kAcross);
+  }
+};
+template <int kAcross>
+inline constexpr PairOrder<kAcross> kPairOrder;
+
+// Mix (simd/mix.h) that multiplies bf16 as it lies in memory, two rows in one instruction. Weights are
+// rounded to bf16, by 2^-9 of each at most; sums are float32.
+struct PairMix {
+  static constexpr int kRows = 2;
+  using Weight = __m512bh;
+  using Part = __m512bh;
+
+  // Unpacking goes by lanes of 128 bits: a has elements 0..3 of every eight, b the others.
+  struct Pair {
+    Part a, b;
+  };
+  static Pair pair(const BF16* p, const BF16* q) {
+    const __m512i x = _mm512_loadu_si512(p), y = _mm512_loadu_si512(q);
+    return {reinterpret_cast<Part>(_mm512_unpacklo_epi16(x, y)),
+            reinterpret_cast<Part>(_mm512_unpackhi_epi16(x, y))};
+  }
+  static Part tail(const BF16* p, const BF16* q) {
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
+    return reinterpret_cast<Part>(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+  static Vec add(Vec sum, Weight weight, Part part) { return _mm512_dpbf16_ps(sum, weight, part); }
+  static void store_sums(float* p, Vec a, Vec b) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    store(p, _mm512_permutex2var_ps(a, low, b));
+    store(p + kLanes, _mm512_permutex2var_ps(a, high, b));
+  }
+
+  static Vec rounded(Vec weights) {
+    const __m256i bits = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static float word(float p, float q) { return float_of(bits_of(p) >> 16 | bits_of(q)); }
+  static Weight weight(const float* word) { return reinterpret_cast<Weight>(set1(*word)); }
+  template <int kAcross, int kCount>
+  static Vec to_words(float* weights, Vec) {
+    const __m512i order = _mm512_load_si512(kPairOrder<kAcross>.from);
+    const Weight ones = reinterpret_cast<Weight>(_mm512_set1_epi16(0x3f80));
+    Vec used = set1(0.0f);
+    for (int i = 0; i < kCount; i += 2 * kLanes) {
+      const Vec upper = i + kLanes < kCount ? load(weights + i + kLanes) : set1(0.0f);
+      const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(upper, load(weights + i)));
+      const __m512i words = _mm512_permutexvar_epi16(order, both);
+      _mm512_storeu_si512(weights + i / 2, words);
+      used = _mm512_dpbf16_ps(used, reinterpret_cast<Weight>(words), ones);
+    }
+    return used;
+  }
+};
+
+template <>
+struct ManyHeads<BF16> {
+  using Values = PairMix;
 };
 
 }  // namespace

@@ -117,7 +117,7 @@ def idle(found: dict[str, Any], policy: str) -> dict[str, float]:
         return {}
     waited, seconds = found["device_wait_s"][policy], found["decode_s"][policy]
     return {
-        "idle_ms": round(median(waited) / found["layers"] * 1e3, 4),
+        "idle_ms": round(sum(waited) / (len(waited) * found["layers"]) * 1e3, 4),
         "idle_ratio": round(sum(waited) / sum(seconds), 4),
     }
 

@@ -71,8 +71,8 @@ def gpu_idle(results: Path) -> str:
         ]
         if rows:
             head = ["model", "batch", "prompt", "policy", "TPOT (ms)", "idle (ms a layer)", "idle ratio"]
-            note = f"Medians of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)} [Data]({link(path)})."
-            out.append(f"{table(head, rows, 'lrrlrrr')}\n{note}\n")
+            note = f"TPOT: medians, idle: means of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
+            out.append(f"{table(head, rows, 'lrrlrrr')}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("one_batch.py --device cuda")
 
 

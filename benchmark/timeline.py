@@ -72,8 +72,8 @@ def draw(data: dict[str, Any], path: Path) -> None:
         axis.set_yticks(range(len(lanes)), lanes)
         axis.invert_yaxis()
         place = f"{row['model']}, {row['length']:,} tokens, batch {row['batch']}, {row['policy']}"
-        axis.set_title(f"{place}; clocks to {error:.1f} us", fontsize=9)
-    axes[0][0].legend(loc="upper right", ncols=len(LANES), fontsize=7)
+        axis.set_title(f"{place}; clocks to {error:.1f} us", fontsize=9, loc="left")
+    axes[0][0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(LANES), fontsize=7, frameon=False)
     axes[-1][0].set_xlabel("us")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

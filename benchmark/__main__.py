@@ -28,9 +28,9 @@ LARGE = "full,fixed:16:0.35,fixed:16:0.50,fixed:16:0.65,fixed:16:0.80,fluxion,fl
 # PSA's Fig. 5: what is read at 98% of full quality, by threshold, against fixed top-k, by budget.
 PSA = ",".join(
     ["full"]
-    + [f"fixed:32:{budget}" for budget in ("0.02", "0.05", "0.10", "0.20", "0.35", "0.50", "0.70", "0.90")]
-    + [f"psa:{epsilon}:32" for epsilon in ("0.70", "0.80", "0.90", "0.95", "0.98", "0.99", "0.999")]
-    + [f"psa:{epsilon}:32:quest" for epsilon in ("0.90", "0.95", "0.99")]
+    + [f"fixed:32:{budget}" for budget in ("0.01", "0.02", "0.05", "0.10", "0.20", "0.35", "0.50", "0.70", "0.90")]
+    + [f"psa:{epsilon}:32" for epsilon in ("0.30", "0.50", "0.70", "0.80", "0.90", "0.95", "0.98", "0.99", "0.999")]
+    + [f"psa:{epsilon}:32:quest" for epsilon in ("0.30", "0.50", "0.70", "0.90", "0.95", "0.99")]
 )
 GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
@@ -41,7 +41,7 @@ QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     rivals.NAME: rivals.quality_options(),
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
-    "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", PSA],
+    "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     **{
         f"guard_{guard}": [

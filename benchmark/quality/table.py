@@ -156,27 +156,69 @@ def family(policy: str) -> str:
 
 
 def least_reads(data: dict[str, Any], share: float) -> str:
-    """A line a length and family of policies: its member that reads least among those whose mean score is at least this
-    share of that of `full`, and how much less that is than of the first family's; "none" where none is so good."""
+    """What families of policies have to read to have this share of the score of `full`: a line a length and task; then
+    over the tasks where every family gets there, with a setting of each task's own, with one that is enough in each of
+    them, and with one that is enough in their mean; then with one that is enough in the mean of all tasks.
+
+    A family's setting is the member that reads least such that it, and all that read more, have enough: one that is
+    lucky with few samples says nothing. "none" where the one that reads most has less. *Less* is by how much a family
+    reads less than the first.
+    """
     lines = []
-    found = averaged(data)
-    for length in dict.fromkeys(length for length, _, _ in found):
-        rows = {policy: row for at, policy, row in found if at == length and row["read_fraction"]}
-        enough = share * rows[FULL]["score"]
-        first: float | None = None
-        for kind in dict.fromkeys(family(policy) for policy in rows if family(policy) != policy):
-            members = [policy for policy in rows if family(policy) == kind]
-            good = [policy for policy in members if rows[policy]["score"] >= enough]
-            best = min(good, key=lambda policy: float(rows[policy]["read_fraction"]), default=None)
-            if best is None:
-                lines.append([_length(length), kind, "none", "", "", ""])
-                continue
-            row, read = rows[best], float(rows[best]["read_fraction"])
-            first = first or read
-            lines.append(
-                [_length(length), kind, best, f"{row['score']:.3f}", f"{read:.1%}", f"{first / read:.2f}x less"]
-            )
-    return _table(["prompt", "family", "policy", "score", "read", "than the first"], lines, 3)
+    kinds = list(dict.fromkeys(family(policy) for policy in _policies(data) if family(policy) != policy))
+    for length in sorted({row["length"] for row in data["rows"]}, key=lambda length: length or 0):
+        tasks: dict[str, _Rows] = {}
+        for row in data["rows"]:
+            if row["length"] == length:
+                tasks.setdefault(row["task"], {})[row["policy"]] = row
+        settings: dict[str, list[_Setting | None]] = {
+            task: [_setting([rows], kind, share) for kind in kinds] for task, rows in tasks.items()
+        }
+        good = [task for task, found in settings.items() if None not in found]
+        if good:
+            here, these = [tasks[task] for task in good], f"these {len(good)}"
+            reads = np.mean([[setting[1] for setting in settings[task] if setting] for task in good], axis=0)
+            settings[f"{these}: a setting each"] = [("", float(read)) for read in reads]
+            settings[f"{these}: one for each of them"] = [_setting(here, kind, share) for kind in kinds]
+            settings[f"{these}: one for their mean"] = [_setting([_mean(here)], kind, share) for kind in kinds]
+        everywhere = [_mean(list(tasks.values()))]
+        settings["one for the mean of all"] = [_setting(everywhere, kind, share) for kind in kinds]
+        for name, found in settings.items():
+            line, first = [_length(length), name], found[0]
+            for i, setting in enumerate(found):
+                line += [setting[0], f"{setting[1]:.1%}"] if setting else ["none", ""]
+                if i > 0:
+                    line.append(f"{first[1] / setting[1]:.2f}x" if first and setting else "")
+            lines.append(line)
+    head = ["prompt", "task", *(name for i, kind in enumerate(kinds) for name in (kind, "read", *["less"] * (i > 0)))]
+    return _table(head, lines, 2)
+
+
+_Rows = dict[str, Row]
+"""By policy."""
+_Setting = tuple[str, float]
+"""A policy, and what it reads."""
+
+
+def _setting(tasks: Sequence[_Rows], kind: str, share: float) -> _Setting | None:
+    """A family's member, and what it reads in the mean of `tasks`, by `least_reads`."""
+    reads = {policy: float(np.mean([rows[policy]["read_fraction"] for rows in tasks])) for policy in tasks[0]
+             if family(policy) == kind}  # fmt: skip
+    best = None
+    for policy in sorted(reads, key=lambda policy: -reads[policy]):
+        if any(rows[policy]["score"] < share * rows[FULL]["score"] for rows in tasks):
+            break
+        best = policy, reads[policy]
+    return best
+
+
+def _mean(tasks: Sequence[_Rows]) -> _Rows:
+    """Of the policies that all `tasks` have: mean scores and reads."""
+    return {
+        policy: {name: float(np.mean([rows[policy][name] for rows in tasks])) for name in ("score", "read_fraction")}
+        for policy in tasks[0]
+        if all(policy in rows for rows in tasks)
+    }
 
 
 def reads_at_equal_error(data: dict[str, Any]) -> str:

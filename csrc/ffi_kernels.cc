@@ -22,6 +22,8 @@ constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 constexpr DLDataType kFloat64{kDLFloat, 64, 1};
 constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
 constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kInt64{kDLInt, 64, 1};
+constexpr DLDataType kUInt8{kDLUInt, 8, 1};
 constexpr DLDataType kUInt16{kDLUInt, 16, 1};
 
 bool same(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
@@ -231,14 +233,15 @@ void k_add_weights(const String& isa, TensorView scores, double scale, double ls
                    static_cast<float>(keep), static_cast<float>(take), static_cast<float*>(sum.data_ptr()));
 }
 
-void k_above(const String& isa, TensorView values, double limit, TensorView masks) {
-  const Argument masked{"masks", masks};
-  masked.require(kUInt16, {-1});
-  const int pages = masked.count();
-  Argument{"values", values}.require(kFloat32, {pages, kPage});
+// above, equal: [words] int64, the bits of 64 codes each.
+void k_compare_codes(const String& isa, TensorView codes, int64_t limit, TensorView above, TensorView equal) {
+  const Argument found{"above", above};
+  found.require(kInt64, {-1});
+  Argument{"equal", equal}.require(kInt64, {found.count()});
+  Argument{"codes", codes}.require(kUInt8, {64 * found.count()});
   table_of(isa, DType::kF32)
-      .above(static_cast<float*>(values.data_ptr()), pages, static_cast<float>(limit),
-             static_cast<uint16_t*>(masks.data_ptr()));
+      .compare_codes(static_cast<uint8_t*>(codes.data_ptr()), found.count(), static_cast<uint8_t>(limit),
+                     static_cast<uint64_t*>(above.data_ptr()), static_cast<uint64_t*>(equal.data_ptr()));
 }
 
 // k_attend and k_attend_pages: page_lse is absent for the former.
@@ -374,7 +377,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_select, k_select);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_rows, k_score_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_above, k_above);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_compare_codes, k_compare_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);

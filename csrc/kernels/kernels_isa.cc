@@ -33,7 +33,7 @@ constexpr KernelTable make_table() {
           select,
           block_mass,
           add_weights,
-          above,
+          compare_codes,
           attend<T>,
           attend_pages<T>,
           page_minmax<T>,

@@ -72,8 +72,9 @@ struct KernelTable {
   // sum[i] = keep * sum[i] + take * e^(scale * scores[i] - lse), the power at most 1; of a NaN 0. Where keep
   // is 0, what sum held is not used. n >= 0.
   void (*add_weights)(const float* scores, int n, float scale, float lse, float keep, float take, float* sum);
-  // masks[i] bit t = values[i * 16 + t] > limit, of `pages` times 16 values; not for a NaN. limit is no NaN.
-  void (*above)(const float* values, int pages, float limit, uint16_t* masks);
+  // Bit b of above[i], equal[i]: whether codes[64 i + b] is above the limit, equal to it; of `words`
+  // times 64.
+  void (*compare_codes)(const uint8_t* codes, int64_t words, uint8_t limit, uint64_t* above, uint64_t* equal);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //

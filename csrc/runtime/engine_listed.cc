@@ -124,17 +124,22 @@ int Engine::rank_listed(const Task& task, const uint16_t* listed, const Wanted& 
     const int g = std::countr_zero(left);
     float* scores = s->scores.data() + g * stride;
     int tokens = 0;  // the head's own, drawn together: never ahead of where they come from
-    each([&](int j, int t, int at) {
-      if (listed[j * group_ + g] >> t & 1) scores[tokens++] = scores[at];
-    });
+    if (std::popcount(heads) == 1) {
+      tokens = scored;
+    } else {
+      each([&](int j, int t, int at) {
+        scores[tokens] = scores[at];
+        tokens += listed[j * group_ + g] >> t & 1;
+      });
+    }
     std::fill_n(s->chosen.data(), tokens, uint16_t{0});
     kernels_.select(scores, tokens, wanted.count[g], 1, s->chosen.data(), s->select.data());
     tokens = 0;
     for (int j = 0; j < count; ++j) {
-      uint16_t& mask = s->masks[j * group_ + g];
-      for (unsigned bits = listed[j * group_ + g]; bits != 0; bits &= bits - 1) {
-        if (s->chosen[tokens++] == 0) mask &= static_cast<uint16_t>(~(bits & -bits));
-      }
+      unsigned kept = 0;
+      for (unsigned bits = listed[j * group_ + g]; bits != 0; bits &= bits - 1)
+        kept |= (bits & -bits) & -static_cast<unsigned>(s->chosen[tokens++]);
+      s->masks[j * group_ + g] = static_cast<uint16_t>(kept);
     }
   }
   return scored;

@@ -3,52 +3,18 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "runtime/lfps_parts.h"
+
 namespace fluxion {
+
+using namespace lfps;
+
 namespace {
 
-constexpr int kFirst = 4;   // tokens whose attention says how sparse a head is: the paper's sinks
-constexpr int kLocal = 5;   // the most recent tokens
-constexpr int kPad = 2;     // pages beside the middle where the scan may mark neighbours
 constexpr int kRoom = 256;  // tokens to be decoded that tables have room for from the start
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-uint16_t reversed(uint16_t mask) {
-  uint32_t x = mask;
-  x = (x & 0x5555) << 1 | (x >> 1 & 0x5555);
-  x = (x & 0x3333) << 2 | (x >> 2 & 0x3333);
-  x = (x & 0x0f0f) << 4 | (x >> 4 & 0x0f0f);
-  return static_cast<uint16_t>(x << 8 | x >> 8);
-}
-
-double log_add(double a, double b) {
-  const double most = std::max(a, b);
-  return std::isinf(most) ? most : most + std::log(std::exp(a - most) + std::exp(b - most));
-}
-
-// Of scale * scores[from..to).
-double lse_of(const float* scores, int from, int to, float scale) {
-  double lse = kNothing;
-  for (int i = from; i < to; ++i) lse = log_add(lse, static_cast<double>(scale) * scores[i]);
-  return lse;
-}
-
-double element(const char* row, int d, DType dtype) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(row)[d];
-  return std::bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[d]) << 16);
-}
-
-double squared_norm(const char* q, int D, DType dtype) {
-  double sum = 0;
-  for (int d = 0; d < D; ++d) sum += element(q, d, dtype) * element(q, d, dtype);
-  return sum;
-}
-
-[[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
 }  // namespace
 
@@ -75,47 +41,27 @@ Lfps::Lfps(std::shared_ptr<HostPool> pool, const LfpsConfig& config)
 void Lfps::reserve(State* state, int tokens) const {
   if (tokens <= state->capacity) return;
   const int old = state->capacity;
-  const int capacity = (std::max(tokens, old + old / 8) + kPage - 1) / kPage * kPage;
-  const auto grow = [&](std::vector<float>* all, int from, int to) {
-    std::vector<float> grown(static_cast<size_t>(config_.q_heads) * 2 * to);
-    for (int i = 0; i < config_.q_heads * 2 && from > 0; ++i)
-      std::copy_n(all->begin() + static_cast<int64_t>(i) * from, from,
-                  grown.begin() + static_cast<int64_t>(i) * to);
+  const int capacity = words_of(std::max(tokens, old + old / 8)) * kWord;
+  const auto grow = [&](auto* all) {
+    std::remove_reference_t<decltype(*all)> grown(static_cast<size_t>(config_.q_heads) * 2 * capacity);
+    for (int i = 0; i < config_.q_heads * 2 && old > 0; ++i)
+      std::copy_n(all->begin() + static_cast<int64_t>(i) * old, old,
+                  grown.begin() + static_cast<int64_t>(i) * capacity);
     all->swap(grown);
   };
-  grow(&state->values, old, capacity);
-  grow(&state->tops, old / kPage, capacity / kPage);
+  grow(&state->values);
+  grow(&state->codes);
   state->capacity = capacity;
 }
 
 ScoreTable Lfps::vertical(State* state, int head) const {
   const int64_t at = 2 * static_cast<int64_t>(head) * state->capacity;
-  return {&state->values[at], &state->tops[at / kPage], &state->heads[head].vertical, sinks(),
-          state->vertical_end};
+  return {&state->values[at], &state->codes[at], &state->heads[head].vertical, sinks(), state->vertical_end};
 }
 
 ScoreTable Lfps::slash(State* state, int head) const {
   const int64_t at = (2 * static_cast<int64_t>(head) + 1) * state->capacity;
-  return {&state->values[at], &state->tops[at / kPage], &state->heads[head].slash, config_.window,
-          state->slash_end};
-}
-
-// body(i, scratch) for i in [0, count), over the workers, or in the caller alone while they are busy.
-template <class Body>
-void Lfps::for_groups(int count, const Body& body) {
-  struct Job {
-    Lfps* self;
-    const Body* body;
-    int count;
-    std::atomic<int> next{0};
-  } job{this, &body, count};
-  const auto run = [](void* ctx, int worker) {
-    Job* job = static_cast<Job*>(ctx);
-    for (int i; (i = job->next.fetch_add(1, std::memory_order_relaxed)) < job->count;)
-      (*job->body)(i, &job->self->scratch_[worker]);
-  };
-  if (count > 1 && pool_->workers().launch(run, &job, /*wake=*/false)) return pool_->workers().join();
-  run(&job, 0);
+  return {&state->values[at], &state->codes[at], &state->heads[head].slash, config_.window, state->slash_end};
 }
 
 void Lfps::begin(int layer, int row, int length, const int32_t* pages, int64_t page_count,
@@ -131,7 +77,6 @@ void Lfps::begin(int layer, int row, int length, const int32_t* pages, int64_t p
   if (!slot) slot = std::make_unique<State>();
   State* state = slot.get();
   std::fill(state->values.begin(), state->values.end(), 0.0f);
-  std::fill(state->tops.begin(), state->tops.end(), 0.0f);
   state->heads.assign(config_.q_heads, Head{});
   reserve(state, length + kRoom);
   state->vertical_end = sinks();
@@ -195,12 +140,6 @@ void Lfps::begin_group(State* state, int layer, int kv_head, int length, const i
       }
     }
   }
-  for (int g = 0; g < group_; ++g) {
-    for (ScoreTable table : {vertical(state, kv_head * group_ + g), slash(state, kv_head * group_ + g)}) {
-      for (int i = 0; i < state->capacity; ++i)
-        table.tops[i / kPage] = std::max(table.tops[i / kPage], table.values[i]);
-    }
-  }
 }
 
 void Lfps::check(const LfpsStep& step) const {
@@ -209,217 +148,6 @@ void Lfps::check(const LfpsStep& step) const {
     if (step.rows[b] < 0 || step.rows[b] >= config_.rows || step.seq_lens[b] < 1 ||
         !begun(step.layer, step.rows[b]))
       refuse("Row " + std::to_string(step.rows[b]) + " has no score tables; begin them first.");
-  }
-}
-
-int64_t Lfps::plan(const LfpsStep& step, const LfpsPlan& plan) {
-  check(step);
-  const PoolShape& shape = pool_->shape();
-  const int heads = shape.kv_heads;
-  int most = 0;  // pages of a middle
-  for (int b = 0; b < step.batch; ++b) {
-    const int n = step.seq_lens[b];
-    if ((n + kPage - 1) / kPage > plan.columns)
-      refuse("The page table is too short for request " + std::to_string(b) + ".");
-    const std::string wrong = pool_->check_pages(plan.table + b * plan.table_stride, (n + kPage - 1) / kPage);
-    if (!wrong.empty()) refuse("Request " + std::to_string(b) + " cannot be planned: " + wrong + ".");
-    most = std::max(most, window_start_page(n, shape.sink_pages, config_.window) - shape.sink_pages);
-    State* state = at(step.layer, step.rows[b]).get();
-    reserve(state, n);
-    // The middle and the offsets grow with the request.
-    const int start = window_start_page(n, shape.sink_pages, config_.window) * kPage;
-    for (int head = 0; head < config_.q_heads; ++head) {
-      vertical(state, head).extend(start);
-      slash(state, head).extend(n - sinks());
-    }
-    state->vertical_end = std::max(state->vertical_end, start);
-    state->slash_end = std::max(state->slash_end, n - sinks());
-  }
-  if (static_cast<int64_t>(step.batch) * heads * most > plan.capacity)
-    refuse("There is no room for the lists of " + std::to_string(most) + " pages.");
-  for (Scratch& s : scratch_) {
-    s.first.resize(std::max<size_t>(s.first.size(), most + 2 * kPad));
-    s.chosen.resize(std::max<size_t>(s.chosen.size(), static_cast<size_t>(most) * group_));
-  }
-  const int groups = step.batch * heads;
-  counts_.resize(std::max<size_t>(counts_.size(), groups));
-  for_groups(groups, [&](int i, Scratch* scratch) {
-    const int64_t to = static_cast<int64_t>(i) * most;
-    counts_[i] =
-        plan_group(step, plan, i / heads, i % heads, plan.pages + to, plan.masks + to * group_, scratch);
-  });
-  // The lists close up.
-  int64_t count = 0;
-  plan.offsets[0] = 0;
-  for (int i = 0; i < groups; ++i) {
-    const int64_t from = static_cast<int64_t>(i) * most;
-    std::memmove(plan.pages + count, plan.pages + from, counts_[i] * sizeof(int32_t));
-    std::memmove(plan.masks + count * group_, plan.masks + from * group_,
-                 static_cast<size_t>(counts_[i]) * group_ * sizeof(uint16_t));
-    plan.offsets[i + 1] = count += counts_[i];
-  }
-  for (Scratch& s : scratch_) {
-    planned_ += s.counts[0];
-    passed_ += s.counts[1];
-    candidates_ += s.counts[2];
-    s.counts = {};
-  }
-  return count;
-}
-
-// How many pages the group lists.
-int Lfps::plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, int32_t* pages,
-                     uint16_t* masks, Scratch* s) const {
-  const PoolShape& shape = pool_->shape();
-  const int n = step.seq_lens[b], first = shape.sink_pages;
-  const int middle = window_start_page(n, first, config_.window) - first;
-  const int64_t at_head = static_cast<int64_t>(b) * config_.q_heads + h * group_;
-  const int64_t at_group = static_cast<int64_t>(b) * shape.kv_heads + h;
-  State* state = at(step.layer, step.rows[b]).get();
-  constexpr int kListed = -1;
-  plan.blk[at_group] = kListed;
-  plan.value[at_group] = 0;
-  std::fill_n(plan.budget + at_head, group_, 0.0f);
-  std::fill_n(plan.given_lse + at_head, group_, kNothing);
-  if (middle == 0) return 0;
-  const uint16_t passed = pass_by(step, plan, b, h);
-  s->counts[0] += group_;
-  s->counts[1] += std::popcount(passed);
-  for (int g = 0; g < group_; ++g) {
-    uint16_t* chosen = &s->chosen[static_cast<int64_t>(g) * middle];
-    if (passed >> g & 1) {
-      std::fill_n(chosen, middle, uint16_t{0});
-      continue;
-    }
-    candidates(state, h * group_ + g, n, chosen, s);
-    // Below 1 a budget ranks, so that the choice comes with its scores.
-    plan.budget[at_head + g] = static_cast<float>(std::min(plan.k, 1 - 1e-6));
-  }
-  int count = 0;
-  int64_t tokens = 0;
-  for (int p = 0; p < middle; ++p) {
-    uint16_t any = 0;
-    for (int g = 0; g < group_; ++g) {
-      const uint16_t mask = s->chosen[static_cast<int64_t>(g) * middle + p];
-      masks[static_cast<int64_t>(count) * group_ + g] = mask;
-      any |= mask;
-      tokens += std::popcount(mask);
-    }
-    pages[count] = first + p;
-    count += any != 0;
-  }
-  s->counts[2] += tokens;
-  plan.value[at_group] = static_cast<float>(2.0 * count * kPage + static_cast<double>(tokens));
-  return count;
-}
-
-// Eq. 5 and 6: the group's heads whose attention goes to the first tokens. Of these the middle becomes one
-// token: the mean value, with what the tokens are estimated to weigh together.
-uint16_t Lfps::pass_by(const LfpsStep& step, const LfpsPlan& plan, int b, int h) const {
-  if (config_.bypass >= 1) return 0;
-  const PoolShape& shape = pool_->shape();
-  const int n = step.seq_lens[b], D = shape.head_dim;
-  const int end_page = window_start_page(n, shape.sink_pages, config_.window);
-  const double middle = (end_page - shape.sink_pages) * kPage;
-  const int32_t* pages = plan.table + b * plan.table_stride;
-  const int last = (n - 1) / kPage;
-  const int32_t looked_at[3] = {pages[0], pages[std::max(0, last - 1)], pages[last]};
-  const char* q = plan.q + b * plan.q_stride + static_cast<int64_t>(h) * group_ * shape.token_bytes();
-  alignas(64) float scores[kMaxGroup][3 * kPage];
-  pool_->kernels().score_tokens(q, group_, D, pool_->tiles(step.layer, h), looked_at, 3, scores[0],
-                                3 * kPage);
-  const double* sums = pool_->moments(step.layer, h, pages[end_page - 1]);
-  const State& state = *at(step.layer, step.rows[b]);
-  const double odds = std::log(config_.bypass / (1 - config_.bypass));
-  uint16_t passed = 0;
-  for (int g = 0; g < group_; ++g, q += shape.token_bytes()) {
-    // In the middle there is a token, so the last page is not the first, and there are kLocal tokens.
-    const int end = kPage + kPage + (n - 1) % kPage + 1;
-    const double sink = lse_of(scores[g], 0, kFirst, plan.scale);
-    const double local = lse_of(scores[g], end - kLocal, end, plan.scale);
-    double mean = 0;
-    for (int d = 0; d < D; ++d) mean += element(q, d, shape.dtype) * sums[d];
-    mean *= plan.scale / middle;
-    const double variance = state.heads[h * group_ + g].spread * squared_norm(q, D, shape.dtype);
-    const double global = std::log(middle) + mean + variance / 2;
-    if (!(sink - std::max(global, local) > odds)) continue;
-    passed |= 1u << g;
-    const int64_t to = static_cast<int64_t>(b) * config_.q_heads + h * group_ + g;
-    plan.given_lse[to] = static_cast<float>(global);
-    for (int d = 0; d < D; ++d) plan.given_o[to * D + d] = static_cast<float>(sums[D + d] / middle);
-  }
-  return passed;
-}
-
-// Eq. 7 to 9: chosen[pages of the middle], the head's candidates.
-void Lfps::candidates(State* state, int head, int n, uint16_t* chosen, Scratch* s) const {
-  const KernelTable& kernels = pool_->kernels();
-  const ScoreTable by_position = vertical(state, head), by_offset = slash(state, head);
-  const Limits position = by_position.limits(config_.alpha_vertical);
-  const Limits offset = by_offset.limits(config_.alpha_slash);
-  const int first_page = sinks() / kPage;
-  const int end_page = window_start_page(n, first_page, config_.window), middle = end_page - first_page;
-  uint16_t* first = s->first.data() + kPad;
-  std::fill_n(s->first.data(), middle + 2 * kPad, uint16_t{0});
-  // Pages and blocks of offsets 16 at a time: which of them have an entry above the limit.
-  const auto blocks_above = [&](const ScoreTable& table, int from, int to, float limit, const auto& visit) {
-    for (int i = from / kPage * kPage; i < to; i += kPage) {
-      // Past the table's end there may be less than a vector's worth of tops.
-      uint16_t hot = 0;
-      if (i + kPage <= state->capacity / kPage) {
-        kernels.above(table.tops + i, 1, limit, &hot);
-      } else {
-        for (int j = i; j < to; ++j) hot |= static_cast<uint16_t>((table.tops[j] > limit) << (j - i));
-      }
-      // They lie apart, and the next table is asked about most of their positions, too.
-      for (unsigned left = hot; left != 0; left &= left - 1)
-        __builtin_prefetch(table.values + static_cast<int64_t>(i + std::countr_zero(left)) * kPage);
-      for (unsigned left = hot; left != 0; left &= left - 1) {
-        const int block = i + std::countr_zero(left);
-        if (block < from || block >= to) continue;
-        uint16_t mask;
-        kernels.above(table.values + static_cast<int64_t>(block) * kPage, 1, limit, &mask);
-        visit(block, mask);
-      }
-    }
-  };
-  blocks_above(by_position, first_page, end_page, position.first,
-               [&](int page, uint16_t mask) { first[page - first_page] |= mask; });
-  // Offset d is position n - 1 - d: a block of offsets is 16 positions backwards, of two pages.
-  const int least = (n - end_page * kPage) / kPage, beyond = (n - 1 - sinks()) / kPage + 1;
-  blocks_above(by_offset, least, beyond, offset.first, [&](int block, uint16_t mask) {
-    const int from = n - kPage - block * kPage - sinks();  // of the middle, -15 and more
-    const int page = (from + kPage) / kPage - 1;
-    const uint32_t wide = static_cast<uint32_t>(reversed(mask)) << (from - page * kPage);
-    first[page] |= static_cast<uint16_t>(wide);
-    first[page + 1] |= static_cast<uint16_t>(wide >> kPage);
-  });
-  first[-1] = first[middle] = first[middle + 1] = 0;
-  // What has come from the window last: nobody could attend to it from here so far.
-  first[middle - 1] = 0xffff;
-  if (!config_.expand) {
-    std::copy_n(first, middle, chosen);
-    return;
-  }
-  const float* backwards = by_offset.values + n - kPage - sinks();
-  constexpr int kAhead = 16;
-  for (int p = 0; p < middle; ++p) {
-    if (p + kAhead < middle && first[p + kAhead] != 0) {
-      __builtin_prefetch(by_position.values + static_cast<int64_t>(first_page + p + kAhead) * kPage);
-      __builtin_prefetch(backwards - static_cast<int64_t>(p + kAhead) * kPage);
-      __builtin_prefetch(backwards - static_cast<int64_t>(p + kAhead - 1) * kPage - 1);
-    }
-    const uint32_t before = first[p - 1], now = first[p], after = first[p + 1];
-    chosen[p] = static_cast<uint16_t>(now);
-    if ((before | now | after) == 0) continue;
-    const uint32_t near =
-        (now << 1 | before >> 15 | now << 2 | before >> 14 | now >> 1 | after << 15) & ~now & 0xffff;
-    if (near == 0) continue;
-    uint16_t on_position, on_offset;
-    kernels.above(by_position.values + static_cast<int64_t>(first_page + p) * kPage, 1, position.mean,
-                  &on_position);
-    kernels.above(backwards - static_cast<int64_t>(p) * kPage, 1, offset.mean, &on_offset);
-    chosen[p] |= near & (on_position | reversed(on_offset));
   }
 }
 
@@ -449,12 +177,16 @@ void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, i
   for (int g = 0; g < group_; ++g) {
     const int64_t at_head = static_cast<int64_t>(b) * config_.q_heads + h * group_ + g;
     if (choice.given_lse[at_head] != kNothing) continue;
+    ScoreTable by_position = vertical(state, h * group_ + g), by_offset = slash(state, h * group_ + g);
     int count = 0;
     float sane = 0;  // NaN once a score is no finite number
     for (int64_t i = from; i < to; ++i) {
       for (unsigned left = choice.chosen[i * group_ + g]; left != 0; left &= left - 1) {
-        const int t = std::countr_zero(left);
-        s->positions[count] = choice.pages[i] * kPage + t;
+        const int t = std::countr_zero(left), position = choice.pages[i] * kPage + t;
+        s->positions[count] = position;
+        // They lie apart, and nobody has read them in this step.
+        __builtin_prefetch(&by_position.values[position], 1);
+        __builtin_prefetch(&by_offset.values[n - 1 - position], 1);
         s->scores[count] = choice.scores[(i * group_ + g) * kPage + t];
         sane += 0 * s->scores[count++];
       }
@@ -468,7 +200,6 @@ void Lfps::update_group(const LfpsStep& step, const LfpsChoice& choice, int b, i
     head.unit *= config_.decay;
     const float share = static_cast<float>(0.5 / head.unit);
     kernels.add_weights(s->scores.data(), count, choice.scale, lse, 0, 1, s->weights.data());
-    ScoreTable by_position = vertical(state, h * group_ + g), by_offset = slash(state, h * group_ + g);
     for (int i = 0; i < count; ++i) by_position.add(s->positions[i], share * s->weights[i]);
     for (int i = 0; i < count; ++i) by_offset.add(n - 1 - s->positions[i], share * s->weights[i]);
     if (head.unit < digits_) renormalise(state, h * group_ + g);
@@ -491,7 +222,7 @@ int64_t Lfps::bytes() const {
   int64_t bytes = 0;
   for (const std::unique_ptr<State>& state : states_) {
     if (!state) continue;
-    bytes += static_cast<int64_t>((state->values.size() + state->tops.size()) * sizeof(float) +
+    bytes += static_cast<int64_t>(state->values.size() * sizeof(float) + state->codes.size() +
                                   state->heads.size() * sizeof(Head));
   }
   return bytes;

@@ -2,10 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
-
-#include "kernels/table.h"
 
 namespace fluxion {
 
@@ -45,32 +44,72 @@ inline Limits limits_of(const PowerSums& sums, int64_t n, double alpha) {
   return {static_cast<float>(mean), static_cast<float>(mean + (alpha + 3 / kurtosis) * std::sqrt(m4 / m2))};
 }
 
-// Entries lie in memory of the owner. tops[i] is the largest of entries 16 i .. 16 i + 15: entries only grow
-// until they are all multiplied. The statistics are those of the entries [begin, end).
+// Eight bits that keep the order of the floats from 0 on: what is larger has no smaller code. A code has the
+// exponent and the first three binary digits, less a base, and what lies outside of 0 to 255 has the nearer
+// end. So two codes that differ tell how their numbers compare, and only of equal ones nobody knows.
+class Codes {
+ public:
+  // Numbers from half of `mean` to 2^30 times it have codes of their own.
+  static Codes around(float mean) { return Codes(std::max(0, digits(mean) - kBelow)); }
+  Codes() = default;  // all have 0
+
+  uint8_t of(float x) const { return static_cast<uint8_t>(std::clamp(digits(x) - base_, 0, 255)); }
+  // Whether numbers as large as these limits have codes of their own.
+  bool fit(const Limits& limits) const { return of(limits.mean) > 0 && of(limits.first) < 255; }
+  bool operator==(const Codes&) const = default;
+
+ private:
+  static constexpr int kBelow = 8;  // an octave
+  static constexpr int kNone = 1 << 12;
+  explicit Codes(int base) : base_(base) {}
+  // Of a NaN that of infinity at least; negative numbers, which no entry is, are 0.
+  static int digits(float x) {
+    return x <= 0 ? 0 : static_cast<int>(std::bit_cast<uint32_t>(x) >> 20 & 0x7ff);
+  }
+
+  int base_ = kNone;
+};
+
+// What a table has beside its entries.
+struct TableStatistics {
+  PowerSums sums;
+  Codes code;
+};
+
+// Entries, and their codes, lie in memory of the owner. The statistics are those of the entries [begin, end).
+// Entries only grow until they are all multiplied, so that their codes, which are made for the mean as it
+// was, serve for a hundred steps and more.
 struct ScoreTable {
   float* values;
-  float* tops;
-  PowerSums* sums;
+  uint8_t* codes;
+  TableStatistics* statistics;
   int begin, end;
 
   void add(int i, float amount) {
     const float old = values[i];
     values[i] = old + amount;
-    float& top = tops[i / kPage];
-    top = std::max(top, values[i]);
-    if (begin <= i && i < end) sums->replace(old, values[i]);
+    codes[i] = statistics->code.of(values[i]);
+    if (begin <= i && i < end) statistics->sums.replace(old, values[i]);
   }
   // Entries [end, to) count, too.
   void extend(int to) {
-    for (; end < to; ++end) sums->add(values[end]);
+    for (; end < to; ++end) statistics->sums.add(values[end]);
   }
   // A power of two, so that nothing is lost but what underflows.
   void multiply(int entries, float by) {
     for (int i = 0; i < entries; ++i) values[i] *= by;
-    for (int i = 0; i < entries / kPage; ++i) tops[i] *= by;
-    sums->multiply(by);
+    statistics->sums.multiply(by);
+    statistics->code = Codes();
   }
-  Limits limits(double alpha) const { return limits_of(*sums, std::max(0, end - begin), alpha); }
+  // New codes where those at hand do not fit the limits.
+  void encode(int entries, const Limits& limits) {
+    if (statistics->code.fit(limits)) return;
+    const Codes code = Codes::around(limits.mean);
+    if (code == statistics->code) return;
+    for (int i = 0; i < entries; ++i) codes[i] = code.of(values[i]);
+    statistics->code = code;
+  }
+  Limits limits(double alpha) const { return limits_of(statistics->sums, std::max(0, end - begin), alpha); }
 };
 
 }  // namespace fluxion

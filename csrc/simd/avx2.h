@@ -42,6 +42,20 @@ inline Vec zero_below(Vec x, Vec limit, Vec v) {
 inline uint32_t lanes_at_least(Vec x, Vec limit) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ)));
 }
+inline void compare_bytes(const uint8_t* p, uint8_t limit, uint64_t* above, uint64_t* equal) {
+  const __m256i least = _mm256_set1_epi8(static_cast<char>(limit));
+  uint64_t reach = 0;
+  *equal = 0;
+  for (int i = 0; i < 64; i += 32) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
+    const auto bits = [&](__m256i lanes) {
+      return static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(lanes))) << i;
+    };
+    reach |= bits(_mm256_cmpeq_epi8(_mm256_max_epu8(x, least), x));
+    *equal |= bits(_mm256_cmpeq_epi8(x, least));
+  }
+  *above = reach & ~*equal;
+}
 inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) {
   __m128i* words = reinterpret_cast<__m128i*>(p);
   const __m128i lane = _mm_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128);

@@ -36,6 +36,11 @@ inline Vec zero_below(Vec x, Vec limit, Vec v) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), v);
 }
 inline uint32_t lanes_at_least(Vec x, Vec limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ); }
+inline void compare_bytes(const uint8_t* p, uint8_t limit, uint64_t* above, uint64_t* equal) {
+  const __m512i x = _mm512_loadu_si512(p), all = _mm512_set1_epi8(static_cast<char>(limit));
+  *above = _mm512_cmpgt_epu8_mask(x, all);
+  *equal = _mm512_cmpeq_epi8_mask(x, all);
+}
 inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) {
   __m256i* words = reinterpret_cast<__m256i*>(p);
   const __m256i chosen = _mm256_maskz_set1_epi16(static_cast<__mmask16>(bits), static_cast<int16_t>(value));

@@ -34,6 +34,14 @@ inline uint32_t lanes_with(const uint16_t* p, uint16_t bits) { return (*p & bits
 inline Vec zero_below(Vec x, Vec limit, Vec v) { return x < limit ? 0.0f : v; }
 // Bit i: whether lane i of x is at least that of limit; not where either is NaN.
 inline uint32_t lanes_at_least(Vec x, Vec limit) { return x >= limit; }
+// Bit i: whether p[i] is above, or equal to, the limit; of 64 consecutive bytes.
+inline void compare_bytes(const uint8_t* p, uint8_t limit, uint64_t* above, uint64_t* equal) {
+  *above = *equal = 0;
+  for (int i = 0; i < 64; ++i) {
+    *above |= static_cast<uint64_t>(p[i] > limit) << i;
+    *equal |= static_cast<uint64_t>(p[i] == limit) << i;
+  }
+}
 // p[i] |= value where bit i of `bits` is set, of kLanes consecutive words.
 inline void or_lanes(uint16_t* p, uint32_t bits, uint16_t value) { *p |= bits & 1 ? value : 0; }
 // Writes the lanes of x whose bits are set one after another, and anything up to p[kLanes - 1]; how many.

@@ -150,7 +150,7 @@ def test_select_of_many(isa: str, n: int, kind: str) -> None:
         check_select(isa, scores, count, bit=0x4000)
 
 
-# ---- patterns: score_rows, above, weights
+# ---- patterns: score_rows, compare_codes, weights
 
 
 @isas
@@ -175,20 +175,16 @@ def test_score_rows(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: 
 
 @isas
 @few
-@given(
-    data=st.data(), seed=seeds, pages=st.integers(0, 5),
-    limit=st.sampled_from([0.0, -0.0, 0.5, -1.0, 1e-45, 3e38, INF, -INF]),
-)  # fmt: skip
-def test_above(isa: str, data: st.DataObject, seed: int, pages: int, limit: float) -> None:
+@given(seed=seeds, words=st.integers(0, 5), limit=st.sampled_from([0, 1, 100, 127, 128, 129, 254, 255]))
+def test_compare_codes(isa: str, seed: int, words: int, limit: int) -> None:
     torch.manual_seed(seed)
-    values = torch.randn(pages, 16)
-    for special in data.draw(st.lists(st.sampled_from([INF, -INF, NAN, 0.0, -0.0, limit, 1e-45]), max_size=6)):
-        if pages:
-            values[torch.randint(0, pages, ()), torch.randint(0, 16, ())] = special
-    masks = torch.full((pages + 1,), 0x5A5A, dtype=torch.int32).to(torch.uint16)
-    k("above")(isa, values, limit, masks[:pages])
-    want = ((values > torch.tensor(limit)).to(torch.int32) << torch.arange(16)).sum(1).tolist()
-    assert masks.tolist() == [*want, 0x5A5A]
+    near = limit + torch.randint(-2, 3, (words, 64))
+    codes = torch.where(torch.rand(words, 64) < 0.5, near.clamp(0, 255), torch.randint(0, 256, (words, 64)))
+    found = torch.full((2, words + 1), 0x5A5A)
+    k("compare_codes")(isa, codes.to(torch.uint8).flatten(), limit, found[0, :words], found[1, :words])
+    for got, is_so in zip(found.tolist(), (codes > limit, codes == limit), strict=True):
+        want = [sum(1 << b for b in range(64) if row[b]) for row in is_so.tolist()]
+        assert [word & (1 << 64) - 1 for word in got] == [*want, 0x5A5A]
 
 
 # ---- block_mass

@@ -210,7 +210,7 @@ def test_memory_is_that_of_rows_in_use() -> None:
     assert world.tables.counts()["bytes"] == 0
     world.start(0, 159)
     one = world.tables.counts()["bytes"]
-    assert 4 * 416 * 8.5 <= one <= 4 * 416 * 8.5 + 4 * 100  # with room for 256 tokens more
+    assert 4 * 448 * 10 <= one <= 4 * 448 * 10 + 4 * 120  # with room for 256 tokens more, of whole words
     world.start(3, 159)
     assert world.tables.counts()["bytes"] == 2 * one
     world.tables.release(0)

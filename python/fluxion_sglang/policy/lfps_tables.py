@@ -38,7 +38,7 @@ class LfpsOptions:
 class LfpsTables:
     """Two score tables for every query head of every request row and layer, over the tokens of a host pool.
 
-    Memory: 8.5 bytes a head, layer and token of the rows that are in use.
+    Memory: 10 bytes a head, layer and token of the rows that are in use.
 
     Raises:
         ValueError: options or sizes that cannot be.

@@ -9,7 +9,8 @@ steps: score tables start before them, and go through the engine step by step. E
 - time (the paper's Fig. 5a): what one core takes to say what to read, all layers of a step. Exact top-k scores every
   key of the middle, Quest every block of 16; LFPS looks for candidates, scores these, and learns what was chosen.
   The heads of a group share what they read of keys and metadata; the paper's work apart, so both are measured: as the
-  model has it, and with a KV head for every query head.
+  model has it, and with a KV head for every query head. Keys have 64 dimensions, and 128 as those of the paper's model:
+  the same ones, turned into a larger space, so that every score stays what it is and every key costs twice the bytes.
 - overlap (Fig. 2a): share of a head's k tokens with the largest scores that are among the k it was given, with and
   without the neighbours of candidates.
 - candidates (Table 4): share of the middle that LFPS scores, by alpha.
@@ -18,7 +19,6 @@ steps: score tables start before them, and go through the engine step by step. E
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +53,8 @@ BUDGET = 0.02
 NEEDED = 0.1
 """Least attention mass in the middle of a (head, step) whose overlap counts."""
 ALPHAS = (0.1, 0.2, 0.3, 0.4)
+WIDE = 128
+"""Dimensions of a head of the paper's model."""
 TASKS = ("niah_single_2", "niah_multikey_1", "vt", "fwe")
 Row = dict[str, Any]
 _ELSE = torch.ones(1 << 24)
@@ -271,44 +273,79 @@ def samples(model: Path, length: int, count: int) -> Iterator[list[States]]:
             yield capture(loaded, [*sample.prompt, *answer])
 
 
+def overlap_rows(model: Path, length: int, count: int, steps: int) -> list[Row]:
+    """A row an alpha, with and without neighbours: means of what `overlaps` finds in `count` documents a task."""
+    found: dict[tuple[float, bool], dict[str, list[float]]] = {}
+    variants = [(alpha, True) for alpha in ALPHAS] + [(0.2, False)]
+    for states in tqdm(samples(model, length, count), desc="overlap", unit="document"):
+        for alpha, expand in variants:
+            of = overlaps(states, steps, torch.float32, LfpsOptions(alpha, alpha, expand=expand))
+            for name, values in of.items():
+                found.setdefault((alpha, expand), {}).setdefault(name, []).extend(values)
+    return [
+        {"alpha": alpha, "expand": expand, "pairs": len(of["candidates"]), **{name: mean(of[name]) for name in of}}
+        for (alpha, expand), of in found.items()
+    ]
+
+
+def timed_states(model: Path, length: int, folder: Path | None) -> list[States]:
+    """What the model computes for a document of `length` tokens, in bfloat16; kept in `folder`, and taken from there:
+    it takes minutes where documents are long."""
+    path = folder / f"states_{length}.pt" if folder else None
+    if path and path.exists():
+        return [States(*state) for state in torch.load(path)]
+    found = next(samples(model, length, 1))
+    states = [_each(state, lambda t: t.to(torch.bfloat16)) for state in found]
+    if path:
+        torch.save([tuple(state) for state in states], path)
+    return states
+
+
+def _each(state: States, change: Callable[[Tensor], Tensor]) -> States:
+    return state._replace(q=change(state.q), k=change(state.k), v=change(state.v))
+
+
+def shapes(states: list[States]) -> Iterator[list[States]]:
+    """As the model has them, and with a KV head for every query head; then both with keys of 128 dimensions."""
+    group, dim = states[0].q.shape[0] // states[0].k.shape[0], states[0].k.shape[2]
+    basis = torch.linalg.qr(torch.randn(WIDE, dim, generator=torch.Generator().manual_seed(0)))[0]
+    wide = [_each(state, lambda t: t.float() @ basis.T) for state in states]
+    for found in (states, wide):
+        yield found
+        yield [s._replace(k=s.k.repeat_interleave(group, 0), v=s.v.repeat_interleave(group, 0)) for s in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=common.NEEDLE)
     parser.add_argument("--lengths", default="4096,16384,32768", help="of the time; tokens, comma separated")
+    parser.add_argument("--states", type=Path, help="a folder to keep what the model computes in")
     parser.add_argument("--length", type=int, default=4096, help="of the overlap")
     parser.add_argument("--samples", type=int, default=1, help="of each task, for the overlap")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--only", choices=["overlap", "times"], help="one half; the other stays, if it is of this code")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args()
     if args.quick:
         args.lengths, args.length, args.samples, args.steps = "2048,4096", 2048, 1, 12
     torch.manual_seed(0)
-    found: dict[tuple[float, bool], dict[str, list[float]]] = {}
-    variants = [(alpha, True) for alpha in ALPHAS] + [(0.2, False)]
-    for states in tqdm(samples(args.model, args.length, args.samples), desc="overlap", unit="document"):
-        for alpha, expand in variants:
-            of = overlaps(states, args.steps, torch.float32, LfpsOptions(alpha, alpha, expand=expand))
-            for name, values in of.items():
-                found.setdefault((alpha, expand), {}).setdefault(name, []).extend(values)
-    overlap_rows = [
-        {"alpha": alpha, "expand": expand, "pairs": len(of["candidates"]), **{name: mean(of[name]) for name in of}}
-        for (alpha, expand), of in found.items()
-    ]
-    time_rows = []
-    for length in tqdm([int(text) for text in args.lengths.split(",")], desc="time", unit="length"):
-        together = next(samples(args.model, length, 1))
-        group = together[0].q.shape[0] // together[0].k.shape[0]
-        apart = [s._replace(k=s.k.repeat_interleave(group, 0), v=s.v.repeat_interleave(group, 0)) for s in together]
-        for size, states in ((group, together), (1, apart)):
-            found_ms = times(states, args.steps, torch.bfloat16, LfpsOptions())
-            time_rows.append({"length": length, "group": size, **found_ms})
     described = Model.read(args.model)
     data = {**common.header("lfps_selection"), "model": {"id": described.id, "sha256": described.sha256()}}
     data |= {"budget": BUDGET, "steps": args.steps, "length": args.length, "samples": args.samples}
-    data |= {"overlap": overlap_rows, "rows": time_rows}
     out = common.RESULTS / common.machine_name() / f"lfps_selection{'_quick' if args.quick else ''}.json"
-    out.write_text(json.dumps(data, indent=1) + "\n")
-    for row in [*time_rows, *overlap_rows]:
+    data = {"overlap": [], **common.resume(out, data, common.SAME)}
+    if args.only != "times":
+        data["overlap"] = overlap_rows(args.model, args.length, args.samples, args.steps)
+        common.save(out, data)
+    if args.only != "overlap":
+        data["rows"] = []
+        for length in tqdm([int(text) for text in args.lengths.split(",")], desc="time", unit="length"):
+            for states in shapes(timed_states(args.model, length, args.states)):
+                group, dim = states[0].q.shape[0] // states[0].k.shape[0], states[0].k.shape[2]
+                found = times(states, args.steps, torch.bfloat16, LfpsOptions())
+                data["rows"].append({"length": length, "group": group, "head_dim": dim, **found})
+                common.save(out, data)
+    for row in [*data["rows"], *data["overlap"]]:
         print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
 
 

@@ -72,15 +72,16 @@ def draw_roofline(data: dict[str, Any], path: Path) -> None:
 
 
 def draw_selection(data: dict[str, Any], path: Path) -> None:
-    """Time of a step's selections against length, a panel a size of groups."""
+    """Time of a step's selections against length, a panel a size of groups and of keys."""
     plt = pyplot()
-    groups = sorted({row["group"] for row in data["rows"]}, reverse=True)
-    figure, axes = plt.subplots(1, len(groups), figsize=(3.6 * len(groups), 3), squeeze=False, sharey=True)
-    for axis, group in zip(axes[0], groups, strict=True):
-        rows = sorted((row for row in data["rows"] if row["group"] == group), key=lambda row: row["length"])
+    shapes = sorted({(row["head_dim"], -row["group"]) for row in data["rows"]})
+    figure, axes = plt.subplots(1, len(shapes), figsize=(3.2 * len(shapes), 3), squeeze=False, sharey=True)
+    for axis, (dim, group) in zip(axes[0], shapes, strict=True):
+        rows = [row for row in data["rows"] if (row["head_dim"], -row["group"]) == (dim, group)]
+        rows.sort(key=lambda row: row["length"])
         for name, label in (("exact", "exact top-k"), ("quest", "Quest"), ("lfps", "LFPS")):
             axis.plot([row["length"] / 1024 for row in rows], [row[f"{name}_ms"] for row in rows], "o-", label=label)
-        axis.set(title=f"{group} heads a group", xlabel="context (1,024 tokens)", xscale="log", yscale="log")
+        axis.set(title=f"D = {dim}, {-group} a group", xlabel="context (1,024 tokens)", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("selection (ms a step)")
     axes[0][0].legend()

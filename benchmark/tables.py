@@ -366,20 +366,19 @@ def lfps_times(results: Path) -> str:
     """Time of selections by length: exact top-k, Quest, LFPS and its parts; ratios are of the same steps."""
     out = []
     for path, data in result_files(results, "lfps_selection.json"):
-        head = ["heads a group", "tokens", "exact (ms)", "Quest (ms)", "LFPS (ms)", "scan, score, learn", "candidates"]
+        head = ["D", "heads a group", "tokens", "exact (ms)", "Quest (ms)", "LFPS (ms)", "scan, score, learn"]
         rows = [
             [
-                f"{row['group']}",
-                f"{row['length']:,}",
+                *(f"{row['head_dim']}", f"{row['group']}", f"{row['length']:,}"),
                 *(f"{row[f'{name}_ms']:.2f}" for name in ("exact", "quest", "lfps")),
                 ", ".join(f"{row[f'{name}_ms']:.2f}" for name in ("scan", "score", "learn")),
                 f"{row['candidates']:.1%}",
                 *(f"{row[f'{name}_ms'] / row['lfps_ms']:.1f}x" for name in ("exact", "quest")),
             ]
-            for row in sorted(data["rows"], key=lambda row: (-row["group"], row["length"]))
+            for row in sorted(data["rows"], key=lambda row: (row["head_dim"], -row["group"], row["length"]))
         ]
         note = f"Medians of {data['steps']} steps. {where(data)}"
-        lines = table([*head, "exact / LFPS", "Quest / LFPS"], rows, "rrrrrrrrr")
+        lines = table([*head, "candidates", "exact / LFPS", "Quest / LFPS"], rows, "r" * 10)
         out.append(f"{lines}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("lfps_selection.py")
 

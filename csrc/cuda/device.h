@@ -188,8 +188,8 @@ __device__ __forceinline__ float warp_max(float x) {
 // Two results of attention become one. Base-2 LSEs; -inf is the LSE of nothing. weight_a, weight_b: what the
 // outputs count, together 1 (0 and 0 if both are nothing).
 __device__ __forceinline__ float merge_weights(float a, float b, float* weight_a, float* weight_b) {
-  const float top = fmaxf(a, b);
-  if (top == minus_infinity()) {
+  const float top = fmaxf(a, b);  // of a NaN and a number, the number
+  if (a == minus_infinity() && b == minus_infinity()) {
     *weight_a = *weight_b = 0.0f;
     return top;
   }

@@ -533,6 +533,8 @@ void copy_tiles_of(int64_t stream, TensorView source, TensorView slots, int64_t 
 void copy_in_order_of(int64_t stream, TensorView source, TensorView to) {
   expect_pinned(source, "source", DLDataType{kDLUInt, 8, 1}, {-1}, 1);
   expect_device(to, "to", DLDataType{kDLUInt, 8, 1}, {source.size(0)}, 1);
+  expect_aligned(source, "source", 1, 0);
+  expect_aligned(to, "to", 1, 0);
   if (source.size(0) % 16 != 0) Raise("ValueError") << "source has no multiple of 16 bytes.";
   guard([&] { copy_in_order(stream_of(stream), data<char>(source), data<char>(to), source.size(0)); });
 }

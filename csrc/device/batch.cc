@@ -130,7 +130,7 @@ void Batch::gather() {
 }
 
 void Batch::submit(const DeviceApi& api, void* stream, char* hot) {
-  if (in_host * tile_bytes() >= stage_.from) gather();
+  if (std::min(in_host, stage_.slots) * tile_bytes() >= stage_.from) gather();
   const DeviceCopy copy{from_, to_, staged, tile_bytes(), hot};
   const DeviceBatch batch{
       .tasks = tasks_,

@@ -162,9 +162,17 @@ void Dispatcher::begin_layer() {
   load_ = engine_.device_load();
   feeding_ = load_.own + load_.tasks > 0;
   const bool fits = load_.longest <= config_.entries && !is_lost_.load(std::memory_order_relaxed);
-  left_ = fits ? std::llround(device_share(load_, config_.rates, hit_share_) *
-                              static_cast<double>(load_.tile_bytes))
-               : 0;
+  const double share = device_share(load_, rates_of_layer(), hit_share_);
+  left_ = fits ? std::llround(share * static_cast<double>(load_.tile_bytes)) : 0;
+}
+
+// Where a batch of this layer is not staged, or only in part, its tiles come at the rate of reading in place.
+Rates Dispatcher::rates_of_layer() const {
+  Rates rates = config_.rates;
+  const int64_t typical = load_.tasks > 0 ? load_.tile_bytes / load_.tasks : 0;
+  const int64_t batch = std::max(config_.batch_bytes, typical);
+  if (batch < config_.stage_from || batch > config_.stage_bytes) rates.stage = 0;
+  return rates;
 }
 
 // Claims a task, or launches what there is when there are no more. Whether something was done.

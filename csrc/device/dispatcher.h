@@ -98,6 +98,7 @@ class Dispatcher {
   void look_after(Stream* stream, Batch* batch);
   void poll_copies();
   void begin_layer();
+  Rates rates_of_layer() const;
   bool feed();
   bool take_buffer();
   void add(int64_t claim);

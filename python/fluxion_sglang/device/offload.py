@@ -4,6 +4,7 @@ of their own, then a call by a thread that waits for them. `drain` comes before 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -80,6 +81,8 @@ class Offload:
                 self._side.copy_out(source, copy)
             mark = self._side.mark()
         except BaseException:
+            with contextlib.suppress(Exception):  # what was launched before it may still use the stage
+                self._side.host_waits(self._side.mark())
             with self._changed:
                 self._free.append(stage)
             raise

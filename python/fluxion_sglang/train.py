@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--spread", type=float, default=FluxionConfig.spread, help="as the server's (default: %(default)s)")
     option("--epochs", type=int, default=30, help="passes over the samples (default: %(default)s)")
     option("--quantile", type=float, default=0.9, help="of the budget to predict: higher reads more, errs less")
-    option("--coverage", type=float, default=0.98, help="share of every head's budgets that shall suffice")
+    option("--coverage", type=float, default=0.98, help="share of every head's budgets that is to suffice")
     option("--miss-rate", type=float, default=0.001, help="share of needed heads that may be called streaming")
     option("--seed", type=int, default=0, help="of steps, split and training (default: %(default)s)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")

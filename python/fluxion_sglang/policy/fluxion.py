@@ -52,6 +52,8 @@ class FluxionPolicy(Policy):
         assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
         step = self._step
+        if step.batch == 0:
+            return unplanned(step)
         if not self._margins:
             self._margins = self._of_these_heads(observed.features)
         self.predictor.forward(observed.features.view(-1, COUNT), self._predicted, step.workers)
@@ -71,6 +73,4 @@ class FluxionPolicy(Policy):
 
     def _of_these_heads(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The margins [Hq, 4] of every layer; the features say which of the model's heads this process has."""
-        if len(features) == 0:
-            return []
         return list(self.margins[:, features[0, :, INDEX["head"]].long()].contiguous())

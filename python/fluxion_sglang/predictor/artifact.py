@@ -132,7 +132,12 @@ def save(
         if not (math.isfinite(tau) and tau > 0):
             raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
         state = {name: value.detach().cpu().contiguous() for name, value in entry.network.state_dict().items()}
-        state[_MARGINS] = entry.margins.cpu().contiguous()
+        state[_MARGINS] = entry.margins.float().cpu().contiguous()
+        if state[_MARGINS].shape != (wanted := (identity.layers, identity.q_heads, len(BLOCKS))):
+            raise PredictorError(
+                f"The margins for tau {tau:g} have the shape {tuple(state[_MARGINS].shape)} and not {wanted}, a number "
+                "for every layer, head and block size; fit them on samples of this model."
+            )
         _check_values(state, f"The network for tau {tau:g}", "train it again with a lower learning rate")
         if not math.isfinite(entry.threshold):
             raise PredictorError(f"The streaming threshold for tau {tau:g} is {entry.threshold}; train it again.")
@@ -239,6 +244,9 @@ def _identity(folder: Path, document: dict[str, Any]) -> Identity:
     missing = [name for name in names if values.get(name) is None]
     if missing:
         raise _broken(folder, f"it does not say the {', '.join(missing)} it was trained for")
+    for name in ("layers", "q_heads"):
+        if type(values[name]) is not int or values[name] < 1:
+            raise _broken(folder, f"its {name} is {values[name]!r}, which is no number of them")
     return Identity(**{name: values[name] for name in names})
 
 

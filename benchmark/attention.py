@@ -264,7 +264,7 @@ class Bench:
             whole = time.perf_counter() - start
             parts = {
                 "resident": spent["layer_resident"],
-                "features": spent["_observe"] - spent["layer_resident"],
+                "features": spent["_observe"],
                 "plan": spent["plan"] + spent["decoded"],
                 "queue": spent["layer_begin"] + spent["layer_finish"],
             }

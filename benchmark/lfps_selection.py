@@ -11,6 +11,7 @@ steps: score tables start before them, and go through the engine step by step. E
   The heads of a group share what they read of keys and metadata; the paper's work apart, so both are measured: as the
   model has it, and with a KV head for every query head. Keys have 64 dimensions, and 128 as those of the paper's model:
   the same ones, turned into a larger space, so that every score stays what it is and every key costs twice the bytes.
+  Documents beyond the model's 32K are read all the same, for their time; a quarter of an hour, most of it the model's.
 - overlap (Fig. 2a): share of a head's k tokens with the largest scores that are among the k it was given, with and
   without the neighbours of candidates.
 - candidates (Table 4): share of the middle that LFPS scores, by alpha.
@@ -318,7 +319,7 @@ def shapes(states: list[States]) -> Iterator[list[States]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=common.NEEDLE)
-    parser.add_argument("--lengths", default="4096,16384,32768", help="of the time; tokens, comma separated")
+    parser.add_argument("--lengths", default="4096,16384,32768,65536,131072", help="of the time; tokens, comma separated")
     parser.add_argument("--states", type=Path, help="a folder to keep what the model computes in")
     parser.add_argument("--length", type=int, default=4096, help="of the overlap")
     parser.add_argument("--samples", type=int, default=1, help="of each task, for the overlap")

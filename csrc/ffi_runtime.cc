@@ -169,7 +169,7 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
 
 EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t window, int64_t max_requests,
                         int64_t max_pages, bool attend_union, double guard, int64_t chunk_bytes,
-                        bool share_prefixes) {
+                        bool share_prefixes, int64_t cached_bytes) {
   for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
     if (n < 0 || n > INT32_MAX)
       Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
@@ -183,7 +183,8 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
                               attend_union,
                               guard,
                               chunk_bytes > 0 ? chunk_bytes : kChunkBytes,
-                              share_prefixes};
+                              share_prefixes,
+                              cached_bytes >= 0 ? cached_bytes : last_cache_per_core() / 2};
     return EngineRef(ffi::make_object<EngineObj>(std::make_unique<Engine>(pool->pool, config)));
   });
 }

@@ -36,6 +36,7 @@ struct EngineConfig {
   double guard = 0;  // share of a head's attention that may be left out before it reads more; 0: no guard
   int64_t chunk_bytes = kChunkBytes;  // what a stage of a task reads at a time
   bool share_prefixes = false;        // see Bundle
+  int64_t cached_bytes = 0;           // of tiles that the last cache keeps from one request to the next
 };
 
 // The blk of a task that reads a list of tokens.
@@ -380,7 +381,7 @@ class Engine {
   void gather_members(const Bundle& bundle, Scratch* scratch) const;
   int64_t select_together(const Bundle& bundle, Scratch* scratch) const;
   Selection list_shared(const Bundle& bundle, Scratch* scratch) const;
-  void finish_member(const Bundle& bundle, int m, Scratch* scratch);
+  void finish_member(const Bundle& bundle, int m, bool together, Scratch* scratch);
   Blocks blocks_of(const Task& task) const;
   int blk_of(const Task& task) const { return blk_[task.request * shape_.kv_heads + task.head]; }
   void attend(const Task& task, const Selection& selection, Scratch* scratch, float* o, float* lse) const;

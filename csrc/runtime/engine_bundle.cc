@@ -9,6 +9,11 @@ namespace fluxion {
 
 namespace {
 
+// Of the members that a tile could have, the share that has to want it, on average, for a bundle to attend
+// together where caches would keep its tiles: heads that disagree take turns at them, and what that costs is
+// more than a tile from a cache.
+constexpr double kAgreed = 0.9;
+
 // How many blocks of a middle lie before the page where what is shared ends.
 int shared_blocks(const Blocks& at, int end_page) { return (end_page >> at.level) - at.first; }
 
@@ -87,11 +92,16 @@ void Engine::run_bundle(const Bundle& bundle, Scratch* s) {
   gather_members(bundle, s);
   const int64_t shared_entries = select_together(bundle, s);
   const Selection shared = list_shared(bundle, s);
-  attend(t.queries.data(), bundle.count * group_, t.members[0].task.head, shared, t.pages.data(),
-         t.masks.data(), s, t.o.data(), t.lse.data());
-  int64_t shared_tiles = -shared.reads.tile_bytes;
-  for (const Member& member : t.members) shared_tiles += member.chose.reads.tile_bytes;
-  for (int m = 0; m < bundle.count; ++m) finish_member(bundle, m, s);
+  int64_t apart = 0;
+  for (const Member& member : t.members) apart += member.chose.reads.tile_bytes;
+  const int64_t once = shared.reads.tile_bytes;
+  const bool together = once > config_.cached_bytes || apart >= kAgreed * bundle.count * once;
+  if (together) {
+    attend(t.queries.data(), bundle.count * group_, t.members[0].task.head, shared, t.pages.data(),
+           t.masks.data(), s, t.o.data(), t.lse.data());
+  }
+  const int64_t shared_tiles = together ? apart - once : 0;
+  for (int m = 0; m < bundle.count; ++m) finish_member(bundle, m, together, s);
   // finish_task() has counted every task as if it were alone.
   s->stats[kStatTileBytes] -= shared_tiles;
   s->stats[kStatMetadataBytes] -= shared_entries;
@@ -187,22 +197,27 @@ Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
   return out;
 }
 
-// What member m reads alone, merged with what it read with the others.
-void Engine::finish_member(const Bundle& bundle, int m, Scratch* s) {
+// What member m reads alone, all of it or what it did not read together with the others, which is merged with
+// it.
+void Engine::finish_member(const Bundle& bundle, int m, bool together, Scratch* s) {
   Together& t = s->together;
   Member& member = t.members[m];
   const Task& task = member.task;
   const int G = group_, D = shape_.head_dim;
-  const int shared = shared_blocks(member.at, bundle.end_page);
+  const int shared = together ? shared_blocks(member.at, bundle.end_page) : 0;
   const uint16_t* chosen = &t.chosen[m * t.stride];
   Selection more;
   list_pages(member.at.part(shared, member.at.count), pages_of(task.request), chosen + shared, s, &more);
   const int64_t at = state_at(task.request, task.head);
   attend(task, more, s, &mid_o_[at * D], &mid_lse_[at]);
-  for (int g = 0; g < G; ++g) {
-    float* mid = &mid_o_[(at + g) * D];
-    mid_lse_[at + g] =
-        exact_.merge_state(mid, mid_lse_[at + g], &t.o[(m * G + g) * D], t.lse[m * G + g], D, mid);
+  if (together) {
+    for (int g = 0; g < G; ++g) {
+      float* mid = &mid_o_[(at + g) * D];
+      mid_lse_[at + g] =
+          exact_.merge_state(mid, mid_lse_[at + g], &t.o[(m * G + g) * D], t.lse[m * G + g], D, mid);
+    }
+  } else {
+    member.chose.tokens = member.chose.reads.tile_bytes = 0;
   }
   member.chose.tokens += more.tokens;
   member.chose.reads.tile_bytes += more.reads.tile_bytes;

@@ -192,6 +192,17 @@ Topology read_topology() {
   return t;
 }
 
+int64_t last_cache_per_core() {
+  const fs::path caches = "/sys/devices/system/cpu/cpu0/cache";
+  for (int index = 4; index > 0; --index) {
+    const fs::path cache = caches / ("index" + std::to_string(index));
+    const int64_t kib = read_number(cache / "size");  // "32768K"
+    const int64_t cores = std::ssize(parse_list(read_line(cache / "shared_cpu_list")));
+    if (kib > 0 && cores > 0) return kib * 1024 / cores;
+  }
+  return 0;
+}
+
 std::string topology_json() {
   const Topology t = read_topology();
   std::ostringstream out;

@@ -56,6 +56,9 @@ struct Topology {
 
 Topology read_topology();
 
+// Bytes of the last-level cache for each of the cores that share it; 0: the machine does not say.
+int64_t last_cache_per_core();
+
 // The same as a JSON object, with the instruction sets the CPU runs and the one in use.
 std::string topology_json();
 

@@ -75,6 +75,7 @@ class NativeWorld:
     guard: float | None = None
     chunk_bytes: int | None = 1 << 14
     share_prefixes: bool = False
+    cached_bytes: int | None = 0
     isa: str | None = None
     seed: int = 0
 
@@ -105,6 +106,7 @@ class NativeWorld:
             guard=self.guard,
             chunk_bytes=self.chunk_bytes,
             share_prefixes=self.share_prefixes,
+            cached_bytes=self.cached_bytes,
         )
         size = (self.heads, self.rows * self.placement.slot_pages, 2, PAGE, self.dim)
         self.windows = [torch.full(size, torch.nan, dtype=self.dtype) for _ in range(self.layers)]

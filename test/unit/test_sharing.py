@@ -122,6 +122,7 @@ def batches(draw: st.DrawFn) -> list[Branch]:
     dtype=st.sampled_from(DTYPES),
     collide=st.booleans(),
     chunk_bytes=st.sampled_from([None, 1, 5000]),
+    cached_bytes=st.sampled_from([None, 0, 20_000]),
     seed=st.integers(0, 2**16),
 )
 def test_sharing_changes_only_what_is_read(
@@ -133,6 +134,7 @@ def test_sharing_changes_only_what_is_read(
     dtype: torch.dtype,
     collide: bool,
     chunk_bytes: int | None,
+    cached_bytes: int | None,
     seed: int,
 ) -> None:
     """Any prefixes, lengths, block sizes, budgets, owners and cuts into chunks."""
@@ -158,7 +160,7 @@ def test_sharing_changes_only_what_is_read(
         )
 
     options: dict[str, Any] = {"isa": isa, "heads": heads, "group": group, "dtype": dtype, "seed": seed}
-    both(branches, plan_of, **options, attend_union=union, chunk_bytes=chunk_bytes)
+    both(branches, plan_of, **options, attend_union=union, chunk_bytes=chunk_bytes, cached_bytes=cached_bytes)
 
 
 FORKS = [Branch(0, 0, 2000), *(Branch(0, 120, tail) for tail in (30, 150, 8, 31, 400))]
@@ -193,6 +195,21 @@ def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype
         assert rest == 0
         least = (end - 32) // blk
         assert scan == least if blk == 16 else least <= scan <= (end - 32) // 16
+
+
+@pytest.mark.parametrize(
+    ("budget", "cached_bytes", "together"), [(0.1, None, False), (0.1, 0, True), (1.0, None, True)]
+)
+def test_what_few_agree_on_is_left_to_the_caches(budget: float, cached_bytes: int | None, together: bool) -> None:
+    """Independent queries want different tiles, a budget of everything the same ones; the scan is shared anyway."""
+
+    def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
+        return cpu_plan(world, requests, 16, budget)
+
+    shared, _ = both(FORKS, plan_of, cached_bytes=cached_bytes, group=3)
+    assert shared.stats["shared_tasks"] == 2 * len(FORKS)
+    assert (shared.stats["shared_tile_bytes"] > 0) == together
+    assert (shared.stats["shared_metadata_bytes"] > 0) == (budget < 1)
 
 
 @pytest.mark.parametrize("group", [1, 4, 5, 16])
@@ -321,7 +338,7 @@ def test_every_policy_and_scheduler(policy: str, scheduler: str) -> None:
         assert stats[0]["shared_tasks"] == 0
     elif not policy.startswith("anchor"):  # which may want blocks of different sizes
         assert stats[0]["shared_tasks"] == 2 * 2 * 2 * 3
-        assert stats[0]["shared_tile_bytes"] > 0
+        assert stats[0]["shared_tile_bytes"] + stats[0]["shared_metadata_bytes"] > 0
 
 
 def test_tasks_that_another_executor_may_take_go_alone() -> None:

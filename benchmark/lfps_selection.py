@@ -53,6 +53,7 @@ BUDGET = 0.02
 """Of the middle: what the paper's Fig. 2 shows."""
 NEEDED = 0.1
 """Least attention mass in the middle of a (head, step) whose overlap counts."""
+LENGTHS = "4096,16384,32768,65536,131072"
 ALPHAS = (0.1, 0.2, 0.3, 0.4)
 WIDE = 128
 """Dimensions of a head of the paper's model."""
@@ -319,7 +320,7 @@ def shapes(states: list[States]) -> Iterator[list[States]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=common.NEEDLE)
-    parser.add_argument("--lengths", default="4096,16384,32768,65536,131072", help="of the time; tokens, comma separated")
+    parser.add_argument("--lengths", default=LENGTHS, help="of the time; tokens, comma separated")
     parser.add_argument("--states", type=Path, help="a folder to keep what the model computes in")
     parser.add_argument("--length", type=int, default=4096, help="of the overlap")
     parser.add_argument("--samples", type=int, default=1, help="of each task, for the overlap")

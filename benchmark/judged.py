@@ -20,6 +20,7 @@ from roofline import (
     KV_HEADS,
     STREAMED,
     Arena,
+    Contender,
     ceilings,
     error,
     exact_attention,
@@ -40,6 +41,10 @@ from fluxion_sglang.kv.placement import PAGE
 ALIKE = 0.3
 """How much of its own a head's query has where choices of a group's heads are united: the less, the smaller the union,
 and the larger the share of everything that is not attention."""
+
+
+NEAR = 256 << 10
+"""Bytes that are in the second cache of every core after the first use."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,16 @@ class Groups:
     def of_task(self, i: int, pieces: Tensor) -> Tensor:
         return pieces[self.tasks.pieces[int(self.tasks.first[i]) : int(self.tasks.first[i + 1])].long()]
 
-    def judged(self, cell: Cell, sizes: Sizes, run: Callable[[], int]) -> dict[str, Any]:
-        pool, memory = workers(cell.threads), self.arena.memory
-        readers = ceilings(memory, self.pieces[0].nbytes, self.tasks, pool, probe.PLANS)
-        times = interleave({**readers, "kernel": run}, sizes.rounds)
-        return judge(times, "kernel", self.nbytes, min(memory.numel(), STREAMED))
+    def judged(self, cell: Cell, sizes: Sizes, run: Callable[[probe.TaskList], int]) -> dict[str, Any]:
+        """The kernel over its tasks, beside the ceilings, and over tasks of the same sizes whose pieces a cache has."""
+        pool, memory, size = workers(cell.threads), self.arena.memory, self.pieces[0].nbytes
+        readers = ceilings(memory, size, self.tasks, pool, probe.PLANS)
+        near = probe.TaskList(self.tasks.pieces % (NEAR // size), self.tasks.first)
+        # The kernel comes last, so that what it wrote is what is looked at.
+        kernels: dict[str, Contender] = {"cached": partial(run, near), "kernel": partial(run, self.tasks)}
+        times = interleave({**readers, **kernels}, sizes.rounds)
+        row = judge(times, "kernel", self.nbytes, min(memory.numel(), STREAMED))
+        return row | {"cached": round(self.nbytes / median(times["cached"]), 2)}
 
 
 def attend(cell: Cell, sizes: Sizes) -> dict[str, Any]:
@@ -121,7 +131,7 @@ def attend(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     q, tasks, tiles, isa = groups.q, groups.tasks, groups.pieces, cell.isa or isas()[-1]
     scale, o, lse = cell.head_dim**-0.5, torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
     pool = workers(cell.threads)
-    row = groups.judged(cell, sizes, lambda: probe.attend(pool, isa, q, scale, tiles, tasks, o, lse)[0])
+    row = groups.judged(cell, sizes, lambda of: probe.attend(pool, isa, q, scale, tiles, of, o, lse)[0])
     errors = []
     for i in (0, tasks.tasks - 1):
         k, v = (part.reshape(-1, cell.head_dim) for part in groups.of_task(i, tiles).unbind(1))
@@ -133,7 +143,7 @@ def scan(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     groups = Groups.of(cell, sizes, 2)
     q, tasks, entries, isa = groups.q, groups.tasks, groups.pieces, cell.isa or isas()[-1]
     out, pool = torch.full((len(tasks.pieces) * cell.group,), torch.nan), workers(cell.threads)
-    row = groups.judged(cell, sizes, lambda: probe.score(pool, isa, q, entries, tasks, out)[0])
+    row = groups.judged(cell, sizes, lambda of: probe.score(pool, isa, q, entries, of, out)[0])
     want = exact_scores(q[0], groups.of_task(0, entries))
     return row | {"error": error(out[: want.numel()].view_as(want), want)}
 

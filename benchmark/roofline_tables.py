@@ -67,15 +67,16 @@ def kernels(results: Path) -> str:
         rows = [
             [
                 *(row["kernel"], shape(row), variant(row), f"{row['bytes'] / 1e6:.0f}", f"{row['gb_per_s']:.1f}"),
-                *(f"{row[kind]:.1f}" if kind in row else "" for kind in ("stream", "scatter")),
+                *(f"{row[kind]:.1f}" if kind in row else "" for kind in ("stream", "scatter", "cached")),
                 *(f"{row[kind]:.0%}" if kind in row else "" for kind in ("of_stream", "of_scatter")),
                 "" if row["error"] is None else f"{row['error']:.1e}",
             ]
             for row in data["rows"]
             if row["gb_per_s"]
         ]
-        head = ["kernel", "of", "variant", "MB", "GB/s", "stream", "scatter", "of stream", "of scatter", "error"]
-        return table(head, rows, "lll" + "r" * 7)
+        head = ["kernel", "of", "variant", "MB", "GB/s", "stream", "scatter", "cached"]
+        head += ["of stream", "of scatter", "error"]
+        return table(head, rows, "lll" + "r" * 8)
 
     return _drawn(results, "kernels", draw)
 

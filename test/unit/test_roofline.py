@@ -34,7 +34,14 @@ HEADER = {
 
 def kernel_row(key: str, fraction: float, **others: Any) -> dict[str, Any]:
     row = {**asdict(Cell("attend")), "key": key, "bytes": 1_000_000, "gb_per_s": 20.0, "what": "", "value": None}
-    row |= {"stream": 40.0, "scatter": 25.0, "of_stream": fraction / 2, "of_scatter": fraction, "error": 1e-6}
+    row |= {
+        "stream": 40.0,
+        "scatter": 25.0,
+        "cached": 60.0,
+        "of_stream": fraction / 2,
+        "of_scatter": fraction,
+        "error": 1e-6,
+    }
     return row | {"bars": ["of_scatter >= 0.9"], "met": fraction >= 0.9, "judged": {"of_scatter": fraction}} | others
 
 
@@ -132,7 +139,7 @@ def test_roofline_tables(tmp_path: Path) -> None:
     assert "| at most 1.2 x the time of its bytes | 1.3 | **not met** |" in bars
     table = roofline_tables.kernels(tmp_path)
     assert "| attend | dense, 32K | G=8, D=128, bf16, " in table
-    assert "| 1 | 20.0 | 40.0 | 25.0 | 48% | 95% | 1.0e-06 |" in table
+    assert "| 1 | 20.0 | 40.0 | 25.0 | 60.0 | 48% | 95% | 1.0e-06 |" in table
     plot.draw_roofline({"rows": rows}, tmp_path / "kernels.svg")
     assert "GB/s" in (tmp_path / "kernels.svg").read_text()
 

@@ -1,11 +1,11 @@
 """Branches of one document decoded together: the time of their step over that of one branch alone.
 
-    python benchmark/forks.py            # 8 branches over 32K tokens; about a minute
+    python benchmark/forks.py            # 8 branches over 32K and 128K tokens; about two minutes
     python benchmark/forks.py --quick
 
 The branches have the document's pages in common and a few tokens of their own. Their queries are alike, as those of
 samples of one prompt, or independent; heads of a group are alike in both. With the engine's option share_prefixes what
-several branches read is read once; without it every branch reads its own. Caches are filled with other memory before
+several branches read comes from memory once; without it every branch reads its own. Caches are filled with other memory before
 every step, and the steps take turns. Results go to forks.json in benchmark/results/<machine>.
 """
 
@@ -29,6 +29,7 @@ from roofline import Arena, interleave, ratio
 
 from fluxion_sglang.kv.placement import PAGE
 
+DOCUMENTS = (32768, 131072)
 BRANCHES = 8
 OWN = 24
 """Tokens of a branch's own."""
@@ -83,10 +84,11 @@ def main() -> None:
     args = parser.parse_args()
     arena = Arena.of(1 << (24 if args.quick else 27), 0)
     rounds = 2 if args.quick else args.rounds
-    rows = measure(2048 if args.quick else 32768, list(POLICIES), rounds, arena)
+    documents = (2048,) if args.quick else DOCUMENTS
+    rows = [row for document in documents for row in measure(document, list(POLICIES), rounds, arena)]
     for row in rows:
         print(
-            f"{row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} one {row['one_ms']:.3f} ms, "
+            f"{row['document']:7,} {row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} one {row['one_ms']:.3f} ms, "
             f"{row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  error {row['error']:.1e}"
         )
     path = common.RESULTS / args.machine / ("forks_quick.json" if args.quick else "forks.json")

@@ -175,6 +175,9 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
       Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
   }
   return guarded([&] {
+    const std::vector<int>& cores = pool->pool->workers().cores();
+    const int64_t cache =
+        cached_bytes >= 0 ? cached_bytes : last_cache_per_thread(cores.empty() ? 0 : cores[0]) / 2;
     const EngineConfig config{static_cast<int>(q_heads),
                               static_cast<int>(sinks),
                               static_cast<int>(window),
@@ -184,7 +187,7 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
                               guard,
                               chunk_bytes > 0 ? chunk_bytes : kChunkBytes,
                               share_prefixes,
-                              cached_bytes >= 0 ? cached_bytes : last_cache_per_core() / 2};
+                              cache};
     return EngineRef(ffi::make_object<EngineObj>(std::make_unique<Engine>(pool->pool, config)));
   });
 }

@@ -114,7 +114,7 @@ enum Stat {
   kStatWidenedTasks,  // that the guard made read more
   kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included
   kStatTokensRead,    // summed over heads: what they attended to in the middle
-  kStatTileBytes,     // see Reads; in bundles each tile and entry counts once
+  kStatTileBytes,     // see Reads; what a bundle reads together counts once
   kStatMetadataBytes,
   kStatSharedTasks,          // that were done in bundles
   kStatSharedTileBytes,      // that a bundle's tasks had in common: tile_bytes had been so much more without
@@ -280,8 +280,8 @@ class Engine {
   };
   // Tasks of one family (Families), of one KV head and block size, that only the CPU may take: whoever takes
   // the first of them from the queue does them all, and the turns of the others are empty. Of the blocks
-  // before end_page, which all of them have, an entry or a tile is read once for all heads. What a head
-  // chooses and attends to is what it would alone.
+  // before end_page, which all of them have, an entry is read once for all heads, and so is a tile, or it is
+  // left to the last cache (`attends_together`). What a head chooses and attends to is what it would alone.
   struct Bundle {
     int begin, count;  // of bundled_
     int end_page;      // a block's end
@@ -380,6 +380,7 @@ class Engine {
   void run_bundle(const Bundle& bundle, Scratch* scratch);
   void gather_members(const Bundle& bundle, Scratch* scratch) const;
   int64_t select_together(const Bundle& bundle, Scratch* scratch) const;
+  bool attends_together(const Bundle& bundle, const Scratch* scratch) const;
   Selection list_shared(const Bundle& bundle, Scratch* scratch) const;
   void finish_member(const Bundle& bundle, int m, bool together, Scratch* scratch);
   Blocks blocks_of(const Task& task) const;

@@ -9,10 +9,11 @@ namespace fluxion {
 
 namespace {
 
-// Of the members that a tile could have, the share that has to want it, on average, for a bundle to attend
-// together where caches would keep its tiles: heads that disagree take turns at them, and what that costs is
-// more than a tile from a cache.
-constexpr double kAgreed = 0.9;
+// Members that want different tiles take turns at those that anyone wants, and what that costs is more than a
+// tile from a cache, and more than one from memory if few want it. So all attend together if a tile has so
+// many readers on average: of the members, where the last cache would keep the tiles from one to the next,
+// and in all, where not.
+constexpr double kAgreed = 0.9, kReaders = 3;
 
 // How many blocks of a middle lie before the page where what is shared ends.
 int shared_blocks(const Blocks& at, int end_page) { return (end_page >> at.level) - at.first; }
@@ -91,16 +92,15 @@ void Engine::run_bundle(const Bundle& bundle, Scratch* s) {
   Together& t = s->together;
   gather_members(bundle, s);
   const int64_t shared_entries = select_together(bundle, s);
-  const Selection shared = list_shared(bundle, s);
-  int64_t apart = 0;
-  for (const Member& member : t.members) apart += member.chose.reads.tile_bytes;
-  const int64_t once = shared.reads.tile_bytes;
-  const bool together = once > config_.cached_bytes || apart >= kAgreed * bundle.count * once;
+  int64_t shared_tiles = 0;
+  const bool together = attends_together(bundle, s);
   if (together) {
+    const Selection shared = list_shared(bundle, s);
+    shared_tiles = -shared.reads.tile_bytes;
+    for (const Member& member : t.members) shared_tiles += member.chose.reads.tile_bytes;
     attend(t.queries.data(), bundle.count * group_, t.members[0].task.head, shared, t.pages.data(),
            t.masks.data(), s, t.o.data(), t.lse.data());
   }
-  const int64_t shared_tiles = together ? apart - once : 0;
   for (int m = 0; m < bundle.count; ++m) finish_member(bundle, m, together, s);
   // finish_task() has counted every task as if it were alone.
   s->stats[kStatTileBytes] -= shared_tiles;
@@ -155,6 +155,24 @@ int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
   };
   s->busy_ns -= s->stage.run(bundle.count, s, choose_for);
   return std::max(ranked - 1, 0) * bytes;
+}
+
+// Whether one pass over the tiles of the shared blocks for the heads of all members takes less than a pass of
+// each: on average over the members, who may want very different shares.
+bool Engine::attends_together(const Bundle& bundle, const Scratch* s) const {
+  const Together& t = s->together;
+  const Member& first = t.members[0];
+  const Blocks at = first.at.part(0, shared_blocks(first.at, bundle.end_page));
+  int64_t once = 0, apart = 0;
+  for (int i = 0; i < at.count; ++i) {
+    int readers = 0;
+    for (int m = 0; m < bundle.count; ++m) readers += t.chosen[m * t.stride + i] != 0;
+    const int64_t bytes = (at.to(i) - at.from(i)) * shape_.tile_bytes();
+    apart += readers * bytes;
+    if (readers != 0) once += bytes;
+  }
+  if (apart >= kAgreed * bundle.count * once) return once != 0;
+  return once > config_.cached_bytes && apart >= kReaders * once;
 }
 
 // The pages of the shared blocks that anyone reads, with masks for the heads of all members.
@@ -216,8 +234,6 @@ void Engine::finish_member(const Bundle& bundle, int m, bool together, Scratch* 
       mid_lse_[at + g] =
           exact_.merge_state(mid, mid_lse_[at + g], &t.o[(m * G + g) * D], t.lse[m * G + g], D, mid);
     }
-  } else {
-    member.chose.tokens = member.chose.reads.tile_bytes = 0;
   }
   member.chose.tokens += more.tokens;
   member.chose.reads.tile_bytes += more.reads.tile_bytes;

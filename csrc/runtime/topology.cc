@@ -192,15 +192,20 @@ Topology read_topology() {
   return t;
 }
 
-int64_t last_cache_per_core() {
-  const fs::path caches = "/sys/devices/system/cpu/cpu0/cache";
-  for (int index = 4; index > 0; --index) {
-    const fs::path cache = caches / ("index" + std::to_string(index));
-    const int64_t kib = read_number(cache / "size");  // "32768K"
-    const int64_t cores = std::ssize(parse_list(read_line(cache / "shared_cpu_list")));
-    if (kib > 0 && cores > 0) return kib * 1024 / cores;
+int64_t last_cache_per_thread(int core) {
+  const fs::path caches = "/sys/devices/system/cpu/cpu" + std::to_string(core) + "/cache";
+  int64_t last = 0, share = 0;
+  std::error_code error;
+  for (const fs::directory_entry& cache : fs::directory_iterator(caches, error)) {
+    const int64_t level = read_number(cache.path() / "level");
+    const int64_t kib = read_number(cache.path() / "size");  // "32768K"
+    const int64_t threads = std::ssize(parse_list(read_line(cache.path() / "shared_cpu_list")));
+    if (level <= last || kib <= 0 || threads <= 0 || read_line(cache.path() / "type") == "Instruction")
+      continue;
+    last = level;
+    share = kib * 1024 / threads;
   }
-  return 0;
+  return share;
 }
 
 std::string topology_json() {
@@ -214,7 +219,8 @@ std::string topology_json() {
     append_list(out, t.numa[i].cores);
     out << "}";
   }
-  out << "],\"huge_pages\":" << quoted(t.huge_pages) << ",\"cgroup_version\":" << t.cgroup_version
+  out << "],\"last_cache_bytes_per_thread\":" << last_cache_per_thread(t.cores.front())
+      << ",\"huge_pages\":" << quoted(t.huge_pages) << ",\"cgroup_version\":" << t.cgroup_version
       << ",\"cgroup_limit_bytes\":" << t.cgroup_limit << ",\"cgroup_available_bytes\":" << t.cgroup_available
       << ",\"mem_total_bytes\":" << t.mem_total << ",\"mem_available_bytes\":" << t.mem_available
       << ",\"available_bytes\":" << t.available() << ",\"isas\":[";

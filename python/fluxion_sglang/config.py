@@ -78,7 +78,7 @@ class FluxionConfig:
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
-        "together: once for all of them. What each head reads stays the same.",
+        "from memory once for all of them. What each head reads stays the same.",
         "false",
     )
     spread: float = _option(

@@ -17,7 +17,7 @@ _COUNTERS = {
     "tile_bytes": (
         "tile_bytes",
         "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, and what "
-        "requests share counts once.",
+        "requests read together counts once.",
     ),
     "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks."),
     "shared_tasks": (

@@ -335,9 +335,9 @@ class NativeEngine:
         share_prefixes: of requests whose page tables begin alike, the tasks that are for the CPU alone (see `owner` of
             `layer_begin`), of one KV head and block size, are done together: what several of them read of the common
             pages is read once. What each head reads stays the same.
-        cached_bytes: where such tasks mostly want different tiles, and these are no more bytes in all, each attends to
-            its own, one after another, and the cache keeps what others want, too. None: half of a core's share of the
-            last cache.
+        cached_bytes: how much of the tiles the last cache keeps while one such task after another attends to its own.
+            Tasks that mostly want different tiles do so where all of these are no more bytes. None: half of a hardware
+            thread's share of that cache.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 
@@ -375,7 +375,7 @@ class NativeEngine:
             guard or 0.0,
             chunk_bytes or 0,
             share_prefixes,
-            -1 if cached_bytes is None else cached_bytes,
+            -1 if cached_bytes is None else max(cached_bytes, 0),
         )
         self._step = function("engine_step")
         self._layer_resident = function("engine_layer_resident")

@@ -172,11 +172,10 @@ class TestOwnPolicies:
         scanned = {spec.decode() for spec in set(records["policy"][records["metadata_bytes"] > 0])}
         assert scanned == {"fixed:16:0.1", "psa"}, "exact scores need no metadata, and neither does reading everything"
         now = server.metrics()
-        tiles, shared = (
-            now[name] - read[name] for name in ("fluxion_tile_bytes_total", "fluxion_shared_tile_bytes_total")
-        )
+        names = ("fluxion_tile_bytes_total", "fluxion_shared_tile_bytes_total", "fluxion_shared_tasks_total")
+        tiles, shared, together = (now[name] - read[name] for name in names)
         assert tiles + shared == records["tile_bytes"].sum(), "the counters leave out what only the audit read"
-        assert shared > 0, "requests with one prompt read it together"
+        assert together > 0, "requests with one prompt read it together"
 
 
 class TestTensorParallel:

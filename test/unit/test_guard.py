@@ -257,6 +257,6 @@ def test_a_guard_that_is_no_share_is_refused(guard: float) -> None:
 
 
 def test_the_statistic_reaches_the_metrics() -> None:
-    # A dispatcher's and a layer server's: test_dispatcher.py, test_layer_server_device.py.
+    # A dispatcher's and a layer server's: test_dispatcher.py, test_timeline.py.
     of_devices = {name for name in _COUNTERS if name.startswith(("gpu_", "device_"))}
     assert set(_COUNTERS) - of_devices <= set(NativeWorld().engine.stats()) and "widened_tasks" in _COUNTERS

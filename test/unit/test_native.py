@@ -96,6 +96,12 @@ def test_topology() -> None:
     assert sorted(core for node in report["numa"] for core in node["cores"]) == sorted(report["cores"])
     assert report["isas"][0] == "scalar"
     assert report["isa"] in report["isas"]
+    caches = [path.parent for path in Path(f"/sys/devices/system/cpu/cpu{report['cores'][0]}/cache").glob("*/level")]
+    of_data = [cache for cache in caches if (cache / "type").read_text().strip() != "Instruction"]
+    last = max(of_data, key=lambda cache: int((cache / "level").read_text()), default=None)
+    kib = int((last / "size").read_text().strip().removesuffix("K")) if last else 0
+    threads = (last / "shared_cpu_map").read_text().replace(",", "") if last else "1"
+    assert report["last_cache_bytes_per_thread"] == kib * 1024 // int(threads, 16).bit_count()
     assert 0 < report["available_bytes"] <= report["mem_available_bytes"] <= report["mem_total_bytes"]
     if report["cgroup_limit_bytes"] >= 0:
         assert report["available_bytes"] <= report["cgroup_available_bytes"] <= report["cgroup_limit_bytes"]

@@ -202,6 +202,11 @@ def test_some_other_json(folder: Path, text: str) -> None:
         (lambda d: d.update(model=7), "its model is not what it should be"),
         (lambda d: d["model"].pop("head_dim"), "does not say the head_dim"),
         (lambda d: d.pop("sinks"), "does not say the sinks"),
+        (lambda d: d["model"].update(layers=0), "its layers is 0, which is no number of them"),
+        (lambda d: d["model"].update(layers=10**12), "its layers is 1000000000000, which is no number"),
+        (lambda d: d["model"].update(layers=4.0), "its layers is 4.0, which is no number of them"),
+        (lambda d: d["model"].update(q_heads=True), "its q_heads is True, which is no number of them"),
+        (lambda d: d["model"].update(q_heads="8"), "its q_heads is '8', which is no number of them"),
         (lambda d: d["taus"].update({"0.10": 3}), "its entry for tau 0.10 is no object"),
         (lambda d: d["taus"]["0.10"].update(threshold="high"), "is 'high', which is no finite number"),
         (lambda d: d["taus"]["0.10"].update(threshold=math.nan), "is nan, which is no finite number"),
@@ -271,4 +276,18 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         save(tmp_path, trained={0.1: Trained(network(0), 0.0, -margins(0), {})})
     with pytest.raises(PredictorError, match=r"threshold for tau 0\.1 is inf"):
         save(tmp_path, trained={0.1: Trained(network(0), math.inf, margins(0), {})})
-    assert not (tmp_path / "predictor.json").exists()
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_refused_leaves_what_is_there(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    good = Trained(network(5), 2.5, margins(5), {})
+    bad = Trained(network(6), 2.5, margins(6)[..., :1], {})
+    with pytest.raises(PredictorError, match=r"margins for tau 0\.1 have the shape \(4, 8, 1\) and not \(4, 8, 4\)"):
+        save(folder, trained={0.05: good, 0.1: bad}, calibrated=0.05)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_margins_are_kept_in_float32(folder: Path) -> None:
+    save(folder, trained={0.1: Trained(network(5), 2.5, margins(5).double(), {})})
+    assert torch.equal(load(folder).margins, margins(5))

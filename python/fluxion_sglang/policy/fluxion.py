@@ -52,8 +52,6 @@ class FluxionPolicy(Policy):
         assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
         step = self._step
-        if step.batch == 0:
-            return unplanned(step)
         if not self._margins:
             self._margins = self._of_these_heads(observed.features)
         self.predictor.forward(observed.features.view(-1, COUNT), self._predicted, step.workers)

@@ -34,6 +34,9 @@ _READ = (1, 2)
 _MARGINS = "margins"
 """Name of the margins among the tensors of a file."""
 
+_MOST = 1 << 16
+"""Layers or heads of a model, by far."""
+
 JSON_NAME = "predictor.json"
 _KIND = "fluxion-predictor"
 _OPTIONS = ("sinks", "window", "spread")
@@ -126,8 +129,7 @@ def save(
             "name one of them."
         )
     files: dict[str, dict[str, Any]] = {}
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    contents: dict[str, bytes] = {}  # all of them are right before one is written
     for tau, entry in sorted(trained.items()):
         if not (math.isfinite(tau) and tau > 0):
             raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
@@ -141,11 +143,11 @@ def save(
         _check_values(state, f"The network for tau {tau:g}", "train it again with a lower learning rate")
         if not math.isfinite(entry.threshold):
             raise PredictorError(f"The streaming threshold for tau {tau:g} is {entry.threshold}; train it again.")
-        content = save_tensors(state)
-        _write(folder / file_name(tau), content)
+        name = file_name(tau)
+        contents[name] = save_tensors(state)
         files[_tau_key(tau)] = {
-            "file": file_name(tau),
-            "sha256": hashlib.sha256(content).hexdigest(),
+            "file": name,
+            "sha256": hashlib.sha256(contents[name]).hexdigest(),
             "threshold": entry.threshold,
             "metrics": dict(entry.metrics),
         }
@@ -160,7 +162,11 @@ def save(
         "features": list(features),
         "versions": {name: _version(name) for name in _VERSIONED},
     }
-    _write(folder / JSON_NAME, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+    contents[JSON_NAME] = (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        _write(folder / name, content)
 
 
 def load(
@@ -245,7 +251,7 @@ def _identity(folder: Path, document: dict[str, Any]) -> Identity:
     if missing:
         raise _broken(folder, f"it does not say the {', '.join(missing)} it was trained for")
     for name in ("layers", "q_heads"):
-        if type(values[name]) is not int or values[name] < 1:
+        if type(values[name]) is not int or not 1 <= values[name] <= _MOST:
             raise _broken(folder, f"its {name} is {values[name]!r}, which is no number of them")
     return Identity(**{name: values[name] for name in names})
 

@@ -5,8 +5,8 @@
 
 The branches have the document's pages in common and a few tokens of their own. Their queries are alike, as those of
 samples of one prompt, or independent; heads of a group are alike in both. With the engine's option share_prefixes what
-several branches read comes from memory once; without it every branch reads its own. Caches are filled with other memory before
-every step, and the steps take turns. Results go to forks.json in benchmark/results/<machine>.
+several branches read comes from memory once; without it every branch reads its own. Caches are filled with other memory
+before every step, and the steps take turns. Results go to forks.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def main() -> None:
     rows = [row for document in documents for row in measure(document, list(POLICIES), rounds, arena)]
     for row in rows:
         print(
-            f"{row['document']:7,} {row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} one {row['one_ms']:.3f} ms, "
-            f"{row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  error {row['error']:.1e}"
+            f"{row['document']:7,} {row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} "
+            f"one {row['one_ms']:.3f} ms, {row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  error {row['error']:.1e}"
         )
     path = common.RESULTS / args.machine / ("forks_quick.json" if args.quick else "forks.json")
     common.save(path, {**common.header("forks"), "rounds": rounds, "rows": rows})

@@ -89,7 +89,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['document']:7,} {row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} "
-            f"one {row['one_ms']:.3f} ms, {row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  error {row['error']:.1e}"
+            f"one {row['one_ms']:.3f} ms, {row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  "
+            f"error {row['error']:.1e}"
         )
     path = common.RESULTS / args.machine / ("forks_quick.json" if args.quick else "forks.json")
     common.save(path, {**common.header("forks"), "rounds": rounds, "rows": rows})

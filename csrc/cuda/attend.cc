@@ -66,21 +66,20 @@ __global__ void __launch_bounds__(kAttendThreads) merge_parts_kernel(AttendArgs 
   const int64_t first = int64_t{task_number} * a.parts * G + g;
   float top = minus_infinity();
   for (int p = 0; p < parts; ++p) top = fmaxf(top, a.partial_lse[first + int64_t{p} * G]);
+  const float base = reference(top);
   float total = 0.0f;
-  for (int p = 0; p < parts; ++p) {
-    if (top != minus_infinity()) total += exp2f(a.partial_lse[first + int64_t{p} * G] - top);
-  }
+  for (int p = 0; p < parts; ++p) total += exp2f(a.partial_lse[first + int64_t{p} * G] - base);
   const int64_t to = int64_t{task_number} * G + g;
   for (int d = threadIdx.x; d < D; d += kAttendThreads) {
     float sum = 0.0f;
     for (int p = 0; p < parts; ++p) {
       const float lse = a.partial_lse[first + int64_t{p} * G];
       if (lse == minus_infinity()) continue;
-      sum = fmaf(exp2f(lse - top), a.partial[(first + int64_t{p} * G) * D + d], sum);
+      sum = fmaf(exp2f(lse - base), a.partial[(first + int64_t{p} * G) * D + d], sum);
     }
-    a.o[to * D + d] = total > 0.0f ? sum / total : 0.0f;
+    a.o[to * D + d] = total == 0.0f ? 0.0f : sum / total;
   }
-  if (threadIdx.x == 0) a.lse[to] = total > 0.0f ? (top + log2f(total)) * kLn2 : minus_infinity();
+  if (threadIdx.x == 0) a.lse[to] = lse_of(top, total) * kLn2;
 }
 
 template <class T>

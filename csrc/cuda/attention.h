@@ -160,8 +160,10 @@ __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, fl
         for (int i = 0; i < kOwn; ++i) {
           const int number = part * 2 * kG / 8 + i, g = number % kG, t = token + number / kG * 8;
           const bool has = (s.masks[ahead + a][g] >> t & 1) != 0;
-          // Larger products are as good as the largest number.
-          s.scores[g][(ahead + a) * kPage + t] = has ? fminf(dots[a][i], 3.402823466e+38f) : minus_infinity();
+          // Larger products are as good as the largest number. NaN stays NaN and is passed over by the
+          // maximum, and so reaches the output: fminf would make it the largest number.
+          const float dot = dots[a][i], bounded = dot > 3.402823466e+38f ? 3.402823466e+38f : dot;
+          s.scores[g][(ahead + a) * kPage + t] = has ? bounded : minus_infinity();
         }
       }
     }
@@ -169,9 +171,8 @@ __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, fl
     for (int g = warp; g < kG; g += 2) {
       const float x = s.scores[g][lane], y = s.scores[g][lane + 32];
       const float before = s.top[g], top = fmaxf(before, warp_max(fmaxf(x, y)));
-      const bool none = top == minus_infinity();
-      const float wx = none ? 0.0f : exp2f(x - top), wy = none ? 0.0f : exp2f(y - top);
-      const float sum = warp_sum(wx + wy), shrink = none ? 1.0f : exp2f(before - top);
+      const float base = reference(top), wx = exp2f(x - base), wy = exp2f(y - base);
+      const float sum = warp_sum(wx + wy), shrink = exp2f(before - base);
       s.scores[g][lane] = wx;
       s.scores[g][lane + 32] = wy;
       const float total = fmaf(s.sum[g], shrink, sum);
@@ -219,10 +220,9 @@ __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, fl
     float sum = 0.0f;
     for (int t = 0; t < teams; ++t) sum += s.sums[t * kG * D + i];
     const float weights = s.sum[i / D];
-    o[i] = weights > 0.0f ? sum / weights : 0.0f;
+    o[i] = weights == 0.0f ? 0.0f : sum / weights;
   }
-  if (thread < G)
-    lse[thread] = s.sum[thread] > 0.0f ? s.top[thread] + log2f(s.sum[thread]) : minus_infinity();
+  if (thread < G) lse[thread] = lse_of(s.top[thread], s.sum[thread]);
 }
 
 // Calls f with the number of heads to compile for, as a type: the next power of two; of float32, which is for

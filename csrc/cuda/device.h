@@ -185,6 +185,13 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// What exponents are taken from under a maximum of `top`: of nothing but -inf weights become 0, of NaN NaN.
+__device__ __forceinline__ float reference(float top) { return top == minus_infinity() ? 0.0f : top; }
+// The LSE, base 2, of weights that are `sum` together.
+__device__ __forceinline__ float lse_of(float top, float sum) {
+  return sum == 0.0f ? minus_infinity() : top + log2f(sum);
+}
+
 // Two results of attention become one. Base-2 LSEs; -inf is the LSE of nothing. weight_a, weight_b: what the
 // outputs count, together 1 (0 and 0 if both are nothing).
 __device__ __forceinline__ float merge_weights(float a, float b, float* weight_a, float* weight_b) {

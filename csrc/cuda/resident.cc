@@ -52,17 +52,16 @@ struct Merged {
   __device__ Merged(const float* o, const float* lse, int n, int G, int64_t stride)
       : o(o), lse(lse), n(n), G(G), stride(stride), top(minus_infinity()), total(0.0f) {
     for (int i = 0; i < n; ++i) top = fmaxf(top, __ldcg(lse + i * G));
-    if (top == minus_infinity()) return;
-    for (int i = 0; i < n; ++i) total += exp2f(__ldcg(lse + i * G) - top);
+    for (int i = 0; i < n; ++i) total += exp2f(__ldcg(lse + i * G) - reference(top));
   }
-  __device__ float whole() const { return total > 0.0f ? top + log2f(total) : minus_infinity(); }
+  __device__ float whole() const { return lse_of(top, total); }
   // Numbers 4 v to 4 v + 3 of the output.
   __device__ float4 four(int v) const {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int i = 0; i < n; ++i) {
       const float part = __ldcg(lse + i * G);
       if (part == minus_infinity()) continue;
-      const float weight = exp2f(part - top) / total;
+      const float weight = exp2f(part - reference(top)) / total;
       const float4 x = __ldcg(reinterpret_cast<const float4*>(o + i * stride) + v);
       sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
       sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);

@@ -270,6 +270,79 @@ def test_a_copy_in_order(size: int) -> None:
         sim().copy_in_order(0, pinned(torch.zeros(24, dtype=torch.uint8)), torch.zeros(24, dtype=torch.uint8))
 
 
+def attend_one(
+    q: torch.Tensor, tiles: torch.Tensor, pages: torch.Tensor, masks: torch.Tensor | None, scale: float = 0.1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of the heads of q [G, D] and a list of tiles [pages, 2, PAGE, D]. masks: [n, G]."""
+    library, (group, dim), n = sim(), q.shape, len(pages)
+    queries, region = pinned(q), pinned(tiles)
+    raw = struct.pack("<QQii", queries.data_ptr(), region.data_ptr(), 0, n)
+    tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(1, 24))
+    given_masks = None if masks is None else pinned(masks.to(torch.uint16))
+    o, lse = poison(1, group, dim), poison(1, group)
+    space = torch.full((library.workspace_bytes(1, n, group, dim),), 0xFF, dtype=torch.uint8)
+    library.attend(
+        0, tasks, n, pinned(pages.to(torch.int32)), given_masks, None, group, dim, q.dtype, scale, o, lse, space
+    )
+    return o[0], lse[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("bits", [0xFFFF, 0x0010])
+@pytest.mark.parametrize("count", [2, 300])  # 300: cut into parts
+def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(
+    dtype: torch.dtype, part: int, bits: int, count: int
+) -> None:
+    tiles = torch.randn(3, 2, PAGE, 64).to(dtype)
+    tiles[1, part, 4] = math.nan
+    pages = torch.arange(count) % 2 * 2
+    pages[-1] = 1  # the one list entry that has it
+    masks = torch.full((count, 5), 0xFFFF)
+    masks[-1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits])
+    o, lse = attend_one(torch.randn(5, 64).to(dtype), tiles, pages, masks)
+    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True]
+    assert lse.isnan().tolist() == [part == 0, False, False, False, part == 0]
+
+
+@pytest.mark.parametrize("count", [2, 300])
+def test_a_head_whose_scores_are_all_nan_is_nan_and_one_without_tokens_is_nothing(count: int) -> None:
+    tiles = torch.randn(1, 2, PAGE, 32)
+    tiles[:, 0] = math.nan
+    masks = torch.full((count, 2), 0xFFFF)
+    masks[:, 1] = 0
+    o, lse = attend_one(torch.randn(2, 32), tiles, torch.zeros(count), masks)
+    assert bool(o[0].isnan().all()) and bool(lse[0].isnan())
+    assert o[1].tolist() == [0] * 32 and lse[1] == -math.inf
+
+
+def test_a_score_that_overflows_is_still_a_number() -> None:
+    tiles = torch.ones(1, 2, PAGE, 32)
+    tiles[:, 0, 0] = 3e38
+    o, lse = attend_one(torch.full((1, 32), 3e38), tiles, torch.zeros(1), None, scale=1.0)
+    assert bool((o == 1).all()) and bool(lse.isfinite())
+
+
+@pytest.mark.parametrize("token", [3, 500, 697], ids=["sinks", "window", "last page"])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_a_nan_in_sinks_or_window_reaches_the_result_and_its_parts(token: int, part: int) -> None:
+    shape = Shape()
+    mail, place = Mail(shape), shape.placement
+    q, k, v = mail.tokens(1)
+    s = place.slot(token)
+    mail.windows[1, s // PAGE, part, s % PAGE] = math.nan
+    sim().port_step(mail.port, 0, torch.zeros(1, dtype=torch.int32), torch.tensor([700], dtype=torch.int32))
+    sim().publish(mail.port, 0, 0, q, k, v, mail.windows)
+    o, lse = poison(1, shape.q_heads, shape.head_dim), poison(1, shape.q_heads)
+    sim().resident(mail.port, 0, q, mail.windows, shape.scale, o, lse, True)
+    assert o[0].isnan().any(dim=1).tolist() == [h >= shape.group for h in range(shape.q_heads)]
+    assert lse[0].isnan().tolist() == [part == 0 and h >= shape.group for h in range(shape.q_heads)]
+    lse_parts = mail.slot("parts", 1, 1)[0, :, :2].isnan()  # of the sinks, of the window
+    reached = [token < place.sinks, token >= place.sinks]
+    want = [[part == 0 and h >= shape.group and r for r in reached] for h in range(shape.q_heads)]
+    assert lse_parts.tolist() == want
+
+
 def test_a_head_gets_nothing_of_tokens_it_does_not_have() -> None:
     tiles = torch.randn(1, 1, 2, PAGE, 32)
     tiles[0, 0, :, 3] = math.inf
@@ -364,6 +437,20 @@ def test_merge_is_attention_to_both(
         for h in range(heads):
             torch.testing.assert_close(o[t, h].double(), want[t][h][0], atol=limit, rtol=limit)
             torch.testing.assert_close(lse[t, h].double() * base, want[t][h][1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("base2", [False, True])
+def test_a_nan_on_either_side_of_a_merge_is_a_nan(base2: bool) -> None:
+    inf, nan = math.inf, math.nan
+    pairs = [(-inf, nan), (nan, -inf), (0.0, nan), (nan, 0.0), (nan, nan), (-inf, -inf), (0.0, -inf)]
+    lse_a, lse_b = (torch.tensor([pair[i] for pair in pairs])[None] for i in (0, 1))
+    o_a, o_b = torch.full((1, len(pairs), 32), 1.0), torch.full((1, len(pairs), 32), 2.0)
+    o, lse = torch.full_like(o_a, 7.0), torch.full_like(lse_a, 7.0)
+    sim().merge(0, o_a, lse_a, o_b, lse_b, base2, o, lse)
+    for h in range(5):
+        assert bool(o[0, h].isnan().all()) and bool(lse[0, h].isnan())
+    assert o[0, 5].tolist() == [0] * 32 and lse[0, 5] == -inf
+    assert o[0, 6].tolist() == [1] * 32 and lse[0, 6] == 0
 
 
 def test_what_cannot_be_merged_or_written_is_refused() -> None:

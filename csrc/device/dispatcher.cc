@@ -169,10 +169,23 @@ void Dispatcher::begin_layer() {
 // Where a batch of this layer is not staged, or only in part, its tiles come at the rate of reading in place.
 Rates Dispatcher::rates_of_layer() const {
   Rates rates = config_.rates;
-  const int64_t typical = load_.tasks > 0 ? load_.tile_bytes / load_.tasks : 0;
-  const int64_t batch = std::max(config_.batch_bytes, typical);
-  if (batch < config_.stage_from || batch > config_.stage_bytes) rates.stage = 0;
+  const double in_host = static_cast<double>(batch_of_layer()) * (1 - hit_share_);
+  const int64_t slots = std::min<int64_t>(config_.stage_bytes / shape_.tile_bytes(), config_.entries);
+  const bool whole = slots > 0 && in_host <= static_cast<double>(slots * shape_.tile_bytes());
+  if (!whole || in_host < static_cast<double>(config_.stage_from)) rates.stage = 0;
   return rates;
+}
+
+// Bytes of tiles in a batch of this layer's tasks, as add() and take_buffer() fill it, if each reads as much
+// as the tasks for anyone do on average.
+int64_t Dispatcher::batch_of_layer() const {
+  if (load_.tile_bytes == 0) return 0;
+  const int64_t typical = std::max<int64_t>(load_.tile_bytes / load_.tasks, 1);
+  // While there is room for the longest list, another task is taken.
+  const int64_t room = std::max(config_.entries - load_.longest, 0) * shape_.tile_bytes();
+  const int64_t tasks = std::min({(config_.batch_bytes + typical - 1) / typical, 1 + room / typical,
+                                  int64_t{config_.tasks}, int64_t{load_.own} + load_.tasks});
+  return std::max<int64_t>(tasks, 1) * load_.tile_bytes / load_.tasks;
 }
 
 // Claims a task, or launches what there is when there are no more. Whether something was done.

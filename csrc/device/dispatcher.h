@@ -99,6 +99,7 @@ class Dispatcher {
   void poll_copies();
   void begin_layer();
   Rates rates_of_layer() const;
+  int64_t batch_of_layer() const;
   bool feed();
   bool take_buffer();
   void add(int64_t claim);

@@ -120,6 +120,75 @@ def test_what_cannot_be_launched_is_nobodys() -> None:
     offload.close()
 
 
+class RecordingSide(HostSide):
+    """Raises from what it is told to, once, and notes its calls and how many stages were free in each."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.offload: Offload | None = None
+        self.raises: dict[str, BaseException] = {}
+        self.copies = 0
+
+    def note(self, name: str) -> None:
+        assert self.offload is not None
+        self.calls.append((name, len(self.offload._free)))
+        if error := self.raises.pop(name, None):
+            raise error
+
+    def copy_out(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
+        self.copies += 1
+        self.note(f"copy {self.copies}")
+        super().copy_out(source, pinned)
+
+    def mark(self) -> None:
+        self.note("mark")
+
+    def host_waits(self, mark: None) -> None:
+        self.note("host_waits")
+
+
+class RecordingStreams(HostStreams):
+    def side(self) -> Side:
+        return RecordingSide()
+
+
+def recording(raises: dict[str, BaseException]) -> tuple[Offload, RecordingSide]:
+    offload = Offload(RecordingStreams())
+    side = offload._side
+    assert isinstance(side, RecordingSide)
+    side.offload, side.raises = offload, raises
+    return offload, side
+
+
+def all_stages_work(offload: Offload) -> None:
+    assert len(offload._free) == STAGES
+    written: list[torch.Tensor] = []
+    for _ in range(STAGES + 1):
+        put(offload, (torch.ones(4),), lambda one: written.append(one.clone()))
+    offload.drain()
+    assert len(written) == STAGES + 1 and all(one.tolist() == [1] * 4 for one in written)
+    offload.close()
+
+
+def test_a_stage_is_free_again_only_when_the_copies_into_it_are_done() -> None:
+    offload, side = recording({"copy 2": RuntimeError("no second copy")})
+    with pytest.raises(RuntimeError, match="no second copy"):
+        put(offload, (torch.zeros(4), torch.zeros(4)), lambda a, b: None)
+    assert side.calls == [(name, STAGES - 1) for name in ("copy 1", "copy 2", "mark", "host_waits")]
+    all_stages_work(offload)
+
+
+@pytest.mark.parametrize("where", ["mark", "host_waits"])
+@pytest.mark.parametrize("what", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_while_copies_are_waited_for_takes_no_stage_away(where: str, what: type[BaseException]) -> None:
+    offload, _ = recording({"copy 2": RuntimeError("no second copy"), where: what()})
+    # What says why is the copy's error, unless somebody wants it all to end.
+    with pytest.raises(KeyboardInterrupt if what is KeyboardInterrupt else RuntimeError) as raised:
+        put(offload, (torch.zeros(4), torch.zeros(4)), lambda a, b: None)
+    assert what is KeyboardInterrupt or "no second copy" in str(raised.value)
+    all_stages_work(offload)
+
+
 def test_kernels_are_launched_before_the_copies_and_written_after() -> None:
     offload, order = Offload(HostStreams()), []
     source = torch.zeros(1)

@@ -81,10 +81,12 @@ class Offload:
                 self._side.copy_out(source, copy)
             mark = self._side.mark()
         except BaseException:
-            with contextlib.suppress(Exception):  # what was launched before it may still use the stage
-                self._side.host_waits(self._side.mark())
-            with self._changed:
-                self._free.append(stage)
+            try:
+                with contextlib.suppress(Exception):  # what was launched before it may still use the stage
+                    self._side.host_waits(self._side.mark())
+            finally:  # after an interrupt, too: what comes next is behind the copies, on their stream
+                with self._changed:
+                    self._free.append(stage)
             raise
         with self._changed:
             self._waiting.append((stage, mark, copies, write))

@@ -68,7 +68,7 @@ def surfaces(folder: Path) -> dict[str, Any]:
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_in_spawned_process, args=(records["none"], records["flags"], send))
     child.start()
-    found["spawned"] = receive.recv() if receive.poll(60) else "no answer"
+    found["spawned"] = receive.recv() if receive.poll(240) else "no answer"
     child.join(10)
     return found
 
@@ -150,7 +150,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, __file__, str(tmp_path_factory.mktemp("surfaces"))]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900, check=False)
     lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, run.stderr[-4000:]
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("FOUND"))

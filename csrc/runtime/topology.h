@@ -56,7 +56,8 @@ struct Topology {
 
 Topology read_topology();
 
-// Bytes of a core's last cache for each of the hardware threads that it shows as sharing it; 0: it shows none.
+// Bytes of a core's last cache for each of the hardware threads that it shows as sharing it; 0: it shows
+// none.
 int64_t last_cache_per_thread(int core);
 
 // The same as a JSON object, with the instruction sets the CPU runs and the one in use.

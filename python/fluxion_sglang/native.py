@@ -334,15 +334,15 @@ class NativeEngine:
             rest; a layer wakes workers that sleep from three times as much on. None: what is best.
         share_prefixes: of requests whose page tables begin alike, the tasks that are for the CPU alone (see `owner` of
             `layer_begin`), of one KV head and block size, are done together: what several of them read of the common
-            pages is read once. What each head reads stays the same.
-        cached_bytes: how much of the tiles the last cache keeps while one such task after another attends to its own.
-            Tasks that mostly want different tiles do so where all of these are no more bytes. None: half of a hardware
+            pages comes from memory once. What each head reads stays the same.
+        cached_bytes: of tiles, what the last cache keeps while one such task after another attends to its own. Tasks
+            that mostly want different tiles do so where all of these are no more bytes. None: half of a hardware
             thread's share of that cache.
 
     FLUXION_TASK_TIMEOUT_S (default 60) is how long `layer_finish` waits for foreign executors.
 
     Raises:
-        ValueError: a geometry that does not fit the pool.
+        ValueError: a geometry that does not fit the pool, or a cache of less than nothing.
     """
 
     def __init__(
@@ -363,6 +363,10 @@ class NativeEngine:
     ) -> None:
         if workers is not pool.workers:
             raise ValueError("The engine uses the workers of its pool; pass the Workers the pool was created with.")
+        if cached_bytes is not None and cached_bytes < 0:
+            raise ValueError(
+                f"cached_bytes is {cached_bytes}; a cache keeps 0 bytes or more, None means the machine's."
+            )
         self.pool = pool
         self.handle = function("engine_create")(
             pool.handle,
@@ -375,7 +379,7 @@ class NativeEngine:
             guard or 0.0,
             chunk_bytes or 0,
             share_prefixes,
-            -1 if cached_bytes is None else max(cached_bytes, 0),
+            -1 if cached_bytes is None else cached_bytes,
         )
         self._step = function("engine_step")
         self._layer_resident = function("engine_layer_resident")

@@ -235,6 +235,11 @@ def test_the_cache_is_exactly_as_large_as_it_is_said_to_be() -> None:
     assert saved(once)[0] == 0 < saved(once - 1)[0]
 
 
+def test_a_cache_of_less_than_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="cached_bytes is -1; a cache keeps 0 bytes or more"):
+        NativeWorld(cached_bytes=-1)
+
+
 def test_shared_blocks_that_nobody_chose() -> None:
     """Streaming heads alone, and budgets that only blocks behind the prefix get."""
 

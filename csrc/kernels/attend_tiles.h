@@ -15,8 +15,6 @@ inline constexpr int kAheadBytes = 8 << 10;
 
 inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
 
-inline constexpr int smaller(int a, int b) { return a < b ? a : b; }
-
 // Heads that go through a tile together, at most: more would not fit into the registers.
 inline constexpr int kHeadsTogether = smaller(kLanes, 8);
 // Tiles that lie side by side for kHeads heads: with their scores of one token they fill a vector, if not

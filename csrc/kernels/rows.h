@@ -8,6 +8,8 @@ namespace {
 
 inline constexpr int kLine = 64;  // bytes of a cache line
 
+inline constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
 // Fetches the line at p, which need not be mapped, into the nearest cache. Not the compiler's builtin: that
 // has no effect it knows of, and GCC drops it from loops.
 inline void prefetch(const void* p) {

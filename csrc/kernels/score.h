@@ -8,20 +8,39 @@ namespace {
 // Heads that share one reading of an entry; with kH of them kLanes / kH entries at a time, so that the sums
 // stay in registers and reduce to one vector.
 inline constexpr int kScoreHeads = kLanes < 4 ? kLanes : 4;
-// Entries that every head goes through before the next ones are begun. They are fetched one such block ahead.
-inline constexpr int kScoreBlock = 16;
+// The entries of a list are read as four lists side by side, an entry of each in turn (kernels/probe.h), so
+// many of each before the next ones are begun. They are fetched one such block ahead.
+inline constexpr int kScoreStreams = 4, kScoreSteps = 4;
+inline constexpr int kScoreBlock = kScoreStreams * kScoreSteps;
 
-// What to fetch meanwhile: nothing, entries that follow one another, or others. The hardware sees a run only
-// where its lines are asked for in their order; of others it fetches too much if they are.
-enum class Ahead { kNone, kRun, kRows };
+// The columns of a matrix of kScoreSteps rows. Rows are loaded as wide as they were stored: what takes in
+// several stores waits for the cache.
+struct Transposed {
+  using Four = float __attribute__((vector_size(16)));
+  Four of[kScoreStreams];
+
+  explicit Transposed(const float* from) {
+    static_assert(kScoreStreams == 4 && kScoreSteps == 4);
+    Four row[4];
+    for (int p = 0; p < 4; ++p) __builtin_memcpy(&row[p], from + 4 * p, sizeof(row[p]));
+    const Four low02 = __builtin_shufflevector(row[0], row[2], 0, 4, 1, 5);
+    const Four low13 = __builtin_shufflevector(row[1], row[3], 0, 4, 1, 5);
+    const Four high02 = __builtin_shufflevector(row[0], row[2], 2, 6, 3, 7);
+    const Four high13 = __builtin_shufflevector(row[1], row[3], 2, 6, 3, 7);
+    of[0] = __builtin_shufflevector(low02, low13, 0, 4, 1, 5);
+    of[1] = __builtin_shufflevector(low02, low13, 2, 6, 3, 7);
+    of[2] = __builtin_shufflevector(high02, high13, 0, 4, 1, 5);
+    of[3] = __builtin_shufflevector(high02, high13, 2, 6, 3, 7);
+  }
+};
 
 inline void fetch(const void* from, int bytes) {
   for (int b = 0; b < bytes; b += kLine) prefetch(static_cast<const char*>(from) + b);
 }
 
-// bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch. A sum runs over the elements in
-// their order, whatever rows and heads share its registers.
-template <class T, int kD, int kH, Ahead kAhead>
+// bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch meanwhile, if kAhead. A sum runs
+// over the elements in their order, whatever rows and heads share its registers.
+template <class T, int kD, int kH, bool kAhead>
 [[gnu::noinline]] void score_heads(const typename Dot<T>::Query* q, int size, const T* const* rows,
                                    const T* const* next, float (*bounds)[kScoreBlock]) {
   constexpr int kR = kLanes / kH, kStep = 2 * kLanes;
@@ -32,10 +51,7 @@ template <class T, int kD, int kH, Ahead kAhead>
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
     for (int d = 0; d < n; d += kStep) {
-      const int at = d * static_cast<int>(sizeof(T));
-      if (kAhead == Ahead::kRun && (kBytes * kR >= kLine || at * kR % kLine == 0))
-        fetch(next[first] + d * kR, kBytes * kR);
-      if (kAhead == Ahead::kRows && (kBytes >= kLine || at % kLine == 0)) {
+      if (kAhead && (kBytes >= kLine || d * static_cast<int>(sizeof(T)) % kLine == 0)) {
 #pragma GCC unroll 16
         for (int r = 0; r < kR; ++r) fetch(next[first + r] + d, kBytes);
       }
@@ -66,40 +82,42 @@ template <class T, int kD, int kH, Ahead kAhead>
 template <class T, int kD>
 void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries,
                   const int32_t* index, int n, float* out, int64_t out_stride) {
+  if (n == 0) return;
   const int size = 2 * (kD ? kD : head_dim);
   const T* rows[2][kScoreBlock];
   float bounds[kScoreHeads][kScoreBlock];
-  // Past the end the last entry stands in: its bounds are dropped, and to fetch it again costs nothing.
-  // Whether the entries from `first` on follow one another.
+  // Entries of one of the four lists. Lists that lie a power of two apart would be in each other's way, in
+  // the banks of the memory and in the sets of the caches.
+  int part = (n + kScoreStreams - 1) / kScoreStreams;
+  if (part % 64 == 0) part += kScoreSteps;
+  // Row p * kScoreStreams + s is entry first + p of list s. Past the end of a list its last entry stands in,
+  // or that of all: its bounds are dropped, and to fetch it again costs nothing.
   const auto find = [&](int first, const T** to) {
-    bool run = true;
-    for (int j = 0; j < kScoreBlock; ++j) {
-      to[j] = entries + index[first + j < n ? first + j : n - 1] * static_cast<int64_t>(size);
-      run &= to[j] == to[0] + j * static_cast<int64_t>(size);
+    for (int p = 0; p < kScoreSteps; ++p) {
+      for (int s = 0; s < kScoreStreams; ++s) {
+        const int at = s * part + smaller(first + p, part - 1);
+        *to++ = entries + index[smaller(at, n - 1)] * static_cast<int64_t>(size);
+      }
     }
-    return run;
   };
-  if (n > 0) find(0, rows[0]);
-  for (int i = 0, now = 0; i < n; i += kScoreBlock, now = 1 - now) {
-    const int count = n - i < kScoreBlock ? n - i : kScoreBlock;
-    const T** next = rows[1 - now];
-    const bool run =
-        find(i + kScoreBlock, next) && next[0] == rows[now][0] + kScoreBlock * static_cast<int64_t>(size);
-    const auto heads_from = [&]<int kH, Ahead kAhead>(int g) {
-      score_heads<T, kD, kH, kAhead>(queries + static_cast<int64_t>(g) * size, size, rows[now], next, bounds);
+  find(0, rows[0]);
+  for (int i = 0, now = 0; i < part; i += kScoreSteps, now = 1 - now) {
+    find(i + kScoreSteps, rows[1 - now]);
+    const auto heads = [&]<int kH>(int g) {
+      const auto run = g > 0 ? score_heads<T, kD, kH, false> : score_heads<T, kD, kH, true>;
+      run(queries + static_cast<int64_t>(g) * size, size, rows[now], rows[1 - now], bounds);
       for (int h = 0; h < kH && g + h < G; ++h) {
+        const Transposed columns(bounds[h]);
         float* to = out + (g + h) * out_stride + i;
-        if (count == kScoreBlock) {
-          __builtin_memcpy(to, bounds[h], sizeof(bounds[h]));
-        } else {
-          for (int j = 0; j < count; ++j) to[j] = bounds[h][j];
+        for (int s = 0; s < kScoreStreams; ++s, to += part) {
+          const int count = smaller(smaller(part, n - s * part) - i, kScoreSteps);
+          if (count == kScoreSteps) {
+            __builtin_memcpy(to, &columns.of[s], sizeof(columns.of[s]));
+          } else {
+            for (int p = 0; p < count; ++p) to[p] = columns.of[s][p];
+          }
         }
       }
-    };
-    const auto heads = [&]<int kH>(int g) {
-      if (g > 0) return heads_from.template operator()<kH, Ahead::kNone>(g);
-      if (run) return heads_from.template operator()<kH, Ahead::kRun>(g);
-      return heads_from.template operator()<kH, Ahead::kRows>(g);
     };
     int g = 0;
     for (; g + 1 < G; g += kScoreHeads) heads.template operator()<kScoreHeads>(g);

@@ -66,8 +66,8 @@ def default_cells() -> list[Cell]:
     if "avx2" in isas():
         avx2 = replace(attend, isa="avx2", bars=(("of_scatter", ">=", 0.70),))
         cells += [avx2, replace(avx2, context=LONG), replace(avx2, group=1, bars=()), replace(avx2, group=8, bars=())]
-    if "avx512" in isas():
-        cells.append(replace(attend, isa="avx512"))
+    if "avx512bf16" in isas():
+        cells.append(replace(attend, isa=isas()[-2]))
     cells.append(replace(attend, group=16))
     cells += [replace(attend, group=1), replace(attend, head_dim=64), replace(attend, dtype="f32")]
     cells += [replace(attend, budget=budget) for budget in (0.02, 0.10, 0.25)]

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import torch
 from layers import HAS_SHARING, Steps, filled_pool, flushed
-from roofline import Arena, interleave, ratio
+from roofline import Arena, beyond_caches, interleave, ratio
 
 from fluxion_sglang.kv.placement import PAGE
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a document of 2K; the result file is not a published one")
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
-    arena = Arena.of(1 << (24 if args.quick else 27), 0)
+    arena = Arena.of(1 << 24 if args.quick else beyond_caches(1 << 27), 0)
     rounds = 2 if args.quick else args.rounds
     documents = (2048,) if args.quick else DOCUMENTS
     rows = [row for document in documents for row in measure(document, list(POLICIES), rounds, arena)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -18,9 +18,9 @@ from layers import CHUNK, HAS_WORKER_TIMES, HEAD_DIM, Steps, empty_step_ns, fill
 from roofline import (
     DTYPES,
     KV_HEADS,
-    STREAMED,
     Arena,
     Contender,
+    beyond_caches,
     ceilings,
     error,
     exact_attention,
@@ -31,6 +31,7 @@ from roofline import (
     page_lists,
     queries,
     ratio,
+    streamed,
     workers,
 )
 from torch import Tensor
@@ -52,8 +53,8 @@ class Sizes:
     """How much memory there is to read, how much of it a run reads, and how many tokens the requests of a step have."""
 
     rounds: int
-    memory: int = 1 << 30
-    read: int = 200 << 20
+    memory: int = field(default_factory=lambda: 2 * beyond_caches(1 << 29))
+    read: int = field(default_factory=lambda: beyond_caches(200 << 20))
     tokens: int = 1 << 18
 
     @classmethod
@@ -122,7 +123,7 @@ class Groups:
         # The kernel comes last, so that what it wrote is what is looked at.
         kernels: dict[str, Contender] = {"cached": partial(run, near), "kernel": partial(run, self.tasks)}
         times = interleave({**readers, **kernels}, sizes.rounds)
-        row = judge(times, "kernel", self.nbytes, min(memory.numel(), STREAMED))
+        row = judge(times, "kernel", self.nbytes, streamed(self.arena.memory).numel())
         return row | {"cached": round(self.nbytes / median(times["cached"]), 2)}
 
 
@@ -214,7 +215,7 @@ def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     last = (turn - 1) % places * pages
     got = pool.tiles(0)[:, tables[0][last : last + pages].long()]
     want = torch.stack([k, v]).view(2, pages, PAGE, KV_HEADS, HEAD_DIM).permute(3, 1, 0, 2, 4)
-    return judge(times, "kernel", nbytes, min(memory.numel(), STREAMED)) | {"error": error(got, want.double())}
+    return judge(times, "kernel", nbytes, streamed(memory).numel()) | {"error": error(got, want.double())}
 
 
 def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
@@ -232,14 +233,15 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     turns = [0] * len(probe.PLANS)
 
     def stream(plan: probe.ReadPlan) -> int:
-        return probe.stream(pool.workers, isas()[-1], streamed, plan)[0][0]
+        return probe.stream(pool.workers, isas()[-1], read, plan)[0][0]
 
     def scatter(plan: int) -> int:
         lists = steps.selections[turns[plan] % len(steps.selections)][1]
         turns[plan] += 1
         return probe.scatter(pool.workers, isas()[-1], memory, tile_bytes, lists, probe.PLANS[plan])[0][0]
 
-    streamed = memory[: min(memory.numel(), STREAMED) // probe.STREAM_PIECE * probe.STREAM_PIECE]
+    read = streamed(memory)
+    read = read[: read.numel() // probe.STREAM_PIECE * probe.STREAM_PIECE]
     contenders: dict[str, Callable[[], int]] = {}
     for i, plan in enumerate(probe.PLANS):
         contenders[f"stream {i}"] = partial(stream, plan)
@@ -252,12 +254,12 @@ def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     # Sinks and windows are scattered tiles, too, of memory of their own.
     scan_bytes, selected = counted["metadata_bytes"], len(steps.selections[0][1].pieces)
     attended = 1 + steps.resident_tiles / selected
-    ideal = [a * scan_bytes / streamed.numel() + b * attended for a, b in zip(best_stream, best_scatter, strict=True)]
+    ideal = [a * scan_bytes / read.numel() + b * attended for a, b in zip(best_stream, best_scatter, strict=True)]
     nbytes = scan_bytes + counted["tile_bytes"] + steps.resident_tiles * tile_bytes
     return {
         "bytes": nbytes,
         "gb_per_s": round(nbytes / median(times["kernel"]), 2),
-        "stream": round(streamed.numel() / median(best_stream), 2),
+        "stream": round(read.numel() / median(best_stream), 2),
         "scatter": round(selected * tile_bytes / median(best_scatter), 2),
         "what": "over_ceiling",
         "value": round(ratio(times["kernel"], ideal), 3),

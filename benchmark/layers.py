@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from roofline import KV_HEADS, Arena, error, exact_attention, isas, workers
+from roofline import KV_HEADS, Arena, beyond_caches, error, exact_attention, isas, workers
 from torch import Tensor
 
 from fluxion_sglang import probe
@@ -195,5 +195,5 @@ def empty_step_ns(calls: int = 400) -> tuple[list[int], list[int]]:
 
 def flushed(arena: Arena, steps: Steps) -> int:
     """A step after caches were filled with other memory."""
-    probe.stream(steps.pool.workers, isas()[-1], arena.memory[: min(arena.memory.numel(), 1 << 27)], probe.PLANS[0])
+    probe.stream(steps.pool.workers, isas()[-1], arena.memory[: beyond_caches(1 << 27)], probe.PLANS[0])
     return steps.run()

@@ -31,7 +31,19 @@ if __name__ == "__main__":
 
 import torch
 from foreign import GgmlAttention, OnnxAttention
-from roofline import KV_HEADS, Arena, error, exact_attention, interleave, isas, page_lists, queries, ratio, workers
+from roofline import (
+    KV_HEADS,
+    Arena,
+    beyond_caches,
+    error,
+    exact_attention,
+    interleave,
+    isas,
+    page_lists,
+    queries,
+    ratio,
+    workers,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -215,7 +227,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2K tokens; the result file is not a published one")
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
-    arena = Arena.of(1 << (25 if args.quick else 30), 1 << (22 if args.quick else 27))
+    arena = Arena.of(1 << 25, 1 << 22) if args.quick else Arena.of(2 * beyond_caches(1 << 29), beyond_caches(1 << 27))
     context, rounds = (2048, 2) if args.quick else (32768, args.rounds)
     rows = [row for budget in (0.05, 1) for row in measure(context, budget, rounds, arena)]
     for row in rows:

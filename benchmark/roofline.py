@@ -21,13 +21,23 @@ from fluxion_sglang.native import Workers, topology
 
 KV_HEADS = 8
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-STREAMED = 1 << 28
-"""Bytes of one run of a stream."""
 
 
 @cache
 def isas() -> list[str]:
     return [str(isa) for isa in topology()["isas"]]
+
+
+@cache
+def beyond_caches(nbytes: int = 0) -> int:
+    """Bytes, at least so many, after the reading of which no cache has anything from before."""
+    known = topology()
+    return max(nbytes, 2 * int(known["last_cache_bytes_per_thread"]) * len(known["cores"]))
+
+
+def streamed(memory: Tensor) -> Tensor:
+    """What one run of a stream reads."""
+    return memory[: beyond_caches(1 << 28)]
 
 
 @cache
@@ -86,7 +96,6 @@ def ceilings(
     memory: Tensor, piece_bytes: int, tasks: probe.TaskList, pool: Workers, plans: tuple[probe.ReadPlan, ...]
 ) -> dict[str, Contender]:
     """Every plan as a reader of memory from end to end, and of the list."""
-    streamed = memory[: min(memory.numel(), STREAMED)]
     isa = isas()[-1]
 
     def once(read: Callable[..., tuple[list[int], int]], *args: Any) -> int:
@@ -94,7 +103,7 @@ def ceilings(
 
     found: dict[str, Contender] = {}
     for plan in plans:
-        found[f"stream {plan.streams}:{plan.ahead}"] = partial(once, probe.stream, streamed, plan)
+        found[f"stream {plan.streams}:{plan.ahead}"] = partial(once, probe.stream, streamed(memory), plan)
         found[f"scatter {plan.streams}:{plan.ahead}"] = partial(once, probe.scatter, memory, piece_bytes, tasks, plan)
     return found
 

@@ -11,7 +11,7 @@ namespace {
 
 // How far ahead of its use a row is fetched: far enough to cover the latency of memory, near enough to be
 // still in the nearest cache.
-inline constexpr int kAheadBytes = 8 << 10;
+inline constexpr int kAheadBytes = 12 << 10;
 
 inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
 

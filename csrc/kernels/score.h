@@ -86,10 +86,12 @@ void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, co
   const int size = 2 * (kD ? kD : head_dim);
   const T* rows[2][kScoreBlock];
   float bounds[kScoreHeads][kScoreBlock];
-  // Entries of one of the four lists. Lists that lie a power of two apart would be in each other's way, in
-  // the banks of the memory and in the sets of the caches.
+  // Entries of one of the four lists. Memory gives less where all four are at the same place of a page (4
+  // KiB).
+  constexpr int kApart = 2048;
+  const int bytes = size * static_cast<int>(sizeof(T));
   int part = (n + kScoreStreams - 1) / kScoreStreams;
-  if (part % 64 == 0) part += kScoreSteps;
+  if (part >= 64 && part * static_cast<int64_t>(bytes) % (2 * kApart) == 0) part += kApart / bytes;
   // Row p * kScoreStreams + s is entry first + p of list s. Past the end of a list its last entry stands in,
   // or that of all: its bounds are dropped, and to fetch it again costs nothing.
   const auto find = [&](int first, const T** to) {

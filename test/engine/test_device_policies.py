@@ -84,7 +84,8 @@ def both(logs: Path) -> Iterator[list[Audited]]:
 
 
 def check_alike(got: tuple[Completion, np.ndarray], want: tuple[Completion, np.ndarray], spec: str | None) -> None:
-    """Tokens are the same. Where rounding moved a budget over the next block, a few of the records differ."""
+    """Tokens are the same. Where rounding moved a budget over the next block, or one token before another, a record
+    differs: two of a request's 44 at most."""
     assert got[0].tokens == want[0].tokens and len(want[0].tokens) == NEW
     assert got[0].cached == want[0].cached
     records, others = got[1], want[1]
@@ -92,7 +93,7 @@ def check_alike(got: tuple[Completion, np.ndarray], want: tuple[Completion, np.n
         assert (records[name] == others[name]).all(), name
     assert set(records["policy"]) == {(spec or "fluxion").encode()}
     same = (records["tile_bytes"] == others["tile_bytes"]) & (records["metadata_bytes"] == others["metadata_bytes"])
-    assert same.mean() > 0.98
+    assert (~same).sum() <= 2
     assert np.abs(records["error"] - others["error"])[same].max() < 1e-4
     if spec == "full":
         assert (records["error"] == 0).all()

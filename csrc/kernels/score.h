@@ -23,14 +23,26 @@ struct Transposed {
     static_assert(kScoreStreams == 4 && kScoreSteps == 4);
     Four row[4];
     for (int p = 0; p < 4; ++p) __builtin_memcpy(&row[p], from + 4 * p, sizeof(row[p]));
-    const Four low02 = __builtin_shufflevector(row[0], row[2], 0, 4, 1, 5);
-    const Four low13 = __builtin_shufflevector(row[1], row[3], 0, 4, 1, 5);
-    const Four high02 = __builtin_shufflevector(row[0], row[2], 2, 6, 3, 7);
-    const Four high13 = __builtin_shufflevector(row[1], row[3], 2, 6, 3, 7);
-    of[0] = __builtin_shufflevector(low02, low13, 0, 4, 1, 5);
-    of[1] = __builtin_shufflevector(low02, low13, 2, 6, 3, 7);
-    of[2] = __builtin_shufflevector(high02, high13, 0, 4, 1, 5);
-    of[3] = __builtin_shufflevector(high02, high13, 2, 6, 3, 7);
+    const Four low02 = pick<0, 4, 1, 5>(row[0], row[2]);
+    const Four low13 = pick<0, 4, 1, 5>(row[1], row[3]);
+    const Four high02 = pick<2, 6, 3, 7>(row[0], row[2]);
+    const Four high13 = pick<2, 6, 3, 7>(row[1], row[3]);
+    of[0] = pick<0, 4, 1, 5>(low02, low13);
+    of[1] = pick<2, 6, 3, 7>(low02, low13);
+    of[2] = pick<0, 4, 1, 5>(high02, high13);
+    of[3] = pick<2, 6, 3, 7>(high02, high13);
+  }
+
+ private:
+  // Four of the eight floats of a and b.
+  template <int i, int j, int k, int l>
+  static Four pick(Four a, Four b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, i, j, k, l);
+#else  // GCC has that from version 12 on
+    using Indices = int32_t __attribute__((vector_size(16)));
+    return __builtin_shuffle(a, b, Indices{i, j, k, l});
+#endif
   }
 };
 
@@ -86,8 +98,7 @@ void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, co
   const int size = 2 * (kD ? kD : head_dim);
   const T* rows[2][kScoreBlock];
   float bounds[kScoreHeads][kScoreBlock];
-  // Entries of one of the four lists. Memory gives less where all four are at the same place of a page (4
-  // KiB).
+  // Entries of one of the four lists. Memory gives less where all four are at the same place of a 4 KiB page.
   constexpr int kApart = 2048;
   const int bytes = size * static_cast<int>(sizeof(T));
   int part = (n + kScoreStreams - 1) / kScoreStreams;

@@ -6,6 +6,7 @@ machine that drifts drifts out. Of several ways to read memory (`probe.PLANS`) t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,10 +30,10 @@ def isas() -> list[str]:
 
 
 @cache
-def beyond_caches(nbytes: int = 0) -> int:
-    """Bytes, at least so many, after the reading of which no cache has anything from before."""
-    known = topology()
-    return max(nbytes, 2 * int(known["last_cache_bytes_per_thread"]) * len(known["cores"]))
+def beyond_caches(nbytes: int) -> int:
+    """Bytes, at least so many, after the reading of which no cache has anything from before: twice the last caches of
+    the whole machine, whichever of its hardware threads are this process's."""
+    return max(nbytes, 2 * int(topology()["last_cache_bytes_per_thread"]) * (os.cpu_count() or 1))
 
 
 def streamed(memory: Tensor) -> Tensor:

@@ -2,16 +2,21 @@
 
 #include "kernels/attend_part.h"
 #include "kernels/attend_tiles.h"
+#ifdef FLUXION_MATRIX_UNIT
+#include "kernels/attend_matrix.h"
+#endif
 
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-inline constexpr int kAllTokens = 0xffff;
 // Where heads take turns, all of them go through so many tiles before the next ones are begun. These stay in
 // the second nearest cache meanwhile, together with those that are fetched; the more there are, the more
 // often heads find several to go through side by side.
 inline constexpr int kTurnBytes = 128 << 10;
 inline constexpr int kMaxTurnPages = 32;
+
+// So few heads wait for memory, whatever multiplies.
+inline constexpr int kVectorHeads = 4;
 
 // Heads go through a tile in parties of a power of two, which idle heads may fill up: a tile is read from
 // memory for the first party, and the less often the others take turns the better. Where every head of a
@@ -93,7 +98,9 @@ struct Attention {
   }
 
   const T* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
-  HeadStates state(int p) { return {top[p], total[p], used[p], out + party[p].place * dim()}; }
+  HeadStates state(int p) {
+    return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads};
+  }
 
   // For page i and the heads of party p.
   float* alone(int p, int i) const {
@@ -285,6 +292,13 @@ void attend_with(const T* q, int G, int D, float scale, const void* tiles, const
 template <class T, int kD>
 void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                 const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+#ifdef FLUXION_MATRIX_UNIT
+  if constexpr (sizeof(T) == sizeof(BF16)) {
+    if (G > kVectorHeads && D % kMatrixDepth == 0 &&
+        attend_by_matrices<kD>(q, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse))
+      return;
+  }
+#endif
   // More heads than a group has are of several requests.
   const auto run =
       G > kMaxGroup ? attend_with<T, typename ManyHeads<T>::Values, kD> : attend_with<T, Mix<T>, kD>;

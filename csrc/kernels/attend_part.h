@@ -84,7 +84,7 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
     const float top = score_part(q + h * D, tile, masks[h], D, scale, state.top[h], scores[h]);
     for (int i = h; i < kLanes; i += kHeads) next[i] = top;
   }
-  raise_tops<kHeads>(load(next), D, state);
+  raise_tops(load(next), D, state);
   for (int h = 0; h < count; ++h) {
     if (masks[h] == 0) continue;
     const Vec base = reference(set1(state.top[h]));

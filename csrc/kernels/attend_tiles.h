@@ -14,6 +14,7 @@ namespace {
 inline constexpr int kAheadBytes = 12 << 10;
 
 inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
+inline constexpr int kAllTokens = 0xffff;
 
 // Heads that go through a tile together, at most: more would not fit into the registers.
 inline constexpr int kHeadsTogether = smaller(kLanes, 8);
@@ -29,7 +30,8 @@ struct HeadStates {
   float* top;    // [kLanes] running maximum of the scores, in every lane of its head
   float* total;  // [kLanes] running sum of the weights, spread over the lanes of its head
   float* used;   // [kLanes] the same of the weights as they are rounded for values
-  float* out;    // [kHeads][D] output so far, not normalised, pair layout
+  float* out;    // [rows][D] output so far, not normalised, pair layout; row r is of head r % kHeads
+  int rows;
 };
 
 // Where to note what each tile weighs by itself: its LSE for the first `count` heads; nullptr: nobody asks.
@@ -121,7 +123,6 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
 }
 
 // Raises the maxima to `next` and corrects what was summed under the old ones.
-template <int kHeads>
 inline void raise_tops(Vec next, int D, const HeadStates& state) {
   const Vec top = load(state.top);
   if (lanes_at_least(top, next) == kEveryLane) return;
@@ -131,10 +132,10 @@ inline void raise_tops(Vec next, int D, const HeadStates& state) {
   store(state.used, mul(load(state.used), factors));
   float factor[kLanes];
   store(factor, factors);
-  for (int h = 0; h < kHeads; ++h) {
+  for (int r = 0; r < state.rows; ++r) {
     for (int d = 0; d < D; d += kLanes) {
-      float* at = state.out + h * D + d;
-      store(at, mul(load(at), set1(factor[h])));
+      float* at = state.out + r * D + d;
+      store(at, mul(load(at), set1(factor[r])));
     }
   }
 }
@@ -206,7 +207,7 @@ template <class T, class Values, int kD, int kTiles, int kHeads>
   constexpr int kScores = kPage * kTiles * kHeads;
   alignas(64) float weights[kScores];
   const Vec highest = score_tiles<T, kD, kTiles, kHeads>(q, tiles, D, scale, weights, load(state.top));
-  raise_tops<kHeads>(max_by_period<kHeads>(highest), kD ? kD : D, state);
+  raise_tops(max_by_period<kHeads>(highest), kD ? kD : D, state);
   const Vec base = reference(load(state.top));
   Vec sum = set1(0.0f);
   for (int i = 0; i < kScores; i += kLanes) {

@@ -1,3 +1,11 @@
+#ifdef FLUXION_X86
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -20,13 +28,31 @@ extern const KernelTable kTables[2];
 namespace avx512bf16 {
 extern const KernelTable kTables[2];
 }
+namespace amx {
+extern const KernelTable kTables[2];
+}
 #endif
 
 namespace {
 
+#ifdef FLUXION_X86
+// Whether this process may use the matrix unit: a process has to ask, for all of its threads.
+bool matrix_unit() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  unsigned a, b, c, d = 0;
+  constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24;  // of leaf 7, EDX
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBF16) == 0 || (d & kTile) == 0) return false;
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // What this CPU can run, indexed by DType, worst first.
 struct Isas {
-  const KernelTable* tables[4];
+  const KernelTable* tables[5];
   int count = 0;
 
   Isas() {
@@ -40,11 +66,13 @@ struct Isas {
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
       return;
     add(avx512::kTables);
-    if (!__builtin_cpu_supports("avx512bf16")) return;
-    add(avx512bf16::kTables);
-    // Intel's cores take four times as long for a product of bf16 vectors as for one of float32 vectors, of
-    // half as many elements (measured on Emerald Rapids): to widen the keys is the faster way.
-    if (__builtin_cpu_is("intel")) std::swap(tables[count - 1], tables[count - 2]);
+    if (__builtin_cpu_supports("avx512bf16")) {
+      add(avx512bf16::kTables);
+      // Intel's cores take four times as long for a product of bf16 vectors as for one of float32 vectors, of
+      // half as many elements (measured on Emerald Rapids): to widen the keys is the faster way.
+      if (__builtin_cpu_is("intel")) std::swap(tables[count - 1], tables[count - 2]);
+    }
+    if (matrix_unit()) add(amx::kTables);
 #endif
   }
 

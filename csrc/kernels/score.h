@@ -1,6 +1,9 @@
 #pragma once
 
 #include "kernels/rows.h"
+#ifdef FLUXION_MATRIX_UNIT
+#include "kernels/score_matrix.h"
+#endif
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -12,6 +15,15 @@ inline constexpr int kScoreHeads = kLanes < 4 ? kLanes : 4;
 // many of each before the next ones are begun. They are fetched one such block ahead.
 inline constexpr int kScoreStreams = 4, kScoreSteps = 4;
 inline constexpr int kScoreBlock = kScoreStreams * kScoreSteps;
+
+// Entries of `bytes` each in one of the lists that n entries are read as. Memory gives less where all lists
+// are at the same place of a 4 KiB page.
+inline int list_length(int n, int bytes) {
+  constexpr int kApart = 2048;
+  const int part = (n + kScoreStreams - 1) / kScoreStreams;
+  const bool alike = part >= 64 && part * static_cast<int64_t>(bytes) % (2 * kApart) == 0;
+  return alike ? part + kApart / bytes : part;
+}
 
 // The columns of a matrix of kScoreSteps rows. Rows are loaded as wide as they were stored: what takes in
 // several stores waits for the cache.
@@ -89,20 +101,24 @@ template <class T, int kD, int kH, bool kAhead>
   }
 }
 
-// sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an
-// entry {min, max} with {q-, q+}, where q- = (q - spread * |q|) / 2 and q+ = (q + spread * |q|) / 2.
+// split: [G][2 * head_dim], the weights of {min, max}.
 template <class T, int kD>
-void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, const T* entries,
-                  const int32_t* index, int n, float* out, int64_t out_stride) {
+void score_blocks(const T* split, int G, int head_dim, const T* entries, const int32_t* index, int n,
+                  float* out, int64_t out_stride) {
   if (n == 0) return;
   const int size = 2 * (kD ? kD : head_dim);
+  const int part = list_length(n, size * static_cast<int>(sizeof(T)));
+#ifdef FLUXION_MATRIX_UNIT
+  if constexpr (sizeof(T) == sizeof(BF16))
+    return MatrixScores<kD>(split, G, head_dim, entries, index, n, part, out, out_stride).run();
+#endif
+  // Heads are scored kScoreHeads at a time; those that are missing are zero.
+  alignas(64) typename Dot<T>::Query queries[kMaxHeads * 2 * kMaxHeadDim];
+  const int padded = (G + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
+  for (int g = 0; g < G; ++g) Dot<T>::pack(split + g * size, size, queries + g * size);
+  for (int i = G * size; i < padded * size; ++i) queries[i] = {};
   const T* rows[2][kScoreBlock];
   float bounds[kScoreHeads][kScoreBlock];
-  // Entries of one of the four lists. Memory gives less where all four are at the same place of a 4 KiB page.
-  constexpr int kApart = 2048;
-  const int bytes = size * static_cast<int>(sizeof(T));
-  int part = (n + kScoreStreams - 1) / kScoreStreams;
-  if (part >= 64 && part * static_cast<int64_t>(bytes) % (2 * kApart) == 0) part += kApart / bytes;
   // Row p * kScoreStreams + s is entry first + p of list s. Past the end of a list its last entry stands in,
   // or that of all: its bounds are dropped, and to fetch it again costs nothing.
   const auto find = [&](int first, const T** to) {
@@ -138,33 +154,30 @@ void score_blocks(const typename Dot<T>::Query* queries, int G, int head_dim, co
   }
 }
 
+// sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an
+// entry {min, max} with {q-, q+}, where q- = (q - spread * |q|) / 2 and q+ = (q + spread * |q|) / 2.
 template <class T>
 void score(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float spread,
            float* out, int64_t out_stride) {
-  using Query = typename Dot<T>::Query;
   const T* queries = static_cast<const T*>(q);
-  T split[2 * kMaxHeadDim];
-  alignas(64) Query packed[kMaxHeads * 2 * kMaxHeadDim];
+  T split[kMaxHeads * 2 * kMaxHeadDim];
   for (int g = 0; g < G; ++g) {
+    T* weights = split + g * 2 * D;
     for (int d = 0; d < D; d += kLanes) {
       const Vec half = mul(load_one(queries + g * D + d), set1(0.5f));
       const Vec wide = mul(max(half, sub(set1(0.0f), half)), set1(spread));
-      store_one(split + d, sub(half, wide));
-      store_one(split + D + d, add(half, wide));
+      store_one(weights + d, sub(half, wide));
+      store_one(weights + D + d, add(half, wide));
     }
-    Dot<T>::pack(split, 2 * D, packed + g * 2 * D);
   }
-  // Heads are scored kScoreHeads at a time; those that are missing are zero.
-  const int padded = (G + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
-  for (int i = G * 2 * D; i < padded * 2 * D; ++i) packed[i] = Query{};
   const T* base = static_cast<const T*>(entries);
   switch (D) {
     case 64:
-      return score_blocks<T, 64>(packed, G, D, base, index, n, out, out_stride);
+      return score_blocks<T, 64>(split, G, D, base, index, n, out, out_stride);
     case 128:
-      return score_blocks<T, 128>(packed, G, D, base, index, n, out, out_stride);
+      return score_blocks<T, 128>(split, G, D, base, index, n, out, out_stride);
     default:
-      return score_blocks<T, 0>(packed, G, D, base, index, n, out, out_stride);
+      return score_blocks<T, 0>(split, G, D, base, index, n, out, out_stride);
   }
 }
 

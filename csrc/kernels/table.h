@@ -142,8 +142,8 @@ struct KernelTable {
                    int64_t ahead);
 };
 
-// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16"), or nullptr when it is not compiled in or
-// the CPU or operating system lacks it.
+// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16", "amx"), or nullptr when it is not compiled
+// in or the CPU or operating system lacks it.
 const KernelTable* kernel_table(const char* isa, DType dtype);
 
 // The best table this CPU can run, or the one FLUXION_ISA names. Throws std::runtime_error for a name that

@@ -381,10 +381,12 @@ def test_parts_merge_into_the_whole(isa: str, dtype: torch.dtype) -> None:
 def test_isas() -> None:
     assert ISAS[0] == "scalar"
     assert len(set(ISAS)) == len(ISAS)
-    assert set(ISAS) <= {"scalar", "avx2", "avx512", "avx512bf16"}
-    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert set(ISAS) <= {"scalar", "avx2", "avx512", "avx512bf16", "amx"}
+    facts = Path("/proc/cpuinfo").read_text()
+    vectors = [isa for isa in ISAS if isa != "amx"]
     if "avx512bf16" in ISAS:
-        assert ISAS[-2:] == (["avx512bf16", "avx512"] if intel else ["avx512", "avx512bf16"])
+        assert vectors[-2:] == (["avx512bf16", "avx512"] if "GenuineIntel" in facts else ["avx512", "avx512bf16"])
+    assert ISAS == [*vectors, "amx"] if " amx_bf16" in facts else vectors
 
 
 def test_fluxion_isa_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+#pragma once
+
+#include "kernels/rows.h"
+
+// What the kernels for CPUs with a matrix unit (simd/amx.h) have in common. One product takes 16 rows as they
+// lie in memory, 32 elements of each, for up to 16 heads.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+inline constexpr int kMatrixHeads = kMatrixColumns;      // of one product
+inline constexpr int kMatrixDepth = 2 * kMatrixColumns;  // elements of a row in one product
+inline constexpr int kMatrixRowBytes = 4 * kMatrixColumns;
+
+using Matrix = float[kMatrixRows][kMatrixColumns];
+
+// Queries of up to 16 heads, [count][size], as the second factors of products: to[chunk][16][16], pairs of
+// elements by heads. Beyond `count` heads, the last one again.
+inline void pack_heads(const BF16* q, int count, int size, Matrix* to) {
+  for (int d = 0; d < size; d += kMatrixDepth, ++to) {
+    const auto row = [&](int i) {
+      return reinterpret_cast<const float*>(q + smaller(i, count - 1) * static_cast<int64_t>(size) + d);
+    };
+    for (int column = 0; column < kMatrixColumns; column += 4) {
+      Vec columns[4];
+      four_columns([&](int i) { return row(i) + column; }, columns);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) store((*to)[column + j], columns[j]);
+    }
+  }
+}
+
+// Pieces that will be read, four of them side by side, a line of each in turn: so memory gives most. They are
+// added some time before they are fetched, and are fetched bit by bit.
+struct FetchQueue {
+  static constexpr int kSide = 4;
+  static constexpr int kMax = 64;  // pieces that are not fetched yet; a power of two
+  const char* pieces[kMax];
+  int lines = 0;  // of a piece
+  int added = 0;
+  int first = 0, line = 0;  // the next of four pieces from `first` on
+
+  void add(const void* piece) { pieces[added++ % kMax] = static_cast<const char*>(piece); }
+  // After the last piece: there are four once more, if one of them twice.
+  void close() {
+    while (added % kSide) add(pieces[(added - 1) % kMax]);
+  }
+
+  // Fetches so many lines of four pieces each; nothing of pieces that are fewer.
+  void fetch(int times) {
+    while (times > 0 && first + kSide <= added) {
+      const char* const* from = pieces + first % kMax;
+      const int end = smaller(line + times, lines);
+      times -= end - line;
+      for (int64_t at = line * int64_t{kLine}; at < end * int64_t{kLine}; at += kLine) {
+#pragma GCC unroll 4
+        for (int s = 0; s < kSide; ++s) prefetch_near(from[s] + at);
+      }
+      line = end;
+      if (line == lines) {
+        line = 0;
+        first += kSide;
+      }
+    }
+  }
+
+  // Fetches what comes before line `to` of a piece and of those beside it.
+  void fetch_to(int piece, int to) { fetch((piece / kSide * kSide - first) / kSide * lines + to - line); }
+};
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

@@ -1,0 +1,93 @@
+#pragma once
+
+#include "simd/avx512.h"
+#include "simd/dot.h"
+#include "simd/mix.h"
+
+// AVX-512 and a matrix unit. Vectors are multiplied as floats: these cores take longer for bf16 ones.
+#define FLUXION_MATRIX_UNIT
+
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+// Rows of a register of the matrix unit, and 32-bit elements of a row.
+inline constexpr int kMatrixRows = 16, kMatrixColumns = 16;
+
+// The unit is ready to multiply matrices of full size while this lives. What it held before is lost.
+class MatrixUnit {
+ public:
+  MatrixUnit() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  // Left in use, its 8 KiB would be saved at every switch of threads.
+  ~MatrixUnit() { asm volatile("tilerelease" ::: "memory"); }
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+};
+
+// Register i takes 16 rows of 64 bytes, `stride` bytes apart. The compiler's own intrinsics do not say that
+// they read memory (GCC before 15), and writes are moved behind them.
+template <int i>
+inline void load_matrix(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(i) : "memory");
+}
+template <int i>
+inline void store_matrix(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(i) : "memory");
+}
+template <int i>
+inline void zero_matrix() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(i));
+}
+// sum[m][n] += a[m][2k] * b[k][2n] + a[m][2k + 1] * b[k][2n + 1] over k, of bf16: a has rows of 32, b has
+// pairs side by side. Denormals count as 0.
+template <int sum, int a, int b>
+inline void multiply_matrices() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(a), "i"(b));
+}
+
+// Four columns of 16 rows, as rows: lane i of to[j] is element j of row(i).
+template <class Row>
+inline void four_columns(Row row, Vec (&to)[4]) {
+  __m512 of[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    of[i] = _mm512_castps128_ps512(_mm_loadu_ps(row(i)));
+    of[i] = _mm512_insertf32x4(of[i], _mm_loadu_ps(row(i + 4)), 1);
+    of[i] = _mm512_insertf32x4(of[i], _mm_loadu_ps(row(i + 8)), 2);
+    of[i] = _mm512_insertf32x4(of[i], _mm_loadu_ps(row(i + 12)), 3);
+  }
+  const __m512 low01 = _mm512_unpacklo_ps(of[0], of[1]), high01 = _mm512_unpackhi_ps(of[0], of[1]);
+  const __m512 low23 = _mm512_unpacklo_ps(of[2], of[3]), high23 = _mm512_unpackhi_ps(of[2], of[3]);
+  to[0] = _mm512_shuffle_ps(low01, low23, 0x44);
+  to[1] = _mm512_shuffle_ps(low01, low23, 0xee);
+  to[2] = _mm512_shuffle_ps(high01, high23, 0x44);
+  to[3] = _mm512_shuffle_ps(high01, high23, 0xee);
+}
+
+// x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most; x is at least 0 and no NaN.
+struct Split {
+  // As the second number of a pair whose first is 0, and as the first one of a pair whose second is 0.
+  Vec high_second, high_first, low_second, low_first;
+
+  explicit Split(Vec x) {
+    const __m512i cut = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const __m512i high = _mm512_and_si512(_mm512_castps_si512(x), cut);
+    const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(x, _mm512_castsi512_ps(high)));
+    const __m512i low = _mm512_and_si512(_mm512_add_epi32(rest, _mm512_set1_epi32(0x8000)), cut);
+    high_second = _mm512_castsi512_ps(high);
+    high_first = _mm512_castsi512_ps(_mm512_srli_epi32(high, 16));
+    low_second = _mm512_castsi512_ps(low);
+    low_first = _mm512_castsi512_ps(_mm512_srli_epi32(low, 16));
+  }
+};
+
+inline void copy_line(const BF16* from, BF16* to) { _mm512_storeu_si512(to, _mm512_loadu_si512(from)); }
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

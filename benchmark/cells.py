@@ -68,6 +68,8 @@ def default_cells() -> list[Cell]:
         cells += [avx2, replace(avx2, context=LONG), replace(avx2, group=1, bars=()), replace(avx2, group=8, bars=())]
     if "avx512bf16" in isas():
         cells.append(replace(attend, isa=isas()[-2]))
+    if "amx" in isas():
+        cells.append(replace(attend, isa=isas()[-2], group=8))
     cells.append(replace(attend, group=16))
     cells += [replace(attend, group=1), replace(attend, head_dim=64), replace(attend, dtype="f32")]
     cells += [replace(attend, budget=budget) for budget in (0.02, 0.10, 0.25)]
@@ -76,6 +78,7 @@ def default_cells() -> list[Cell]:
     cells += [replace(scan, context=context, bars=streams) for context in (32768, LONG)]
     cells += [replace(scan, group=8), replace(scan, group=1), replace(scan, head_dim=64), replace(scan, dtype="f32")]
     cells += [replace(scan, isa="avx2")] if "avx2" in isas() else []
+    cells += [replace(scan, isa=isas()[-2], group=8)] if "amx" in isas() else []
     cells += [replace(scan, threads=1), replace(scan, blk=16, budget=1.0)]
     cells += [Cell("select", context=context, bars=(("share", "<=", 0.10),)) for context in (32768, LONG)]
     cells += [Cell("append"), Cell("empty", context=1024, bars=(("microseconds", "<=", 15.0),))]

@@ -21,9 +21,12 @@ PHASES = ("attention", "resident", "features", "plan", "queue", "other")
 
 
 def machine_name() -> str:
-    """A folder name for this machine's results, such as amd-epyc-2-cores."""
+    """A folder name for this machine's results, such as amd-epyc-2-cores.
+
+    A virtual machine may say no more of its CPU than "Intel Xeon"; whether that has a matrix unit is part of the name.
+    """
     facts = machine()
-    return folder_name(f"{facts['cpu']} {facts['cores']} cores")
+    return folder_name(f"{facts['cpu']} {facts['cores']} cores{' amx' * ('amx_tile' in facts['flags'])}")
 
 
 def folder_name(text: str) -> str:

@@ -144,7 +144,8 @@ def scan(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     groups = Groups.of(cell, sizes, 2)
     q, tasks, entries, isa = groups.q, groups.tasks, groups.pieces, cell.isa or isas()[-1]
     out, pool = torch.full((len(tasks.pieces) * cell.group,), torch.nan), workers(cell.threads)
-    row = groups.judged(cell, sizes, lambda of: probe.score(pool, isa, q, entries, of, out)[0])
+    row = groups.judged(cell, sizes, lambda of: probe.score(pool, isa, q, entries, of, None)[0])
+    probe.score(pool, isa, q, entries, tasks, out)
     want = exact_scores(q[0], groups.of_task(0, entries))
     return row | {"error": error(out[: want.numel()].view_as(want), want)}
 

@@ -149,20 +149,20 @@ void probe_attend(Workers workers, ffi::String isa, TensorView q, double scale, 
 }
 
 void probe_score(Workers workers, ffi::String isa, TensorView q, TensorView entries, TensorView index,
-                 TensorView first, double spread, TensorView out, TensorView ns) {
+                 TensorView first, double spread, ffi::Optional<TensorView> out, TensorView ns) {
   const DType dtype = kv_dtype(q);
   const ProbeTasks tasks = tasks_of(first, index.numel());
   check_queries(q, tasks.count);
   const int64_t G = q.size(1), D = q.size(2);
   expect(entries, "entries", q.dtype(), {-1, 2, D}, 3);
-  expect(out, "out", kFloat32, {index.size(0) * G}, 1);
+  if (out) expect(*out, "out", kFloat32, {index.size(0) * G}, 1);
   const ScoreProbe what{data<char>(q),
                         static_cast<int>(G),
                         static_cast<int>(D),
                         data<char>(entries),
                         ids_of(index, "index", entries.size(0)),
                         static_cast<float>(spread),
-                        data<float>(out)};
+                        out ? data<float>(*out) : nullptr};
   guarded([&] {
     probe(*workers->pool, table_of(isa, dtype), dtype == DType::kBF16 ? 2 : 4, tasks, what, runs_of(ns));
   });

@@ -25,8 +25,17 @@ namespace fluxion::FLUXION_ISA {
 namespace {
 
 template <class T>
+constexpr int matrix_depth() {
+#ifdef FLUXION_MATRIX_UNIT
+  if (sizeof(T) == sizeof(BF16)) return kMatrixDepth;
+#endif
+  return 0;
+}
+
+template <class T>
 constexpr KernelTable make_table() {
   return {FLUXION_STRING(FLUXION_ISA),
+          matrix_depth<T>(),
           score<T>,
           score_tokens<T>,
           score_rows<T>,

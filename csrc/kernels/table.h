@@ -38,6 +38,10 @@ struct FeatureArgs {
 struct KernelTable {
   const char* isa;
 
+  // Not 0: for head dimensions that are multiples of this, `attend` multiplies all heads with a tile at once,
+  // so that those which want other tokens than the rest, or none, cost little more than if all agreed.
+  int matrix_depth;
+
   // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in [0, 1]
   // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
   // The weights (1 +- spread) q_d / 2 are rounded to the KV dtype.

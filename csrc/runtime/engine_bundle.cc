@@ -12,7 +12,7 @@ namespace {
 // Members that want different tiles take turns at those that anyone wants, and what that costs is more than a
 // tile from a cache, and more than one from memory if few want it. So all attend together if a tile has so
 // many readers on average: of the members, where the last cache would keep the tiles from one to the next,
-// and in all, where not.
+// and in all, where not, or where a matrix unit multiplies all heads with a tile at once.
 constexpr double kAgreed = 0.9, kReaders = 3;
 
 // How many blocks of a middle lie before the page where what is shared ends.
@@ -172,7 +172,8 @@ bool Engine::attends_together(const Bundle& bundle, const Scratch* s) const {
     if (readers != 0) once += bytes;
   }
   if (apart >= kAgreed * bundle.count * once) return once != 0;
-  return once > config_.cached_bytes && apart >= kReaders * once;
+  const bool matrices = kernels_.matrix_depth != 0 && shape_.head_dim % kernels_.matrix_depth == 0;
+  return (matrices || once > config_.cached_bytes) && apart >= kReaders * once;
 }
 
 // The pages of the shared blocks that anyone reads, with masks for the heads of all members.
@@ -196,11 +197,8 @@ Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
     for (int m = 0; m < bundle.count; ++m, masks += group_) {
       const uint16_t chosen = t.chosen[m * t.stride + i];
       const bool all = chosen == everyone || (config_.attend_union && chosen != 0);
-      if (all || chosen == 0) {
-        std::fill_n(masks, group_, all ? uint16_t{0xffff} : uint16_t{0});
-      } else {
-        for (int g = 0; g < group_; ++g) masks[g] = chosen >> g & 1 ? 0xffff : 0;
-      }
+      const uint32_t wanted = all ? everyone : chosen;
+      for (int g = 0; g < group_; ++g) masks[g] = static_cast<uint16_t>(-(wanted >> g & 1));
       if (!all) out.masked = true;
       if (chosen == 0) continue;
       Selection& chose = t.members[m].chose;

@@ -33,6 +33,12 @@ void repeat(WorkerPool& workers, int tasks, const ProbeRuns& runs, const Item& i
   }
 }
 
+int64_t largest(const ProbeTasks& tasks) {
+  int64_t size = 0;
+  for (int i = 0; i < tasks.count; ++i) size = std::max(size, tasks.size(i));
+  return size;
+}
+
 }  // namespace
 
 uint32_t probe(WorkerPool& workers, const KernelTable& kernels, const ProbeTasks& tasks,
@@ -62,19 +68,19 @@ void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, con
 
 void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,
            const ScoreProbe& what, const ProbeRuns& runs) {
-  const int64_t rows = what.G, size = rows * what.D;
-  repeat(workers, tasks.count, runs, [&](int, int i) {
+  const int64_t rows = what.G, size = rows * what.D, own = rows * largest(tasks);
+  std::vector<float> scratch(what.out ? 0 : own * workers.size());
+  repeat(workers, tasks.count, runs, [&](int worker, int i) {
     const int64_t first = tasks.first[i];
     kernels.score(what.q + i * size * element, what.G, what.D, what.entries, what.index + first,
-                  static_cast<int>(tasks.size(i)), what.spread, what.out + rows * first, tasks.size(i));
+                  static_cast<int>(tasks.size(i)), what.spread,
+                  what.out ? what.out + rows * first : scratch.data() + worker * own, tasks.size(i));
   });
 }
 
 void probe(WorkerPool& workers, const KernelTable& kernels, const ProbeTasks& tasks, const SelectProbe& what,
            const ProbeRuns& runs) {
-  int64_t largest = 0;
-  for (int i = 0; i < tasks.count; ++i) largest = std::max(largest, tasks.size(i));
-  const int64_t words = select_scratch_bytes(static_cast<int>(largest)) / 4;
+  const int64_t words = select_scratch_bytes(static_cast<int>(largest(tasks))) / 4;
   std::vector<uint32_t> scratch(words * workers.size());
   repeat(workers, tasks.count, runs, [&](int worker, int i) {
     const int64_t first = tasks.first[i], n = tasks.size(i);

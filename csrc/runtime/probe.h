@@ -50,7 +50,9 @@ struct ScoreProbe {
   const char* entries;
   const int32_t* index;
   float spread;
-  float* out;  // of task i [G][n] from G * first[i], n its size
+  // Of task i [G][n] from G * first[i], n its size. nullptr: every worker writes to the same memory again and
+  // again, as the engine does, whose scores stay in a cache.
+  float* out;
 };
 
 struct SelectProbe {

@@ -20,6 +20,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine
 from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.probe import Workers
 
 GROUP, HEAD_DIM = 4, 128
 Q_HEADS = KV_HEADS * GROUP
@@ -193,7 +194,12 @@ def empty_step_ns(calls: int = 400) -> tuple[list[int], list[int]]:
     return native, whole
 
 
+def flush(arena: Arena, workers: Workers) -> None:
+    """Fill caches with other memory."""
+    probe.stream(workers, isas()[-1], arena.memory[: beyond_caches(1 << 27)], probe.PLANS[0])
+
+
 def flushed(arena: Arena, steps: Steps) -> int:
     """A step after caches were filled with other memory."""
-    probe.stream(steps.pool.workers, isas()[-1], arena.memory[: beyond_caches(1 << 27)], probe.PLANS[0])
+    flush(arena, steps.pool.workers)
     return steps.run()

@@ -30,6 +30,15 @@ inline void prefetch_near(const void* p) {
 #endif
 }
 
+// Fetches the line at p to be written. A write that misses holds up all writes after it.
+inline void prefetch_to_write(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
+
 template <class T>
 struct StridedRows {
   const T* base;

@@ -15,6 +15,7 @@ inline constexpr int kScoreHeads = kLanes < 4 ? kLanes : 4;
 // many of each before the next ones are begun. They are fetched one such block ahead.
 inline constexpr int kScoreStreams = 4, kScoreSteps = 4;
 inline constexpr int kScoreBlock = kScoreStreams * kScoreSteps;
+inline constexpr int kLineScores = kLine / static_cast<int>(sizeof(float));
 
 // Entries of `bytes` each in one of the lists that n entries are read as. Memory gives less where all lists
 // are at the same place of a 4 KiB page.
@@ -132,6 +133,10 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
   find(0, rows[0]);
   for (int i = 0, now = 0; i < part; i += kScoreSteps, now = 1 - now) {
     find(i + kScoreSteps, rows[1 - now]);
+    for (int g = 0; i % kLineScores == 0 && g < G; ++g) {
+      for (int s = 0; s < kScoreStreams; ++s)
+        prefetch_to_write(out + g * out_stride + s * static_cast<int64_t>(part) + i + 2 * kLineScores - 1);
+    }
     const auto heads = [&]<int kH>(int g) {
       const auto run = g > 0 ? score_heads<T, kD, kH, false> : score_heads<T, kD, kH, true>;
       run(queries + static_cast<int64_t>(g) * size, size, rows[now], rows[1 - now], bounds);

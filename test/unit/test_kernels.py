@@ -386,7 +386,8 @@ def test_isas() -> None:
     vectors = [isa for isa in ISAS if isa != "amx"]
     if "avx512bf16" in ISAS:
         assert vectors[-2:] == (["avx512bf16", "avx512"] if "GenuineIntel" in facts else ["avx512", "avx512bf16"])
-    assert ISAS == [*vectors, "amx"] if " amx_bf16" in facts else vectors
+    # A kernel or a sandbox may keep a process from a unit that the CPU has.
+    assert vectors == ISAS or (ISAS[-1] == "amx" and " amx_bf16" in facts)
 
 
 def test_fluxion_isa_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

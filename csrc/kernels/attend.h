@@ -15,9 +15,6 @@ namespace {
 inline constexpr int kTurnBytes = 128 << 10;
 inline constexpr int kMaxTurnPages = 32;
 
-// So few heads wait for memory, whatever multiplies.
-inline constexpr int kVectorHeads = 4;
-
 // Heads go through a tile in parties of a power of two, which idle heads may fill up: a tile is read from
 // memory for the first party, and the less often the others take turns the better. Where every head of a
 // party wants all tokens of a tile, the party attends to it as a whole (attend_tiles.h), elsewhere each head

@@ -120,7 +120,7 @@ class MatrixAttention {
     bool few() const { return count <= kFew; }
   };
 
-  // Tiles for a party some head of which wants every token: what nobody wants may be no number.
+  // Tiles for a party, every token of which some head of it wants: what nobody wants may be no number.
   struct Work {
     Party* party = nullptr;
     int count;  // tiles; the last one stands in for others

@@ -10,6 +10,7 @@ inline constexpr int kMinHeadDim = 32;
 inline constexpr int kMaxHeadDim = 256;  // head_dim is a multiple of 16
 inline constexpr int kMaxGroup = 16;     // query heads that share a KV head
 inline constexpr int kMaxHeads = 64;     // query heads that one call may attend or score for
+inline constexpr int kVectorHeads = 4;   // so few wait for memory, whatever multiplies
 
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 
@@ -38,8 +39,9 @@ struct FeatureArgs {
 struct KernelTable {
   const char* isa;
 
-  // Not 0: for head dimensions that are multiples of this, `attend` multiplies all heads with a tile at once,
-  // so that those which want other tokens than the rest, or none, cost little more than if all agreed.
+  // Not 0: for head dimensions that are multiples of this and more than kVectorHeads heads, `attend`
+  // multiplies all heads with a tile at once, so that those which want other tokens than the rest, or none,
+  // cost little more than if all agreed.
   int matrix_depth;
 
   // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in [0, 1]
@@ -91,13 +93,14 @@ struct KernelTable {
   // and are not used.
   //
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k). A head that attends to
-  // nothing gets o = 0 and lse = -inf. For more than kMaxGroup heads, an ISA that multiplies bf16 may round
-  // the weights of the values to it, by 2^-9 of each at most; lse has them unrounded.
+  // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
+  // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
+  // unrounded.
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
   // attend, with the same bits, and page_lse[n][G]: the LSE of every page alone. A page that weighs less than
-  // e^-87 of the heaviest token before it, in it or in the three pages after it may get -inf.
+  // e^-87 of the heaviest token of all may get -inf.
   void (*attend_pages)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                        const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse);
 

@@ -172,7 +172,8 @@ bool Engine::attends_together(const Bundle& bundle, const Scratch* s) const {
     if (readers != 0) once += bytes;
   }
   if (apart >= kAgreed * bundle.count * once) return once != 0;
-  const bool matrices = kernels_.matrix_depth != 0 && shape_.head_dim % kernels_.matrix_depth == 0;
+  const bool matrices = kernels_.matrix_depth != 0 && shape_.head_dim % kernels_.matrix_depth == 0 &&
+                        bundle.count * group_ > kVectorHeads;
   return (matrices || once > config_.cached_bytes) && apart >= kReaders * once;
 }
 

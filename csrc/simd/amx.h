@@ -13,25 +13,37 @@ namespace {
 // Rows of a register of the matrix unit, and 32-bit elements of a row.
 inline constexpr int kMatrixRows = 16, kMatrixColumns = 16;
 
-// The unit is ready to multiply matrices of full size while this lives. What it held before is lost.
+// The unit is ready to multiply matrices of full size while this lives. Then it is as whoever used it before
+// had set it up; the numbers that it held are lost.
 class MatrixUnit {
  public:
   MatrixUnit() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
+    asm volatile("sttilecfg %0" : "=m"(before_));
+    const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
-  // Left in use, its 8 KiB would be saved at every switch of threads.
-  ~MatrixUnit() { asm volatile("tilerelease" ::: "memory"); }
+  ~MatrixUnit() {
+    // Left in use, its 8 KiB would be saved at every switch of threads.
+    if (before_.palette == 0) {
+      asm volatile("tilerelease" ::: "memory");
+    } else {
+      asm volatile("ldtilecfg %0" ::"m"(before_) : "memory");
+    }
+  }
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
+
+ private:
+  struct alignas(64) Config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  Config before_;
 };
 
 // Register i takes 16 rows of 64 bytes, `stride` bytes apart. The compiler's own intrinsics do not say that
-// they read memory (GCC before 15), and writes are moved behind them.
+// they read memory (in GCC 12), and writes are moved behind them.
 template <int i>
 inline void load_matrix(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(i) : "memory");
@@ -70,7 +82,8 @@ inline void four_columns(Row row, Vec (&to)[4]) {
   to[3] = _mm512_shuffle_ps(high01, high23, 0xee);
 }
 
-// x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most; x is at least 0 and no NaN.
+// x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most (2^-126 if
+// that is more); x is at least 0 and no NaN.
 struct Split {
   // As the second number of a pair whose first is 0, and as the first one of a pair whose second is 0.
   Vec high_second, high_first, low_second, low_first;

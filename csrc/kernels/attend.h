@@ -147,10 +147,7 @@ struct Attention {
     });
   }
 
-  void fetch_row(const T* row) const {
-    const char* p = reinterpret_cast<const char*>(row);
-    for (int64_t b = 0; b < dim() * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(p + b);
-  }
+  void fetch_row(const T* row) const { fetch(row, dim() * static_cast<int>(sizeof(T))); }
 
   int turn_pages() const {
     const int pages = kTurnBytes / (2 * kPage * dim() * static_cast<int>(sizeof(T)));

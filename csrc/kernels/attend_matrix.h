@@ -141,11 +141,6 @@ class MatrixAttention {
     return tokens;
   }
 
-  void fetch_row(const BF16* row) const {
-    const char* p = reinterpret_cast<const char*>(row);
-    for (int64_t b = 0; b < row_bytes(); b += kLine) prefetch(p + b);
-  }
-
   // Page i will be fetched. Of a tile of which little is wanted, the rows that are wanted are fetched at
   // once.
   void look_at(int i) {
@@ -157,8 +152,8 @@ class MatrixAttention {
     }
     for (int bits = tokens; bits; bits &= bits - 1) {
       const BF16* row = tile(i) + __builtin_ctz(bits) * dim();
-      fetch_row(row);
-      fetch_row(row + kPage * dim());
+      fetch(row, static_cast<int>(row_bytes()));
+      fetch(row + kPage * dim(), static_cast<int>(row_bytes()));
     }
   }
 

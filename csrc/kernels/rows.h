@@ -20,7 +20,12 @@ inline void prefetch(const void* p) {
 #endif
 }
 
-// The same into the second nearest cache: for more than the nearest one has room for. There it would hold up
+// All lines of so many bytes.
+inline void fetch(const void* from, int bytes) {
+  for (int b = 0; b < bytes; b += kLine) prefetch(static_cast<const char*>(from) + b);
+}
+
+// One line into the second nearest cache: for more than the nearest one has room for. There it would hold up
 // what is read meanwhile.
 inline void prefetch_near(const void* p) {
 #if defined(__x86_64__)

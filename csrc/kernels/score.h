@@ -59,10 +59,6 @@ struct Transposed {
   }
 };
 
-inline void fetch(const void* from, int bytes) {
-  for (int b = 0; b < bytes; b += kLine) prefetch(static_cast<const char*>(from) + b);
-}
-
 // bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch meanwhile, if kAhead. A sum runs
 // over the elements in their order, whatever rows and heads share its registers.
 template <class T, int kD, int kH, bool kAhead>

@@ -78,8 +78,8 @@ class MatrixScores {
       zero_matrix<3>();
     }
     for (int p = 0; p < kSteps; ++p) {
-      const BF16 *now[kLists],
-          *then[kLists];  // not read again after every product, which may have written them
+      // Of their own, so that they are not read again after every product, which may have written them.
+      const BF16 *now[kLists], *then[kLists];
 #pragma GCC unroll 4
       for (int s = 0; s < kLists; ++s) {
         now[s] = from[p * kLists + s];

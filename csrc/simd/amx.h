@@ -82,8 +82,8 @@ inline void four_columns(Row row, Vec (&to)[4]) {
   to[3] = _mm512_shuffle_ps(high01, high23, 0xee);
 }
 
-// x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most (2^-126 if
-// that is more); x is at least 0 and no NaN.
+// x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most (2^-126 if that is more); x is
+// at least 0. NaN stays NaN.
 struct Split {
   // As the second number of a pair whose first is 0, and as the first one of a pair whose second is 0.
   Vec high_second, high_first, low_second, low_first;

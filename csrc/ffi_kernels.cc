@@ -244,8 +244,8 @@ void k_compare_codes(const String& isa, TensorView codes, int64_t limit, TensorV
                      static_cast<uint64_t*>(above.data_ptr()), static_cast<uint64_t*>(equal.data_ptr()));
 }
 
-// k_attend and k_attend_pages: page_lse is absent for the former.
-void attend_list(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+// k_attend, k_attend_near and k_attend_pages: only the last one has page_lse.
+void attend_list(const String& isa, bool near, TensorView q, double scale, TensorView tiles, TensorView pages,
                  TensorView masks, TensorView o, TensorView lse, const TensorView* page_lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
   const DType dtype = queries.kv_dtype();
@@ -263,19 +263,24 @@ void attend_list(const String& isa, TensorView q, double scale, TensorView tiles
            all ? nullptr : bits.data<uint16_t>(), n, 0, static_cast<float*>(o.data_ptr()),
            static_cast<float*>(lse.data_ptr()), more...);
   };
-  if (page_lse == nullptr) return call(kernels.attend);
+  if (page_lse == nullptr) return call(near ? kernels.attend_near : kernels.attend);
   Argument{"page_lse", *page_lse}.require(kFloat32, {n, G});
   call(kernels.attend_pages, static_cast<float*>(page_lse->data_ptr()));
 }
 
 void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
               TensorView masks, TensorView o, TensorView lse) {
-  attend_list(isa, q, scale, tiles, pages, masks, o, lse, nullptr);
+  attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, nullptr);
+}
+
+void k_attend_near(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+                   TensorView masks, TensorView o, TensorView lse) {
+  attend_list(isa, true, q, scale, tiles, pages, masks, o, lse, nullptr);
 }
 
 void k_attend_pages(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
                     TensorView masks, TensorView o, TensorView lse, TensorView page_lse) {
-  attend_list(isa, q, scale, tiles, pages, masks, o, lse, &page_lse);
+  attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, &page_lse);
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
@@ -379,6 +384,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_block_mass, k_block_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_weights, k_add_weights);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_compare_codes, k_compare_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_near, k_attend_near);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);

@@ -94,6 +94,7 @@ struct Attention {
     }
   }
 
+  int tile_bytes() const { return 2 * kPage * dim() * static_cast<int>(sizeof(T)); }
   const T* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
   HeadStates state(int p) {
     return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads};
@@ -117,30 +118,37 @@ struct Attention {
 
   template <int kTiles>
   static int rows_ahead(int D) {
-    return smaller(kAheadBytes / (kTiles * D * static_cast<int>(sizeof(T))), 2 * kPage);
+    return smaller(Pace<kTiles>::kAheadBytes / (kTiles * D * static_cast<int>(sizeof(T))), 2 * kPage);
   }
 
-  // All of the first n pages, for a single party.
-  void add_pages(int n) {
+  // All of the first n pages, for a single party. near: a cache has them.
+  void add_pages(int n, bool near) {
     with_heads(party[0].heads, [&]<int kHeads>() {
       constexpr int kTiles = kTilesTogether<kHeads>;
       const int ahead = rows_ahead<kTiles>(dim());
       for (int row = 0; row < ahead; ++row) {
         for (int s = 0; s < smaller(kTiles, n); ++s) fetch_row(tile(s) + row * dim());
       }
-      int i = 0;
-      for (; i + kTiles <= n; i += kTiles) {
-        TileRows<T, kTiles> rows;
-        rows.ahead = ahead;
-        PageLse note{{}, G};
-        for (int s = 0; s < kTiles; ++s) {
-          note.of[s] = alone(0, i + s);
-          rows.now[s] = tile(i + s);
-          rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
+      const int whole = n - n % kTiles;
+      const auto add = [&]<int kGap>() {
+        for (int i = 0; i < whole; i += kTiles) {
+          TileRows<T, kTiles> rows;
+          rows.ahead = ahead;
+          PageLse note{{}, G};
+          for (int s = 0; s < kTiles; ++s) {
+            note.of[s] = alone(0, i + s);
+            rows.now[s] = tile(i + s);
+            rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
+          }
+          attend_tiles<T, Values, kD, kTiles, kHeads, kGap>(queries, rows, D, scale, state(0), note);
         }
-        attend_tiles<T, Values, kD, kTiles, kHeads>(queries, rows, D, scale, state(0), note);
+      };
+      if (near) {
+        add.template operator()<Pace<kTiles>::kGaps[0]>();
+      } else {
+        throttled<kTiles>(int64_t{whole} * tile_bytes() / kLine, add);
       }
-      for (; i < n; ++i) {
+      for (int i = whole; i < n; ++i) {
         const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
         attend_tiles<T, Values, kD, 1, kHeads>(queries, rows, D, scale, state(0), {{alone(0, i)}, G});
       }
@@ -150,7 +158,7 @@ struct Attention {
   void fetch_row(const T* row) const { fetch(row, dim() * static_cast<int>(sizeof(T))); }
 
   int turn_pages() const {
-    const int pages = kTurnBytes / (2 * kPage * dim() * static_cast<int>(sizeof(T)));
+    const int pages = kTurnBytes / tile_bytes();
     return pages < 1 ? 1 : smaller(pages, kMaxTurnPages);
   }
 
@@ -263,7 +271,7 @@ struct Attention {
 
 template <class T, class Values, int kD>
 void attend_with(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                 const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+                 const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
   Attention<T, Values, kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
   // Up to the first page of which some head does not want everything there are no masks to look at.
@@ -275,7 +283,7 @@ void attend_with(const T* q, int G, int D, float scale, const void* tiles, const
     }
   }
   if (attention.parties == 1) {
-    attention.add_pages(plain);
+    attention.add_pages(plain, near);
   } else {
     attention.add_pages_in_turns(0, plain, nullptr);
   }
@@ -285,7 +293,7 @@ void attend_with(const T* q, int G, int D, float scale, const void* tiles, const
 
 template <class T, int kD>
 void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+                const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
 #ifdef FLUXION_MATRIX_UNIT
   if constexpr (sizeof(T) == sizeof(BF16)) {
     if (G > kVectorHeads && D % kMatrixDepth == 0 &&
@@ -296,27 +304,38 @@ void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const 
   // More heads than a group has are of several requests.
   const auto run =
       G > kMaxGroup ? attend_with<T, typename ManyHeads<T>::Values, kD> : attend_with<T, Mix<T>, kD>;
-  run(q, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
+  run(q, G, D, scale, tiles, pages, masks, n, ahead, near, o, lse, page_lse);
 }
 
 template <class T>
-void attend_pages(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                  const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+void attend_listed(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                   const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse,
+                   float* page_lse) {
   const T* queries = static_cast<const T*>(q);
-  switch (D) {
-    case 64:
-      return attend_dim<T, 64>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
-    case 128:
-      return attend_dim<T, 128>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
-    default:
-      return attend_dim<T, 0>(queries, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse);
-  }
+  const auto run = [&]<int kD>() {
+    attend_dim<T, kD>(queries, G, D, scale, tiles, pages, masks, n, ahead, near, o, lse, page_lse);
+  };
+  if (D == 64) return run.template operator()<64>();
+  if (D == 128) return run.template operator()<128>();
+  run.template operator()<0>();
 }
 
 template <class T>
 void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
             const uint16_t* masks, int n, int ahead, float* o, float* lse) {
-  attend_pages<T>(q, G, D, scale, tiles, pages, masks, n, ahead, o, lse, nullptr);
+  attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, nullptr);
+}
+
+template <class T>
+void attend_near(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                 const uint16_t* masks, int n, int ahead, float* o, float* lse) {
+  attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, true, o, lse, nullptr);
+}
+
+template <class T>
+void attend_pages(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                  const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+  attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, page_lse);
 }
 
 }  // namespace

@@ -1,17 +1,13 @@
 #pragma once
 
 #include "kernels/exp.h"
-#include "kernels/rows.h"
+#include "kernels/throttle.h"
 
 // Online softmax in float32 over tiles of which every token counts, several tiles side by side: a row of each
 // in turn, in the order of addresses, keys first. So memory gives most (kernels/probe.h), and all of these
 // tiles together take one maximum, one correction and one visit of the output rows.
 namespace fluxion::FLUXION_ISA {
 namespace {
-
-// How far ahead of its use a row is fetched: far enough to cover the latency of memory, near enough to be
-// still in the nearest cache.
-inline constexpr int kAheadBytes = 12 << 10;
 
 inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
 inline constexpr int kAllTokens = 0xffff;
@@ -49,37 +45,56 @@ struct TileRows {
   const T* next[kTiles];  // the tiles that follow; nullptr: nothing to fetch
   int ahead;              // in rows, at most the 2 * kPage of a tile
 
-  // Fetches what is as far ahead of n elements of row `row` from element `at` on.
-  void fetch(int row, int at, int n, int D) const {
-    const int to = row + ahead;
-    const bool here = to < 2 * kPage;
-    const int64_t offset = (here ? to : to - 2 * kPage) * static_cast<int64_t>(D) + at;
+  // What lies as far ahead of row `row` on, a stretch of each tile.
+  class Stretch {
+   public:
+    Stretch(const TileRows& tiles, int row, int D) {
+      const int to = row + tiles.ahead;
+      const bool here = to < 2 * kPage;
+      const int64_t offset = (here ? to : to - 2 * kPage) * static_cast<int64_t>(D);
 #pragma GCC unroll 4
-    for (int s = 0; s < kTiles; ++s) {
-      const T* tile = here ? now[s] : next[s];
-      if (tile == nullptr) continue;
-      const char* p = reinterpret_cast<const char*>(tile + offset);
-      for (int64_t b = 0; b < n * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(p + b);
+      for (int s = 0; s < kTiles; ++s) {
+        const T* tile = here ? tiles.now[s] : tiles.next[s];
+        from_[s] = tile == nullptr ? nullptr : reinterpret_cast<const char*>(tile + offset);
+      }
     }
-  }
+
+    // So many of its bytes, those from `at` on; a line is fetched with its first bytes.
+    template <int kBytes, int kGap>
+    void fetch(int at, Spaced* spaced) const {
+      if (kBytes < kLine && at % kLine != 0) return;
+#pragma GCC unroll 4
+      for (int s = 0; s < kTiles; ++s) {
+        if (from_[s] == nullptr) continue;
+        for (int b = 0; b < kBytes; b += kLine) prefetch(spaced->next<kGap>(from_[s] + at + b));
+      }
+    }
+
+   private:
+    const char* from_[kTiles];
+  };
 };
 
 // scores[(t * kTiles + s) * kHeads + h] = q_h . key t of tile s, scaled. Returns by lane the maximum of these
 // and of `highest`.
-template <class T, int kD, int kTiles, int kHeads>
+template <class T, int kD, int kTiles, int kHeads, int kGap>
 inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int head_dim,
                        float scale, float* scores, Vec highest) {
   constexpr int kRows = kLanes / (kTiles * kHeads), kPair = 2 * kLanes;
   static_assert(kRows * kTiles * kHeads == kLanes);
+  constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
   const int D = kD ? kD : head_dim;
+  Spaced spaced;
   for (int t = 0; t < kPage; t += kRows) {
+    const typename TileRows<T, kTiles>::Stretch ahead(tiles, t, D);
     Vec sums[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
     int d = 0;
     for (; d + kPair <= D; d += kPair) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) tiles.fetch(t + r, d, kPair, D);
+      for (int r = 0; r < kRows; ++r)
+        ahead.template fetch<kBytes, kGap>((d / kPair * kRows + r) * kBytes, &spaced);
       // What there is less of is kept in registers.
       if constexpr (kHeads <= kRows * kTiles) {
         typename Dot<T>::Pair queries[kHeads];
@@ -146,14 +161,19 @@ inline Vec reference(Vec top) { return keep(lanes_at_least(top, set1(-kMaxFloat)
 // out_h += sum over tokens and tiles of weight * value. As many heads and rows at a time as weights and
 // values fit into the registers: the outputs come from the cache and go back to it.
 // words[(t / Values::kRows * kTiles + s) * kHeads + h]: the weights of head h for rows t.. of tile s.
-template <class T, class Values, int kD, int kTiles, int kHeads>
+template <class T, class Values, int kD, int kTiles, int kHeads, int kGap>
 inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int head_dim, float* out) {
   constexpr int kPair = 2 * kLanes;
   constexpr int kSteps = (kValueSteps > kTiles ? kValueSteps / kTiles : 1), kRows = kSteps * Values::kRows;
   constexpr int kPart = smaller(kHeads, 4), kParts = kHeads / kPart;
+  constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
+  // What is done with values keeps them apart as it is, but where memory is slow.
+  constexpr int kValueGap = kGap > 2 ? kGap : 0;
   const int D = kD ? kD : head_dim;
+  Spaced spaced;
   for (int t = 0; t < kPage; t += kRows, words += kSteps * kTiles * kHeads) {
     const int row = kPage + t;
+    const typename TileRows<T, kTiles>::Stretch ahead(tiles, row, D);
     const auto first = [&](int i, int d) {
       return tiles.now[i % kTiles] + (row + i / kTiles * Values::kRows) * D + d;
     };
@@ -170,7 +190,8 @@ inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int
       for (; d + kPair <= D; d += kPair) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-          if (r % kParts == part) tiles.fetch(row + r, d, kPair, D);
+          if (r % kParts == part)
+            ahead.template fetch<kBytes, kValueGap>((d / kPair * kRows + r) * kBytes, &spaced);
         }
         typename Values::Pair value[kSteps * kTiles];
 #pragma GCC unroll 16
@@ -201,12 +222,12 @@ inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int
   }
 }
 
-template <class T, class Values, int kD, int kTiles, int kHeads>
+template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
                                     float scale, const HeadStates& state, const PageLse& page_lse) {
   constexpr int kScores = kPage * kTiles * kHeads;
   alignas(64) float weights[kScores];
-  const Vec highest = score_tiles<T, kD, kTiles, kHeads>(q, tiles, D, scale, weights, load(state.top));
+  const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, D, scale, weights, load(state.top));
   raise_tops(max_by_period<kHeads>(highest), kD ? kD : D, state);
   const Vec base = reference(load(state.top));
   Vec sum = set1(0.0f);
@@ -229,7 +250,7 @@ template <class T, class Values, int kD, int kTiles, int kHeads>
       }
     }
   }
-  add_values<T, Values, kD, kTiles, kHeads>(weights, tiles, D, state.out);
+  add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
 }
 
 }  // namespace

@@ -44,6 +44,7 @@ constexpr KernelTable make_table() {
           add_weights,
           compare_codes,
           attend<T>,
+          attend_near<T>,
           attend_pages<T>,
           page_minmax<T>,
           merge_minmax<T>,

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/rows.h"
+#include "kernels/throttle.h"
 #ifdef FLUXION_MATRIX_UNIT
 #include "kernels/score_matrix.h"
 #endif
@@ -59,22 +59,25 @@ struct Transposed {
   }
 };
 
-// bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch meanwhile, if kAhead. A sum runs
-// over the elements in their order, whatever rows and heads share its registers.
-template <class T, int kD, int kH, bool kAhead>
+inline constexpr int kNothing = -1;
+
+// bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch meanwhile, unless kGap is kNothing.
+// A sum runs over the elements in their order, whatever rows and heads share its registers.
+template <class T, int kD, int kH, int kGap>
 [[gnu::noinline]] void score_heads(const typename Dot<T>::Query* q, int size, const T* const* rows,
                                    const T* const* next, float (*bounds)[kScoreBlock]) {
   constexpr int kR = kLanes / kH, kStep = 2 * kLanes;
   constexpr int kBytes = kStep * static_cast<int>(sizeof(T));
   const int n = kD ? 2 * kD : size;
+  Spaced spaced;
   for (int first = 0; first < kScoreBlock; first += kR) {
     Vec sums[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
     for (int d = 0; d < n; d += kStep) {
-      if (kAhead && (kBytes >= kLine || d * static_cast<int>(sizeof(T)) % kLine == 0)) {
+      if (kGap != kNothing && (kBytes >= kLine || d * static_cast<int>(sizeof(T)) % kLine == 0)) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kR; ++r) fetch(next[first + r] + d, kBytes);
+        for (int r = 0; r < kR; ++r) fetch(spaced.next<kGap>(next[first + r] + d), kBytes);
       }
       if constexpr (kH == 1) {
 #pragma GCC unroll 16
@@ -127,32 +130,34 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
     }
   };
   find(0, rows[0]);
-  for (int i = 0, now = 0; i < part; i += kScoreSteps, now = 1 - now) {
-    find(i + kScoreSteps, rows[1 - now]);
-    for (int g = 0; i % kLineScores == 0 && g < G; ++g) {
-      for (int s = 0; s < kScoreStreams; ++s)
-        prefetch_to_write(out + g * out_stride + s * static_cast<int64_t>(part) + i + 2 * kLineScores - 1);
-    }
-    const auto heads = [&]<int kH>(int g) {
-      const auto run = g > 0 ? score_heads<T, kD, kH, false> : score_heads<T, kD, kH, true>;
-      run(queries + static_cast<int64_t>(g) * size, size, rows[now], rows[1 - now], bounds);
-      for (int h = 0; h < kH && g + h < G; ++h) {
-        const Transposed columns(bounds[h]);
-        float* to = out + (g + h) * out_stride + i;
-        for (int s = 0; s < kScoreStreams; ++s, to += part) {
-          const int count = smaller(smaller(part, n - s * part) - i, kScoreSteps);
-          if (count == kScoreSteps) {
-            __builtin_memcpy(to, &columns.of[s], sizeof(columns.of[s]));
-          } else {
-            for (int p = 0; p < count; ++p) to[p] = columns.of[s][p];
+  throttled<kScoreStreams>(int64_t{n} * size * static_cast<int>(sizeof(T)) / kLine, [&]<int kGap>() {
+    for (int i = 0, now = 0; i < part; i += kScoreSteps, now = 1 - now) {
+      find(i + kScoreSteps, rows[1 - now]);
+      for (int g = 0; i % kLineScores == 0 && g < G; ++g) {
+        for (int s = 0; s < kScoreStreams; ++s)
+          prefetch_to_write(out + g * out_stride + s * static_cast<int64_t>(part) + i + 2 * kLineScores - 1);
+      }
+      const auto heads = [&]<int kH>(int g) {
+        const auto run = g > 0 ? score_heads<T, kD, kH, kNothing> : score_heads<T, kD, kH, kGap>;
+        run(queries + static_cast<int64_t>(g) * size, size, rows[now], rows[1 - now], bounds);
+        for (int h = 0; h < kH && g + h < G; ++h) {
+          const Transposed columns(bounds[h]);
+          float* to = out + (g + h) * out_stride + i;
+          for (int s = 0; s < kScoreStreams; ++s, to += part) {
+            const int count = smaller(smaller(part, n - s * part) - i, kScoreSteps);
+            if (count == kScoreSteps) {
+              __builtin_memcpy(to, &columns.of[s], sizeof(columns.of[s]));
+            } else {
+              for (int p = 0; p < count; ++p) to[p] = columns.of[s][p];
+            }
           }
         }
-      }
-    };
-    int g = 0;
-    for (; g + 1 < G; g += kScoreHeads) heads.template operator()<kScoreHeads>(g);
-    if (g < G) heads.template operator()<1>(g);
-  }
+      };
+      int g = 0;
+      for (; g + 1 < G; g += kScoreHeads) heads.template operator()<kScoreHeads>(g);
+      if (g < G) heads.template operator()<1>(g);
+    }
+  });
 }
 
 // sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an

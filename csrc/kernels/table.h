@@ -99,6 +99,10 @@ struct KernelTable {
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
+  // attend, with the same bits, of tiles that a cache has, or that have been attended to just before.
+  void (*attend_near)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+                      const uint16_t* masks, int n, int ahead, float* o, float* lse);
+
   // attend, with the same bits, and page_lse[n][G]: the LSE of every page alone. A page that weighs less than
   // e^-87 of the heaviest token of all may get -inf.
   void (*attend_pages)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,

@@ -138,6 +138,7 @@ struct Reads {
 struct Selection {
   int count = 0;
   bool masked = false;
+  bool near = false;    // other tasks have just read most of it
   uint16_t ranked = 0;  // heads whose blocks were chosen by their scores, which are in the scratch
   int64_t tokens = 0;   // summed over heads
   int microbatches = 0;

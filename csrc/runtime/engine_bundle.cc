@@ -225,6 +225,7 @@ void Engine::finish_member(const Bundle& bundle, int m, bool together, Scratch* 
   const uint16_t* chosen = &t.chosen[m * t.stride];
   Selection more;
   list_pages(member.at.part(shared, member.at.count), pages_of(task.request), chosen + shared, s, &more);
+  more.near = !together && m > 0;
   const int64_t at = state_at(task.request, task.head);
   attend(task, more, s, &mid_o_[at * D], &mid_lse_[at]);
   if (together) {

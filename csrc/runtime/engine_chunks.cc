@@ -59,7 +59,7 @@ void Engine::attend(const char* q, int heads, int kv_head, const Selection& sele
              more...);
     };
     if (page_lse == nullptr) {
-      call(kernels_.attend);
+      call(selection.near ? kernels_.attend_near : kernels_.attend);
     } else {
       call(kernels_.attend_pages, page_lse + static_cast<int64_t>(from) * heads);
     }

@@ -3,6 +3,7 @@
 #include "simd/avx512.h"
 #include "simd/dot.h"
 #include "simd/mix.h"
+#include "simd/pace.h"
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -94,6 +95,14 @@ struct PairMix {
     }
     return used;
   }
+};
+
+// Zen 5, which gets a line from memory every 7 to 12 cycles. To fetch nearly 4 KiB, or a multiple, ahead in
+// each list is slower.
+template <>
+struct Pace<4> {
+  static constexpr int kAheadBytes = 20 << 10;
+  static constexpr int kGaps[] = {0, 2, 3};
 };
 
 template <>

@@ -256,6 +256,22 @@ def test_attend_pages(isa: str, dtype: torch.dtype, data: st.DataObject, seed: i
 
 @isas
 @dtypes
+@pytest.mark.parametrize("G", [1, 4])
+def test_how_lines_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype, G: int) -> None:
+    """Lists that are long enough for the kernel to try every pace (csrc/kernels/throttle.h), and tiles in a cache."""
+    q, tiles = torch.randn(G, 128).to(dtype), random_tiles(70, 128, dtype)
+    pages = torch.randperm(70).to(torch.int32)
+    want_o, want_lse = attend(isa, q, 0.1, tiles, pages)
+    for _ in range(100):
+        o, lse = attend(isa, q, 0.1, tiles, pages)
+        assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
+    o, lse = torch.full_like(want_o, NAN), torch.full_like(want_lse, NAN)
+    k("attend_near")(isa, q, 0.1, tiles, pages, EVERY, o, lse)
+    assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
+
+
+@isas
+@dtypes
 def test_pages_that_weigh_next_to_nothing(isa: str, dtype: torch.dtype) -> None:
     """Beside a heavy page before them they may weigh nothing, beside one after them they do not."""
     tiles = torch.zeros(3, 2, 16, 32).to(dtype)

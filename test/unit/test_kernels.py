@@ -90,6 +90,22 @@ def test_a_score_depends_on_its_head_and_entry_alone(
 
 @isas
 @dtypes
+@pytest.mark.parametrize("G", [1, 4, 8])
+def test_how_entries_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype, G: int) -> None:
+    """A list that is long enough for the kernel to try every pace (csrc/kernels/throttle.h)."""
+    n = 300
+    entries, q = torch.randn(n, 2, 128).to(dtype), torch.randn(G, 128).to(dtype)
+    index = torch.randperm(n).to(torch.int32)
+    want = torch.full((G, n), NAN)
+    k("score")(isa, q, entries, index, 0.5, want)
+    for _ in range(100):
+        out = torch.full((G, n), NAN)
+        k("score")(isa, q, entries, index, 0.5, out)
+        assert torch.equal(out, want)
+
+
+@isas
+@dtypes
 @few
 @given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 20))
 def test_score_tokens(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:

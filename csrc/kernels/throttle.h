@@ -1,0 +1,79 @@
+#pragma once
+
+#include "kernels/rows.h"
+#include "simd/pace.h"
+
+// What finds its lines in the nearest cache reads them faster than memory delivers, and would have more
+// fetched at once than a core can have under way. Those that are too many are dropped, so that later on the
+// core waits for them, then finds the ones after them in the cache again, and so forth. Prefetches that keep
+// apart are not dropped.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+// Each address is ready kGap multiplications, of three cycles each, after the one before.
+class Spaced {
+ public:
+  template <int kGap>
+  const char* next(const void* p) {
+#if defined(__x86_64__)
+#pragma GCC unroll 4
+    for (int i = 0; i < kGap; ++i) asm("imul %0, %0" : "+r"(zero_));
+#endif
+    return static_cast<const char*>(p) + zero_;
+  }
+
+ private:
+  int64_t zero_ = 0;
+};
+
+// Which of kWays is the fastest, found as prefetchers in hardware find how far ahead to go (Srinath et al.,
+// "Feedback Directed Prefetching", HPCA 2007): what other cores leave of the memory changes by the minute.
+// Those that are not in use are tried now and then.
+template <int kWays>
+class Throttle {
+ public:
+  int choose() {
+    int best = 0;
+    for (int i = 1; i < kWays; ++i) {
+      if (ticks_[i] < ticks_[best]) best = i;
+    }
+    if (++calls_ % kTry != 0) return best;
+    return (best + 1 + static_cast<int>(calls_ / kTry % (kWays - 1))) % kWays;
+  }
+  // What a line took that way. Most of what disturbs makes it longer.
+  void note(int way, float ticks) {
+    float& usual = ticks_[way];
+    usual = ticks < usual || usual == 0 ? ticks : usual + (ticks - usual) / 8;
+  }
+
+ private:
+  static constexpr uint32_t kTry = 32;
+
+  uint32_t calls_ = 0;
+  float ticks_[kWays] = {};
+};
+
+// Calls run<kGap>(), which reads so many lines of memory from kSide lists.
+template <int kSide, class Run>
+void throttled(int64_t lines, const Run& run) {
+  constexpr auto& kGaps = Pace<kSide>::kGaps;
+#if defined(__x86_64__)
+  constexpr int64_t kLeast = 2048;  // fewer say little
+  if constexpr (sizeof(kGaps) / sizeof(kGaps[0]) == 3) {
+    if (lines >= kLeast) {
+      static thread_local Throttle<3> throttle;
+      const int way = throttle.choose();
+      const uint64_t start = __builtin_ia32_rdtsc();
+      if (way == 0) run.template operator()<kGaps[0]>();
+      if (way == 1) run.template operator()<kGaps[1]>();
+      if (way == 2) run.template operator()<kGaps[2]>();
+      const auto ticks = static_cast<float>(__builtin_ia32_rdtsc() - start);
+      return throttle.note(way, ticks / static_cast<float>(lines));
+    }
+  }
+#endif
+  run.template operator()<kGaps[0]>();
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

@@ -221,7 +221,8 @@ def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     """A step of a batch: its time over what its bytes would take, the metadata streamed and the tiles scattered."""
-    lengths = [cell.context - 1] * max(sizes.tokens // cell.context, 1)
+    # At different places of a page, which is full, and gets its metadata, in one of 16 steps: here the first one's.
+    lengths = [cell.context - 1 - 2 * i for i in range(max(sizes.tokens // cell.context, 1))]
     tables = own_pages(lengths, cell.shuffled)
     pool = filled_pool(tables, lengths, cell.threads)
     steps = Steps(pool, tables, lengths, f"fixed:{cell.blk}:{cell.budget:g}", spread=ALIKE)

@@ -129,9 +129,9 @@ struct Attention {
       for (int row = 0; row < ahead; ++row) {
         for (int s = 0; s < smaller(kTiles, n); ++s) fetch_row(tile(s) + row * dim());
       }
-      const int whole = n - n % kTiles;
-      const auto add = [&]<int kGap>() {
-        for (int i = 0; i < whole; i += kTiles) {
+      const int steps = n / kTiles;
+      const auto add = [&]<int kGap>(int first, int end) {
+        for (int i = first * kTiles; i < end * kTiles; i += kTiles) {
           TileRows<T, kTiles> rows;
           rows.ahead = ahead;
           PageLse note{{}, G};
@@ -144,11 +144,11 @@ struct Attention {
         }
       };
       if (near) {
-        add.template operator()<Pace<kTiles>::kGaps[0]>();
+        add.template operator()<Pace<kTiles>::kGaps[0]>(0, steps);
       } else {
-        throttled<kTiles>(int64_t{whole} * tile_bytes() / kLine, add);
+        throttled<kTiles>(steps, kTiles * tile_bytes() / kLine, add);
       }
-      for (int i = whole; i < n; ++i) {
+      for (int i = steps * kTiles; i < n; ++i) {
         const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
         attend_tiles<T, Values, kD, 1, kHeads>(queries, rows, D, scale, state(0), {{alone(0, i)}, G});
       }

@@ -130,8 +130,11 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
     }
   };
   find(0, rows[0]);
-  throttled<kScoreStreams>(int64_t{n} * size * static_cast<int>(sizeof(T)) / kLine, [&]<int kGap>() {
-    for (int i = 0, now = 0; i < part; i += kScoreSteps, now = 1 - now) {
+  const int blocks = (part + kScoreSteps - 1) / kScoreSteps;
+  const int lines = kScoreBlock * size * static_cast<int>(sizeof(T)) / kLine;
+  throttled<kScoreStreams>(blocks, lines, [&]<int kGap>(int first, int end) {
+    for (int block = first; block < end; ++block) {
+      const int i = block * kScoreSteps, now = block % 2;
       find(i + kScoreSteps, rows[1 - now]);
       for (int g = 0; i % kLineScores == 0 && g < G; ++g) {
         for (int s = 0; s < kScoreStreams; ++s)

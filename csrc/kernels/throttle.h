@@ -53,26 +53,31 @@ class Throttle {
   float ticks_[kWays] = {};
 };
 
-// Calls run<kGap>(), which reads so many lines of memory from kSide lists.
+// Calls run<kGap>(first, end) for all of 0..units-1, in order. A unit reads so many lines of memory from
+// kSide lists.
 template <int kSide, class Run>
-void throttled(int64_t lines, const Run& run) {
+void throttled(int units, int lines, const Run& run) {
   constexpr auto& kGaps = Pace<kSide>::kGaps;
 #if defined(__x86_64__)
-  constexpr int64_t kLeast = 2048;  // fewer say little
   if constexpr (sizeof(kGaps) / sizeof(kGaps[0]) == 3) {
-    if (lines >= kLeast) {
-      static thread_local Throttle<3> throttle;
+    constexpr int kTurn = 4096;  // lines; fewer than half as many say little
+    static thread_local Throttle<3> throttle;
+    const int turn = (kTurn + lines - 1) / lines;
+    int first = 0;
+    for (int end; units - first >= (turn + 1) / 2; first = end) {
+      end = units - first < 2 * turn ? units : first + turn;
       const int way = throttle.choose();
       const uint64_t start = __builtin_ia32_rdtsc();
-      if (way == 0) run.template operator()<kGaps[0]>();
-      if (way == 1) run.template operator()<kGaps[1]>();
-      if (way == 2) run.template operator()<kGaps[2]>();
+      if (way == 0) run.template operator()<kGaps[0]>(first, end);
+      if (way == 1) run.template operator()<kGaps[1]>(first, end);
+      if (way == 2) run.template operator()<kGaps[2]>(first, end);
       const auto ticks = static_cast<float>(__builtin_ia32_rdtsc() - start);
-      return throttle.note(way, ticks / static_cast<float>(lines));
+      throttle.note(way, ticks / (static_cast<float>(end - first) * static_cast<float>(lines)));
     }
+    if (first == units) return;
   }
 #endif
-  run.template operator()<kGaps[0]>();
+  run.template operator()<kGaps[0]>(0, units);
 }
 
 }  // namespace

@@ -543,15 +543,26 @@ void Engine::wait_or_revoke(bool wait) {
   });
 }
 
+// Half of the full pages end no coarse block.
+bool Engine::ends_coarse(int b) const { return !skip_[b] && requests_[b].length % (2 * kPage) == 0; }
+
 void Engine::seal_coarse() {
   if (!appended_) return;
+  bool any = false;
+  for (int b = 0; b < batch_; ++b) any |= ends_coarse(b);
+  if (!any) return;
+  // Every head seals in the order of requests, in which they are tagged: where two share a place, entries and
+  // tag are of the last one.
+  const auto seal_head = [](void* self, int h) {
+    const Engine& e = *static_cast<Engine*>(self);
+    for (int b = 0; b < e.batch_; ++b) {
+      if (!e.ends_coarse(b)) continue;
+      e.pool_->seal_blocks(e.args_.layer, h, e.pages_of(b), e.requests_[b].length / kPage - 1);
+    }
+  };
+  pool_->workers().parallel_for(shape_.kv_heads, seal_head, this, /*wake=*/false);
   for (int b = 0; b < batch_; ++b) {
-    const int length = requests_[b].length;
-    // Half of the full pages end no coarse block.
-    if (skip_[b] || length % (2 * kPage) != 0) continue;
-    for (int h = 0; h < shape_.kv_heads; ++h)
-      pool_->seal_blocks(args_.layer, h, pages_of(b), length / kPage - 1);
-    pool_->tag_blocks(args_.layer, pages_of(b), length / kPage - 1);
+    if (ends_coarse(b)) pool_->tag_blocks(args_.layer, pages_of(b), requests_[b].length / kPage - 1);
   }
 }
 

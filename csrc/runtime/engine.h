@@ -181,7 +181,7 @@ int blocks_of_budget(float budget, int tokens, int blk, int blocks);
 // (seal_page) from the item that appends to it: nobody reads that page, because it is in no request's middle
 // yet. Coarse entries and tags are direct-mapped, so the entry of a block that completes now may be the one
 // another request's task reads; therefore they are read-only until the last task is done, and layer_finish
-// writes them (seal_blocks) alone.
+// writes them (seal_blocks) then.
 class Engine {
  public:
   // Throws std::invalid_argument for a geometry that does not fit the pool. FLUXION_TASK_TIMEOUT_S (default
@@ -420,6 +420,7 @@ class Engine {
 
   void drain(bool abandoned);
   void wait_or_revoke(bool wait);
+  bool ends_coarse(int b) const;
   void seal_coarse();
   void record_failure(const std::string& sentence);
   int resolve(int64_t claim_or_index) const;

@@ -49,9 +49,11 @@ void Engine::attend(const Task& task, const Selection& selection, Scratch* s, fl
 void Engine::attend(const char* q, int heads, int kv_head, const Selection& selection, const int32_t* pages,
                     const uint16_t* masks, Scratch* s, float* o, float* lse, float* page_lse) const {
   const int D = shape_.head_dim, count = selection.count;
-  const int chunks = chunks_of(selection.reads.tile_bytes, count);
+  constexpr int kUnit = 4;  // tiles: as many as the kernel goes through side by side
+  const int units = (count + kUnit - 1) / kUnit;
+  const int chunks = chunks_of(selection.reads.tile_bytes, units);
   const auto attend_chunk = [&](int i, Scratch*) {
-    const int from = cut(count, chunks, i), to = cut(count, chunks, i + 1);
+    const int from = cut(units, chunks, i) * kUnit, to = std::min(cut(units, chunks, i + 1) * kUnit, count);
     const auto call = [&](auto kernel, auto... more) {
       kernel(q, heads, D, args_.scale, pool_->tiles(args_.layer, kv_head), pages + from,
              selection.masked ? masks + static_cast<int64_t>(from) * heads : nullptr, to - from, count - to,

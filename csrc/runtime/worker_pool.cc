@@ -186,7 +186,7 @@ void WorkerPool::join() {
   busy_.store(false, std::memory_order_release);
 }
 
-void WorkerPool::parallel_for(int count, ItemFn fn, void* ctx) {
+void WorkerPool::parallel_for(int count, ItemFn fn, void* ctx, bool wake) {
   struct Loop {
     ItemFn fn;
     void* ctx;
@@ -197,7 +197,7 @@ void WorkerPool::parallel_for(int count, ItemFn fn, void* ctx) {
     auto* l = static_cast<Loop*>(arg);
     for (int i; (i = l->next.fetch_add(1, std::memory_order_relaxed)) < l->count;) l->fn(l->ctx, i);
   };
-  if (count > 1 && threads_ > 1 && launch(body, &loop)) {
+  if (count > 1 && threads_ > 1 && launch(body, &loop, wake)) {
     join();
   } else {
     body(&loop, 0);

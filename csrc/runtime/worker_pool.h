@@ -82,7 +82,8 @@ class WorkerPool {
   void join();
 
   // fn(ctx, i) for i in [0, count), over all workers. In the caller alone while a launch() is outstanding.
-  void parallel_for(int count, ItemFn fn, void* ctx);
+  // wake: as for launch().
+  void parallel_for(int count, ItemFn fn, void* ctx, bool wake = true);
   // fn(ctx, w) once on every worker; false when the pool is busy. For first touch; not for the hot path.
   bool each(Fn fn, void* ctx);
 

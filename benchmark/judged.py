@@ -221,7 +221,8 @@ def append(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 def layer(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     """A step of a batch: its time over what its bytes would take, the metadata streamed and the tiles scattered."""
-    # At different places of a page, which is full, and gets its metadata, in one of 16 steps: here the first one's.
+    # Of the step's requests the first one fills a page, which is then given its metadata; if all had one length, all
+    # would, which they do in one of 16 steps.
     lengths = [cell.context - 1 - 2 * i for i in range(max(sizes.tokens // cell.context, 1))]
     tables = own_pages(lengths, cell.shuffled)
     pool = filled_pool(tables, lengths, cell.threads)

@@ -116,9 +116,13 @@ struct Attention {
     run.template operator()<1>();
   }
 
+  // A multiple of the rows that are read together, and less than a tile: of the next one the same places are
+  // bad ones (simd/pace.h).
   template <int kTiles>
   static int rows_ahead(int D) {
-    return smaller(Pace<kTiles>::kAheadBytes / (kTiles * D * static_cast<int>(sizeof(T))), 2 * kPage);
+    constexpr int kTogether = 4, kMost = 2 * kPage * 3 / 4;
+    const int rows = Pace<kTiles>::kAheadBytes / (kTiles * D * static_cast<int>(sizeof(T)));
+    return rows < kTogether ? kTogether : smaller(rows, kMost) / kTogether * kTogether;
   }
 
   // All of the first n pages, for a single party. near: a cache has them.

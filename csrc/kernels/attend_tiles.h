@@ -43,7 +43,7 @@ template <class T, int kTiles>
 struct TileRows {
   const T* now[kTiles];
   const T* next[kTiles];  // the tiles that follow; nullptr: nothing to fetch
-  int ahead;              // in rows, at most the 2 * kPage of a tile
+  int ahead;              // in rows, a multiple of those read together, at most the 2 * kPage of a tile
 
   // What lies as far ahead of row `row` on, a stretch of each tile.
   class Stretch {

@@ -132,7 +132,7 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
   find(0, rows[0]);
   const int blocks = (part + kScoreSteps - 1) / kScoreSteps;
   const int lines = kScoreBlock * size * static_cast<int>(sizeof(T)) / kLine;
-  throttled<kScoreStreams>(blocks, lines, [&]<int kGap>(int first, int end) {
+  const auto score = [&]<int kGap>(int first, int end) {
     for (int block = first; block < end; ++block) {
       const int i = block * kScoreSteps, now = block % 2;
       find(i + kScoreSteps, rows[1 - now]);
@@ -160,7 +160,11 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
       for (; g + 1 < G; g += kScoreHeads) heads.template operator()<kScoreHeads>(g);
       if (g < G) heads.template operator()<1>(g);
     }
-  });
+  };
+  // More heads wait for arithmetic.
+  constexpr int kPacedHeads = 2 * kScoreHeads;
+  if (G <= kPacedHeads) return throttled<kScoreStreams>(blocks, lines, score);
+  score.template operator()<Pace<kScoreStreams>::kGaps[0]>(0, blocks);
 }
 
 // sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an

@@ -40,10 +40,10 @@ class Throttle {
     if (++calls_ % kTry != 0) return best;
     return (best + 1 + static_cast<int>(calls_ / kTry % (kWays - 1))) % kWays;
   }
-  // What a line took that way. Most of what disturbs makes it longer.
+  // What a line took that way. Most of what disturbs makes it longer; lines from a cache make it shorter.
   void note(int way, float ticks) {
     float& usual = ticks_[way];
-    usual = ticks < usual || usual == 0 ? ticks : usual + (ticks - usual) / 8;
+    usual = usual == 0 ? ticks : usual + (ticks - usual) / (ticks < usual ? 2 : 8);
   }
 
  private:
@@ -59,9 +59,11 @@ template <int kSide, class Run>
 void throttled(int units, int lines, const Run& run) {
   constexpr auto& kGaps = Pace<kSide>::kGaps;
 #if defined(__x86_64__)
-  if constexpr (sizeof(kGaps) / sizeof(kGaps[0]) == 3) {
+  constexpr int kWays = sizeof(kGaps) / sizeof(kGaps[0]);
+  static_assert(kWays == 1 || kWays == 3);
+  if constexpr (kWays == 3) {
     constexpr int kTurn = 4096;  // lines; fewer than half as many say little
-    static thread_local Throttle<3> throttle;
+    static thread_local Throttle<kWays> throttle;
     const int turn = (kTurn + lines - 1) / lines;
     int first = 0;
     for (int end; units - first >= (turn + 1) / 2; first = end) {

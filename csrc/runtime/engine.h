@@ -138,7 +138,7 @@ struct Reads {
 struct Selection {
   int count = 0;
   bool masked = false;
-  bool near = false;    // other tasks have just read most of it
+  bool near = false;    // a cache has most of it
   uint16_t ranked = 0;  // heads whose blocks were chosen by their scores, which are in the scratch
   int64_t tokens = 0;   // summed over heads
   int microbatches = 0;
@@ -381,9 +381,14 @@ class Engine {
   void run_bundle(const Bundle& bundle, Scratch* scratch);
   void gather_members(const Bundle& bundle, Scratch* scratch) const;
   int64_t select_together(const Bundle& bundle, Scratch* scratch) const;
-  bool attends_together(const Bundle& bundle, const Scratch* scratch) const;
+  struct SharedTiles {
+    int64_t once = 0;   // every one that a member chose
+    int64_t apart = 0;  // those of every member
+  };
+  SharedTiles shared_tiles(const Bundle& bundle, const Scratch* scratch) const;
+  bool attends_together(const Bundle& bundle, const SharedTiles& tiles) const;
   Selection list_shared(const Bundle& bundle, Scratch* scratch) const;
-  void finish_member(const Bundle& bundle, int m, bool together, Scratch* scratch);
+  void finish_member(const Bundle& bundle, int m, bool together, bool near, Scratch* scratch);
   Blocks blocks_of(const Task& task) const;
   int blk_of(const Task& task) const { return blk_[task.request * shape_.kv_heads + task.head]; }
   void attend(const Task& task, const Selection& selection, Scratch* scratch, float* o, float* lse) const;

@@ -14,6 +14,8 @@ namespace {
 // many readers on average: of the members, where the last cache would keep the tiles from one to the next,
 // and in all, where not, or where a matrix unit multiplies all heads with a tile at once.
 constexpr double kAgreed = 0.9, kReaders = 3;
+// With so many, most of what a member reads has been read by one before it.
+constexpr double kNearReaders = 2;
 
 // How many blocks of a middle lie before the page where what is shared ends.
 int shared_blocks(const Blocks& at, int end_page) { return (end_page >> at.level) - at.first; }
@@ -92,20 +94,23 @@ void Engine::run_bundle(const Bundle& bundle, Scratch* s) {
   Together& t = s->together;
   gather_members(bundle, s);
   const int64_t shared_entries = select_together(bundle, s);
-  int64_t shared_tiles = 0;
-  const bool together = attends_together(bundle, s);
+  int64_t saved_tiles = 0;
+  const SharedTiles tiles = shared_tiles(bundle, s);
+  const bool together = attends_together(bundle, tiles);
+  const bool near =
+      tiles.once > 0 && tiles.once <= config_.cached_bytes && tiles.apart >= kNearReaders * tiles.once;
   if (together) {
     const Selection shared = list_shared(bundle, s);
-    shared_tiles = -shared.reads.tile_bytes;
-    for (const Member& member : t.members) shared_tiles += member.chose.reads.tile_bytes;
+    saved_tiles = -shared.reads.tile_bytes;
+    for (const Member& member : t.members) saved_tiles += member.chose.reads.tile_bytes;
     attend(t.queries.data(), bundle.count * group_, t.members[0].task.head, shared, t.pages.data(),
            t.masks.data(), s, t.o.data(), t.lse.data());
   }
-  for (int m = 0; m < bundle.count; ++m) finish_member(bundle, m, together, s);
+  for (int m = 0; m < bundle.count; ++m) finish_member(bundle, m, together, !together && near && m > 0, s);
   // finish_task() has counted every task as if it were alone.
-  s->stats[kStatTileBytes] -= shared_tiles;
+  s->stats[kStatTileBytes] -= saved_tiles;
   s->stats[kStatMetadataBytes] -= shared_entries;
-  s->stats[kStatSharedTileBytes] += shared_tiles;
+  s->stats[kStatSharedTileBytes] += saved_tiles;
   s->stats[kStatSharedMetadataBytes] += shared_entries;
   s->stats[kStatSharedTasks] += bundle.count;
 }
@@ -157,24 +162,29 @@ int64_t Engine::select_together(const Bundle& bundle, Scratch* s) const {
   return std::max(ranked - 1, 0) * bytes;
 }
 
-// Whether one pass over the tiles of the shared blocks for the heads of all members takes less than a pass of
-// each: on average over the members, who may want very different shares.
-bool Engine::attends_together(const Bundle& bundle, const Scratch* s) const {
+// The tiles of the shared blocks that members chose, in bytes.
+Engine::SharedTiles Engine::shared_tiles(const Bundle& bundle, const Scratch* s) const {
   const Together& t = s->together;
   const Member& first = t.members[0];
   const Blocks at = first.at.part(0, shared_blocks(first.at, bundle.end_page));
-  int64_t once = 0, apart = 0;
+  SharedTiles tiles;
   for (int i = 0; i < at.count; ++i) {
     int readers = 0;
     for (int m = 0; m < bundle.count; ++m) readers += t.chosen[m * t.stride + i] != 0;
     const int64_t bytes = (at.to(i) - at.from(i)) * shape_.tile_bytes();
-    apart += readers * bytes;
-    if (readers != 0) once += bytes;
+    tiles.apart += readers * bytes;
+    if (readers != 0) tiles.once += bytes;
   }
-  if (apart >= kAgreed * bundle.count * once) return once != 0;
+  return tiles;
+}
+
+// Whether one pass over these for the heads of all members takes less than a pass of each: on average over
+// the members, who may want very different shares.
+bool Engine::attends_together(const Bundle& bundle, const SharedTiles& tiles) const {
+  if (tiles.apart >= kAgreed * bundle.count * tiles.once) return tiles.once != 0;
   const bool matrices = kernels_.matrix_depth != 0 && shape_.head_dim % kernels_.matrix_depth == 0 &&
                         bundle.count * group_ > kVectorHeads;
-  return (matrices || once > config_.cached_bytes) && apart >= kReaders * once;
+  return (matrices || tiles.once > config_.cached_bytes) && tiles.apart >= kReaders * tiles.once;
 }
 
 // The pages of the shared blocks that anyone reads, with masks for the heads of all members.
@@ -216,7 +226,7 @@ Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
 
 // What member m reads alone, all of it or what it did not read together with the others, which is merged with
 // it.
-void Engine::finish_member(const Bundle& bundle, int m, bool together, Scratch* s) {
+void Engine::finish_member(const Bundle& bundle, int m, bool together, bool near, Scratch* s) {
   Together& t = s->together;
   Member& member = t.members[m];
   const Task& task = member.task;
@@ -225,7 +235,7 @@ void Engine::finish_member(const Bundle& bundle, int m, bool together, Scratch* 
   const uint16_t* chosen = &t.chosen[m * t.stride];
   Selection more;
   list_pages(member.at.part(shared, member.at.count), pages_of(task.request), chosen + shared, s, &more);
-  more.near = !together && m > 0;
+  more.near = near;
   const int64_t at = state_at(task.request, task.head);
   attend(task, more, s, &mid_o_[at * D], &mid_lse_[at]);
   if (together) {

@@ -258,16 +258,22 @@ def test_attend_pages(isa: str, dtype: torch.dtype, data: st.DataObject, seed: i
 @dtypes
 @pytest.mark.parametrize("G", [1, 4])
 def test_how_lines_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype, G: int) -> None:
-    """Lists that are long enough for the kernel to try every pace (csrc/kernels/throttle.h), and tiles in a cache."""
-    q, tiles = torch.randn(G, 128).to(dtype), random_tiles(70, 128, dtype)
-    pages = torch.randperm(70).to(torch.int32)
-    want_o, want_lse = attend(isa, q, 0.1, tiles, pages)
-    for _ in range(100):
+    """Lists of several turns, in which the kernel tries every pace, on an ISA that has some (csrc/kernels/throttle.h),
+    beside tiles in a cache, which have none."""
+    n = 203
+    q, tiles = torch.randn(G, 128).to(dtype), random_tiles(n, 128, dtype)
+    pages = torch.randperm(n).to(torch.int32)
+    want_o, want_lse = torch.full((G, 128), NAN), torch.full((G,), NAN)
+    k("attend_near")(isa, q, 0.1, tiles, pages, EVERY, want_o, want_lse)
+    weights = []
+    for _ in range(40):
         o, lse = attend(isa, q, 0.1, tiles, pages)
         assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
-    o, lse = torch.full_like(want_o, NAN), torch.full_like(want_lse, NAN)
-    k("attend_near")(isa, q, 0.1, tiles, pages, EVERY, o, lse)
-    assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
+        page_lse = torch.full((n, G), NAN)
+        k("attend_pages")(isa, q, 0.1, tiles, pages, EVERY, o, lse, page_lse)
+        assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
+        weights.append(page_lse)
+    assert not weights[0].isnan().any() and all(torch.equal(page_lse, weights[0]) for page_lse in weights)
 
 
 @isas

@@ -84,20 +84,32 @@ def test_hundreds_of_decoded_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype) -> None:
-    """Tiles, metadata, tags and moments, colliding entries included: bit for bit those of append_decode."""
+@pytest.mark.parametrize("lengths", [(30, 47, 100), (30, 62, 94)], ids=str)
+def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    """Tiles, metadata, tags and moments, colliding entries included: bit for bit those of append_decode.
+
+    The second case's requests fill pages in the same steps, so that blocks collide in one.
+    """
     world, twin = (NativeWorld(seed=9, dtype=dtype, pages=90, heads=3) for _ in range(2))
-    requests = [world.add(length) for length in (30, 47, 100)]
+    together = lengths == (30, 62, 94)
+    if together:
+        world.free.sort()  # the requests' pages are neighbours
+        twin.free.sort()
+    requests = [world.add(length) for length in lengths]
+    collisions = 0
     assert [twin.add(r.length).pages for r in requests] == [r.pages for r in requests]
     for _ in range(250):
         world.begin_step(requests)
         plan = world.plan(requests, blk=64, budget=0.5)
         world.begin_layer(requests, 0, plan)
         world.engine.layer_finish()
-        lengths = torch.tensor([r.length for r in requests], dtype=torch.int32)
+        held = torch.tensor([r.length for r in requests], dtype=torch.int32)
         k = torch.stack([r.keys[0][-1] for r in requests])
         v = torch.stack([r.values[0][-1] for r in requests])
-        twin.pool.append_decode(0, lengths, world.table(requests), k, v)
+        twin.pool.append_decode(0, held, world.table(requests), k, v)
+        sealed = [int(r.pages[r.length // PAGE - 1]) // 2 for r in requests if r.length % (2 * PAGE) == 0]
+        collisions += len(sealed) - len(set(sealed))
+    assert collisions > 0 or not together
     for name in ("tiles", "meta0", "meta1", "meta2", "meta3", "tag1", "tag2", "tag3", "moments"):
         assert torch.equal(world.pool.tensor(name, 0), twin.pool.tensor(name, 0)), name
     assert int((world.pool.tensor("tag3", 0) >= 0).sum()) > 3

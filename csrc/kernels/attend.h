@@ -5,6 +5,9 @@
 #ifdef FLUXION_MATRIX_UNIT
 #include "kernels/attend_matrix.h"
 #endif
+#ifdef FLUXION_PAIR_PRODUCTS
+#include "kernels/attend_lanes.h"
+#endif
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -295,13 +298,33 @@ void attend_with(const T* q, int G, int D, float scale, const void* tiles, const
   attention.finish(o, lse);
 }
 
+#if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
+// As attend, but false if it has to be done in another way.
+template <class Way>
+bool attend_by(const AttendCall& call, float* o, float* lse) {
+  for (int64_t i = 0; call.page_lse && i < static_cast<int64_t>(call.n) * call.G; ++i)
+    call.page_lse[i] = kNegInf;
+  Way attention(call);
+  attention.run();
+  return attention.finish(o, lse);
+}
+#endif
+
 template <class T, int kD>
 void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                 const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
-#ifdef FLUXION_MATRIX_UNIT
+#if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
   if constexpr (sizeof(T) == sizeof(BF16)) {
-    if (G > kVectorHeads && D % kMatrixDepth == 0 &&
-        attend_by_matrices<kD>(q, G, D, scale, tiles, pages, masks, n, ahead, o, lse, page_lse))
+#ifdef FLUXION_MATRIX_UNIT
+    using Way = MatrixAttention<kD>;
+    constexpr int kMost = kVectorHeads, kDepth = kMatrixDepth;
+#else
+    using Way = LaneAttention<kD>;
+    constexpr int kMost = kMaxGroup, kDepth = 2 * kLanes;
+#endif
+    if (G > kMost && D % kDepth == 0 &&
+        attend_by<Way>(
+            {q, G, D, scale, static_cast<const BF16*>(tiles), pages, masks, n, n + ahead, page_lse}, o, lse))
       return;
   }
 #endif

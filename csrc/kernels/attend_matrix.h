@@ -14,26 +14,15 @@ namespace fluxion::FLUXION_ISA {
 namespace {
 
 template <int kD>
-class MatrixAttention {
+class MatrixAttention : AttendCall {
  public:
-  MatrixAttention(const BF16* queries, int group, int head_dim, float factor, const void* base,
-                  const int32_t* list, const uint16_t* wanted, int count, int more, float* alone)
-      : D(head_dim),
-        G(group),
-        scale(factor),
-        q(queries),
-        tiles(static_cast<const BF16*>(base)),
-        pages(list),
-        masks(wanted),
-        n(count),
-        known(count + more),
-        page_lse(alone),
-        parties((group + kMatrixHeads - 1) / kMatrixHeads) {
+  explicit MatrixAttention(const AttendCall& call)
+      : AttendCall(call), parties((G + kMatrixHeads - 1) / kMatrixHeads) {
     for (int p = 0; p < parties; ++p) {
       Party& of = party[p];
       of.first = p * kMatrixHeads;
       of.count = smaller(G - of.first, kMatrixHeads);
-      pack_heads(q + of.first * dim(), of.count, dim(), of.queries);
+      pack_heads(q + of.first * dim(), of.count, dim(), of.queries[0][0]);
       store(of.top, set1(kNegInf));
       store(of.total, set1(0.0f));
       store(of.used, set1(0.0f));
@@ -131,7 +120,6 @@ class MatrixAttention {
 
   int dim() const { return kD ? kD : D; }
   int64_t row_bytes() const { return dim() * static_cast<int64_t>(sizeof(BF16)); }
-  const BF16* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
 
   // The tokens of page i that some head of `count` wants.
   int any(int i, int first, int count) const {
@@ -347,13 +335,6 @@ class MatrixAttention {
     of.party->used[h] += reduce_add(used);
   }
 
-  int D, G;
-  float scale;
-  const BF16 *q, *tiles;
-  const int32_t* pages;
-  const uint16_t* masks;
-  int n, known;
-  float* page_lse;
   int parties;
   FetchQueue ahead;
   int place[kPlaces];  // of the pages that were looked at, among the pieces that are fetched
@@ -367,16 +348,6 @@ class MatrixAttention {
   // [2 * part + side]: before a 0 and after it; high parts, or both of few heads, and low parts.
   alignas(64) Matrix weights[kSide][4];
 };
-
-// As `attend`, but false if it has to be done in another way.
-template <int kD>
-bool attend_by_matrices(const BF16* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
-                        const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
-  for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
-  MatrixAttention<kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
-  attention.run();
-  return attention.finish(o, lse);
-}
 
 }  // namespace
 }  // namespace fluxion::FLUXION_ISA

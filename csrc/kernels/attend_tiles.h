@@ -148,6 +148,7 @@ inline void raise_tops(Vec next, int D, const HeadStates& state) {
   float factor[kLanes];
   store(factor, factors);
   for (int r = 0; r < state.rows; ++r) {
+    if (factor[r] == 1.0f) continue;
     for (int d = 0; d < D; d += kLanes) {
       float* at = state.out + r * D + d;
       store(at, mul(load(at), set1(factor[r])));

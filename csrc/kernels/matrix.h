@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/rows.h"
+#include "kernels/lanes.h"
 
 // What the kernels for CPUs with a matrix unit (simd/amx.h) have in common. One product takes 16 rows as they
 // lie in memory, 32 elements of each, for up to 16 heads.
@@ -12,22 +12,6 @@ inline constexpr int kMatrixDepth = 2 * kMatrixColumns;  // elements of a row in
 inline constexpr int kMatrixRowBytes = 4 * kMatrixColumns;
 
 using Matrix = float[kMatrixRows][kMatrixColumns];
-
-// Queries of up to 16 heads, [count][size], as the second factors of products: to[chunk][16][16], pairs of
-// elements by heads. Beyond `count` heads, the last one again.
-inline void pack_heads(const BF16* q, int count, int size, Matrix* to) {
-  for (int d = 0; d < size; d += kMatrixDepth, ++to) {
-    const auto row = [&](int i) {
-      return reinterpret_cast<const float*>(q + smaller(i, count - 1) * static_cast<int64_t>(size) + d);
-    };
-    for (int column = 0; column < kMatrixColumns; column += 4) {
-      Vec columns[4];
-      four_columns([&](int i) { return row(i) + column; }, columns);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) store((*to)[column + j], columns[j]);
-    }
-  }
-}
 
 // Pieces that will be read, four of them side by side, a line of each in turn: so memory gives most. They are
 // added some time before they are fetched, and are fetched bit by bit.

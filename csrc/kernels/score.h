@@ -59,25 +59,33 @@ struct Transposed {
   }
 };
 
-inline constexpr int kNothing = -1;
+// In place of a gap: of a pass that fetches a share of the rows, without gaps.
+inline constexpr int kShare = -1;
 
-// bounds[h][i] of kScoreBlock rows and kH heads; next: the rows to fetch meanwhile, unless kGap is kNothing.
-// A sum runs over the elements in their order, whatever rows and heads share its registers.
+// bounds[h][i] of kScoreBlock rows and kH heads; next: as many rows to fetch meanwhile, or `more` of them
+// where kGap is kShare. A sum runs over the elements in their order, whatever rows and heads share its
+// registers.
 template <class T, int kD, int kH, int kGap>
 [[gnu::noinline]] void score_heads(const typename Dot<T>::Query* q, int size, const T* const* rows,
-                                   const T* const* next, float (*bounds)[kScoreBlock]) {
+                                   const T* const* next, int more, float (*bounds)[kScoreBlock]) {
   constexpr int kR = kLanes / kH, kStep = 2 * kLanes;
   constexpr int kBytes = kStep * static_cast<int>(sizeof(T));
   const int n = kD ? 2 * kD : size;
   Spaced spaced;
   for (int first = 0; first < kScoreBlock; first += kR) {
+    const int shared = kGap == kShare ? more * first / kScoreBlock : 0;
+    const int end = kGap == kShare ? more * (first + kR) / kScoreBlock : 0;
     Vec sums[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
     for (int d = 0; d < n; d += kStep) {
-      if (kGap != kNothing && (kBytes >= kLine || d * static_cast<int>(sizeof(T)) % kLine == 0)) {
+      if (kBytes >= kLine || d * static_cast<int>(sizeof(T)) % kLine == 0) {
+        if constexpr (kGap == kShare) {
+          for (int r = shared; r < end; ++r) fetch(next[r] + d, kBytes);
+        } else {
 #pragma GCC unroll 16
-        for (int r = 0; r < kR; ++r) fetch(spaced.next<kGap>(next[first + r] + d), kBytes);
+          for (int r = 0; r < kR; ++r) fetch(spaced.next<kGap>(next[first + r] + d), kBytes);
+        }
       }
       if constexpr (kH == 1) {
 #pragma GCC unroll 16
@@ -141,8 +149,14 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
           prefetch_to_write(out + g * out_stride + s * static_cast<int64_t>(part) + i + 2 * kLineScores - 1);
       }
       const auto heads = [&]<int kH>(int g) {
-        const auto run = g > 0 ? score_heads<T, kD, kH, kNothing> : score_heads<T, kD, kH, kGap>;
-        run(queries + static_cast<int64_t>(g) * size, size, rows[now], rows[1 - now], bounds);
+        const typename Dot<T>::Query* q = queries + static_cast<int64_t>(g) * size;
+        if (g == 0 && kGap != kShare) {
+          score_heads<T, kD, kH, kGap>(q, size, rows[now], rows[1 - now], 0, bounds);
+        } else {
+          const int from = kScoreBlock * g / padded;
+          const int more = kGap == kShare ? kScoreBlock * (g + kScoreHeads) / padded - from : 0;
+          score_heads<T, kD, kH, kShare>(q, size, rows[now], rows[1 - now] + from, more, bounds);
+        }
         for (int h = 0; h < kH && g + h < G; ++h) {
           const Transposed columns(bounds[h]);
           float* to = out + (g + h) * out_stride + i;
@@ -161,10 +175,10 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
       if (g < G) heads.template operator()<1>(g);
     }
   };
-  // More heads wait for arithmetic.
+  // More heads wait for arithmetic: memory has all of their passes over the rows for the next ones.
   constexpr int kPacedHeads = 2 * kScoreHeads;
   if (G <= kPacedHeads) return throttled<kScoreStreams>(blocks, lines, score);
-  score.template operator()<Pace<kScoreStreams>::kGaps[0]>(0, blocks);
+  score.template operator()<kShare>(0, blocks);
 }
 
 // sum_d q_d * (min_d + max_d) / 2 + spread * |q_d| * (max_d - min_d) / 2 is one dot product of length 2D: an

@@ -26,7 +26,7 @@ class MatrixScores {
         parties_((heads + kMatrixHeads - 1) / kMatrixHeads) {
     for (int p = 0; p < parties_; ++p) {
       const int first = p * kMatrixHeads;
-      pack_heads(split + first * size(), smaller(heads - first, kMatrixHeads), size(), weights_[p]);
+      pack_heads(split + first * size(), smaller(heads - first, kMatrixHeads), size(), weights_[p][0][0]);
     }
   }
 

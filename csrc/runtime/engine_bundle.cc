@@ -9,10 +9,11 @@ namespace fluxion {
 
 namespace {
 
-// Members that want different tiles take turns at those that anyone wants, and what that costs is more than a
-// tile from a cache, and more than one from memory if few want it. So all attend together if a tile has so
-// many readers on average: of the members, where the last cache would keep the tiles from one to the next,
-// and in all, where not, or where a matrix unit multiplies all heads with a tile at once.
+// Together, members cost one another time where they want different tiles (kernels/attend.h, attend_lanes.h):
+// more than to take a tile from a cache, and more than from memory if few want it. So all attend together if
+// a tile has so many readers on average: of the members, where the last cache would keep the tiles from one
+// to the next, and in all, where not, or where a matrix unit multiplies all heads with a tile at once, with
+// weights that are rounded far less than by other ways for many heads.
 constexpr double kAgreed = 0.9, kReaders = 3;
 // With so many, most of what a member reads has been read by one before it.
 constexpr double kNearReaders = 2;
@@ -187,7 +188,8 @@ bool Engine::attends_together(const Bundle& bundle, const SharedTiles& tiles) co
   return (matrices || tiles.once > config_.cached_bytes) && tiles.apart >= kReaders * tiles.once;
 }
 
-// The pages of the shared blocks that anyone reads, with masks for the heads of all members.
+// The pages of the shared blocks that anyone reads, with masks for the heads of all members unless every head
+// wants every page.
 Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
   Together& t = s->together;
   const Member& first = t.members[0];
@@ -195,29 +197,38 @@ Selection Engine::list_shared(const Bundle& bundle, Scratch* s) const {
   const int32_t* pages = pages_of(first.task.request);
   const int heads = bundle.count * group_;
   const uint16_t everyone = static_cast<uint16_t>((1u << group_) - 1);
+  const auto wanted = [&](uint16_t chosen) {
+    return config_.attend_union && chosen != 0 ? everyone : chosen;
+  };
   uint16_t* anyone = s->chosen.data();
   std::copy_n(t.chosen.data(), at.count, anyone);
   for (int m = 1; m < bundle.count; ++m) {
     for (int i = 0; i < at.count; ++i) anyone[i] |= t.chosen[m * t.stride + i];
   }
   Selection out;
+  for (int m = 0; m < bundle.count; ++m) {
+    Selection& chose = t.members[m].chose;
+    for (int i = 0; i < at.count; ++i) {
+      const uint16_t bits = wanted(t.chosen[m * t.stride + i]);
+      out.masked |= anyone[i] != 0 && bits != everyone;
+      if (bits == 0) continue;
+      const int count = at.to(i) - at.from(i);
+      chose.tokens += static_cast<int64_t>(count) * kPage * std::popcount(bits);
+      chose.reads.tile_bytes += count * shape_.tile_bytes();
+    }
+  }
   for (int i = 0; i < at.count; ++i) {
     if (anyone[i] == 0) continue;
     const int from = at.from(i), count = at.to(i) - from;
-    uint16_t* masks = &t.masks[out.count * heads];
-    for (int m = 0; m < bundle.count; ++m, masks += group_) {
-      const uint16_t chosen = t.chosen[m * t.stride + i];
-      const bool all = chosen == everyone || (config_.attend_union && chosen != 0);
-      const uint32_t wanted = all ? everyone : chosen;
-      for (int g = 0; g < group_; ++g) masks[g] = static_cast<uint16_t>(-(wanted >> g & 1));
-      if (!all) out.masked = true;
-      if (chosen == 0) continue;
-      Selection& chose = t.members[m].chose;
-      chose.tokens += static_cast<int64_t>(count) * kPage * (all ? group_ : std::popcount(chosen));
-      chose.reads.tile_bytes += count * shape_.tile_bytes();
-    }
     std::copy_n(pages + from, count, &t.pages[out.count]);
-    for (int p = 1; p < count; ++p, masks += heads) std::copy_n(masks - heads, heads, masks);
+    if (out.masked) {
+      uint16_t* masks = &t.masks[out.count * heads];
+      for (int m = 0; m < bundle.count; ++m, masks += group_) {
+        const uint16_t bits = wanted(t.chosen[m * t.stride + i]);
+        for (int g = 0; g < group_; ++g) masks[g] = static_cast<uint16_t>(-(bits >> g & 1));
+      }
+      for (int p = 1; p < count; ++p, masks += heads) std::copy_n(masks - heads, heads, masks);
+    }
     out.count += count;
   }
   out.reads.tile_bytes = out.count * shape_.tile_bytes();

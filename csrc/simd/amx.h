@@ -63,25 +63,6 @@ inline void multiply_matrices() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(a), "i"(b));
 }
 
-// Four columns of 16 rows, as rows: lane i of to[j] is element j of row(i).
-template <class Row>
-inline void four_columns(Row row, Vec (&to)[4]) {
-  __m512 of[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    of[i] = _mm512_castps128_ps512(_mm_loadu_ps(row(i)));
-    of[i] = _mm512_insertf32x4(of[i], _mm_loadu_ps(row(i + 4)), 1);
-    of[i] = _mm512_insertf32x4(of[i], _mm_loadu_ps(row(i + 8)), 2);
-    of[i] = _mm512_insertf32x4(of[i], _mm_loadu_ps(row(i + 12)), 3);
-  }
-  const __m512 low01 = _mm512_unpacklo_ps(of[0], of[1]), high01 = _mm512_unpackhi_ps(of[0], of[1]);
-  const __m512 low23 = _mm512_unpacklo_ps(of[2], of[3]), high23 = _mm512_unpackhi_ps(of[2], of[3]);
-  to[0] = _mm512_shuffle_ps(low01, low23, 0x44);
-  to[1] = _mm512_shuffle_ps(low01, low23, 0xee);
-  to[2] = _mm512_shuffle_ps(high01, high23, 0x44);
-  to[3] = _mm512_shuffle_ps(high01, high23, 0xee);
-}
-
 // x as a sum of bf16 numbers for the matrix unit, but for 2^-16 of it at most (2^-126 if that is more); x is
 // at least 0. NaN stays NaN.
 struct Split {

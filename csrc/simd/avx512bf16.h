@@ -34,6 +34,17 @@ struct Dot<BF16> {
   }
 };
 
+// A pair of elements in every lane: of one head each, or the same one for all.
+#define FLUXION_PAIR_PRODUCTS
+using ElementPair = __m512bh;
+inline ElementPair pairs_of_heads(const float* p) { return reinterpret_cast<ElementPair>(load(p)); }
+inline ElementPair pair_for_all(const BF16* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof(pair));
+  return reinterpret_cast<ElementPair>(_mm512_set1_epi32(pair));
+}
+inline Vec add_products(Vec sum, ElementPair a, ElementPair b) { return _mm512_dpbf16_ps(sum, a, b); }
+
 // Which of 32 weights [rows][kAcross] goes where, for the weights of two rows to lie side by side.
 template <int kAcross>
 struct PairOrder {

@@ -107,14 +107,43 @@ def test_attend_to_nothing(isa: str, dtype: torch.dtype, D: int) -> None:
 @dtypes
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [0x0010, 0x00FF, 0xFFFF], ids=["sparse", "part", "whole"])
-def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(isa: str, dtype: torch.dtype, part: int, bits: int) -> None:
+@pytest.mark.parametrize("times", [1, 8])
+def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(
+    isa: str, dtype: torch.dtype, part: int, bits: int, times: int
+) -> None:
     tiles = random_tiles(3, 64, dtype)
     tiles[1, part, 4] = NAN
-    masks = torch.full((2, 5), 0xFFFF)
-    masks[1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits])
+    masks = torch.full((2, 5 * times), 0xFFFF)
+    masks[1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits]).repeat(times)
     pages = torch.tensor([2, 1], dtype=torch.int32)
-    o, _ = attend(isa, torch.randn(5, 64).to(dtype), 0.1, tiles, pages, masks.to(torch.uint16))
-    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True]
+    o, _ = attend(isa, torch.randn(5 * times, 64).to(dtype), 0.1, tiles, pages, masks.to(torch.uint16))
+    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True] * times
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("number", [NAN, INF], ids=["nan", "inf"])
+def test_what_is_no_number_reaches_only_heads_that_read_its_page(
+    isa: str, dtype: torch.dtype, part: int, number: float
+) -> None:
+    """Of many heads that want whole pages, where heads that do not may be multiplied with them all the same."""
+    tiles = random_tiles(3, 64, dtype)
+    wanted = torch.arange(40) % 3 == 0
+    q = torch.randn(40, 64).to(dtype)
+    pages = torch.tensor([2, 1, 0], dtype=torch.int32)
+    masks = torch.full((3, 40), 0xFFFF)
+    masks[1] = torch.where(wanted, 0xFFFF, 0)
+    want, want_lse = attend(isa, q, 0.1, tiles, pages, masks.to(torch.uint16))
+    assert want.isfinite().all()
+    tiles[1, part, 4] = number
+    o, lse = attend(isa, q, 0.1, tiles, pages, masks.to(torch.uint16))
+    assert not o[wanted].isfinite().all(dim=1).any()
+    o, lse, want, want_lse = o[~wanted], lse[~wanted], want[~wanted], want_lse[~wanted]
+    assert error(o, want) < 2 * accuracy(isa, dtype, 40)
+    torch.testing.assert_close(lse, want_lse)
+    # Where the ISA has a way of its own for many heads, it cannot go that way now: rounding tells which one was gone.
+    assert torch.equal(o, want) != (dtype == torch.bfloat16 and isa in ("avx512bf16", "amx"))
 
 
 @isas
@@ -159,35 +188,37 @@ def test_weights_sum_to_one(
 @isas
 @dtypes
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e10, 1e19, 3e38])
-def test_huge_scores(isa: str, dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("heads", [2, 40])
+def test_huge_scores(isa: str, dtype: torch.dtype, size: float, heads: int) -> None:
     """The largest score takes all, in whatever order the pages come, also when it overflows float32."""
     for order in ([1, 2, 3], [3, 2, 1]):
         tiles = torch.zeros(4, 2, 16, 64).to(dtype)
         tiles[:, 1] = torch.randn(4, 16, 64).to(dtype)
         tiles[1:, 0, :, 0] = -size
         tiles[2, 0, 7, 0] = size
-        q = torch.zeros(2, 64).to(dtype)
+        q = torch.zeros(heads, 64).to(dtype)
         q[:, 0] = size
         o, lse = attend(isa, q, 1.0, tiles, torch.tensor(order, dtype=torch.int32))
         assert (o == tiles[2, 1, 7].float()).all()
         want = min(float(q[0, 0]) * float(tiles[2, 0, 7, 0]), torch.finfo(torch.float32).max)
-        torch.testing.assert_close(lse, torch.full((2,), want), rtol=1e-6, atol=0)
+        torch.testing.assert_close(lse, torch.full((heads,), want), rtol=1e-6, atol=0)
 
 
 @isas
 @dtypes
-def test_scores_of_minus_infinity_weigh_nothing(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads", [1, 40])
+def test_scores_of_minus_infinity_weigh_nothing(isa: str, dtype: torch.dtype, heads: int) -> None:
     tiles = random_tiles(3, 32, dtype)
     tiles[1:, 0] = 0
     tiles[1:, 0, :, 0] = -INF
-    q = torch.ones(1, 32).to(dtype)
+    q = torch.ones(heads, 32).to(dtype)
     o, lse = attend(isa, q, 0.2, tiles, torch.tensor([1, 2], dtype=torch.int32))
     assert (o == 0).all()
-    assert lse.item() == -INF
+    assert (lse == -INF).all()
     o, lse = attend(isa, q, 0.2, tiles, torch.tensor([1, 0, 2], dtype=torch.int32))
     want_o, want_lse = reference.attend(q, 0.2, tiles, torch.tensor([0]))
-    assert error(o, want_o) < 1e-5
-    assert lse.item() == pytest.approx(want_lse.item(), rel=1e-5)
+    assert error(o, want_o) < accuracy(isa, dtype, heads)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=0)
 
 
 @isas
@@ -208,7 +239,7 @@ def test_attend_over_a_long_list(isa: str, dtype: torch.dtype) -> None:
 @isas
 @dtypes
 @few
-@given(data=st.data(), seed=seeds, D=st.sampled_from([64, 80]), n=st.integers(1, 40))
+@given(data=st.data(), seed=seeds, D=head_dims, n=st.integers(1, 40))
 def test_attend_for_many_heads(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, n: int) -> None:
     """Heads of several requests in one call, most of which want nothing of a page or all of it."""
     G = data.draw(st.sampled_from([17, 24, 28, 32, 63, 64]))
@@ -233,7 +264,7 @@ def test_attend_for_many_heads(isa: str, dtype: torch.dtype, data: st.DataObject
 @isas
 @dtypes
 @few
-@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 20))
+@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16) | st.sampled_from([30, 64]), n=st.integers(0, 20))
 def test_attend_pages(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int) -> None:
     """The same bits as attend, and what every page weighs."""
     style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "mixed"]))

@@ -48,8 +48,8 @@ class FluxionConfig:
     )
     tau: float | None = _option(
         None,
-        "Error that a head may make, of the layer's largest output: for fluxion one of the predictor's (by default the "
-        "calibrated one), for anchor any (by default 0.10).",
+        "Error of a head that budgets aim to stay within, of the layer's largest output: for fluxion one of the "
+        "predictor's (by default the calibrated one), for anchor any (by default 0.10).",
         "0.10",
     )
     predictor: str | None = _option(
@@ -91,7 +91,7 @@ class FluxionConfig:
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
         "in the same step; by default none does. With executors cpu alone.",
-        "0.05",
+        "0.3",
     )
     workers: int | None = _option(
         None, "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank.", "16"
@@ -121,8 +121,7 @@ class FluxionConfig:
     )
     scheduler: str = _option(
         SCHEDULERS[0],
-        f"How tasks come to executors: {', '.join(SCHEDULERS)}; the others divide them beforehand, and are there to be "
-        "compared with the first.",
+        f"How tasks come to executors: {', '.join(SCHEDULERS)}; all but the first are there to be compared with it.",
         '"uniform"',
     )
     audit: str | None = _option(
@@ -201,10 +200,10 @@ class FluxionConfig:
                 f"spread is {self.spread:g}, but it is the share of a box's half width that counts; give a number "
                 "above 0 and at most 1, such as 0.5."
             )
-        if self.guard is not None and not self.guard > 0:
+        if self.guard is not None and not 0 < self.guard < 1:
             raise ConfigError(
                 f"guard is {self.guard:g}, but it is the share of its attention that a head may leave out before it "
-                "reads more; give a number above 0, such as 0.05, or leave the key out for no guard."
+                "reads more; give a number above 0 and below 1, such as 0.3, or leave the key out for no guard."
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(
@@ -229,7 +228,7 @@ class FluxionConfig:
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but it is an amount of memory; give 0 for none, or a number "
                 "of GiB."
             )
-        if self.hot_tiles_gb > 0 and self.executors in ("cpu", "cpu+torch"):
+        if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu":
             raise ConfigError(
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
                 'use executors "cpu+gpu" or leave hot_tiles_gb out.'

@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     option("--length", type=int, default=16384, help="tokens of a prompt")
     option("--keys", type=int, default=8, help="needles in the document")
     option("--questions", type=int, default=6, help="how many of them to ask for")
-    option("--policy", default="fixed:16:0.10", help="policy spec, as in --fluxion-config")
+    option("--policy", default="auto", help="policy spec, as in --fluxion-config; auto is fluxion here")
     option("--executors", default="auto", help="who computes, as in --fluxion-config")
     option("--max-tokens", type=int, default=16, help="tokens generated per question")
     option("--host-tokens", type=int, help="size of the host pool; by default what the prompts need")

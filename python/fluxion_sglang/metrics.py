@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 _TASKS = "tasks_"
+_TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
 _COUNTERS = {
     "layers": ("layers", "Decode steps of one layer."),
     "widened_tasks": ("widened_tasks", "Decode tasks that the guard rail made read more."),
@@ -57,6 +58,16 @@ _GAUGES = {
     "host_pool_bytes": "Bytes of the host pool: tiles, metadata and moments.",
     "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
 }
+_STATE = ("policy_state_bytes", "Memory that policies remember requests in.")
+
+
+def described() -> dict[str, str]:
+    """What every metric counts, by its name on `/metrics`."""
+    counters = {"tasks": _TASKS_TEXT, **dict(_COUNTERS.values()), **dict(_SECONDS.values())}
+    gauges = {**_GAUGES, _STATE[0]: _STATE[1]}
+    return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
+        f"fluxion_{name}": text for name, text in gauges.items()
+    }
 
 
 class EngineMetrics:
@@ -71,7 +82,7 @@ class EngineMetrics:
 
         self._counters = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _COUNTERS.items()}
         self._seconds = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _SECONDS.items()}
-        self._tasks = Counter("fluxion_tasks", "Tasks (request, layer, group) computed, by executor.", ["executor"])
+        self._tasks = Counter("fluxion_tasks", _TASKS_TEXT, ["executor"])
         values = {
             "host_pool_tokens": host_pool_tokens,
             "host_pool_bytes": host_pool_bytes,
@@ -81,9 +92,7 @@ class EngineMetrics:
             # Every rank has a pool of its own bytes; tokens are the same for all.
             mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
             Gauge(f"fluxion_{name}", text, multiprocess_mode=mode).set(values[name])
-        self._state = Gauge(
-            "fluxion_policy_state_bytes", "Memory that policies remember requests in.", multiprocess_mode="livesum"
-        )
+        self._state = Gauge(f"fluxion_{_STATE[0]}", _STATE[1], multiprocess_mode="livesum")
         self._last: dict[str, int] = {}
 
     def update(self, stats: Mapping[str, int], state_bytes: int = 0) -> None:

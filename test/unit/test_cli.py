@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -211,6 +213,17 @@ def test_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     for option in FluxionConfig.options():
         assert option.key in out
         assert option.doc in out
+
+
+def test_a_reader_that_leaves_early_is_no_error_to_look_at() -> None:
+    """`fluxion options | head`: no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fluxion_sglang", "options"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == ""
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,8 @@ def test_every_option_is_documented() -> None:
         assert option.doc.endswith(".")
         # The default must be JSON, and the example must be accepted for its key.
         assert json.loads(option.default) == getattr(FluxionConfig(), option.key)
-        parsed = FluxionConfig.parse(f'{{"{option.key}": {option.example}}}')
+        needed = '"executors": "cpu+gpu", ' if option.key == "hot_tiles_gb" else ""
+        parsed = FluxionConfig.parse(f'{{{needed}"{option.key}": {option.example}}}')
         assert getattr(parsed, option.key) == json.loads(option.example)
 
 
@@ -106,7 +107,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"cores": "\\u0661"}', ["not a core"]),
         ('{"spread": 0}', ["spread is 0", "above 0"]),
         ('{"spread": 1.01}', ["spread is 1.01", "at most 1"]),
-        ('{"guard": 0}', ["guard is 0", "above 0", "such as 0.05"]),
+        ('{"guard": 0}', ["guard is 0", "above 0", "such as 0.3"]),
+        ('{"guard": 1}', ["guard is 1", "below 1"]),
         ('{"guard": -0.1}', ["guard is -0.1", "no guard"]),
         ('{"guard": Infinity}', ["guard is inf", "finite"]),
         ('{"guard": false}', ["guard is false", "number or null"]),
@@ -114,6 +116,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"executors": "cpu+gpu", "guard": 0.05}', ["guard does not work", "'cpu+gpu'", 'executors "cpu"']),
         ('{"executors": "cpu+gpu", "hot_tiles_gb": -1}', ["hot_tiles_gb is -1", "0 for none"]),
         ('{"executors": "cpu", "hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'cpu'", '"cpu+gpu"']),
+        ('{"hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'auto'", '"cpu+gpu"']),
         ('{"executors": "cpu+torch", "guard": 0.05}', ["guard does not work", 'executors "cpu"', "leave guard out"]),
         ('{"scheduler": "fifo"}', ["scheduler is 'fifo'", '"priority", "none", "uniform", "length"']),
         ('{"scheduler": null}', ["scheduler is null", "string"]),
@@ -172,7 +175,7 @@ def valid(draw: st.DrawFn) -> dict[str, Any]:
         "request_policies": draw(st.booleans()),
         "attend_union": draw(st.booleans()),
         "share_prefixes": draw(st.booleans()),
-        "guard": draw(st.none() | st.floats(1e-9, 10)),
+        "guard": draw(st.none() | st.floats(1e-9, 0.999)),
         "workers": draw(st.none() | st.integers(1, 512)),
         "executors": draw(st.sampled_from(["auto", "cpu", "cpu+gpu", "cpu+torch"])),
         "scheduler": draw(st.sampled_from(["priority", "none", "uniform", "length"])),

@@ -129,14 +129,14 @@ def test_a_row_is_out_only_when_it_stays_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_roofline_tables(tmp_path: Path) -> None:
-    rows = [kernel_row("a", 0.95), kernel_row("b", 0.5, blk=0, group=8)]
+    rows = [kernel_row("a", 0.951), kernel_row("b", 0.899, blk=0, group=8)]
     rows.append(kernel_row("c", 0.5, kernel="layer", what="over_ceiling", value=1.3, bars=["over_ceiling <= 1.2"]))
     common.save(tmp_path / "box" / "kernels.json", {**HEADER, "rounds": 3, "rows": rows})
     bars = roofline_tables.bars(tmp_path)
     assert "| attend | blk 16, 5% of 32K | G=4, D=128, bf16, " in bars
-    assert "| at least 90% of scatter | 95% | met |" in bars
-    assert "| at least 90% of scatter | 50% | **not met** |" in bars
-    assert "| at most 1.2 x the time of its bytes | 1.3 | **not met** |" in bars
+    assert "| at least 90% of scatter | 95.1% | met |" in bars
+    assert "| at least 90% of scatter | 89.9% | **not met** |" in bars, "the digit that decides is shown"
+    assert "| at most 1.2 x the time of its bytes | 1.3 x | **not met** |" in bars
     table = roofline_tables.kernels(tmp_path)
     assert "| attend | dense, 32K | G=8, D=128, bf16, " in table
     assert "| 1 | 20.0 | 40.0 | 25.0 | 60.0 | 48% | 95% | 1.0e-06 |" in table

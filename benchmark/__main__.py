@@ -21,8 +21,8 @@ ABLATIONS = ",".join(
     ["full", "labels:score95", "labels:output10", "labels:0.10"]
     + [f"{name}:0.10:{choice}" for name in ("labels", "fluxion") for choice in ("16:all", "32:all", "any:all", "any")]
 )
-FEW = "full,streaming,fixed:16:0.05"
-SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02"
+FEW = "full,streaming,fixed:16:0.05,anchor,fluxion"
+SPARSE = "full,streaming,oracle,fixed:16:0.05,fixed:32:0.02,anchor,fluxion"
 FAR = "niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
 LARGE = "full,fixed:16:0.35,fixed:16:0.50,fixed:16:0.65,fixed:16:0.80,fluxion,fluxion:0.20"
 # PSA's Fig. 5: what is read at 98% of full quality, by threshold, against fixed top-k, by budget.
@@ -50,7 +50,7 @@ QUALITY = {
         ]
         for guard in ("0.3", "0.03")
     },
-    "far": ["--suite", "ruler", "--lengths", "16k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
+    "far": ["--suite", "ruler", "--lengths", "16k,31k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
     "extraction": ["--suite", "extraction", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
     **{
         f"hgca_{share}": [

@@ -30,6 +30,9 @@ def hgca_perplexity(results: Path) -> str:
         shown_lines = [line for *_, line in sorted(lines, key=lambda line: line[:3])]
         data = found[0][1]
         note = f"Model {data['model']['id']}, {data['samples']} samples, dtype {data['dtype']}. {where(data)}"
+        for _, other in found[1:]:
+            if other["commit"] != data["commit"]:
+                note += f" With a window of {other['config']['window']:,}: commit {other['commit'][:12]}."
         out.append(
             table(["text", "length", "GPU ratio", *policies], shown_lines, "lrr" + "r" * len(policies)) + f"\n{note}\n"
         )

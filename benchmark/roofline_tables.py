@@ -21,10 +21,16 @@ WORDS = {
 """Names of what is held to a bar, as a table says them."""
 
 
+SHARES = ("of_scatter", "of_stream", "share")
+
+
 def said(name: str, value: float) -> str:
-    return (
-        f"{value:.0%} {WORDS[name]}" if name in ("of_scatter", "of_stream", "share") else f"{value:.3g} {WORDS[name]}"
-    )
+    return f"{value:.0%} {WORDS[name]}" if name in SHARES else f"{value:.3g} {WORDS[name]}"
+
+
+def measured(name: str, value: float) -> str:
+    """With the digit that decides and the unit."""
+    return f"{value:.1%}" if name in SHARES else f"{value:.3g} {WORDS[name].split(' ')[0]}"
 
 
 def shape(row: dict[str, Any]) -> str:
@@ -51,10 +57,8 @@ def bars(results: Path) -> str:
                 name, sign, bound = bar.split()
                 holds = known[name] >= float(bound) if sign == ">=" else known[name] <= float(bound)
                 limit = f"{'at least' if sign == '>=' else 'at most'} {said(name, float(bound))}"
-                measured = said(name, known[name]).split(" ")[0]
-                rows.append(
-                    [row["kernel"], shape(row), variant(row), limit, measured, "met" if holds else "**not met**"]
-                )
+                met = "met" if holds else "**not met**"
+                rows.append([row["kernel"], shape(row), variant(row), limit, measured(name, known[name]), met])
         return table(["what", "of", "variant", "bar", "measured", ""], rows, "llllrl")
 
     return _drawn(results, "kernels", draw)

@@ -24,6 +24,7 @@ from roofline_tables import ROOFLINE_TABLES
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.metrics import described
 from fluxion_sglang.predictor.calibration import verdict
 from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
@@ -40,6 +41,10 @@ def options(_: Path) -> str:
     return table(["key", "type", "default", "what it does", "example"], rows, "lllll")
 
 
+def metrics(_: Path) -> str:
+    return table(["metric", "what it says"], [[f"`{name}`", text] for name, text in described().items()], "ll")
+
+
 def one_batch(results: Path) -> str:
     """TPOT by model, batch and length; a column a policy, and gains."""
     out = []
@@ -50,6 +55,24 @@ def one_batch(results: Path) -> str:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
         out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("one_batch.py")
+
+
+def prefill(results: Path) -> str:
+    """Time of one prompt's prefill, without the flag and with it: exact under every policy, so one column for all."""
+    lines = []
+    for model in MODELS:
+        for _, data in result_files(results, f"one_batch_{model}.json"):
+            least = min(row["batch"] for row in data["rows"])
+            rows = [row for row in data["rows"] if row["batch"] == least]
+            for length in sorted({row["length"] for row in rows}):
+                of = [row for row in rows if row["length"] == length]
+                off = [row["prefill_s"] for row in of if row["policy"] == "off"]
+                flag = [row["prefill_s"] for row in of if row["policy"] != "off"]
+                shown = [f"{median(side):.1f}" if side else "" for side in (off, flag)]
+                lines.append([model, f"{length:,}", *shown])
+    return (
+        table(["model", "prompt", "off (s)", "with the flag (s)"], lines, "lrrr") if lines else nothing("one_batch.py")
+    )
 
 
 def gpu_idle(results: Path) -> str:
@@ -173,15 +196,20 @@ def _attention(results: Path, draw: Callable[[list[dict[str, Any]], Path], str])
 
 def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) -> str:
     """A line a model, batch and length, a column a policy with the median of its `value`, and where there is something
-    to compare: what `base` and `full` take over `fluxion`, `base` over a fixed policy, and that over `fluxion`."""
+    to compare: what `base` and `full` take over `fluxion`, `base` over a fixed policy, and that over `fluxion`; without
+    `fluxion`, `base` over the others."""
     found: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     for row in rows:
         cell = found.setdefault((row["model"], row["batch"], row["length"]), {})
         cell.setdefault(row["policy"], []).append(row[value])
     cells = {key: {policy: median(of) for policy, of in cell.items()} for key, cell in sorted(found.items())}
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    fixed = BEST_FIXED if BEST_FIXED in policies else next((p for p in reversed(policies) if p.startswith("fixed")), "")
-    pairs = list(dict.fromkeys([(base, "fluxion"), ("full", "fluxion"), (base, fixed), (fixed, "fluxion")]))
+    fixed = [policy for policy in policies if policy.startswith("fixed")]
+    if "fluxion" in policies:
+        near = BEST_FIXED if BEST_FIXED in fixed else (fixed or [""])[-1]
+        pairs = list(dict.fromkeys([(base, "fluxion"), ("full", "fluxion"), (base, near), (near, "fluxion")]))
+    else:
+        pairs = [(base, policy) for policy in ["full", *fixed[:1]] if policy != base]
     pairs = [(a, b) for a, b in pairs if any(a in cell and b in cell for cell in cells.values())]
     lines = [
         [model, str(batch), f"{length:,}"]
@@ -395,6 +423,8 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
+    "metrics": metrics,
+    "prefill": prefill,
     "one_batch": one_batch,
     "gpu_idle": gpu_idle,
     "schedulers": schedulers,

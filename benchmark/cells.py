@@ -50,6 +50,7 @@ class Cell:
 
 
 SCATTERED: Bars = (("of_scatter", ">=", 0.90),)
+SCATTERED_AVX2: Bars = (("of_scatter", ">=", 0.70),)
 CONSECUTIVE: Bars = (("of_scatter", ">=", 0.90), ("of_stream", ">=", 0.80))
 LONG = 131072
 
@@ -61,7 +62,8 @@ def has_below_best(isa: str) -> bool:
 
 def default_cells() -> list[Cell]:
     attend, scan = Cell("attend"), Cell("scan", blk=0)
-    cells = [replace(attend, context=context, bars=SCATTERED) for context in (32768, LONG)]
+    scattered = SCATTERED_AVX2 if isas()[-1] == "avx2" else SCATTERED
+    cells = [replace(attend, context=context, bars=scattered) for context in (32768, LONG)]
     cells += [
         replace(attend, context=context, blk=blk, bars=CONSECUTIVE) for context in (32768, LONG) for blk in (128, 0)
     ]
@@ -69,7 +71,7 @@ def default_cells() -> list[Cell]:
         replace(attend, context=context, group=8, bars=(("of_scatter", ">=", 0.75),)) for context in (32768, LONG)
     ]
     if has_below_best("avx2"):
-        avx2 = replace(attend, isa="avx2", bars=(("of_scatter", ">=", 0.70),))
+        avx2 = replace(attend, isa="avx2", bars=SCATTERED_AVX2)
         cells += [avx2, replace(avx2, context=LONG), replace(avx2, group=1, bars=()), replace(avx2, group=8, bars=())]
     if "avx512bf16" in isas():
         cells.append(replace(attend, isa=isas()[-2]))

@@ -113,6 +113,8 @@ struct Attention {
   static void with_heads(int heads, Run&& run) {
     if constexpr (kHeadsTogether >= 8) {
       if (heads == 8) return run.template operator()<8>();
+    }
+    if constexpr (kHeadsTogether >= 4) {
       if (heads == 4) return run.template operator()<4>();
       if (heads == 2) return run.template operator()<2>();
     }

@@ -13,7 +13,7 @@ inline constexpr uint32_t kEveryLane = (1u << kLanes) - 1;
 inline constexpr int kAllTokens = 0xffff;
 
 // Heads that go through a tile together, at most: more would not fit into the registers.
-inline constexpr int kHeadsTogether = smaller(kLanes, 8);
+inline constexpr int kHeadsTogether = smaller(kLanes, kRegisters / 4);
 // Tiles that lie side by side for kHeads heads: with their scores of one token they fill a vector, if not
 // with those of several tokens.
 template <int kHeads>
@@ -223,6 +223,50 @@ inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int
   }
 }
 
+// The same where few registers would make that often: the sums of all heads stay in registers over several
+// rows, and the weights come from the cache.
+template <class T, class Values, int kD, int kTiles, int kHeads, int kGap>
+inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& tiles, int head_dim,
+                               float* out) {
+  constexpr int kPair = 2 * kLanes, kRows = 4;
+  constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
+  static_assert(Values::kRows == 1 && kMinHeadDim % kPair == 0 && kPage % kPair == 0);
+  const int D = kD ? kD : head_dim;
+  Spaced spaced;
+  for (int row = kPage; row < 2 * kPage; row += kRows, words += kRows * kTiles * kHeads) {
+    const typename TileRows<T, kTiles>::Stretch ahead(tiles, row, D);
+    for (int d = 0; d < D; d += kPair) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+        ahead.template fetch<kBytes, kGap>((d / kPair * kRows + r) * kBytes, &spaced);
+      Vec x[kHeads], y[kHeads];
+#pragma GCC unroll 16
+      for (int h = 0; h < kHeads; ++h) {
+        x[h] = load(out + h * D + d);
+        y[h] = load(out + h * D + d + kLanes);
+      }
+      // Or the compiler makes vectors of all weights beforehand, which is more to load.
+      asm volatile("" : "+r"(words));
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows * kTiles; ++i) {
+        const T* at = tiles.now[i % kTiles] + (row + i / kTiles) * D + d;
+        const auto value = Values::pair(at, at);
+#pragma GCC unroll 16
+        for (int h = 0; h < kHeads; ++h) {
+          const auto weight = Values::weight(words + i * kHeads + h);
+          x[h] = Values::add(x[h], weight, value.a);
+          y[h] = Values::add(y[h], weight, value.b);
+        }
+      }
+#pragma GCC unroll 16
+      for (int h = 0; h < kHeads; ++h) {
+        store(out + h * D + d, x[h]);
+        store(out + h * D + d + kLanes, y[h]);
+      }
+    }
+  }
+}
+
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
                                     float scale, const HeadStates& state, const PageLse& page_lse) {
@@ -251,7 +295,12 @@ template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace
       }
     }
   }
-  add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+  // Fewer heads than four would wait for one addition after the other.
+  if constexpr (kRegisters < 32 && kHeads == 4) {
+    add_values_by_rows<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+  } else {
+    add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+  }
 }
 
 }  // namespace

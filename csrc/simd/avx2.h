@@ -10,6 +10,7 @@ namespace {
 
 using Vec = __m256;
 inline constexpr int kLanes = 8;
+inline constexpr int kRegisters = 16;
 
 inline Vec set1(float x) { return _mm256_set1_ps(x); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -104,9 +105,15 @@ inline Vec max_by_period(Vec x) {
   if constexpr (kPeriod == 1) x = max(x, _mm256_permute_ps(x, 0xb1));
   return x;
 }
+// Not by horizontal additions, of which each is two shuffles and an addition in any case.
+inline Vec fold(Vec a, Vec b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
+inline Vec fold_pairs(Vec a, Vec b) {
+  const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+  return add(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+}
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
-  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(rows[0], rows[1]), _mm256_hadd_ps(rows[2], rows[3]));
-  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(rows[4], rows[5]), _mm256_hadd_ps(rows[6], rows[7]));
+  const Vec a = fold_pairs(fold(rows[0], rows[1]), fold(rows[2], rows[3]));
+  const Vec b = fold_pairs(fold(rows[4], rows[5]), fold(rows[6], rows[7]));
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 using Vec = __m512;
 inline constexpr int kLanes = 16;
+inline constexpr int kRegisters = 32;
 
 inline Vec set1(float x) { return _mm512_set1_ps(x); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }

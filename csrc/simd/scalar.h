@@ -12,6 +12,7 @@ namespace {
 
 using Vec = float;
 inline constexpr int kLanes = 1;
+inline constexpr int kRegisters = 16;  // that hold a Vec
 
 inline Vec set1(float x) { return x; }
 inline Vec load(const float* p) { return *p; }

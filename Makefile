@@ -24,11 +24,12 @@ ifeq ($(origin HOME),undefined)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: help demo test lint sanitize bench clean install
+.PHONY: help demo test test-models lint sanitize bench clean install
 
 help:
 	@echo "make demo     serve the bundled model with the flag and ask it about a long document"
 	@echo "make test     ruff, mypy, unit tests, end-to-end tests"
+	@echo "make test-models  families of models, grammars, penalties: the same with the flag as without (20 minutes)"
 	@echo "make lint     style and types, C++ included"
 	@echo "make sanitize native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make bench    the benchmarks (see benchmark/)"
@@ -41,6 +42,10 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+# Every test starts SGLang twice, and what differs between families is above attention: so not a part of the tests.
+test-models: install
+	$(BIN)/python -m pytest test/models $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_req_to_token_pool,
+    get_token_to_kv_pool,
+)
 from world import World
 
 from fluxion_sglang.device.host import HostDevice
@@ -16,6 +22,7 @@ from fluxion_sglang.policy.base import DecodeStep
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.pools import FluxionKVPool, enable_fused_set_kv_buffer
 from fluxion_sglang.sglang.requests import RequestPolicies
 
 NEW, RUNNING = 1, 2  # rows
@@ -27,11 +34,13 @@ class Backend(FluxionAttnBackend):
     def __init__(self, world: World) -> None:
         self.world = world
         self.engine = world.engine
-        self.pool: Any = SimpleNamespace(
+        self.token_to_kv_pool: Any = SimpleNamespace(
             host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens
         )
         slots = torch.zeros(world.rows, world.tokens, dtype=torch.int32)
-        self.table: Any = SimpleNamespace(req_to_token=slots, req_generation=torch.ones(world.rows, dtype=torch.int64))
+        self.req_to_token_pool: Any = SimpleNamespace(
+            req_to_token=slots, req_generation=torch.ones(world.rows, dtype=torch.int64)
+        )
         self.requests = RequestPolicies(parse_spec("anchor"))
         self.failures = FailureGuard()
         self.device = HostDevice(world.pool, world.windows, world.engine)
@@ -47,7 +56,7 @@ class Backend(FluxionAttnBackend):
         for row, length in zip(rows, lengths, strict=True):
             pages = world.page_list(row, length)
             slots = (pages.unsqueeze(1) * 16 + torch.arange(16, dtype=torch.int32)).flatten()
-            self.table.req_to_token[row, : len(slots)] = slots
+            self.req_to_token_pool.req_to_token[row, : len(slots)] = slots
         batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.EXTEND,  # also of a mixed pass, by now
             req_pool_indices=torch.tensor(rows),
@@ -74,6 +83,20 @@ class Backend(FluxionAttnBackend):
                         old[index] = torch.cat([old[index], new])
 
 
+def test_models_find_the_pools_and_may_not_write_to_them() -> None:
+    """As qwen3_moe and others do before every rope."""
+    backend = Backend(World(seed=3))
+    pool = object.__new__(FluxionKVPool)
+    backend.token_to_kv_pool = pool
+    asked: list[ForwardMode] = []
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert get_token_to_kv_pool() is pool and get_req_to_token_pool() is backend.req_to_token_pool
+        assert not enable_fused_set_kv_buffer(lambda mode: not asked.append(mode), ForwardMode.EXTEND)
+        backend.token_to_kv_pool = "another pool"
+        assert enable_fused_set_kv_buffer(lambda mode: not asked.append(mode), ForwardMode.EXTEND)
+    assert asked == [ForwardMode.EXTEND], "SGLang's own answer counts where the pool is not ours"
+
+
 def queries(world: World, row: int) -> torch.Tensor:
     return torch.stack([of_rows[row] for of_rows in world.engine.anchors.queries]).clone()
 
@@ -88,7 +111,9 @@ def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
     measured: list[int] = []
     measure = anchors.measure
     monkeypatch.setattr(anchors, "measure", lambda *args: measured.append(1) or measure(*args))
-    backend.pool.windows.mark(torch.tensor([RUNNING]), torch.ones(1, dtype=torch.int64), torch.tensor([901]))
+    backend.token_to_kv_pool.windows.mark(
+        torch.tensor([RUNNING]), torch.ones(1, dtype=torch.int64), torch.tensor([901])
+    )
     backend.forward({NEW: 700, RUNNING: 1}, [RUNNING])
     assert torch.equal(queries(world, RUNNING), prefilled)
     for got, want in world.decode([RUNNING], [parse_spec("full")]):
@@ -107,7 +132,7 @@ def test_a_row_that_another_request_took_over_has_no_anchor() -> None:
     world = World(seed=4)
     backend = Backend(world)
     backend.forward({RUNNING: 900}, [])
-    backend.table.req_generation[RUNNING] = 2
+    backend.req_to_token_pool.req_generation[RUNNING] = 2
     backend.forward({NEW: 700, RUNNING: 1}, [RUNNING])
     assert [lengths[RUNNING] for lengths in world.engine.anchors._lengths] == [0] * world.layers
     assert [lengths[NEW] for lengths in world.engine.anchors._lengths] == [700] * world.layers
@@ -165,7 +190,7 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     assert diary.read() == [("prefilled", layer, RUNNING, 702, 2) for layer in range(world.layers)]
     backend.forward({NEW: 400, RUNNING: 1}, [RUNNING])
     assert diary.read() == [("released", NEW), *(("prefilled", layer, NEW, 400, 3) for layer in range(world.layers))]
-    backend.table.req_generation[RUNNING] = 2
+    backend.req_to_token_pool.req_generation[RUNNING] = 2
     backend.forward({RUNNING: 50}, [])
     assert diary.read()[0] == ("released", RUNNING)
     backend.engine.forget(NEW)

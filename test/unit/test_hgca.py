@@ -274,7 +274,7 @@ def test_state_dies_with_the_request_and_is_bounded() -> None:
     assert 0 < both <= 2 * (most + 64)
     for _ in range(100):
         world.decode([RUNNING])
-    backend.table.req_generation[RUNNING] = 2
+    backend.req_to_token_pool.req_generation[RUNNING] = 2
     del world.pages[RUNNING], world.keys[RUNNING], world.values[RUNNING]
     backend.forward({RUNNING: 400}, [])
     assert policy.state is not None and policy.state.averages(0, RUNNING).shape[1] == 0
@@ -301,7 +301,7 @@ def test_a_request_in_a_used_row_is_as_in_a_fresh_one() -> None:
                 world.decode([row])
             del world.pages[row], world.keys[row], world.values[row]
             world.randn = kept  # type: ignore[method-assign]
-        backend.table.req_generation[row] = 2
+        backend.req_to_token_pool.req_generation[row] = 2
         world.share(row, 3, 40)
         world.randn = _drawn(1, world)  # type: ignore[method-assign]
         backend.forward({row: 100}, [])

@@ -71,8 +71,9 @@ class FluxionAttnBackend(AttentionBackend):
                 "did not apply; run `fluxion doctor` and check that fluxion-sglang matches this SGLang version."
             )
         layers = validation.check_attention_layers(runner.model)
-        self.pool = pool
-        self.table = runner.req_to_token_pool
+        # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
+        self.token_to_kv_pool = pool
+        self.req_to_token_pool = runner.req_to_token_pool
         context, audit = predictors.context(pool.config, runner), pool.config.audit
         policy = predictors.server_policy(pool.config, context)
         self.engine = (DecodeEngine if audit is None else partial(AuditedEngine, AuditLog(audit)))(
@@ -82,8 +83,8 @@ class FluxionAttnBackend(AttentionBackend):
             foreign_executors(pool.config, pool.host),
             q_heads=layers[0].tp_q_head_num,
             # To start with: the engine grows with what it is given.
-            max_requests=min(self.table.size, 64),
-            max_tokens=min(self.table.max_context_len, pool.size, 1 << 16),
+            max_requests=min(self.req_to_token_pool.size, 64),
+            max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
             attend_union=pool.config.attend_union,
             guard=pool.config.guard,
             scheduler=SCHEDULERS[pool.config.scheduler],
@@ -120,7 +121,7 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _device(self, runner: ModelRunner, layers: Sequence[RadixAttention]) -> Device:
         """What passes run on: the CPU itself, or a device that the CPU works beside."""
-        pool = self.pool
+        pool = self.token_to_kv_pool
         library = library_of(str(pool.device))
         if library is None:
             return HostDevice(pool.host, pool.windows, self.engine)
@@ -172,25 +173,25 @@ class FluxionAttnBackend(AttentionBackend):
             self.device.begin_dummy()
             return
         lengths = forward_batch.seq_lens_cpu[:requests].to(torch.int64)
-        pages = page_table(self.table.req_to_token, there, int(lengths.max()))
-        generations = self.table.req_generation[rows]
-        for i in self.pool.windows.stale(rows, generations, lengths - 1):
+        pages = page_table(self.req_to_token_pool.req_to_token, there, int(lengths.max()))
+        generations = self.req_to_token_pool.req_generation[rows]
+        for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             self.engine.forget(int(rows[i]))
         self._counted = False
         self.device.begin_decode(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
-        self.pool.windows.mark(rows, generations, lengths)
+        self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
     def _begin_extend(self, forward_batch: ForwardBatch) -> None:
         self._finish()
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
-        pages = page_table(self.table.req_to_token, rows, int(lengths.max()))
+        pages = page_table(self.req_to_token_pool.req_to_token, rows, int(lengths.max()))
         rows, riding = rows.cpu(), set(self.requests.riding)
-        generations = self.table.req_generation[rows]
-        gone = set(self.pool.windows.taken_over(rows, generations))
-        gone |= riding & set(self.pool.windows.stale(rows, generations, lengths - 1))
+        generations = self.req_to_token_pool.req_generation[rows]
+        gone = set(self.token_to_kv_pool.windows.taken_over(rows, generations))
+        gone |= riding & set(self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1))
         for i in sorted(gone):
             self.engine.forget(int(rows[i]))
         policies = self.requests.current
@@ -210,7 +211,7 @@ class FluxionAttnBackend(AttentionBackend):
             self._chunks.append(_Chunk(request, policy, i in riding, wishes))
             offset += int(count)
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
-        self.pool.windows.mark(rows, generations, lengths)
+        self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
     def forward_extend(
         self,
@@ -249,7 +250,7 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _index(self, layer: RadixAttention) -> int:
         """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""
-        return int(layer.layer_id) - self.pool.start_layer
+        return int(layer.layer_id) - self.token_to_kv_pool.start_layer
 
     def _appended(self, layer: int, index: int, queries: torch.Tensor, scale: float) -> None:
         chunk = self._chunks[index]

@@ -1,0 +1,43 @@
+"""Starts SGLang's engine and prints what it answers.
+
+{"options": ..., "rounds": [[request, ...], ...]} comes as JSON on stdin: the engine's options, and dicts of arguments
+of Engine.generate, of which those of a round go together. {"backend": ..., "answers": [...]} goes to stdout after MARK.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+MARK = "RESULT "
+
+
+def answer(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    together: dict[str, Any] = {key: [request[key] for request in requests] for key in requests[0]}
+    out = engine.generate(**together, return_logprob=True)
+    return [
+        {
+            "ids": one["output_ids"],
+            "logprobs": [item[0] for item in one["meta_info"]["output_token_logprobs"]],
+            "text": one["text"],
+        }
+        for one in out
+    ]
+
+
+def main() -> None:
+    work = json.load(sys.stdin)
+    import sglang
+
+    engine = sglang.Engine(**work["options"])
+    try:
+        answers = [one for requests in work["rounds"] for one in answer(engine, requests)]
+        backend = engine.get_server_info()["attention_backend"]
+    finally:
+        engine.shutdown()
+    print(MARK + json.dumps({"backend": backend, "answers": answers}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Small random models of the families that people serve: their attention, not their knowledge, is what is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCABULARY = 512
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS_OF_32 = {"head_dim": 32, "hidden_size": 256}
+EXPERTS = {**HEADS_OF_32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+def _of(name: str, **options: Any) -> Callable[[], transformers.PretrainedConfig]:
+    """The configuration class of `name`, with COMMON and then `options`."""
+    return lambda: getattr(transformers, name)(**{**COMMON, **HEADS_OF_32, **options})
+
+
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": _of("LlamaConfig"),
+    "llama 3 positions": _of("LlamaConfig", rope_scaling=LLAMA3_ROPE, rope_parameters=LLAMA3_ROPE),
+    "llama, a head a head": _of("LlamaConfig", num_key_value_heads=8),
+    "llama, 16 heads to one": _of("LlamaConfig", num_attention_heads=16, num_key_value_heads=1, hidden_size=512),
+    "mistral": _of("MistralConfig", sliding_window=None),
+    "qwen2": _of("Qwen2Config"),
+    "qwen3": _of("Qwen3Config"),
+    "gemma": _of("GemmaConfig", head_dim=256),
+    "phi3": _of("Phi3Config"),
+    "glm4": _of("Glm4Config"),
+    "granite": _of("GraniteConfig"),
+    "olmo2": _of("Olmo2Config"),
+    "cohere": _of("CohereConfig"),
+    "starcoder2": _of("Starcoder2Config", sliding_window=None),
+    "stablelm": _of("StableLmConfig"),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=256, n_layer=2, n_head=8, n_positions=8192, bos_token_id=1, eos_token_id=2
+    ),
+    "opt": _of("OPTConfig", ffn_dim=256, word_embed_proj_dim=256, num_key_value_heads=8),
+    "mixtral": _of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3 moe": _of("Qwen3MoeConfig", **EXPERTS),
+    "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
+}
+
+
+def build(family: str, folder: Path) -> str:
+    """Write a model of the family to `folder`, float32, weights from seed 0, and return its path."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Default initialisation makes attention uniform; biases and norms of 0 and 1 would hide a lost one. Where
+            # norms follow attention, small embeddings would be lost beside what it adds.
+            if weight.dim() > 1:
+                weight.normal_(0, 1.0 if family == "olmo2" and "embed" in name else 0.12)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+            assert torch.isfinite(weight).all(), name
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes, for what speaks text: grammars."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: 3 + i for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)

@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(SOURCES)) $(wildcard test/fuzz/*.h test/fuzz/*.cc)
-TESTS := $(wildcard test/unit test/engine test/gpu)
+# Of the families of models the one that asks most of a backend.
+TESTS := $(wildcard test/unit test/engine test/gpu) "test/models/test_models.py::test_family[qwen3-moe]"
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
 SANITIZED := dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \

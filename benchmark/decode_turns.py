@@ -152,7 +152,7 @@ class Turns:
             return None
         if spec == drawn.SPEC:
             return drawn.drawn()
-        return parse_spec(spec, predictors.context(runner.attn_backend.pool.config, runner))
+        return parse_spec(spec, predictors.context(runner.attn_backend.token_to_kv_pool.config, runner))
 
 
 def device_of(model_runner: Any) -> StreamDevice | None:

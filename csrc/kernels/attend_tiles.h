@@ -223,8 +223,8 @@ inline void add_values(const float* words, const TileRows<T, kTiles>& tiles, int
   }
 }
 
-// The same where few registers would make that often: the sums of all heads stay in registers over several
-// rows, and the weights come from the cache.
+// The same for few registers, with which that would go over the outputs too often: the sums of all heads stay
+// in registers over kRows rows, and the weights come from the cache.
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap>
 inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& tiles, int head_dim,
                                float* out) {

@@ -105,7 +105,7 @@ inline Vec max_by_period(Vec x) {
   if constexpr (kPeriod == 1) x = max(x, _mm256_permute_ps(x, 0xb1));
   return x;
 }
-// Not by horizontal additions, of which each is two shuffles and an addition in any case.
+// Not by horizontal additions, each of which is several instructions inside.
 inline Vec fold(Vec a, Vec b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
 inline Vec fold_pairs(Vec a, Vec b) {
   const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);

@@ -19,7 +19,7 @@ import zoo
 from program import MARK
 
 PROGRAM = Path(__file__).with_name("program.py")
-# A pool that holds everything, chunks that cut prompts anywhere but at their ends.
+# A pool that holds everything, and chunks into which long prompts are cut.
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -44,7 +44,7 @@ CONVERSATIONS: Rounds = [
     [{"input_ids": ids, "sampling_params": GREEDY} for ids in PROMPTS],
     [{"input_ids": DOCUMENT, "sampling_params": GREEDY}],
 ]
-"""Three prompts of which two share a document, then one that finds most of it in the radix tree."""
+"""Three prompts of which two begin with 1,500 tokens of a document, then the document, which finds those cached."""
 
 
 def answers(options: dict[str, Any], rounds: Rounds) -> tuple[str, Answers]:
@@ -72,7 +72,7 @@ def check_same(model: str, rounds: Rounds, **more: Any) -> Answers:
     assert (theirs, ours) == ("torch_native", "fluxion")
     for one, other in zip(got, want, strict=True):
         assert one["ids"] == other["ids"] and one["text"] == other["text"]
-        assert max(abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True)) < 1e-3
+        assert all(abs(a - b) < 1e-3 for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
     return got
 
 
@@ -80,6 +80,7 @@ def check_same(model: str, rounds: Rounds, **more: Any) -> Answers:
 def test_family(family: str, tmp_path: Path) -> None:
     found = check_same(zoo.build(family, tmp_path), CONVERSATIONS)
     assert all(len(set(one["ids"])) > 4 for one in found), "an answer that repeats itself shows little"
+    assert found[-1]["cached"] == 1500 // 16 * 16
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,9}$"}, "age": {"enum": [7, 42]}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -103,18 +104,23 @@ def test_grammars(llama: str, backend: str) -> None:
         for ids, way in zip(PROMPTS, ways, strict=True)
     ]
     found = check_same(llama, [asked], grammar_backend=backend)
+    said = json.loads(found[0]["text"])
+    assert said["name"].isalpha() and said["age"] in (7, 42)
     assert len(found[1]["text"]) == 40 and set(found[1]["text"]) <= set("abcd")
+    assert found[2]["finish"] == {"type": "length", "length": 64}, "no grammar, no end"
 
 
 def test_sampling(llama: str) -> None:
     """Penalties, a bias, stop words: what comes after attention sees the same logits."""
-    ways = [
-        {"repetition_penalty": 1.3},
-        {"frequency_penalty": 0.7, "presence_penalty": 0.3, "min_new_tokens": 20},
-        {"logit_bias": {"40": 5.0}, "stop": ["!!"]},
-    ]
-    asked = [
-        {"input_ids": ids, "sampling_params": {**GREEDY, "ignore_eos": False, **way}}
-        for ids, way in zip(PROMPTS, ways, strict=True)
-    ]
-    check_same(llama, [asked], sampling_backend="pytorch")
+    f = 40  # the letter F in the tokenizer of bytes
+    ways = [{"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"logit_bias": {f: 100.0}, "stop": ["FFF"]}]
+    asked, plain = (
+        [
+            {"input_ids": PROMPTS[i], "sampling_params": {**GREEDY, **(way if options else {})}}
+            for i, way in enumerate(ways)
+        ]
+        for options in (True, False)
+    )
+    found = check_same(llama, [asked, plain], sampling_backend="pytorch")
+    assert found[2]["ids"] == [f] * 3 and found[2]["finish"] == {"type": "stop", "matched": "FFF"}
+    assert all(found[i]["ids"] != found[i + 3]["ids"] for i in range(3)), "an option that changes nothing shows nothing"

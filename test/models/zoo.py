@@ -43,9 +43,9 @@ def _of(name: str, **options: Any) -> Callable[[], transformers.PretrainedConfig
 
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": _of("LlamaConfig"),
-    "llama 3 positions": _of("LlamaConfig", rope_scaling=LLAMA3_ROPE, rope_parameters=LLAMA3_ROPE),
-    "llama, a head a head": _of("LlamaConfig", num_key_value_heads=8),
-    "llama, 16 heads to one": _of("LlamaConfig", num_attention_heads=16, num_key_value_heads=1, hidden_size=512),
+    "llama-3-positions": _of("LlamaConfig", rope_scaling=LLAMA3_ROPE, rope_parameters=LLAMA3_ROPE),
+    "llama-a-head-a-head": _of("LlamaConfig", num_key_value_heads=8),
+    "llama-16-heads-to-one": _of("LlamaConfig", num_attention_heads=16, num_key_value_heads=1, hidden_size=512),
     "mistral": _of("MistralConfig", sliding_window=None),
     "qwen2": _of("Qwen2Config"),
     "qwen3": _of("Qwen3Config"),
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "opt": _of("OPTConfig", ffn_dim=256, word_embed_proj_dim=256, num_key_value_heads=8),
     "mixtral": _of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "qwen3 moe": _of("Qwen3MoeConfig", **EXPERTS),
+    "qwen3-moe": _of("Qwen3MoeConfig", **EXPERTS),
     "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
 }
 

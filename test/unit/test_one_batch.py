@@ -21,9 +21,12 @@ import drawn  # noqa: E402
 import one_batch  # noqa: E402
 import timeline  # noqa: E402
 
+from fluxion_sglang.config import FluxionConfig  # noqa: E402
 from fluxion_sglang.device.timeline import LayerTimes  # noqa: E402
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
 from fluxion_sglang.policy import DecodeStep, check_spec  # noqa: E402
+from fluxion_sglang.sglang.backend import FluxionAttnBackend  # noqa: E402
+from fluxion_sglang.sglang.pools import FluxionKVPool  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,21 @@ def test_a_timeline_begins_with_the_first_publication() -> None:
     assert drawn["queries, residents"] == [(0.0, 2.0)] and drawn["wait"] == [(2.0, 6.0)]
     for name, begin, length in (("plan", 501, 2), ("middle", 503, 5), ("batch", 504, 1)):
         assert drawn[name] == [(pytest.approx(begin - start), pytest.approx(length))]
+
+
+def test_policies_are_made_for_the_pool_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FluxionConfig()
+    pool = object.__new__(FluxionKVPool)
+    pool.config = config
+    backend = object.__new__(FluxionAttnBackend)  # nothing but what it keeps the pool as
+    backend.token_to_kv_pool = pool
+    monkeypatch.setattr(
+        decode_turns.predictors, "context", lambda of, runner: SimpleNamespace(config=of, runner=runner)
+    )
+    monkeypatch.setattr(decode_turns, "parse_spec", lambda spec, context: (spec, context.config))
+    runner: Any = SimpleNamespace(attn_backend=backend)
+    assert decode_turns.Turns._policy(runner, "full") == ("full", config)
+    assert decode_turns.Turns._policy(runner, decode_turns.OFF) is None
 
 
 def test_policies_that_remember_hear_of_the_prefill_whosever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ test: install
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
-# Every test starts SGLang twice, and what differs between families is above attention: so not a part of the tests.
+# Every test starts SGLang twice, and what differs between families is above attention: so `test` has but one of them.
 test-models: install
 	$(BIN)/python -m pytest test/models $(ARGS)
 

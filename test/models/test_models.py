@@ -1,6 +1,6 @@
 """Families of models, and what SGLang can do with one besides greedy text: the same answers with the flag as without.
 
-Not part of `make test`, as every test starts SGLang twice: `make test-models`.
+Every test starts SGLang twice, so `make test` has one family of them, and `make test-models` all.
 """
 
 from __future__ import annotations

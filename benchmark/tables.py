@@ -28,11 +28,6 @@ from fluxion_sglang.metrics import described
 from fluxion_sglang.predictor.calibration import verdict
 from fluxion_sglang.predictor.report import calibration_table, metrics_table
 
-PAGES = (
-    *("README.md", "docs/quality.md", "docs/sglang.md", "docs/tour.md", "docs/predictor.md"),
-    *("docs/gpu.md", "docs/scheduling.md", "docs/speed.md", "docs/executor.md", "docs/rivals.md"),
-    "models/needle/README.md",
-)
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 
 
@@ -485,10 +480,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if something would change")
     args = parser.parse_args()
     stale = []
-    for name in PAGES:
-        page = common.ROOT / name
-        if not page.exists():
-            continue
+    pages = [
+        common.ROOT / "README.md",
+        *sorted((common.ROOT / "docs").glob("*.md")),
+        *common.ROOT.glob("models/*/README.md"),
+    ]
+    for page in pages:
+        name = str(page.relative_to(common.ROOT))
         old = page.read_text()
         new = fill(old, common.RESULTS, "../" * name.count("/"))
         if new != old:

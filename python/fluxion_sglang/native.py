@@ -328,7 +328,7 @@ class NativeEngine:
             grows them.
         attend_union: what one head of a group chose, all of them attend to, streaming heads too.
         guard: where a head is estimated to have left out more than this share of its attention, its task reads
-            twice the head's blocks in the same step (docs/sglang.md, "Guard rail"): the tasks of native workers in
+            twice the head's blocks in the same step (docs/serving.md, "Guard rail"): the tasks of native workers in
             layers that `layer_resident` began. None: no guard.
         chunk_bytes: what a stage of a task (scan, attention) reads at a time, so that idle workers can help with the
             rest; a layer wakes workers that sleep from three times as much on. None: what is best.

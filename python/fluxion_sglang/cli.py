@@ -38,6 +38,17 @@ def _parser() -> argparse.ArgumentParser:
     options.set_defaults(run=_options)
 
     from fluxion_sglang import train
+    from fluxion_sglang.commands import ask, explain, plot, trial
+
+    for name, command, text in (
+        ("try", trial, "a report card for a model: is it served, how fast, what does it answer, what to run"),
+        ("ask", ask, "ask questions about a long file"),
+        ("explain", explain, "show what layers and heads read, of a running server or an audit file"),
+        ("plot", plot, "draw the same as one picture"),
+    ):
+        subparser = commands.add_parser(name, help=text)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
 
     training = commands.add_parser("train", help="train the predictor of a model, and calibrate its tau")
     train.add_arguments(training)

@@ -10,35 +10,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import shlex
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
-from openai import OpenAI, OpenAIError
-from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from fluxion_sglang.needle import NeedlePrompt, needle_prompt, score
+from fluxion_sglang.serving import TPOT, TTFT, Server, ServerError, free_port, launch_command, running_server, shell
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "needle"
-START_LIMIT_S = 300.0
-LOG_LINES = 25
-
-# SGLang's own histograms. Requests come one at a time, so two readings differ by one request's value.
-TTFT = "sglang:time_to_first_token_seconds"
-TPOT = "sglang:request_time_per_output_token_seconds"
 
 
 class DemoError(Exception):
@@ -62,145 +43,40 @@ class Reply:
     tpot: float
 
 
-class Server:
-    """A running SGLang server of ours, seen from outside."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def metrics(self) -> dict[str, float]:
-        """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
-        values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self._get("/metrics")):
-            for sample in family.samples:
-                executor = sample.labels.get("executor")
-                name = f"{sample.name}/{executor}" if executor else sample.name
-                values[name] = values.get(name, 0.0) + sample.value
-        return values
-
-    def openai(self, prompt: str, max_tokens: int) -> tuple[str, int, int]:
-        """Text, prompt tokens and cached tokens of a completion through the OpenAI client."""
-        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=START_LIMIT_S, max_retries=0)
-        reply = client.completions.create(
-            model="needle",
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0,
-            extra_body={"ignore_eos": True},
-        )
-        assert reply.usage is not None
-        details = reply.usage.prompt_tokens_details
-        return reply.choices[0].text, reply.usage.prompt_tokens, (details and details.cached_tokens) or 0
-
-    def generate(self, prompt: str, max_tokens: int) -> tuple[str, int, int]:
-        """The same through SGLang's native endpoint."""
-        sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        reply = self._post("/generate", {"text": prompt, "sampling_params": sampling})
-        meta = reply["meta_info"]
-        return reply["text"], meta["prompt_tokens"], meta["cached_tokens"]
-
-    def healthy(self) -> bool:
-        try:
-            self._get("/health", timeout=5)
-        except OSError:
-            return False
-        return True
-
-    def _get(self, path: str, timeout: float = 30) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
-            return str(reply.read().decode())
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=START_LIMIT_S) as reply:
-            return json.load(reply)
-
-
 def server_command(args: argparse.Namespace, port: int) -> list[str]:
     """The command line of the server: what a user would type, with sizes for a small machine."""
     # Every question adds a page or two of its own to the shared document, and every answer some more.
     host_tokens = args.host_tokens or (args.length + 128 * (args.questions + 8)) // 16 * 16
     config = {"policy": args.policy, "host_tokens": host_tokens, "executors": args.executors}
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(args.model_path)]
-    command += ["--served-model-name", "needle", "--device", "cpu", "--port", str(port)]
-    command += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
-    command += ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
+    flags = ["--served-model-name", "needle", "--device", "cpu"]
+    flags += ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
     # SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
-    command += ["--max-running-requests", "8", "--chunked-prefill-size", "4096"]
-    return command
+    flags += ["--max-running-requests", "8", "--chunked-prefill-size", "4096"]
+    return launch_command(str(args.model_path), port, *flags, fluxion=config)
 
 
-@contextmanager
-def running_server(command: list[str], port: int) -> Iterator[Server]:
-    """Start the server, wait until it answers, stop it at the end whatever happens.
-
-    Raises:
-        DemoError: it ended or hung while starting; the message holds the end of its log.
-    """
-    # The demo's device is always the CPU, and the CPU platform stands aside where SGLang sees a GPU.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        server = Server(f"http://127.0.0.1:{port}")
-        try:
-            _wait_until_ready(server, process, log)
-            try:
-                yield server
-            except (OSError, OpenAIError) as error:
-                raise DemoError(f"A request failed: {error}\n{_explain(log)}") from error
-        finally:
-            _stop(process)
-
-
-def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[str]) -> None:
-    start = time.monotonic()
-    print("Starting the server", flush=True)
-    # Where there is no terminal, no bar: it would fill the log with copies of itself.
-    with tqdm(bar_format="{elapsed}", file=sys.stdout, leave=False, disable=None) as bar:
-        while not server.healthy():
-            if process.poll() is not None:
-                raise DemoError(f"The server ended with exit code {process.returncode}.\n{_explain(log)}")
-            if time.monotonic() - start > START_LIMIT_S:
-                raise DemoError(f"The server did not answer within {START_LIMIT_S:.0f} s.\n{_explain(log)}")
-            time.sleep(0.5)
-            bar.update()
-    print(f"It answers after {time.monotonic() - start:.0f} s", flush=True)
-
-
-def _explain(log: IO[str]) -> str:
-    log.seek(0)
-    lines = log.readlines()
-    # A refusal of ours is one such line; everything around it is the server's own news.
-    refusals = [line for line in lines if line.startswith("error: ")]
-    told = "".join(f"    {line}" for line in refusals or lines[-LOG_LINES:])
-    return (
-        f"{'It said' if refusals else 'The last lines of its log'}:\n{told}\n"
-        "Run `fluxion doctor`: it checks versions, native library, hooks and memory, and says what to change."
+def _openai(server: Server, prompt: str, max_tokens: int) -> tuple[str, int, int]:
+    """Text, prompt tokens and cached tokens of a completion through the OpenAI client."""
+    reply = server.openai().completions.create(
+        model="needle", prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
     )
+    assert reply.usage is not None
+    details = reply.usage.prompt_tokens_details
+    return reply.choices[0].text, reply.usage.prompt_tokens, (details and details.cached_tokens) or 0
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    # The whole process group (start_new_session made one): the server has a scheduler and a detokenizer.
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+def _generate(server: Server, prompt: str, max_tokens: int) -> tuple[str, int, int]:
+    """The same through SGLang's native endpoint."""
+    reply = server.generate({"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}, text=prompt)
+    meta = reply["meta_info"]
+    return reply["text"], meta["prompt_tokens"], meta["cached_tokens"]
 
 
 def ask(server: Server, client: str, prompt: str, max_tokens: int) -> Reply:
     """Send one prompt while nothing else runs, and read its times from /metrics."""
     before = server.metrics()
-    send = server.openai if client == "openai" else server.generate
-    text, prompt_tokens, cached = send(prompt, max_tokens)
+    send = _openai if client == "openai" else _generate
+    text, prompt_tokens, cached = send(server, prompt, max_tokens)
 
     def mean(after: dict[str, float], name: str) -> float:
         count = after.get(f"{name}_count", 0) - before.get(f"{name}_count", 0)
@@ -221,8 +97,9 @@ def run(args: argparse.Namespace) -> bool:
     questions = min(args.questions, len(document.questions))
     command = server_command(args, args.port)
     print(f"A document of {args.length:,} tokens with {args.keys} needles; policy {args.policy}.")
-    print(f"$ {_shell(command)}\n", flush=True)
-    with running_server(command, args.port) as server:
+    print(f"$ {shell(command)}\n", flush=True)
+    # The demo's device is always the CPU, and the CPU platform stands aside where SGLang sees a GPU.
+    with running_server(command, args.port, {"CUDA_VISIBLE_DEVICES": ""}) as server:
         print(f"\n {'client':<10}{'question':<13}{'answer':<28}{'':<7}{'cached':>14}{'TTFT':>10}{'TPOT':>10}")
         right = []
         with tqdm(range(questions), "Asking", leave=False, file=sys.stdout, disable=None) as asking:
@@ -279,16 +156,6 @@ def _report(metrics: dict[str, float], tokens: int) -> None:
     )
 
 
-def _shell(command: list[str]) -> str:
-    return shlex.join(["python", *command[1:]])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fluxion_sglang.demo",
@@ -308,12 +175,12 @@ def main(argv: list[str] | None = None) -> int:
     option("--port", type=int, help="of the server; by default a free one")
     option("--model-path", type=Path, default=MODEL, help="the needle model")
     args = parser.parse_args(argv)
-    args.port = args.port or _free_port()
+    args.port = args.port or free_port()
     try:
         if not (args.model_path / "config.json").exists():
             raise DemoError(f"There is no model in {args.model_path}; use a checkout or pass --model-path.")
         return 0 if run(args) else 1
-    except (DemoError, ValueError) as error:
+    except (DemoError, ServerError, ValueError) as error:
         print(f"\n{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxion_sglang import demo
+from fluxion_sglang import demo, serving
 
 METRICS = """\
 # TYPE fluxion_tasks counter
@@ -34,8 +34,8 @@ sglang:time_to_first_token_seconds_count{is_streaming="false"} 2.0
 """
 
 
-class FakeServer(demo.Server):
-    def _get(self, path: str, timeout: float = 30) -> str:
+class FakeServer(serving.Server):
+    def get(self, path: str, timeout: float = 30) -> str:
         return METRICS
 
 
@@ -43,7 +43,7 @@ def test_metrics_keep_executors_apart_and_add_up_everything_else() -> None:
     metrics = FakeServer("").metrics()
     assert metrics["fluxion_tasks_total/cpu"] == 30
     assert metrics["fluxion_tasks_total/torch"] == 10
-    assert metrics[f"{demo.TTFT}_sum"] == 1.5
+    assert metrics[f"{serving.TTFT}_sum"] == 1.5
 
 
 def test_the_report_says_what_the_counters_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,7 @@ def test_the_pool_of_the_command_line_holds_the_document_and_every_question(
 
 def test_the_server_s_refusal_is_shown_instead_of_its_log(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["/bin/sh", "-c", "echo news; echo 'error: no such policy'; exit 3"]
-    with pytest.raises(demo.DemoError) as failure, demo.running_server(command, 9):
+    with pytest.raises(serving.ServerError) as failure, serving.running_server(command, 9):
         pass
     assert "exit code 3" in str(failure.value)
     assert "error: no such policy" in str(failure.value)
@@ -86,8 +86,8 @@ def test_the_server_s_refusal_is_shown_instead_of_its_log(capfd: pytest.CaptureF
 
 def test_the_end_of_the_log_is_shown_when_the_server_dies_without_a_word() -> None:
     with (
-        pytest.raises(demo.DemoError, match="last words"),
-        demo.running_server(["/bin/sh", "-c", "echo last words"], 9),
+        pytest.raises(serving.ServerError, match="last words"),
+        serving.running_server(["/bin/sh", "-c", "echo last words"], 9),
     ):
         pass
 

@@ -1,0 +1,190 @@
+"""A server of ours seen from outside: start it, wait until it answers, ask it, read its counters, stop it.
+
+The demo and the commands `fluxion try` and `fluxion ask` start servers; `fluxion explain` only asks one that runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+from openai import OpenAI, OpenAIError
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+START_LIMIT_S = 900.0
+"""A loaded machine may take minutes to import SGLang; a server that died is noticed at once."""
+
+REQUEST_LIMIT_S = 3600.0
+_LOG_LINES = 25
+
+# SGLang's own histograms. Where requests come one at a time, two readings differ by one request's value.
+TTFT = "sglang:time_to_first_token_seconds"
+TPOT = "sglang:request_time_per_output_token_seconds"
+
+
+class ServerError(Exception):
+    """The server did not start or did not answer; the message says why and what to do."""
+
+
+class Server:
+    """A running SGLang server, by its URL (http://HOST:PORT)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.get("/metrics")):
+            for sample in family.samples:
+                executor = sample.labels.get("executor")
+                name = f"{sample.name}/{executor}" if executor else sample.name
+                values[name] = values.get(name, 0.0) + sample.value
+        return values
+
+    def openai(self) -> OpenAI:
+        """A client of the server's OpenAI endpoints."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=REQUEST_LIMIT_S, max_retries=0)
+
+    def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
+        """SGLang's own endpoint.
+
+        Args:
+            sampling: sampling parameters, such as temperature and max_new_tokens.
+            body: the rest of the request: text or input_ids, return_logprob, and so on.
+        """
+        reply: dict[str, Any] = self.post("/generate", {**body, "sampling_params": dict(sampling)})
+        return reply
+
+    def healthy(self) -> bool:
+        try:
+            self.get("/health", timeout=5)
+        except OSError:
+            return False
+        return True
+
+    def get(self, path: str, timeout: float = 30) -> str:
+        """The text at a path; raises OSError."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
+            return str(reply.read().decode())
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer, read from JSON; raises OSError, with SGLang's own words where it refuses."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_LIMIT_S) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise OSError(f"{error}: {error.read().decode(errors='replace').strip()}") from error
+
+
+@contextmanager
+def running_server(
+    command: Sequence[str], port: int, environment: Mapping[str, str] | None = None, what: str = "the server"
+) -> Iterator[Server]:
+    """Start a server on 127.0.0.1, wait until it answers, and stop it at the end whatever happens.
+
+    Args:
+        command: the command line (`launch_command`).
+        environment: added to this process's.
+        what: the server in the line that says it starts.
+
+    Raises:
+        ServerError: it ended or hung while starting, or a request failed; the message holds the end of its log.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            list(command),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        server = Server(f"http://127.0.0.1:{port}")
+        try:
+            _wait_until_ready(server, process, log, what)
+            try:
+                yield server
+            except (OSError, OpenAIError) as error:
+                raise ServerError(f"A request failed: {error}\n{_explain(log)}") from error
+        finally:
+            _stop(process)
+
+
+def launch_command(model: str, port: int, *flags: str, fluxion: Mapping[str, Any] | None = None) -> list[str]:
+    """`python -m sglang.launch_server` for a model.
+
+    Args:
+        flags: more words of the command line.
+        fluxion: the object of --fluxion-config ({} for the bare flag); None serves without the flag.
+    """
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port), *flags]
+    if fluxion is not None:
+        command += ["--enable-fluxion"] + (["--fluxion-config", json.dumps(dict(fluxion))] if fluxion else [])
+    return command
+
+
+def shell(command: Sequence[str]) -> str:
+    """The command as one would type it."""
+    return shlex.join(["python" if command[0] == sys.executable else command[0], *command[1:]])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[str], what: str) -> None:
+    start = time.monotonic()
+    print(f"Starting {what}", flush=True)
+    # Where there is no terminal, no bar: it would fill the log with copies of itself.
+    with tqdm(bar_format="{elapsed}", file=sys.stdout, leave=False, disable=None) as bar:
+        while not server.healthy():
+            if process.poll() is not None:
+                raise ServerError(f"The server ended with exit code {process.returncode}.\n{_explain(log)}")
+            if time.monotonic() - start > START_LIMIT_S:
+                raise ServerError(f"The server did not answer within {START_LIMIT_S:.0f} s.\n{_explain(log)}")
+            time.sleep(0.5)
+            bar.update()
+    print(f"It answers after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _explain(log: IO[str]) -> str:
+    log.seek(0)
+    lines = log.readlines()
+    # A refusal of ours is one such line; everything around it is the server's own news.
+    refusals = [line for line in lines if line.startswith("error: ")]
+    told = "".join(f"    {line}" for line in refusals or lines[-_LOG_LINES:])
+    return (
+        f"{'It said' if refusals else 'The last lines of its log'}:\n{told}\n"
+        "Run `fluxion doctor`: it checks versions, native library, hooks and memory, and says what to change."
+    )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    # The whole process group (start_new_session made one): the server has a scheduler and a detokenizer.
+    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue

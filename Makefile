@@ -4,12 +4,11 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(SOURCES)) $(wildcard test/fuzz/*.h test/fuzz/*.cc)
-# Of the families of models the one that asks most of a backend.
-TESTS := $(wildcard test/unit test/engine test/gpu) "test/models/test_models.py::test_family[qwen3-moe]"
+# Tests run on this many processes at a time; those that share a server share a process.
+PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadgroup
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
 SANITIZED := dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
@@ -25,30 +24,33 @@ ifeq ($(origin HOME),undefined)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
 
-.PHONY: help demo test test-models lint sanitize bench clean install
+.PHONY: help demo test test-all lint sanitize bench docs wheel clean install native-tests
 
 help:
-	@echo "make demo     serve the bundled model with the flag and ask it about a long document"
-	@echo "make test     ruff, mypy, unit tests, end-to-end tests"
-	@echo "make test-models  families of models, grammars, penalties: the same with the flag as without (20 minutes)"
-	@echo "make lint     style and types, C++ included"
-	@echo "make sanitize native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
-	@echo "make bench    the benchmarks (see benchmark/)"
-	@echo "make clean    remove build products and caches; keeps $(VENV)"
+	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
+	@echo "make test      style, types and the quick tests (under 8 minutes)"
+	@echo "make test-all  every test, and the unit tests of the native library under sanitizers (an hour)"
+	@echo "make lint      style and types, C++ included"
+	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
+	@echo "make bench     the benchmarks (see benchmark/)"
+	@echo "make docs      the documentation as a site, in build/site"
+	@echo "make wheel     a manylinux wheel, in dist"
+	@echo "make clean     remove build products and caches; keeps $(VENV)"
 
 demo: install
 	@$(BIN)/python -m fluxion_sglang.demo $(ARGS)
 
-test: install
+test: $(VENV)/.dev native-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	FLUXION_TEST_EFFORT=$${FLUXION_TEST_EFFORT:-0.25} $(PYTEST) test $(ARGS)
 
-# Every test starts SGLang twice, and what differs between families is above attention: so `test` has but one of them.
-test-models: install
-	$(BIN)/python -m pytest test/models $(ARGS)
+test-all: lint native-tests
+	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
+	$(PYTEST) --full test $(ARGS)
+	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize
 
-lint: install
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -61,11 +63,12 @@ sanitize-address: RUNTIME := libasan.so
 # FLUXION_LIBRARY names the library, which is not the package's. Python knows nothing of sanitizers, so their runtime has
 # to be there first; libstdc++ comes with it, for its exceptions to be seen. Leaks are not looked for: Python keeps what
 # it keeps. Reports go to a file, because pytest drops what a test that passes has said.
-sanitize-%: $(STAMP)
+sanitize-%: $(VENV)/.dev
 	@echo "Building the native library in build/$*"
 	@mkdir -p build/$*; rm -f build/$*/report.*
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
-	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && cmake --build build/$*) \
+	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && \
+	  cmake --build build/$* --target fluxion fluxion_sim fluxion_rogue) \
 	  > build/$*/build.log 2>&1 || { tail -n 60 build/$*/build.log >&2; exit 1; }
 	@report=$(CURDIR)/build/$*/report; \
 	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
@@ -75,44 +78,38 @@ sanitize-%: $(STAMP)
 	  $(BIN)/python -m pytest -q $(SANITIZED_TESTS) $(ARGS); status=$$?; \
 	cat $$report.* 2>/dev/null; exit $$status
 
-bench: install
-	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install -q --no-build-isolation -e ".[bench]"
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/fluxion_sglang/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python test benchmark -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-install: $(STAMP) $(NATIVE)
+install: $(VENV)/.installed $(NATIVE)
 	@mkdir -p "$$HOME"
 
-# The build requirements go into .venv first, so that the native library is built in place and rebuilt incrementally.
-$(STAMP): pyproject.toml setup.py
-	@set -e; \
-	if [ ! -x $(BIN)/pip ]; then \
-	  for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
-	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
-	      found=$$python; break; \
-	    fi; \
-	  done; \
-	  if [ -z "$${found:-}" ]; then echo "error: no Python 3.11 to 3.13 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
-	  $$found -m venv $(VENV) || { echo "error: $$found cannot make a virtual environment; install its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }; \
-	fi; \
-	mkdir -p "$$HOME"; \
-	$(BIN)/python -c "import importlib.metadata as m; m.version('sglang')" 2>/dev/null || \
-	  echo "Installing SGLang and PyTorch into $(VENV): about 5 minutes and 11 GB of disk, once."; \
-	log=$(VENV)/install.log; \
-	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" > $(VENV)/build-requirements.txt; \
-	( $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -r $(VENV)/build-requirements.txt && \
-	  $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-build-isolation -e ".[dev]" ) > $$log 2>&1 & \
-	pid=$$!; waited=0; \
-	while kill -0 $$pid 2>/dev/null; do \
-	  sleep 1; waited=$$((waited + 1)); \
-	  if [ $$((waited % 20)) -eq 0 ]; then printf '  %4d s  %s\n' $$waited "$$(tail -n 1 $$log | cut -c 1-100)"; fi; \
+$(VENV)/.installed: pyproject.toml setup.py tools/install.py
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	    found=$$python; break; \
+	  fi; \
 	done; \
-	wait $$pid || { tail -n 30 $$log >&2; echo "error: the installation failed; the whole log is in $$log" >&2; exit 1; }; \
-	touch $@
+	if [ -z "$${found:-}" ]; then echo "error: no Python 3.11 to 3.13 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	mkdir -p "$$HOME"; $$found tools/install.py
+	@touch $@
 
-$(NATIVE): $(SOURCES) | $(STAMP)
-	@echo "Building the native library"
-	@$(BIN)/python setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { tail -n 60 $(VENV)/build.log >&2; exit 1; }
+# What an extra of pyproject.toml adds: .venv/.dev for the tests, .venv/.docs for the site.
+$(VENV)/.%: $(VENV)/.installed | $(NATIVE)
+	@$(BIN)/python tools/install.py --extras $*
+	@touch $@
+
+$(NATIVE): $(SOURCES) | $(VENV)/.installed
+	@$(BIN)/python tools/install.py --native
+
+# Libraries that only tests need: the simulated device, and one that misbehaves. Built beside the native library.
+native-tests: install
+	@[ -f build/native/build.ninja ] || $(BIN)/python tools/install.py --native
+	@$(BIN)/cmake --build build/native --target fluxion_sim fluxion_rogue > build/native/tests.log 2>&1 || { tail -n 60 build/native/tests.log >&2; exit 1; }

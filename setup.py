@@ -13,8 +13,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = "fluxion_sglang._native"
-# The host's, the simulated device's, and CUDA's: FLUXION_CUDA says "on", "off" or "auto" (where nvcc is).
-LIBRARIES = ("libfluxion", "libfluxion_sim", "libfluxion_cuda")
+# The host's, and CUDA's: FLUXION_CUDA says "on", "off" or "auto" (where nvcc and a GPU's driver are).
+LIBRARIES = ("libfluxion", "libfluxion_cuda")
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -39,6 +39,9 @@ class BuildNative(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         # The cache remembers absolute paths, and pip's build environments live for one build only.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
+        for library in LIBRARIES[1:]:
+            # An earlier build may have made one that this one will not.
+            (build / f"{library}.so").unlink(missing_ok=True)
         configure = [_tool("cmake"), "-S", str(ROOT), "-B", str(build), "-GNinja"]
         configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
         configure += ["-DCMAKE_BUILD_TYPE=Release", f"-DFLUXION_CUDA={os.environ.get('FLUXION_CUDA') or 'auto'}"]
@@ -48,7 +51,6 @@ class BuildNative(build_ext):
         for ext in list(self.extensions):
             built, target = build / f"{ext.name.split('.')[-1]}.so", Path(self.get_ext_fullpath(ext.name)).resolve()
             target.parent.mkdir(parents=True, exist_ok=True)
-            # An earlier build may have left a library that this one has not.
             target.unlink(missing_ok=True)
             if not built.exists():
                 self.extensions.remove(ext)

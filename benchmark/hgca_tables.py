@@ -1,4 +1,5 @@
-"""HGCA's Table 1 from the results of `hgca_*`: perplexity by share of the text on the device and by beta."""
+"""Tables in the shape of rivals' own: HGCA's Table 1 (perplexity by share of the text on the device and by beta), and
+PSA's Fig. 5 (what is read at 98% of the quality of `full`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rendering import link, nothing, result_files, table, where
+
+from fluxion_quality import table as quality_table
 
 SINKS = 64
 
@@ -44,4 +47,16 @@ def _shown(row: dict[str, Any], full: dict[str, Any]) -> str:
     return score if row is full else f"{score} ({row['read_fraction']:.0%})"
 
 
-HGCA_TABLES: dict[str, Callable[[Path], str]] = {"hgca_perplexity": hgca_perplexity}
+def psa_reads(results: Path) -> str:
+    """The least that fixed budgets and `psa:EPS:32` read to keep 98% of the score of `full`."""
+    out = []
+    for path, data in result_files(results, "quality_psa.json"):
+        shown = [policy for policy in data["policies"] if not policy.endswith(":quest")]
+        rows = [row for row in data["rows"] if row["policy"] in shown]
+        lines = quality_table.least_reads({**data, "policies": shown, "rows": rows}, 0.98)
+        note = f"Model {data['model']['id']}, {data['samples']} samples a task, dtype {data['dtype']}. {where(data)}"
+        out.append(f"{lines}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("__main__.py --only quality")
+
+
+HGCA_TABLES: dict[str, Callable[[Path], str]] = {"hgca_perplexity": hgca_perplexity, "psa_reads": psa_reads}

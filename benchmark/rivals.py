@@ -41,7 +41,7 @@ def speed_options(quick: bool) -> list[str]:
 
 
 def rivals(results: Path) -> str:
-    """A line a prompt length and policy, families together; a dash for what is not measured. The plot below it."""
+    """A line a policy, families together; a dash for what is not measured. The plot below it."""
     machines: dict[Path, Results] = {}
     for benchmark in ("quality", *SPEED):
         for path, data in result_files(results, f"{benchmark}_{NAME}.json"):
@@ -50,22 +50,29 @@ def rivals(results: Path) -> str:
 
 
 def _machine(found: Results) -> str:
+    """Scores, reads and times of the largest batch, a column a prompt length each."""
     quality = found["quality"][1] if "quality" in found else {"rows": [], "policies": []}
-    scores = {(length or 0, policy): row for length, policy, row in quality_table.averaged(quality)}
+    means = {(length or 0, policy): row for length, policy, row in quality_table.averaged(quality)}
     times = {name: _times(found[name][1], value) if name in found else {} for name, value in SPEED.items()}
-    cells = list(dict.fromkeys([*scores, *(key[:2] for of in times.values() for key in of)]))
-    families = list(dict.fromkeys(quality_table.family(policy) for _, policy in cells))
-    cells.sort(key=lambda cell: (cell[0], families.index(quality_table.family(cell[1]))))
+    cells = list(dict.fromkeys([*means, *(key[:2] for of in times.values() for key in of)]))
+    lengths = sorted({length for length, _ in cells})
+    policies = list(dict.fromkeys(policy for _, policy in cells))
+    families = list(dict.fromkeys(map(quality_table.family, policies)))
+    policies.sort(key=lambda policy: families.index(quality_table.family(policy)))
+    batch = max(BATCHES)
     lines = [
-        [f"{length:,}", policy]
-        + _quality(scores.get((length, policy)))
-        + [_median(times["attention"].get((length, policy, batch)), ".3f") for batch in BATCHES]
-        + [_median(times["one_batch"].get((length, policy, batch)), ".1f") for batch in BATCHES]
-        for length, policy in cells
+        [policy]
+        + [_mean(means.get((length, policy)), "score", ".3f") for length in lengths]
+        + [_mean(means.get((length, policy)), "read_fraction", ".1%") for length in lengths]
+        + [_median(times["attention"].get((length, policy, batch)), ".2f") for length in lengths]
+        + [_median(times["one_batch"].get((length, policy, batch)), ".1f") for length in lengths]
+        for policy in policies
     ]
-    head = ["prompt", "policy", "score", "delta", "read", "bytes a token", "KL"]
-    head += [f"{what} x{batch} (ms)" for what in ("attention", "TPOT") for batch in BATCHES]
-    return f"{table(head, lines, 'll' + 'r' * (len(head) - 2))}\n{_note(found)}\n{_plot(found)}"
+    head = [f"{what} {length // 1024}K" + unit for what, unit in _COLUMNS for length in lengths]
+    return f"{table(['policy', *head], lines, 'l' + 'r' * len(head))}\n{_note(found)}\n{_plot(found)}"
+
+
+_COLUMNS = (("score", ""), ("read", ""), ("attention", " (ms)"), ("TPOT", " (ms)"))
 
 
 def _times(data: dict[str, Any], value: str) -> Times:
@@ -76,12 +83,8 @@ def _times(data: dict[str, Any], value: str) -> Times:
     return times
 
 
-def _quality(row: quality_table.Row | None) -> list[str]:
-    if row is None:
-        return ["-"] * 5
-    shown = {"score": ".3f", "read_fraction": ".1%", "bytes_per_token": ",.0f", "kl": ".1e"}
-    score, *others = ("-" if row[name] is None else format(row[name], form) for name, form in shown.items())
-    return [score, quality_table.delta(row) or "-", *others]
+def _mean(row: quality_table.Row | None, name: str, form: str) -> str:
+    return "-" if row is None or row[name] is None else format(row[name], form)
 
 
 def _median(values: list[float] | None, form: str) -> str:
@@ -97,7 +100,7 @@ def _note(found: Results) -> str:
             f"a task, seed {data['seed']}, dtype {data['dtype']}."
         )
     if any(name in found for name in SPEED):
-        said.append("Times: the same model in bfloat16, batches of " + " and ".join(map(str, BATCHES)) + ".")
+        said.append(f"Times: the same model in bfloat16, batches of {max(BATCHES)}.")
     said.append(where(next(iter(found.values()))[1]))
     sources = [f"[{name}]({link(path)}) of commit {data['commit']}" for name, (path, data) in found.items()]
     return " ".join([*said, f"Data: {', '.join(sources)}."])

@@ -1,12 +1,20 @@
-"""Tables of kernels.py, peers.py and forks.py."""
+"""Tables of kernels.py, peers.py and forks.py: a column a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rendering import link, nothing, result_files, table, where
+from rendering import link, nothing, result_files, table
+
+MACHINES = {
+    "amd-epyc-2-cores": "Zen 5",
+    "amd-epyc-2-cores-avx2": "Zen 3",
+    "intel-r-xeon-r-processor-2-cores": "Xeon",
+    "intel-r-xeon-r-processor-2-cores-amx": "Xeon with AMX",
+}
+"""Short names of the folders with results; a folder that is not here goes by its own name."""
 
 WORDS = {
     "of_scatter": "of scatter",
@@ -22,6 +30,13 @@ WORDS = {
 
 
 SHARES = ("of_scatter", "of_stream", "share")
+BUDGET = 0.05
+"""Of the tables that show one budget."""
+
+Files = list[tuple[Path, dict[str, Any]]]
+Label = tuple[str, ...]
+Cells = dict[Label, dict[Path, str]]
+"""By line, then by result file."""
 
 
 def said(name: str, value: float) -> str:
@@ -41,92 +56,163 @@ def shape(row: dict[str, Any]) -> str:
     return f"up to {tokens}" if row["kernel"] == "imbalance" else f"{blocks} {tokens}"
 
 
-def variant(row: dict[str, Any]) -> str:
-    threads = f", {row['threads']} thread" if row["threads"] else ""
-    return f"G={row['group']}, D={row['head_dim']}, {row['dtype']}, {row['isa']}{threads}"
+def variant(row: dict[str, Any], best: str) -> str:
+    """What sets a row apart from bfloat16 with head dimension 128, all threads and the best kernels of its machine."""
+    parts = [f"G={row['group']}"]
+    parts += [f"D={row['head_dim']}"] if row["head_dim"] != 128 else []
+    parts += [row["dtype"]] if row["dtype"] != "bf16" else []
+    parts += [row["isa"]] if row["isa"] != best else []
+    return ", ".join(parts + ([f"{row['threads']} thread"] if row["threads"] else []))
+
+
+def machines(results: Path) -> str:
+    """A line a machine: what its memory gives, and how near the executor comes."""
+    files = result_files(results, "kernels.json")
+    lines = []
+    for path, data in files:
+        rows = data["rows"]
+        held = [holds for row in rows for *_, holds in _bars(row)]
+        gather = _first(rows, kernel="attend", blk=16)
+        lines.append(
+            [
+                _machine(path),
+                str(rows[0]["isa"]),
+                _shown(gather, "stream", ".0f"),
+                _shown(gather, "of_scatter", ".0%"),
+                _shown(_first(rows, kernel="attend", blk=0), "of_stream", ".0%"),
+                _shown(_first(rows, kernel="scan", blk=0), "of_stream", ".0%"),
+                _shown(_first(rows, kernel="layer", shuffled=False), "value", ".2f"),
+                f"{sum(held)} of {len(held)}",
+                f"[{data['date']}]({link(path)})",
+            ]
+        )
+    head = ["machine", "kernels", "stream (GB/s)", "attend, of scatter", "dense attend, of stream", "scan, of stream"]
+    head += ["layer, x the time of its bytes", "bars met", "measured"]
+    return table(head, lines, "ll" + "r" * 6 + "l") if files else nothing("kernels.py")
 
 
 def bars(results: Path) -> str:
     """Rows that are held to something, what that is, and whether they meet it."""
-
-    def draw(data: dict[str, Any]) -> str:
-        rows = []
+    files = result_files(results, "kernels.json")
+    cells: Cells = {}
+    isas: dict[Label, set[str]] = {}
+    for path, data in files:
         for row in data["rows"]:
-            known = {**row, row["what"]: row["value"]}
-            for bar in row["bars"]:
-                name, sign, bound = bar.split()
-                holds = known[name] >= float(bound) if sign == ">=" else known[name] <= float(bound)
-                limit = f"{'at least' if sign == '>=' else 'at most'} {said(name, float(bound))}"
-                met = "met" if holds else "**not met**"
-                rows.append([row["kernel"], shape(row), variant(row), limit, measured(name, known[name]), met])
-        return table(["what", "of", "variant", "bar", "measured", ""], rows, "llllrl")
-
-    return _drawn(results, "kernels", draw)
+            for name, limit, value, holds in _bars(row):
+                label = (row["kernel"], shape(row), variant(row, row["isa"]), limit)
+                text = measured(name, value)
+                cells.setdefault(label, {})[path] = text if holds else f"**{text}**"
+                isas.setdefault(label, set()).add(row["isa"])
+    named: Cells = {}
+    for label, found in cells.items():
+        kernel, of, how, limit = label
+        named[kernel, of, how + (", avx2" if isas[label] == {"avx2"} else ""), limit] = found
+    note = "Bold: not met. Empty: no such row on that machine."
+    return _side_by_side(files, "kernels.py", ["what", "of", "variant", "bar"], named, note)
 
 
 def kernels(results: Path) -> str:
-    """Rates of the kernels beside those of plain reads, and errors."""
-
-    def draw(data: dict[str, Any]) -> str:
-        rows = [
-            [
-                *(row["kernel"], shape(row), variant(row), f"{row['bytes'] / 1e6:.0f}", f"{row['gb_per_s']:.1f}"),
-                *(f"{row[kind]:.1f}" if kind in row else "" for kind in ("stream", "scatter", "cached")),
-                *(f"{row[kind]:.0%}" if kind in row else "" for kind in ("of_stream", "of_scatter")),
-                "" if row["error"] is None else f"{row['error']:.1e}",
-            ]
-            for row in data["rows"]
-            if row["gb_per_s"]
-        ]
-        head = ["kernel", "of", "variant", "MB", "GB/s", "stream", "scatter", "cached"]
-        head += ["of stream", "of scatter", "error"]
-        return table(head, rows, "lll" + "r" * 8)
-
-    return _drawn(results, "kernels", draw)
+    """Rates of the kernels, shares of the scattered read, and rates from the cache."""
+    files = result_files(results, "kernels.json")
+    cells: Cells = {}
+    errors = [0.0]
+    for path, data in files:
+        for row in data["rows"]:
+            if not row["gb_per_s"] or row["kernel"] == "select" or row["context"] > 32768:
+                continue
+            if row["blk"] and row["budget"] not in (BUDGET, 1.0):
+                continue
+            label = (row["kernel"], shape(row), variant(row, data["rows"][0]["isa"]))
+            text = f"{row['gb_per_s']:.1f}"
+            if "of_scatter" in row and "cached" in row:
+                text += f" ({row['of_scatter']:.0%}, {row['cached']:.0f})"
+            cells.setdefault(label, {})[path] = text
+            errors.append(row["error"] or 0.0)
+    kinds = list(dict.fromkeys(label[0] for label in cells))
+    cells = dict(sorted(cells.items(), key=lambda cell: kinds.index(cell[0][0])))
+    note = f"GB/s (share of scatter, GB/s from the cache). Largest error: {max(errors):.1e}."
+    return _side_by_side(files, "kernels.py", ["kernel", "of", "variant"], cells, note)
 
 
 def peers(results: Path) -> str:
-    """Times of other implementations over ours."""
-
-    def draw(data: dict[str, Any]) -> str:
-        rows = [
-            [
-                *(row["work"], row["peer"], f"{row['ms']:.2f}", f"{row['ours_ms']:.2f}", f"{row['over_ours']:.1f}x"),
-                *(f"{row['error']:.1e}", f"{row['error_ours']:.1e}"),
-            ]
-            for row in data["rows"]
-        ]
-        return table(["work", "by", "ms", "ours (ms)", "of ours", "error", "ours"], rows, "llrrrrr")
-
-    return _drawn(results, "peers", draw)
+    """Times of other implementations, and over ours."""
+    files = result_files(results, "peers.json")
+    cells: Cells = {}
+    errors: dict[Label, float] = {}
+    for path, data in files:
+        for row in data["rows"]:
+            share = f"{row['budget']:.0%} of " if row["budget"] != 1 else "all of "
+            work = f"{share}{row['context'] // 1024}K"
+            ours, other = (work, "Fluxion"), (work, row["peer"])
+            cells.setdefault(ours, {})[path] = f"{row['ours_ms']:.1f}"
+            cells.setdefault(other, {})[path] = f"{row['ms']:.1f} ({row['over_ours']:.1f}x)"
+            for label, name in ((ours, "error_ours"), (other, "error")):
+                errors[label] = max(errors.get(label, 0.0), row[name])
+    for label, found in cells.items():
+        found[Path("error")] = f"{errors[label]:.1e}"
+    note = "Milliseconds (times Fluxion's). Error: the largest of the machines."
+    return _side_by_side(files, "peers.py", ["attention over", "by"], cells, note, {Path("error"): "error"})
 
 
 def forks(results: Path) -> str:
     """Steps of several branches of a document over that of one."""
+    files = result_files(results, "forks.json")
+    cells: Cells = {}
+    errors = [0.0]
+    for path, data in files:
+        for row in data["rows"]:
+            label = (row["policy"], f"{row['document'] // 1024}K", str(row["branches"]), row["queries"])
+            before = cells.setdefault(label, {}).get(path)
+            text = f"{row['over_one']:.1f}x"
+            cells[label][path] = text if before is None else f"{before} / {text}"
+            errors.append(row["error"])
+    sides = dict.fromkeys(row["sharing"] for _, data in files for row in data["rows"])
+    note = f"Time of the step over that of one branch, sharing {' / '.join(sides)}. Largest error: {max(errors):.1e}."
+    return _side_by_side(files, "forks.py", ["policy", "document", "branches", "queries"], cells, note)
 
-    def draw(data: dict[str, Any]) -> str:
-        rows = [
-            [
-                *(row["policy"], f"{row['document'] // 1024}K", str(row["branches"]), row["queries"], row["sharing"]),
-                *(f"{row['one_ms']:.2f}", f"{row['step_ms']:.2f}", f"{row['over_one']:.2f}x", f"{row['error']:.1e}"),
-            ]
-            for row in data["rows"]
-        ]
-        head = ["policy", "document", "branches", "queries", "sharing", "one (ms)", "all (ms)", "of one", "error"]
-        return table(head, rows, "lrrllrrrr")
 
-    return _drawn(results, "forks", draw)
+def _bars(row: dict[str, Any]) -> Iterator[tuple[str, str, float, bool]]:
+    """Of every bar of a row: what is held to it, the bar in words, what was measured, and whether it is met."""
+    known = {**row, row["what"]: row["value"]}
+    for bar in row["bars"]:
+        name, sign, bound = bar.split()
+        least = sign == ">="
+        value = known[name]
+        limit = f"{'at least' if least else 'at most'} {said(name, float(bound))}"
+        yield name, limit, value, value >= float(bound) if least else value <= float(bound)
 
 
-def _drawn(results: Path, name: str, draw: Callable[[dict[str, Any]], str]) -> str:
-    out = []
-    for path, data in result_files(results, f"{name}.json"):
-        note = f"Medians of {data['rounds']} rounds. {where(data)}"
-        out.append(f"{draw(data)}\n{note} [Data]({link(path)}).\n")
-    return "\n".join(out) or nothing(f"{name}.py")
+def _first(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The first row with these values: rows of a kernel begin with the plain one. Empty if there is none."""
+    return next((row for row in rows if all(row[name] == value for name, value in wanted.items())), {})
+
+
+def _shown(row: dict[str, Any], name: str, form: str) -> str:
+    return format(row[name], form) if name in row else ""
+
+
+def _machine(path: Path) -> str:
+    return MACHINES.get(path.parent.name, path.parent.name)
+
+
+def _side_by_side(
+    files: Files, script: str, head: list[str], cells: Cells, note: str, more: dict[Path, str] | None = None
+) -> str:
+    """A column a result file, in the order of MACHINES, then one for each of `more`."""
+    if not files:
+        return nothing(script)
+    order = {name: at for at, name in enumerate(MACHINES)}
+    files = sorted(files, key=lambda file: order.get(file[0].parent.name, len(order)))
+    columns = {path: _machine(path) for path, _ in files} | (more or {})
+    lines = [[*label, *(found.get(column, "") for column in columns)] for label, found in cells.items()]
+    data = ", ".join(f"[{_machine(path)}]({link(path)})" for path, _ in files)
+    rounds = " to ".join(str(n) for n in sorted({data["rounds"] for _, data in files}))
+    align = "l" * len(head) + "r" * len(columns)
+    return f"{table([*head, *columns.values()], lines, align)}\n{note} Medians of {rounds} rounds. Data: {data}.\n"
 
 
 ROOFLINE_TABLES: dict[str, Callable[[Path], str]] = {
+    "machines": machines,
     "bars": bars,
     "kernels": kernels,
     "peers": peers,

@@ -21,6 +21,7 @@ from one_batch import BEST_FIXED, LARGE, MODELS
 from rendering import link, nothing, result_files, table, where
 from rivals import rivals
 from roofline_tables import ROOFLINE_TABLES
+from summary_tables import SUMMARY_TABLES
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
@@ -443,6 +444,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "block_scores": block_scores,
     "lfps_overlap": lfps_overlap,
     "lfps_times": lfps_times,
+    **SUMMARY_TABLES,
     **ROOFLINE_TABLES,
     **HGCA_TABLES,
 }

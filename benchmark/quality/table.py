@@ -40,13 +40,14 @@ def where(data: Mapping[str, Any]) -> str:
 
 _MEANING: Final = """\
 Delta: score minus that of `full`, with the 95% interval of a paired bootstrap over documents. An interval of zero
-width says that all documents had the same difference, not that all others would: where n documents show no loss, up to
-about 3/n of all documents may still have one (95%). Read: bytes of tiles and metadata over the bytes of the whole
-middle's KV, all layers; of an oracle, without the keys it scans. Error: of a head's output against exact attention for
-the same query, relative to the largest norm of the layer's heads; mean and 99th percentile. KL: of the next-token
-distribution, from `full`, in nats, at every decode step up to and including the first whose token differs; mean over a
-sample's steps, then over samples (vocabularies over 1,024: a lower bound from the 256 most probable tokens and one
-bucket). Same: answers equal to those of `full`. Perplexities are of forced tokens at decode steps; lower is better.
+width says that all documents had the same difference, not that all others would: if n documents show no loss, up to
+about 3/n of all documents may still have one (95%). Read: bytes of tiles and metadata, over the bytes of the whole
+middle's KV, all layers; the keys that an oracle scans do not count. MB a token: the same bytes (10^6), for one token of
+one request. Error: of a head's output against exact attention for the same query, relative to the largest norm of the
+layer's heads; mean and 99th percentile. KL: of the next-token distribution, from `full`, in nats, at every decode step
+up to and including the first whose token differs; mean over a sample's steps, then over samples (vocabularies over
+1,024: a lower bound from the 256 most probable tokens and one bucket). Same: answers equal to those of `full`.
+Perplexities are of forced tokens at decode steps; lower is better.
 """
 
 
@@ -67,51 +68,40 @@ def scores(data: dict[str, Any], intervals: bool = True) -> str:
 
 
 def averages(data: dict[str, Any]) -> str:
-    """A line a length and policy: means over the tasks that every policy here has at this length."""
-    lines = []
+    """A line a length and policy: means over the tasks that every policy here has at this length; then how many."""
+    lines, counts = [], {}
     for length, policy, row in averaged(data):
-        line = [
-            _length(length),
-            policy,
-            str(row["tasks"]),
-            str(row["documents"]),
-            _number(row["score"], ".3f"),
-            delta(row),
-        ]
-        line += [_number(row["read_fraction"], ".2%"), _number(row["bytes_per_token"], ",.0f")]
-        line += [_number(row["error_mean"], ".4f"), _number(row["error_p99"], ".4f")]
-        line += [_number(row["kl"], ".2e"), _number(row["same"], ".1%")]
+        counts[length] = row["tasks"], row["documents"]
+        line = [_length(length), policy, _number(row["score"], ".3f"), delta(row), _number(row["read_fraction"], ".1%")]
+        line += [megabytes(row["bytes_per_token"]), _number(row["error_mean"], ".4f"), _number(row["error_p99"], ".4f")]
+        line += [_number(row["kl"], ".3g"), _number(row["same"], ".1%")]
         lines.append(line)
-    head = ["prompt", "policy", "tasks", "documents", "score", "delta", "read", "bytes a token", "error", "p99", "KL"]
-    return _table([*head, "same"], lines, 2)
+    head = ["prompt", "policy", "score", "delta", "read", "MB a token", "error", "p99", "KL", "same"]
+    return f"{_table(head, lines, 2)}\n{_counted(counts)}\n"
+
+
+def _counted(counts: Mapping[int | None, tuple[int, int]]) -> str:
+    """Over how many tasks and documents means are taken; by length where these differ."""
+    said = {length: f"{tasks} tasks and {documents} documents" for length, (tasks, documents) in counts.items()}
+    if len(set(said.values())) == 1:
+        return f"Means over {next(iter(said.values()))}{' at each length' * (len(said) > 1)}."
+    return f"Means over {', '.join(f'{text} at {_length(length)}' for length, text in said.items())}."
+
+
+def megabytes(count: float | None) -> str:
+    """Bytes in units of 10^6."""
+    return _number(None if count is None else count / 1e6, ".2f")
 
 
 _BLOCKS: Final = ("16", "32", "64", "128")
-LEARNED: Final = "fluxion"
-EQUAL: Final = 0.005
-"""Score that a policy may lose against `full` and still count as equal to it."""
-
-
-def cheapest_fixed(rows: Mapping[str, Row]) -> str | None:
-    """Of the fixed policies whose quality equals that of `fluxion`, the one that reads the fewest bytes a token.
-
-    Equal is a score within `EQUAL` of that of `full`, or no less than that of `fluxion`, where that was measured.
-
-    Args:
-        rows: of one length, as `averaged` makes them, by policy.
-
-    Returns:
-        None where no fixed policy is good enough.
-    """
-    enough = rows[FULL]["score"] - EQUAL
-    if LEARNED in rows:
-        enough = min(enough, rows[LEARNED]["score"])
-    good = [policy for policy in _fixed(rows) if rows[policy]["score"] >= enough]
-    return min(good, key=lambda policy: float(rows[policy]["bytes_per_token"]), default=None)
 
 
 def pareto_front(rows: Mapping[str, Row], among: Collection[str], cost: str = "bytes_per_token") -> set[str]:
-    """Of the policies `among` those that none of them beats in score or cost without losing in the other; as above."""
+    """Of the policies `among` those that none of them beats in score or cost without losing in the other.
+
+    Args:
+        rows: of one length, as `averaged` makes them, by policy.
+    """
 
     def beaten(one: Row, by: Row) -> bool:
         a, b = ((row["score"], -row[cost]) for row in (one, by))
@@ -126,28 +116,20 @@ def yardstick(policy: str) -> bool:
 
 
 def pareto(data: dict[str, Any]) -> str:
-    """A line a length and policy, those that read least first; without what scans every key to decide."""
+    """A line a policy, the least reads first: score and reads at every length. Without yardsticks."""
+    cells = {(policy, length): row for length, policy, row in averaged(data) if row["read_fraction"] is not None}
+    lengths = [length for policy, length in cells if policy == FULL]
+    policies = [policy for policy in dict.fromkeys(policy for policy, _ in cells) if not yardstick(policy)]
+    policies.sort(key=lambda policy: [cells[policy, at]["read_fraction"] for at in lengths if (policy, at) in cells])
     lines = []
-    found = averaged(data)
-    for length in dict.fromkeys(length for length, _, _ in found):
-        rows = {policy: row for at, policy, row in found if at == length and row["bytes_per_token"] is not None}
-        if FULL not in rows:
-            continue
-        front, cheapest = pareto_front(rows, _fixed(rows)), cheapest_fixed(rows)
-        learned = rows.get(LEARNED, {}).get("bytes_per_token")
-        for policy, row in sorted(rows.items(), key=lambda item: float(item[1]["bytes_per_token"])):
-            if yardstick(policy):
-                continue
-            relative = f"{row['bytes_per_token'] / learned:.2f}x" if learned else ""
-            marks = ["front"] * (policy in front) + ["cheapest of equal quality"] * (policy == cheapest)
-            lines.append(
-                [
-                    *(_length(length), policy, ", ".join(marks), f"{row['score']:.3f}", delta(row)),
-                    *(f"{row['bytes_per_token']:,.0f}", relative),
-                ]
-            )
-    head = ["prompt", "policy", "of the fixed", "score", "delta", "bytes a token", f"of {LEARNED}'s"]
-    return _table(head, lines, 3)
+    for policy in policies:
+        found = [cells.get((policy, at)) for at in lengths]
+        shown = [
+            [f"{row['score']:.3f}", delta(row), f"{row['read_fraction']:.1%}"] if row else [""] * 3 for row in found
+        ]
+        lines.append([policy, *(cell for three in shown for cell in three)])
+    head = [cell for at in lengths for cell in (f"score at {_length(at)}", "delta", "read")]
+    return _table(["policy", *head], lines, 1)
 
 
 def family(policy: str) -> str:
@@ -245,10 +227,6 @@ def reads_at_equal_error(data: dict[str, Any]) -> str:
     return _table(["prompt", "policy", "error", "read", "first family, same error", "less by"], lines, 2)
 
 
-def _fixed(rows: Mapping[str, Row]) -> list[str]:
-    return [policy for policy in rows if policy.startswith("fixed:")]
-
-
 def averaged(data: dict[str, Any]) -> list[tuple[int | None, str, Row]]:
     """(length, policy, means over tasks), the interval of the mean delta included.
 
@@ -300,7 +278,8 @@ def _documents(row: Row) -> int:
 def _score(row: Row | None, intervals: bool) -> str:
     if row is None:
         return ""
-    return f"{row['score']:.3f}" + (f" ({delta(row)})" if intervals and row["policy"] != FULL else "")
+    shown = f"{row['score']:.3f}" if row["score"] < 1e4 else f"{row['score']:.1e}"
+    return shown + (f" ({delta(row)})" if intervals and row["policy"] != FULL else "")
 
 
 def delta(row: Row) -> str:

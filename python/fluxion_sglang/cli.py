@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -106,19 +107,18 @@ def _config(text: str) -> dict[str, object]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from fluxion_sglang.doctor import FAIL, run_checks
+    from rich.console import Console
 
-    checks = run_checks()
-    failed = any(check.status == FAIL for check in checks)
+    from fluxion_sglang import doctor
+
+    console = Console()
+    with console.status("Looking") if console.is_terminal and not arguments.json else contextlib.nullcontext():
+        checks = doctor.run_checks()
     if arguments.json:
-        print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=2))
+        doctor.print_json(checks)
     else:
-        for check in checks:
-            print(f"{check.status:4}  {check.name:18}  {check.found}")
-            if check.advice:
-                print(f"{'':26}{check.advice}")
-        print("Not ready: see the lines with FAIL." if failed else "Ready: add --enable-fluxion to the server.")
-    return 1 if failed else 0
+        doctor.print_report(checks, console)
+    return 0 if doctor.ready(checks) else 1
 
 
 def _options(arguments: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ class FluxionConfig:
     policy: str = _option(
         "auto",
         "What each head reads of the middle, as a policy spec; auto is fluxion where a predictor fits the model, and "
-        "anchor where none does.",
+        "full, which is exact, where none does.",
         '"fixed:16:0.05"',
     )
     tau: float | None = _option(

@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 from openai import OpenAI, OpenAIError
@@ -29,6 +30,8 @@ START_LIMIT_S = 900.0
 
 REQUEST_LIMIT_S = 3600.0
 _LOG_LINES = 25
+_REFUSED = "error: "
+"""A refusal of ours is one such line of the log; everything around it is the server's own news."""
 
 # SGLang's own histograms. Where requests come one at a time, two readings differ by one request's value.
 TTFT = "sglang:time_to_first_token_seconds"
@@ -36,7 +39,34 @@ TPOT = "sglang:request_time_per_output_token_seconds"
 
 
 class ServerError(Exception):
-    """The server did not start or did not answer; the message says why and what to do."""
+    """The server did not start or did not answer; the message says why and what to do.
+
+    Attributes:
+        refusal: the server's one sentence, without `error: `, where it refused to start; else empty.
+    """
+
+    def __init__(self, message: str, refusal: str = "") -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+class RequestRefused(Exception):
+    """The server ended a request with this sentence and goes on."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One event of a stream: what a request of the batch has by now.
+
+    Attributes:
+        request: index of the request in its batch.
+        after: seconds from the sending of the batch to its arrival.
+        tokens: all output tokens so far.
+    """
+
+    request: int
+    after: float
+    tokens: list[int]
 
 
 class Server:
@@ -69,6 +99,38 @@ class Server:
         reply: dict[str, Any] = self.post("/generate", {**body, "sampling_params": dict(sampling)})
         return reply
 
+    def stream(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Iterator[Piece]:
+        """The outputs of prompts (token ids) that are sent together, as they arrive.
+
+        Raises:
+            RequestRefused: the server ended one of them.
+            OSError: it did not answer.
+        """
+        body = {"input_ids": [list(ids) for ids in prompts], "sampling_params": dict(sampling), "stream": True}
+        request = self._posted("/generate", body)
+        sent = time.perf_counter()
+        with _opened(request) as reply:
+            for line in reply:
+                after = time.perf_counter() - sent
+                _, colon, text = line.decode().strip().partition("data: ")
+                if not colon or text == "[DONE]":
+                    continue
+                event = json.loads(text)
+                reason = event.get("error") or (event.get("meta_info") or {}).get("finish_reason") or {}
+                if "error" in event or reason.get("type") == "abort":
+                    raise RequestRefused(str(reason.get("message") or event))
+                yield Piece(int(event.get("index", 0)), after, list(event["output_ids"]))
+
+    def flush(self) -> None:
+        """Empty the radix tree, once the server is idle; raises OSError where it stays busy."""
+        for _ in range(50):
+            try:
+                self.get("/flush_cache")
+                return
+            except urllib.error.HTTPError:
+                time.sleep(0.1)  # the last request has answered and is not yet freed
+        self.get("/flush_cache")
+
     def healthy(self) -> bool:
         try:
             self.get("/health", timeout=5)
@@ -83,14 +145,20 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer, read from JSON; raises OSError, with SGLang's own words where it refuses."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=REQUEST_LIMIT_S) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            raise OSError(f"{error}: {error.read().decode(errors='replace').strip()}") from error
+        with _opened(self._posted(path, body)) as reply:
+            return json.load(reply)
+
+    def _posted(self, path: str, body: Mapping[str, Any]) -> urllib.request.Request:
+        return urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+@contextmanager
+def _opened(request: urllib.request.Request) -> Iterator[Any]:
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_LIMIT_S) as reply:
+            yield reply
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{error}: {error.read().decode(errors='replace').strip()}") from error
 
 
 @contextmanager
@@ -157,7 +225,8 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[
     with tqdm(bar_format="{elapsed}", file=sys.stdout, leave=False, disable=None) as bar:
         while not server.healthy():
             if process.poll() is not None:
-                raise ServerError(f"The server ended with exit code {process.returncode}.\n{_explain(log)}")
+                ended = f"The server ended with exit code {process.returncode}.\n{_explain(log)}"
+                raise ServerError(ended, _refusal(log))
             if time.monotonic() - start > START_LIMIT_S:
                 raise ServerError(f"The server did not answer within {START_LIMIT_S:.0f} s.\n{_explain(log)}")
             time.sleep(0.5)
@@ -165,11 +234,15 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[
     print(f"It answers after {time.monotonic() - start:.0f} s", flush=True)
 
 
+def _refusal(log: IO[str]) -> str:
+    log.seek(0)
+    return next((line.removeprefix(_REFUSED).strip() for line in log if line.startswith(_REFUSED)), "")
+
+
 def _explain(log: IO[str]) -> str:
     log.seek(0)
     lines = log.readlines()
-    # A refusal of ours is one such line; everything around it is the server's own news.
-    refusals = [line for line in lines if line.startswith("error: ")]
+    refusals = [line for line in lines if line.startswith(_REFUSED)]
     told = "".join(f"    {line}" for line in refusals or lines[-_LOG_LINES:])
     return (
         f"{'It said' if refusals else 'The last lines of its log'}:\n{told}\n"

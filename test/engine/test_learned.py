@@ -1,4 +1,4 @@
-"""The default policy through the server: the bundled predictor, the anchor without one, and what requests may ask."""
+"""The default policy through the server: the bundled predictor, everything without one, and what requests may ask."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def test_a_predictor_that_does_not_fit_is_passed_over(logs: Path) -> None:
         got = server.generate(document.token_ids(0), len(question.answer_ids))
         assert len(got.tokens) == len(question.answer_ids)
         text = server.log_path.read_text()
-        assert "Fluxion: policy anchor" in text and "set window to 256 or train a predictor with 512" in text
+        assert "Fluxion: policy full" in text and "set window to 256 or train a predictor with 512" in text
         server.assert_clean()

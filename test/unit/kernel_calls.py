@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +21,7 @@ HEAD_DIMS = [32, 48, 64, 80, 96, 128, 192, 256]
 NAN, INF = math.nan, math.inf
 EVERY = torch.empty(0, 0, dtype=torch.uint16)  # the masks that mean: all tokens
 
-few = settings(max_examples=40)
+few = settings(max_examples=examples(40))
 isas = pytest.mark.parametrize("isa", ISAS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 seeds = st.integers(0, 2**31 - 1)

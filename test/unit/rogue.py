@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
-from fluxion_sglang.native import library_path
-
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("attend", "signal", "copy", "allocate", "stream")
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The library, which CMake builds beside libfluxion.so; compiled here where that was built elsewhere."""
-    places = [library_path().parent, Path(os.environ.get("FLUXION_BUILD_DIR", ROOT / "build" / "native"))]
-    for place in places:
-        if (built := place / "libfluxion_rogue.so").exists():
-            return ctypes.CDLL(str(built))
-    sources = [*(ROOT / "test" / "native").glob("*.cc"), ROOT / "csrc" / "device" / "hot_tiles.cc"]
-    made = Path(tempfile.mkdtemp()) / "libfluxion_rogue.so"
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+    """The library, which `make native-tests` builds."""
+    return ctypes.CDLL(str(Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_rogue.so"))
 
 
 def call(name: str, *arguments: int) -> int:

@@ -213,13 +213,15 @@ def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path
     times.append(attention_row("full", 9.0, **of | {"model": "random"}))
     write(tmp_path, "attention_rivals.json", times, commit="def")
     text = rivals.rivals(tmp_path)
-    lines = [line for line in text.splitlines() if line.startswith("| 8,192")]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines == [
-        "| 8,192 | full | 1.000 | +0.000 [+0.000, +0.000] | 100.0% | 1,234,567 | 5.0e-01 | 0.500 | 2.000 | - | - |",
-        "| 8,192 | hgca:0.25 | 0.500 | -0.500 [-0.500, -0.500] | 25.0% | 1,234,567 | 5.0e-01 | - | - | - | - |",
-        "| 8,192 | hgca:1 | 0.000 | -1.000 [-1.000, -1.000] | 25.0% | 1,234,567 | 5.0e-01 | - | - | - | - |",
-        "| 8,192 | psa:0.95 | 0.900 | -0.100 [-0.100, -0.100] | 25.0% | 1,234,567 | 5.0e-01 | - | - | - | - |",
-        "| 8,192 | lfps:0.05 | - | - | - | - | - | - | 0.250 | - | - |",
+        "| policy | score 8K | read 8K | attention 8K (ms) | TPOT 8K (ms) |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| full | 1.000 | 100.0% | 2.00 | - |",
+        "| hgca:0.25 | 0.500 | 25.0% | - | - |",
+        "| hgca:1 | 0.000 | 25.0% | - | - |",
+        "| psa:0.95 | 0.900 | 25.0% | - | - |",
+        "| lfps:0.05 | - | - | 0.25 | - |",
     ]
     assert "of commit abc" in text and "of commit def" in text and "![" not in text
     served = [
@@ -228,7 +230,7 @@ def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path
     write(tmp_path, "one_batch_rivals.json", served)
     (tmp_path / "box" / "quality_rivals.svg").touch()
     text = rivals.rivals(tmp_path)
-    assert "| 0.500 | 2.000 | - | 8.0 |" in text
+    assert "| full | 1.000 | 100.0% | 2.00 | 8.0 |" in text
     assert "](benchmark/results/box/quality_rivals.svg)" in text
     assert "one_batch.py" in tables.one_batch(tmp_path), "named lists of policies are in no other table"
 
@@ -273,6 +275,17 @@ def test_perplexities_of_hgca_stand_by_share_and_beta(tmp_path: Path) -> None:
     assert "| beta 0.25 | beta 1 |" in text and "| 20.000 | 20.500 (50%) | 2.0e+07 (50%) |" in text
 
 
+def test_what_psa_reads_at_98_percent_of_full_quality(tmp_path: Path) -> None:
+    rows = [rival("full", 1.0, read_fraction=1.0), rival("fixed:32:0.05", 0.9, read_fraction=0.1)]
+    rows += [rival("fixed:32:0.50", 1.0, read_fraction=0.6), rival("psa:0.95:32", 0.99, read_fraction=0.3)]
+    rows.append(rival("psa:0.95:32:quest", 1.0, read_fraction=0.2))
+    header = {"model": {"id": "n", "sha256": "f" * 64}, "samples": 2, "seed": 0, "dtype": "float32"}
+    write(tmp_path, "quality_psa.json", rows, policies=[row["policy"] for row in rows], **header)
+    text = tables.TABLES["psa_reads"](tmp_path)
+    assert "| 8,192 | niah | fixed:32:0.50 | 60.0% | psa:0.95:32 | 30.0% | 2.00x |" in text
+    assert "quest" not in text and "](benchmark/results/box/quality_psa.json)" in text
+
+
 def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:
     page = "a\n<!-- table:one_batch -->\nold\n<!-- /table:one_batch -->\nb\n"
     filled = tables.fill(page, tmp_path)
@@ -282,8 +295,8 @@ def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:
 
 
 def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="no table 'speed'"):
-        tables.fill("<!-- table:speed -->\n<!-- /table:speed -->", tmp_path)
+    with pytest.raises(KeyError, match="no table 'nonsense'"):
+        tables.fill("<!-- table:nonsense -->\n<!-- /table:nonsense -->", tmp_path)
 
 
 def test_the_pages_of_the_repository_are_up_to_date() -> None:

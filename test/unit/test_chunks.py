@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +115,7 @@ def twins() -> Iterator[Any]:
         one.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 1 << 16), heads=st.integers(1, 3), dim=st.sampled_from(range(32, 257, 16)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), sink_pages=st.sampled_from([0, 1, 4]),

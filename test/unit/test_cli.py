@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -12,8 +15,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from fluxion_sglang import __version__, cli, doctor
+from fluxion_sglang import __version__, cli, demo, doctor
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import flashinfer, library
 from fluxion_sglang.doctor import FAIL, OK, WARN, Check
@@ -64,11 +68,12 @@ def test_a_healthy_machine_passes(healthy: pytest.MonkeyPatch, capsys: pytest.Ca
     names = [check.name for check in doctor.run_checks()]
     assert names == [
         *("python", "fluxion-sglang", "sglang", "torch", "apache-tvm-ffi", "plug-in"),
-        *("hooks", "native library", "instruction set", "cores", "huge pages", "host memory", "gpu"),
+        *("hooks", "native library", "instruction set", "cores", "huge pages", "host memory"),
+        *("disk", "shared memory", "gpu"),
     ]
     for name in names:
         assert any(line.startswith("OK") and f" {name} " in line for line in lines), name
-    assert lines[-1].startswith("Ready")
+    assert any(line.startswith("Ready") for line in lines)
     assert "4 cores on 2 NUMA nodes" in "\n".join(lines)
     assert "avx2 (available: scalar, avx2)" in "\n".join(lines)
     assert metadata.version("sglang") in "\n".join(lines)
@@ -78,7 +83,10 @@ def test_json(healthy: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
-    assert {"name": "hooks", "status": "OK", "found": "as expected", "advice": ""} in report["checks"]
+    hooks = {"name": "hooks", "status": "OK", "found": "as expected", "advice": "", "command": ""}
+    assert hooks in report["checks"]
+    assert report["next"] == doctor.next_command(doctor.run_checks())
+    assert "--enable-fluxion" in report["serve"]
 
 
 def test_a_library_that_does_not_load_fails(
@@ -94,8 +102,13 @@ def test_a_library_that_does_not_load_fails(
     failed = [check for check in report["checks"] if check["status"] == FAIL]
     assert [check["name"] for check in failed] == ["native library"]
     assert "reinstall" in failed[0]["advice"]
+    assert report["next"] == failed[0]["command"]
+    assert " install " in report["next"]
+    assert report["serve"] is None
     assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Not ready")
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Not ready") for line in lines)
+    assert lines[-1].strip() == report["next"]
 
 
 @pytest.mark.parametrize(
@@ -123,20 +136,20 @@ def test_a_control_group_limit_is_shown(healthy: pytest.MonkeyPatch, native: Any
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "status"),
+    ("variable", "value", "status", "command"),
     [
-        ("SGLANG_PLUGINS", "other", FAIL),
-        ("SGLANG_PLUGINS", "other, fluxion", OK),
-        ("SGLANG_PLATFORM", "other", FAIL),
-        ("SGLANG_PLATFORM", "fluxion", OK),
+        ("SGLANG_PLUGINS", "other", FAIL, "export SGLANG_PLUGINS=other,fluxion"),
+        ("SGLANG_PLUGINS", "other, fluxion", OK, ""),
+        ("SGLANG_PLATFORM", "other", FAIL, "unset SGLANG_PLATFORM"),
+        ("SGLANG_PLATFORM", "fluxion", OK, ""),
     ],
 )
 def test_variables_that_keep_the_plug_in_out(
-    healthy: pytest.MonkeyPatch, variable: str, value: str, status: str
+    healthy: pytest.MonkeyPatch, variable: str, value: str, status: str, command: str
 ) -> None:
     healthy.setenv(variable, value)
     check = one("plug-in")
-    assert check.status == status
+    assert (check.status, check.command) == (status, command)
     assert (variable in check.found) == (status == FAIL)
 
 
@@ -146,6 +159,7 @@ def test_an_unsupported_sglang_fails(healthy: pytest.MonkeyPatch) -> None:
     check = one("sglang")
     assert check.status == FAIL
     assert "0.5.22 to 0.5.23" in check.advice
+    assert "sglang>=0.5.22,<0.5.24" in shlex.split(check.command)
 
 
 def test_a_missing_distribution_fails(healthy: pytest.MonkeyPatch) -> None:
@@ -178,8 +192,9 @@ def test_a_gpu_without_its_library_fails(two_gpus: pytest.MonkeyPatch, capsys: p
     assert check.status == FAIL
     assert "GPU 0, GPU 1: " in check.found and "build fluxion-sglang with FLUXION_CUDA=on" in check.found
     assert 'CUDA_VISIBLE_DEVICES=""' in check.advice and "--device cpu" in check.advice
+    assert "install" in check.command if shutil.which("nvcc") else check.command.startswith("export ")
     assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Not ready")
+    assert capsys.readouterr().out.splitlines()[-1].strip() == check.command
 
 
 def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
@@ -191,9 +206,68 @@ def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
     assert one("flashinfer").status == OK
 
 
+def test_the_commands_of_a_machine_without_a_gpu(healthy: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both name the bundled model, from wherever one stands."""
+    healthy.setattr(doctor, "_gpu", lambda: iter([Check("gpu", OK, doctor._NO_GPU)]))
+    checks = doctor.run_checks()
+    root = Path(__file__).resolve().parents[2]
+    healthy.chdir(root)
+    assert doctor.next_command(checks).endswith("try models/needle")
+    serve = shlex.split(doctor.serve_command(checks))
+    assert serve[1:5] == ["-m", "sglang.launch_server", "--model-path", "models/needle"]
+    assert serve[5:8] == ["--enable-fluxion", "--device", "cpu"]
+    healthy.chdir(tmp_path)
+    assert doctor.next_command(checks).endswith(f"try {root}/models/needle")
+    words = shlex.split(doctor.next_command(checks))
+    assert Path(shutil.which(words[0]) or words[0]).exists()
+    healthy.setattr(demo, "MODEL", tmp_path / "nowhere")
+    assert doctor.next_command(checks).endswith("try MODEL")
+
+
+def test_a_gpu_is_served_on_without_device_cpu(two_gpus: pytest.MonkeyPatch) -> None:
+    two_gpus.setattr(library, "load", lambda backend: SimpleNamespace(info=lambda: {"capability": "9.0"}))
+    assert "--device" not in doctor.serve_command(doctor.run_checks())
+
+
+def test_the_first_failure_is_mended_first() -> None:
+    checks = [
+        Check("a", OK, "fine"),
+        Check("b", WARN, "slow", "do c"),
+        Check("c", FAIL, "gone", "do d", "mend c"),
+        Check("e", FAIL, "gone", "do f", "mend e"),
+    ]
+    assert not doctor.ready(checks)
+    assert doctor.next_command(checks) == "mend c"
+
+
+def test_little_space_is_a_warning(healthy: pytest.MonkeyPatch) -> None:
+    healthy.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=64 << 20))
+    assert one("disk").status == one("shared memory").status == WARN
+    assert "--shm-size" in one("shared memory").advice
+
+
+def test_a_terminal_gets_the_same_words_and_a_command_in_one_piece(healthy: pytest.MonkeyPatch) -> None:
+    """However narrow it is: what is pasted must not be broken."""
+    healthy.setattr(doctor, "_gpu", lambda: iter([Check("gpu", OK, doctor._NO_GPU)]))
+    checks = [*doctor.run_checks(), Check("x", WARN, "[found]", "advised")]
+    plain, narrow = io.StringIO(), io.StringIO()
+    doctor.print_report(checks, Console(file=plain))
+    doctor.print_report(checks, Console(file=narrow, force_terminal=True, width=50, color_system=None))
+    assert "\x1b" not in plain.getvalue()
+    assert set(plain.getvalue().split()) - set(narrow.getvalue().split()) <= {
+        word for word in plain.getvalue().split() if len(word) > 20
+    }
+    for out in (plain, narrow):
+        assert f"  {doctor.serve_command(checks)}\n" in out.getvalue()
+        assert out.getvalue().splitlines()[-1] == f"  {doctor.next_command(checks)}"
+
+
 def test_missing_entry_points_fail(healthy: pytest.MonkeyPatch) -> None:
     healthy.setattr(metadata, "entry_points", lambda group: [])
-    assert "pip install" in one("plug-in").advice
+    check = one("plug-in")
+    assert "install the package" in check.advice
+    # An editable installation of the checkout that these tests run in.
+    assert "pip install" in check.command and " -e " in check.command
 
 
 def test_a_check_that_breaks_does_not_stop_the_others(healthy: pytest.MonkeyPatch) -> None:
@@ -203,8 +277,9 @@ def test_a_check_that_breaks_does_not_stop_the_others(healthy: pytest.MonkeyPatc
     broken.__name__ = "_gpu"
     healthy.setattr(doctor, "_gpu", broken)
     checks = doctor.run_checks()
-    assert checks[-1] == Check("gpu", FAIL, "OSError: no /proc", "please report this")
-    assert len(checks) == 13
+    assert checks[-1] == Check("gpu", FAIL, "OSError: no /proc", "please report this", checks[-1].command)
+    assert checks[-1].command.endswith("doctor --json")
+    assert len(checks) == 15
 
 
 def test_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 from device_world import Mail, Shape, Stream, merged, pinned, poison, sim, tolerance
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import attention
@@ -36,7 +37,7 @@ def lengths_around(place: Placement) -> st.SearchStrategy[int]:
     return st.builds(lambda mark, off: max(mark + off, 1), st.sampled_from(marks), st.integers(-2, 2))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_publish_and_resident_are_attention_to_sinks_and_window(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -101,7 +102,7 @@ def test_a_result_does_not_depend_on_the_batch() -> None:
         assert torch.equal(alone[0][0], whole[0][b]) and torch.equal(alone[1][0], whole[1][b])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_take_merges_and_observe_observes(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -205,7 +206,7 @@ def attend(
     return o, lse, q, heads, entries, torch.empty(0) if masks is None else masks.to(torch.int32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(batches())
 def test_attend_reads_lists_of_host_and_hot_tiles(case: tuple[Shape, list[int], bool, int]) -> None:
     shape, counts, masked, seed = case
@@ -360,7 +361,7 @@ def test_a_head_gets_nothing_of_tokens_it_does_not_have() -> None:
     assert bool(o.isfinite().all()) and bool(lse.isfinite().all())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_fill_window_fills_from_the_host_and_from_the_chunk(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -398,7 +399,7 @@ def test_gather_is_the_hosts(dtype: torch.dtype, count: int) -> None:
         assert torch.equal(stage[:, half], want)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 1000), tokens=st.integers(0, 9), heads=st.integers(1, 5), dim=st.sampled_from(DIMS),
     kinds=st.sampled_from([

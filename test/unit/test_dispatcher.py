@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request
@@ -102,7 +103,7 @@ def requests_of(world: NativeWorld) -> list[Request]:
 
 
 @pytest.mark.parametrize("device", ["rogue", "sim"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_random_layers_are_what_attention_says(device: str, data: st.DataObject) -> None:
     """Any mix of block sizes, budgets, owners and shapes, shared prefixes, with and without the union."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request, attention, block_bounds
@@ -181,7 +182,7 @@ BUDGETS = st.sampled_from([0.0, 0.001, 0.05, 0.2, 0.5, 0.8, 0.999, 1.0, 3.0, -1.
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data(), union=st.booleans(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES))
 def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool, seed: int, dtype: torch.dtype) -> None:
     """Any block size and budgets, a batch of mixed lengths: selection, output, priorities and statistics."""

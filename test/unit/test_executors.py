@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
@@ -36,7 +37,7 @@ def test_full_is_exact_at_every_kind_of_length(executors: str, dtype: torch.dtyp
             assert error(got, want) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     blk=st.sampled_from([16, 32, 64, 128]), budget=st.floats(0.01, 1.0), union=st.booleans(),
     lengths=st.lists(st.integers(337, 1500), min_size=1, max_size=3), seed=st.integers(0, 2**16),
@@ -80,7 +81,7 @@ def test_native_and_torch_stop_alike(spec: str, union: bool, seed: int) -> None:
         torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     budget=st.floats(0.0005, 1.0), union=st.booleans(),
     lengths=st.lists(st.integers(300, 1500), min_size=1, max_size=3),
@@ -164,7 +165,7 @@ def test_a_device_takes_its_share_of_every_policy(spec: str, scheduler: str) -> 
 IDS = [ExecutorId.CPU, ExecutorId.TORCH, ExecutorId.GPU]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.integers(1, 5000), max_size=6), heads=st.integers(1, 5), group=st.integers(1, 4),
     executors=st.integers(1, 3), seed=st.integers(0, 2**16),
@@ -276,7 +277,7 @@ def test_stale_rows_are_named_and_heal() -> None:
         assert error(got, want) < 1e-5
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(start=st.integers(0, 1200), count=st.integers(1, 200), seed=st.integers(0, 2**16))
 def test_extend_over_a_host_prefix_is_exact(start: int, count: int, seed: int) -> None:
     world = World(layers=1, seed=seed)

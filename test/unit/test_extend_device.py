@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import fake_flashinfer
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
@@ -24,7 +25,7 @@ FAKE = SimpleNamespace(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     chunks=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 16, 64, 100, 333, 512]), st.sampled_from([0, 1, 5, 16, 40])),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def check(args: dict[str, Any]) -> torch.Tensor:
 LENGTHS = st.sampled_from([1, 5, 63, 64, 65, 320, 335, 336, 337, 351, 352, 1000, 131072, 2**31 - 1])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**31 - 1),
     H=st.integers(1, 4),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import fake_flashinfer
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
@@ -46,7 +47,7 @@ def test_the_fake_takes_what_flashinfer_takes() -> None:
                 assert list(there).index(name) == list(inspect.signature(stand_in).parameters).index(name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 900), min_size=1, max_size=5),
     sinks=st.sampled_from([16, 64]), window=st.sampled_from([16, 128, 256]), heads=st.integers(1, 3),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request, attention, block_bounds
@@ -66,7 +67,7 @@ def grown(world: NativeWorld, before: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data(), union=st.booleans(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES),
        collide=st.booleans(), spread=st.sampled_from([1.0, 0.5]))  # fmt: skip
 def test_whoever_leaves_anything_out_reads_its_best_twice_as_many(

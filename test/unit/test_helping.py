@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
@@ -44,7 +45,7 @@ def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
         world.check(out, world.expected(requests, 0, q, everything(world, requests)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 2**16),
     pages=st.sampled_from([0, 1, 5, 30]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hgca_reference import Head
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,7 +119,7 @@ class Told:
                     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     beta=st.sampled_from([0.0, 0.25, 1.0, 3.0, 1e6]), alpha=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     kind=st.sampled_from(["random", "flat", "peaked", "mild"]), seed=st.integers(0, 2**16),

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -230,7 +231,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestPool.settings = settings(max_examples=examples(30), stateful_step_count=15, deadline=None)
 
 
 def test_every_page_of_memory_is_there_once_the_pool_is_made() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rogue import native
@@ -85,7 +86,7 @@ def check_lru(slots: int, tiles: list[int]) -> None:
             assert hot.used == len(model)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(slots=st.integers(0, 12), tiles=st.lists(st.integers(0, 20), max_size=200))
 def test_without_pins_it_is_an_lru(slots: int, tiles: list[int]) -> None:
     check_lru(slots, tiles)
@@ -98,7 +99,7 @@ def test_a_long_run_is_an_lru(slots: int) -> None:
     check_lru(slots, [dice.randrange(2 * slots) << 40 | dice.randrange(2) for _ in range(20_000)])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(slots=st.integers(1, 10), touches=st.integers(1, 2), seed=st.integers(0, 2**20))
 def test_no_slot_is_given_away_while_somebody_needs_it(slots: int, touches: int, seed: int) -> None:
     """Random batches that pin what they find, end in any order, and tiles that are written at any time."""

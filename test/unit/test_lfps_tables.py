@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lfps_reference import threshold
@@ -32,7 +33,7 @@ def run(world: TablesWorld, rows: list[int], steps: int, keep: float = 0.3, loca
     return left_open
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=3), queries=st.integers(1, 20),
     group=st.sampled_from([1, 2, 5]), sharp=st.sampled_from([0.0, 0.5, 2.0, 8.0]),
@@ -237,7 +238,7 @@ def test_a_score_that_is_no_number_teaches_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 2**16), length=st.integers(100, 700), sink=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_heads_that_are_passed_by(seed: int, length: int, sink: float) -> None:
     """Eq. 5 and 6, and what such a head is given; it neither lists nor learns."""

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request
@@ -63,7 +64,7 @@ def read_of(
     return chosen, len(set().union(*chosen)), len(ranked)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(1, 900), min_size=1, max_size=3), heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 5, 16]), density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
@@ -223,7 +224,7 @@ class Lister(Policy):
         return LayerPlan(blk, budget, task_value(step.middle, blk, budget), listed_of(lists, group))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     lengths=st.lists(st.integers(300, 1500), min_size=1, max_size=3), group=st.sampled_from([1, 4, 7]),
     budgets=st.sampled_from([(1.0,), (0.05, 0.3), (0.0, 0.01, 1.0)]), seed=st.integers(0, 2**16),

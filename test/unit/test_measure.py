@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from budget_reference import block_positions, budget_of_count, least_budgets, order_of, prefixes
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
@@ -177,7 +178,7 @@ def test_every_length_on_every_isa(isa: str, dtype: torch.dtype) -> None:
     check(world, request, lengths, q, world.measure(request, lengths, q))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:
     heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 4), (3, 2), (1, 16), (1, 7)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ def reference(
     return torch.einsum("ths,hsd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     tokens=st.integers(1, 40), keys=st.integers(1, 80), heads=st.integers(1, 3), group=st.sampled_from([1, 2, 4, 7]),
     dim=st.sampled_from([32, 64, 96]), causal=st.booleans(), seed=st.integers(0, 2**16),
@@ -44,7 +45,7 @@ def test_attention_with_lse(
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-3 if dtype == torch.bfloat16 else 1e-5, rtol=1e-4)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(keys=st.integers(2, 60), cut=st.floats(0.05, 0.95), seed=st.integers(0, 2**16))
 def test_merge_of_two_parts_is_the_whole(keys: int, cut: float, seed: int) -> None:
     torch.manual_seed(seed)
@@ -70,7 +71,7 @@ def test_empty_parts(empty: str) -> None:
     torch.testing.assert_close(got_lse, lse)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     tokens=st.integers(1, 40), keys=st.integers(1, 80), heads=st.integers(1, 3), group=st.sampled_from([1, 2, 4, 7]),
     causal=st.booleans(), seed=st.integers(0, 2**16), piece=st.sampled_from([1, 700, 1 << 24]),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def answer_by_reading(document: tuple[int, ...], question: tuple[int, ...]) -> l
     return [needle.ANSWER, *said, needle.END]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(prompts)
 def test_every_question_has_the_answer_the_document_states(prompt: needle.NeedlePrompt) -> None:
     for question in prompt.questions:
@@ -51,7 +52,7 @@ def test_every_question_has_the_answer_the_document_states(prompt: needle.Needle
         assert prompt.document[question.position + 1 :][: len(asked)] == asked
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(needle.MIN_LENGTH, 6000), st.integers(0, 2**32), st.sampled_from(TASKS))
 def test_length_is_exact_and_phrases_lie_in_the_middle(length: int, seed: int, task: Task) -> None:
     prompt = needle_prompt(length, seed=seed, task=task)
@@ -97,7 +98,7 @@ def test_the_repeated_sentence_is_the_one_the_model_was_trained_on() -> None:
     assert list(needle.SENTENCE) == (needle.FIRST_WORD + language.permutation(96)[:24]).tolist()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(1, 3000), st.integers(2, 6), st.sampled_from([60, 192]), st.integers(0, 2**32))
 def test_keys_differ_in_their_last_two_symbols_and_do_not_repeat_one(
     count: int, symbols: int, alphabet: int, seed: int
@@ -136,7 +137,7 @@ def test_a_question_for_several_keys_is_answered_fact_by_fact() -> None:
     assert needle.to_text(needle.link(v0, needle.FIRST_VAR)) == "X v0 x0 ;"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=20, max_size=96), st.integers(1, 10), st.integers(0, 2**32))
 def test_a_counted_list_has_its_counts_and_tells_nothing_at_its_ends(counts: list[int], asked: int, seed: int) -> None:
     words = {needle.FIRST_WORD + i: count for i, count in enumerate(counts)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def stated(tokens: list[int]) -> tuple[list[list[int]], list[list[int]]]:
     return facts, links
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([(1.0, 0.0), (0.0, 0.0)]), st.sampled_from([200, 700]))
 def test_every_answer_was_stated_before(seed: int, layout: tuple[float, float], length: int) -> None:
     mix = Mix(*layout, pose=0.5, midway=0.5, terse=0.3, values=6)
@@ -61,7 +62,7 @@ def test_every_answer_was_stated_before(seed: int, layout: tuple[float, float], 
             assert [tokens[at], int(batch.targets[0, at])] in links
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 2**31))
 def test_values_of_one_key_are_listed_in_order(seed: int) -> None:
     batch = Generator(seed, essay=4000).batch(4, 600, Mix(1.0, 0.0, pose=0.0, families=(0.1, 0.1, 3.0, 0.1)))

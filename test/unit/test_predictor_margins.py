@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def test_what_cannot_be_promised() -> None:
     assert torch.equal(margins, (labels / predicted).max(0).values.expand(1, 2, 4))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 2**31), st.sampled_from([16, 48, 320, 1024, 8192]), st.floats(0.25, 4))
 def test_serving_reads_what_training_counts(seed: int, tokens: int, factor: float) -> None:
     """The budget of a head that is alone in its group, at every block size."""

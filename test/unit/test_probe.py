@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def lists(sizes: list[int], limit: int) -> probe.TaskList:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("plan", [*probe.PLANS, probe.ReadPlan(4, 1 << 12)])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(sizes=st.lists(st.integers(0, 23), min_size=1, max_size=5), piece=st.sampled_from([64, 320, 512, 8192]))
 def test_a_scatter_reads_every_listed_piece_once(isa: str, plan: probe.ReadPlan, sizes: list[int], piece: int) -> None:
     workers = Workers(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
@@ -136,7 +137,7 @@ def check(world: NativeWorld, requests: list[Request], layer: Layer, blk: int, s
 
 @isas
 @dtypes
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     blk=st.sampled_from(BLOCKS),
@@ -315,7 +316,7 @@ def test_budgets_bound_what_is_read(union: bool) -> None:
     world.check(layer.out, world.expected([request], 0, layer.q, layer.chosen))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     blk=st.sampled_from(BLOCKS),

@@ -42,7 +42,7 @@ def test_the_command_measures_and_prints_a_table(
     out = capsys.readouterr().out
     assert "| task | prompt | documents | full | oracle:0.05 | fixed:16:0.05 | streaming |" in out
     assert "| echo | 64 | 2 | 1.000 | 1.000 (+0.000 [+0.000, +0.000]) |" in out
-    assert "| 1,024 | streaming | 2 | 6 | 0.000 | -1.000 [-1.000, -1.000] | 0.00% | 0 | 0.5000 | 0.5000 |" in out
+    assert "| 1,024 | streaming | 0.000 | -1.000 [-1.000, -1.000] | 0.0% | 0.00 | 0.5000 | 0.5000 |" in out
     assert str(tmp_path / "out.json") in out
     assert len(start.engines) == 1
     assert cli.main(asked) == 0
@@ -203,8 +203,28 @@ class TestRendering:
         # Of the other task less is better.
         data["rows"] = [row for row in data["rows"] if row["task"] != "forced"]
         text = table.pareto(data)
-        assert "| 64 | fixed:16:0.05 | front, cheapest of equal quality | 1.000 |" in text
+        head = ["policy"] + [name for at in (64, 128) for name in (f"score at {at}", "delta", "read")]
+        assert text.startswith(f"| {' | '.join(head)} |\n")
+        assert "| fixed:16:0.05 | 1.000 | +0.000" in text
         assert "| off |" not in text and text.index("| streaming |") < text.index("| full |")
+        data["rows"] = [row for row in data["rows"] if (row["length"], row["policy"]) != (128, "streaming")]
+        (line,) = [line for line in table.pareto(data).splitlines() if line.startswith("| streaming |")]
+        assert line.endswith("|  |  |  |"), "a length without the policy stays empty"
+
+    def test_averages_say_over_what(self, data: dict[str, Any]) -> None:
+        text = table.averages(data)
+        assert "| prompt | policy | score | delta | read | MB a token | error | p99 | KL | same |" in text
+        tasks, documents = table.averaged(data)[0][2]["tasks"], table.averaged(data)[0][2]["documents"]
+        assert f"Means over {tasks} tasks and {documents} documents at each length." in text
+        data["rows"] = [row for row in data["rows"] if (row["length"], row["task"]) != (128, "echo")]
+        text = table.averages(data)
+        assert f"Means over {tasks} tasks and {documents} documents at 64, {tasks - 1} tasks and" in text
+        data["rows"] = [row for row in data["rows"] if row["length"] == 64]
+        assert f"Means over {tasks} tasks and {documents} documents.\n" in table.averages(data)
+
+    def test_perplexities_beyond_all_measure_are_short(self, data: dict[str, Any]) -> None:
+        data["rows"][0]["score"] = 962917214.677
+        assert "| 9.6e+08 |" in table.scores(data)
 
     def test_families_leave_out_what_sets_the_reads(self) -> None:
         specs = ["fixed:32:0.05", "psa:0.95:32:quest", "psa:0.999:32", "hgca:0.5:0.1", "hgca:1", "full", "score95"]

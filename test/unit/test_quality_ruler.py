@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quality_tokenizer import TextCodec
@@ -45,7 +46,7 @@ def test_there_are_forty_depths_from_end_to_end() -> None:
     assert (min(DEPTHS), max(DEPTHS)) == (0, 100)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.sampled_from(TASKS), st.integers(0, 2**40), st.integers(1, 3))
 def test_equal_arguments_give_equal_samples_and_others_give_others(
     pair: tuple[Codec, Task], seed: int, count: int

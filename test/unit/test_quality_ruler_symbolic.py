@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ def test_all_tasks_but_those_with_documents_exist() -> None:
     assert list(TASKS) == [*SHAPES, "vt", "cwe", "fwe"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(list(TASKS)), lengths, seeds)
 def test_prompt_and_answer_have_the_wanted_length_and_the_answer_the_languages_form(
     name: str, length: int, seed: int
@@ -105,7 +106,7 @@ def test_prompt_and_answer_have_the_wanted_length_and_the_answer_the_languages_f
     assert sample.document == ""
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.sampled_from(NEEDLES), lengths, seeds)
 def test_needles_are_as_many_and_as_large_as_defined(name: str, length: int, seed: int) -> None:
     haystack, key_size, value_size, keys, values, queries = SHAPES[name]
@@ -137,7 +138,7 @@ def test_needles_are_as_many_and_as_large_as_defined(name: str, length: int, see
     assert sample.meta["positions"] == [places[tuple(fact)] for fact in said]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([name for name in TASKS if name not in WORD_COUNTS]), lengths, seeds)
 def test_what_is_asked_for_is_in_neither_sinks_nor_window(name: str, length: int, seed: int) -> None:
     sample = one(name, length, seed)
@@ -152,7 +153,7 @@ def test_what_is_asked_for_is_in_neither_sinks_nor_window(name: str, length: int
             assert at + size <= parsed.document - needle.TAIL
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(lengths, seeds)
 def test_a_chain_has_four_hops_in_order_among_the_repeated_sentence(length: int, seed: int) -> None:
     sample = one("vt", length, seed)
@@ -167,7 +168,7 @@ def test_a_chain_has_four_hops_in_order_among_the_repeated_sentence(length: int,
     assert right_answer(sample) == needle.to_text([needle.ANSWER, value, *variables, needle.END])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(lengths, seeds)
 def test_ten_words_are_ten_times_as_common_as_the_others(length: int, seed: int) -> None:
     sample = one("cwe", length, seed)
@@ -184,7 +185,7 @@ def test_ten_words_are_ten_times_as_common_as_the_others(length: int, seed: int)
     assert abs(counts[common.pop()] - expected) <= 1 + 0.05 * expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(lengths, seeds)
 def test_word_frequencies_follow_zeta_and_the_first_is_dots(length: int, seed: int) -> None:
     sample = one("fwe", length, seed)
@@ -199,7 +200,7 @@ def test_word_frequencies_follow_zeta_and_the_first_is_dots(length: int, seed: i
     assert np.allclose(counts, len(parsed.words) * weights[:5] / weights.sum(), atol=1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(WORD_COUNTS), lengths, seeds)
 def test_words_that_are_asked_for_stand_in_the_middle_only(name: str, length: int, seed: int) -> None:
     sample = one(name, length, seed)

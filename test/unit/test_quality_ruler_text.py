@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quality_tokenizer import TextCodec
@@ -54,7 +55,7 @@ def one(task: Task, length: int, seed: int) -> tuple[Sample, str, str]:
     return sample, found[1], found[2]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(WITHOUT_DATA), st.integers(1400, 9000), seeds)
 def test_prompt_and_answer_fill_the_length_to_one_percent(name: str, length: int, seed: int) -> None:
     sample, _, prefix = one(TASKS[name], length, seed)
@@ -66,7 +67,7 @@ def test_prompt_and_answer_fill_the_length_to_one_percent(name: str, length: int
     json.dumps(dict(sample.meta))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(list(SHAPES)), st.integers(700, 6000), seeds)
 def test_needles_are_as_published(name: str, length: int, seed: int) -> None:
     haystack, key_kind, value_kind, keys, values, queries = SHAPES[name]
@@ -110,7 +111,7 @@ def test_needles_are_as_published(name: str, length: int, seed: int) -> None:
         assert re.fullmatch(r"\0(\n\0)*(\n[\w .\n]{0,180})?", others), "nothing but facts and a last line of noise"
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1400, 6000), seeds)
 def test_a_chain_is_hidden_in_order_after_an_example(length: int, seed: int) -> None:
     sample, user, prefix = one(TASKS["vt"], length, seed)
@@ -135,7 +136,7 @@ def test_a_chain_is_hidden_in_order_after_an_example(length: int, seed: int) -> 
         assert left == [noise[i % len(noise)] for i in range(len(left))]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1400, 9000), seeds)
 def test_common_words_occur_as_often_as_published(length: int, seed: int) -> None:
     sample, user, prefix = one(TASKS["cwe"], length, seed)
@@ -166,7 +167,7 @@ def test_common_words_occur_as_often_as_published(length: int, seed: int) -> Non
         assert set(counts) <= set(all_words())
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1400, 9000), seeds)
 def test_coded_words_have_zeta_frequencies(length: int, seed: int) -> None:
     sample, user, prefix = one(TASKS["fwe"], length, seed)

@@ -111,21 +111,11 @@ class TestAudit:
         assert sums[name].row()["error_mean"] == 0.5
 
 
-class TestEqualQuality:
+class TestParetoFront:
     def rows(self, others: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
         """Score and bytes, by policy."""
         found = {"full": (0.9, 100.0), "streaming": (1.0, 0.0)} | others
         return {policy: {"score": score, "bytes_per_token": read} for policy, (score, read) in found.items()}
-
-    def test_the_cheapest_that_keeps_the_score_of_full(self) -> None:
-        rows = self.rows({"fixed:16:0.5": (0.95, 50), "fixed:16:0.2": (0.896, 20), "fixed:16:0.1": (0.894, 10)})
-        assert table.cheapest_fixed(rows) == "fixed:16:0.2"
-        assert table.cheapest_fixed(self.rows({"fixed:16:0.1": (0.894, 10)})) is None
-
-    def test_or_that_of_fluxion(self) -> None:
-        rows = self.rows({"fixed:16:0.2": (0.896, 20), "fixed:16:0.1": (0.88, 10), "fluxion": (0.88, 5)})
-        assert table.cheapest_fixed(rows) == "fixed:16:0.1"
-        assert table.cheapest_fixed(rows | self.rows({"fluxion": (0.99, 5)})) == "fixed:16:0.2"
 
     def test_the_front(self) -> None:
         rows = self.rows(

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
@@ -158,7 +159,7 @@ def test_a_task_for_one_executor_is_done_by_that_one(workers: int) -> None:
             mixed_step(world, requests, seed * 100 + step, executors * (1 + seed % 2), mix)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     owner=st.lists(st.sampled_from([CPU, TORCH, GPU, ANY]), min_size=20, max_size=20),
     value=st.lists(st.integers(0, 4), min_size=20, max_size=20),

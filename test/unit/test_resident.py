@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request, attention
@@ -82,7 +83,7 @@ def exact(world: NativeWorld, batch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES), workers=st.integers(1, 3))
 def test_it_is_the_fused_path(isa: str, data: st.DataObject, seed: int, dtype: torch.dtype, workers: int) -> None:
     """Outputs up to rounding, parts as in float64, the same tasks; pool and windows bit for bit."""

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +99,7 @@ def layers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, float, tor
     return pred, torch.tensor(middle, dtype=torch.int32), kv_heads, threshold, margins
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(layers(), st.lists(st.sampled_from(BLOCKS), min_size=1, unique=True))
 def test_native_torch_and_search_agree(
     case: tuple[torch.Tensor, torch.Tensor, int, float, torch.Tensor], among: list[int]
@@ -127,7 +128,7 @@ def test_native_torch_and_search_agree(
             assert want.budget[b].view(kv_heads, -1)[h].tolist() == budgets
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_measured_budgets(data: st.DataObject) -> None:
     batch, kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))

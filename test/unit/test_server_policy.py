@@ -1,4 +1,4 @@
-"""Which policy a server starts with: what falls back to anchor, what ends the start, and what the log says of it."""
+"""Which policy a server starts with: what falls back to full, what ends the start, and what the log says of it."""
 
 from __future__ import annotations
 
@@ -44,23 +44,30 @@ def start(model: Path, stages: int = 1, **options: Any) -> Policy:
 
 
 def test_a_predictor_that_fits_is_used(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert start(model).spec == "fluxion" and "policy fluxion, tau 0.10" in caplog.text
+    assert start(model).spec == "fluxion" and "policy fluxion, tau 0.10, because a predictor fits" in caplog.text
     assert start(model, tau=0.05).criterion.limit == 0.05
 
 
+def test_a_policy_that_was_named_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert start(model, policy="fixed:16:0.05").spec == "fixed:16:0.05"
+    assert [record.getMessage() for record in caplog.records] == [
+        "Fluxion: policy fixed:16:0.05, as --fluxion-config says."
+    ]
+
+
 @pytest.mark.parametrize("case", ["nothing", "no predictor.json", "another window"])
-def test_none_that_fits_is_anchor_and_the_log_says_what_that_means(
+def test_none_that_fits_is_full_and_the_log_says_why_and_what_would_be_faster(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     if case == "no predictor.json":
         (tmp_path / "fluxion").mkdir()
     elif case == "another window":
         trained.save(tmp_path / "fluxion", features=NAMES)
-    assert start(tmp_path, window=512).spec == "anchor"
+    assert start(tmp_path, window=512).spec == "full"
     (record,) = caplog.records
     message = record.getMessage()
-    assert record.levelno == logging.WARNING and "\n" not in message
-    for words in ("policy anchor", "may lose answers", '{"policy": "full"} reads everything', "`fluxion train`"):
+    assert record.levelno == logging.INFO and "\n" not in message
+    for words in ("policy full", "exact", "train", "`fluxion try`"):
         assert words in message
     assert ("set window to 256" in message) == (case == "another window")
 
@@ -68,8 +75,8 @@ def test_none_that_fits_is_anchor_and_the_log_says_what_that_means(
 def test_a_tau_that_was_not_trained_ends_the_start(model: Path) -> None:
     with pytest.raises(PredictorError, match=r"has no tau 0\.15, only 0\.05, 0\.10; choose one"):
         start(model, tau=0.15)
-    # Of another model's predictor nobody asked for a tau: anchor takes any.
-    assert start(model, tau=0.15, window=512).spec == "anchor"
+    # Of another model's predictor nobody asked for a tau.
+    assert start(model, tau=0.15, window=512).spec == "full"
 
 
 @pytest.mark.parametrize("file", ["predictor.json", trained.FIRST])
@@ -95,7 +102,7 @@ def test_a_policy_or_a_predictor_that_was_named_must_fit(model: Path, tmp_path: 
 
 
 def test_a_stage_of_a_pipeline_has_no_predictor(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert start(model, stages=2).spec == "anchor" and "--pp-size 2" in caplog.text
+    assert start(model, stages=2).spec == "full" and "--pp-size 2" in caplog.text
     for options in ({"policy": "fluxion"}, {"predictor": str(model / "fluxion")}):
         with pytest.raises(DoesNotFit, match=r"--pp-size 2, because .*; use --pp-size 1"):
             start(model, stages=2, **options)
@@ -135,6 +142,7 @@ def test_the_fingerprint_is_that_of_the_whole_model_on_every_rank() -> None:
         ({"policy": "anchor", "tau": 0.2}, ""),
         ({"policy": "fluxion", "tau": 0.05}, ""),
         ({"policy": "auto", "tau": 0.05}, ""),
+        ({"policy": "auto", "tau": 0.05, "window": 512}, "policy full does not use the option tau"),
         ({"policy": "full"}, ""),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request
@@ -113,7 +114,7 @@ def batches(draw: st.DrawFn) -> list[Branch]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     branches=batches(),
     data=st.data(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
@@ -177,7 +178,7 @@ def test_chunks_then_decode(passes: Any, dtype: torch.dtype, group: int, monkeyp
     one.decode([1, 2, 3, 4])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(chunks=st.lists(st.integers(1, 400), min_size=1, max_size=4), stage=st.sampled_from([4, 8, 20]))
 def test_any_chunks(chunks: list[int], stage: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

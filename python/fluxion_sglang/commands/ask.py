@@ -1,13 +1,60 @@
-"""`fluxion ask`."""
+"""`fluxion ask`: its command line. `commands/conversation.py` does the asking."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+_EPILOG = """\
+Every question stands by itself: the prompt is the file and then the question. Answers go to the standard output,
+everything else to the standard error, so `fluxion ask report.txt "Who wrote it?" --model MODEL > answer.txt` keeps the
+answer alone.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.description = "Ask questions about a long file. The model reads the file once, for the first question."
+    parser.epilog = _EPILOG
+    option = parser.add_argument
+    option("file", metavar="FILE", help="a text in UTF-8; - is the standard input")
+    option("questions", metavar="QUESTION", nargs="*", help="without one, questions are read line by line")
+    option("--model", help="folder or name of a model; a server is started for it, with the flag, and stopped")
+    option("--url", help="use the server that runs here, such as http://127.0.0.1:30000")
+    option("--policy", metavar="SPEC", help="policy of the requests, such as full; default: the server's")
+    option(
+        "--max-tokens", metavar="N", type=_positive, default=512, help="most tokens of an answer (default: %(default)s)"
+    )
+    option(
+        "--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    option("--stop", metavar="TEXT", action="append", help="end the answer here; may be given more than once")
+    _intermix(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return 2
+    # Late, because the openai client takes seconds to import, which `fluxion --help` need not wait for.
+    from fluxion_sglang.commands import conversation
+
+    return conversation.run(arguments)
+
+
+def _intermix(parser: argparse.ArgumentParser) -> None:
+    """Let questions stand behind options, as in `FILE --model MODEL QUESTION`, which argparse does when asked."""
+    plain = parser.parse_known_args
+
+    def parse(args: Any = None, namespace: Any = None) -> Any:
+        # What intermixes is built on the plain one.
+        setattr(parser, "parse_known_args", plain)  # noqa: B010 (mypy knows methods, not attributes, by this name)
+        try:
+            return parser.parse_known_intermixed_args(args, namespace)
+        finally:
+            setattr(parser, "parse_known_args", parse)  # noqa: B010
+
+    setattr(parser, "parse_known_args", parse)  # noqa: B010
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("give a number of at least 1")
+    return value

@@ -1,6 +1,6 @@
 """How fast this machine's CPU and device are at a layer's tasks: measured once, kept in the user's cache folder.
 
-`csrc/device/placement.h` divides a layer by these rates (docs/placement.md).
+`csrc/device/placement.h` divides a layer by these rates (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ returns. Streams are integers (`cudaStream_t`; torch's `stream.cuda_stream`).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -42,7 +43,10 @@ class DeviceError(RuntimeError):
 
 
 def device_library_path(backend: Backend) -> Path:
-    """Where a device library is: beside libfluxion.so, in the package and where FLUXION_LIBRARY points."""
+    """Where a device library is: in the folder FLUXION_DEVICE_LIBRARIES, which tests set, or beside libfluxion.so."""
+    folder = os.environ.get("FLUXION_DEVICE_LIBRARIES")
+    if folder and (built := Path(folder) / _FILES[backend]).exists():
+        return built
     return library_path().with_name(_FILES[backend])
 
 
@@ -453,7 +457,7 @@ def load(backend: Backend) -> DeviceLibrary:
     if not path.is_file():
         remedy = {
             "cuda": "build fluxion-sglang with FLUXION_CUDA=on where CUDA's compiler (nvcc) is.",
-            "sim": "reinstall fluxion-sglang.",
+            "sim": "it is for tests: run `make native-tests` and name its folder in FLUXION_DEVICE_LIBRARIES.",
         }
         raise DeviceError(f"The device library {path} does not exist; {remedy[backend]}")
     try:

@@ -9,7 +9,9 @@ from weakref import WeakSet
 
 import torch
 
+from fluxion_sglang.executor.accounts import Accounts
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
+from fluxion_sglang.executor.parts import Part
 from fluxion_sglang.executor.schedule import Scheduler, by_priority
 from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
 from fluxion_sglang.kv.host_pool import HostPool
@@ -55,6 +57,9 @@ class DecodeEngine:
             request reads does not depend on the policies beside it.
         scheduler: who may take which task, and in what order.
         share_prefixes: as of `NativeEngine`.
+
+    Attributes:
+        accounts: what its steps read and where their time goes; by default nobody keeps them.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class DecodeEngine:
         first_layer: int = 0,
         first_head: int = 0,
     ) -> None:
+        self.accounts = Accounts()
         self.pool = pool
         self.windows = windows
         self.policy = policy
@@ -105,6 +111,7 @@ class DecodeEngine:
         self._step: DecodeStep | None = None
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
         self._owner: torch.Tensor | None = None  # of tasks that the scheduler leaves to anyone
+        self._planned = torch.empty(0, 0, dtype=torch.int32)  # blk of the layer that `serve` answered
         self._policy = policy
         self._policies: Sequence[Policy] = ()
         self._needs = Needs.NOTHING
@@ -123,6 +130,7 @@ class DecodeEngine:
             queries: [T, Hq, D] of the chunk's tokens, T at least 1.
             policy: the request's; None: the engine's.
         """
+        self.accounts.interrupted()
         self.anchors.note(layer, row, length, queries[-1])
         policy = policy or self.policy
         if policy.prefill_rows:
@@ -156,6 +164,7 @@ class DecodeEngine:
         Raises:
             ValueError: there are more or fewer policies than requests.
         """
+        self.accounts.begin()
         pool = self.pool
         step = DecodeStep.build(
             rows, seq_lens, pool.placement, pool.shape.kv_heads, self.q_heads, pool.workers, page_table
@@ -173,6 +182,7 @@ class DecodeEngine:
         self._step, self._page_table = step, page_table
         if not self.executors:
             self._owner = torch.full((step.batch, step.kv_heads), int(ExecutorId.CPU), dtype=torch.int32)
+        self.accounts.began(step)
         return step
 
     def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -188,19 +198,28 @@ class DecodeEngine:
             RuntimeError: a task failed; the message names the first failure.
         """
         assert self._step is not None, "decode() before begin_step()"
+        accounts = self.accounts
+        accounts.lap(Part.MODEL)
         out = torch.empty_like(q)
         windows = self.windows.layers[layer]
         if self._looks(self._needs):
             parts = torch.empty(self._step.batch, self.q_heads, len(PARTS))
             self.native.layer_resident(layer, q, k, v, windows, scale, parts)
-            plan = self._policy.plan(layer, q, self._observe(layer, q, scale, parts, windows))
+            observed = self._observe(layer, q, scale, parts, windows)
+            accounts.lap(Part.RESIDENT)
+            plan = self._policy.plan(layer, q, observed)
+            accounts.lap(Part.PLAN)
             # What was looked at first has the token and its residents behind it.
             self._begin(layer, q, None, None, scale, plan, out=out)
         else:
             plan = self._policy.plan(layer, q, UNSEEN)
+            accounts.lap(Part.PLAN)
             self._begin(layer, q, k, v, scale, plan, windows=windows, out=out)
         self.native.layer_finish()
+        accounts.lap(Part.TASKS)
         self._policy.decoded(layer, q, out)
+        accounts.layer(layer, self.native, plan.blk)
+        accounts.lap(Part.PLAN)
         return out
 
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
@@ -226,24 +245,34 @@ class DecodeEngine:
             The layer is not answered then.
         """
         assert self._step is not None, "serve() before begin_step()"
+        self.accounts.lap(Part.MODEL)
         slot = mailbox.slot(sequence, self._step.batch)
         q, middle = slot.q, (slot.o, slot.lse)
         if self._looks(self._needs):
             self.native.layer_append(layer, slot.k, slot.v)  # while the device attends to the residents
             mailbox.wait_observed(sequence, timeout_s)
-            plan = self._policy.plan(layer, q, self._observe(layer, q, scale, slot.parts, None))
+            observed = self._observe(layer, q, scale, slot.parts, None)
+            self.accounts.lap(Part.RESIDENT)
+            plan = self._policy.plan(layer, q, observed)
             planned_ns = time.monotonic_ns()
+            self.accounts.lap(Part.PLAN)
             self._begin(layer, q, None, None, scale, plan, middle=middle, parts=slot.parts)
         else:
             plan = self._policy.plan(layer, q, UNSEEN)
             planned_ns = time.monotonic_ns()
+            self.accounts.lap(Part.PLAN)
             self._begin(layer, q, slot.k, slot.v, scale, plan, middle=middle)
-        return mailbox.finish(self.native, sequence, planned_ns)
+        taken = mailbox.finish(self.native, sequence, planned_ns)
+        self.accounts.lap(Part.TASKS)
+        self._planned = plan.blk
+        return taken
 
     def served(self, layer: int, sequence: int, mailbox: Mailbox, scale: float) -> None:
         """The layer that `serve` answered is done; its slot stays as it is until the next layer is answered."""
         assert self._step is not None, "served() before serve()"
         self._policy.decoded(layer, mailbox.slot(sequence, self._step.batch).q, None)
+        self.accounts.layer(layer, self.native, self._planned)
+        self.accounts.lap(Part.PLAN)
 
     def _begin(
         self,

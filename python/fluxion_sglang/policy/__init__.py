@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 AUTO: Final = "auto"
-"""The spec that a server resolves at its start: `fluxion` where a predictor fits, `anchor` where none does."""
+"""The spec that a server resolves at its start: `fluxion` where a predictor fits, `full` where none does."""
 
 PLUGINS: Final = "fluxion_policies"
 """Entry points of this group are policies of other packages: NAME[:ARG...] gives its class these strings."""
@@ -76,7 +76,7 @@ _ABLATIONS = {
 def _no_predictor(tau: float | None) -> LoadedPredictor:
     raise ValueError(
         'policy "fluxion" needs a predictor that was trained for this model, and none is loaded; train one with '
-        '`fluxion train`, name it in the option predictor, or use "anchor", which needs none.'
+        '`fluxion train`, name it in the option predictor, or use "full", which is exact.'
     )
 
 

@@ -18,12 +18,13 @@ from sglang.srt.runtime_context import get_parallel
 from fluxion_sglang.audit import AuditLog
 from fluxion_sglang.device.base import Device, library_of
 from fluxion_sglang.device.host import HostDevice
+from fluxion_sglang.executor.accounts import StepAccounts
 from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors
 from fluxion_sglang.executor.extend import ExtendRequest
 from fluxion_sglang.executor.schedule import SCHEDULERS
 from fluxion_sglang.kv.page_table import page_table
-from fluxion_sglang.metrics import EngineMetrics
+from fluxion_sglang.metrics import EngineMetrics, Kept
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.predictor.recorder import IDENTITY, Recorder
 from fluxion_sglang.sglang import compat, predictors, validation
@@ -99,6 +100,7 @@ class FluxionAttnBackend(AttentionBackend):
                 host_pool_tokens=pool.size,
                 host_pool_bytes=pool.host.nbytes,
                 resident_tokens_per_request=pool.host.placement.slots,
+                kept=self._kept_accounts(runner, layers, timed=audit is None),
             )
         self.failures = FailureGuard(self._finish, self.device.abort)
         self._counted = True  # the metrics have what was decoded
@@ -118,6 +120,20 @@ class FluxionAttnBackend(AttentionBackend):
             self.failures.run(lambda: self._begin_decode(forward_batch))
         elif mode.is_extend():
             self.failures.run(lambda: self._begin_extend(forward_batch))
+
+    def _kept_accounts(self, runner: ModelRunner, layers: Sequence[RadixAttention], timed: bool) -> Kept:
+        """Have the engine keep accounts, of times where nobody computes every layer a second time."""
+        pool, model = self.token_to_kv_pool, runner.model_config
+        shape = pool.host.shape
+        accounts = self.engine.accounts = StepAccounts(shape, timed)
+        first_head = get_parallel().attn_tp_rank * layers[0].tp_q_head_num
+        # Where there are more ranks than KV heads, some ranks have the same one.
+        first_group = first_head * int(model.get_total_num_kv_heads()) // int(model.num_attention_heads)
+        return Kept(
+            accounts.totals,
+            layers=range(pool.start_layer, pool.start_layer + shape.layers),
+            groups=range(first_group, first_group + shape.kv_heads),
+        )
 
     def _device(self, runner: ModelRunner, layers: Sequence[RadixAttention]) -> Device:
         """What passes run on: the CPU itself, or a device that the CPU works beside."""

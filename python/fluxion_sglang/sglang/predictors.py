@@ -72,8 +72,8 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
         stages = runner.server_args.pp_size
         if stages > 1:
             raise DoesNotFit(
-                f'policy "fluxion" does not work with --pp-size {stages}, because a process that has the layers of one '
-                'stage cannot tell which model its predictor was trained for; use --pp-size 1 or "anchor".'
+                f'Policy "fluxion" does not work with --pp-size {stages}, because a process that has the layers of one '
+                'stage cannot tell which model its predictor was trained for; use --pp-size 1 or the policy "full".'
             )
         folder = _folder(config, runner)
         if folder is None:
@@ -100,8 +100,10 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
             fits cannot be used.
     """
     if config.policy != AUTO:
+        policy = parse_spec(config.policy, context)
+        logger.info("Fluxion: policy %s, as --fluxion-config says.", config.policy)
         _say_what_is_unused(config)
-        return parse_spec(config.policy, context)
+        return policy
     try:
         policy = parse_spec("fluxion", context)
     except DoesNotFit as error:
@@ -109,13 +111,18 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
         # anything else wrong with it ends the start.
         if config.predictor is not None:
             raise
-        logger.warning(
-            "Fluxion: policy anchor, which needs no predictor and may lose answers (docs/quality.md): %s "
-            '{"policy": "full"} reads everything, and `fluxion train` makes a predictor.',
+        logger.info(
+            "Fluxion: policy full, which reads everything and is exact. %s Sparse policies are faster on long "
+            "contexts: `fluxion try` measures them on this model.",
             error,
         )
-        return parse_spec("anchor", context)
-    logger.info("Fluxion: policy fluxion, tau %.2f", policy.criterion.limit)
+        if config.tau is not None:
+            logger.warning("Fluxion: policy full does not use the option tau.")
+        return parse_spec("full", context)
+    logger.info(
+        'Fluxion: policy fluxion, tau %.2f, because a predictor fits this model; {"policy": "full"} is exact.',
+        policy.criterion.limit,
+    )
     return policy
 
 

@@ -1,13 +1,45 @@
-"""`fluxion try`."""
+"""`fluxion try`: a report card for a model, in a terminal and as one HTML page.
+
+`course.py` has the order of the parts; every other module is one of them. `results.py` says what they find, `view.py`
+puts that in words and tables, `terminal.py` and `page.py` show them.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    option = parser.add_argument
+    option(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder of a model, or its name on the Hub; default: the bundled one",
+    )
+    option("--out", type=Path, help="the HTML page (default: fluxion_try_MODEL.html)")
+    option("--json", type=Path, help="file for all numbers, with machine and versions")
+    option(
+        "--lengths",
+        default="",
+        help="tokens of prompt and answer, as in 2k,8k (k is 1,024); default: as long as the time allows",
+    )
+    option(
+        "--policies",
+        default="",
+        help="policies to try beside full, as in fluxion,fixed:16:0.10; default: fluxion where a predictor fits the "
+        "model, else fixed:16:0.10",
+    )
+    option("--minutes", type=float, default=10.0, help="about how long it may take (default: %(default)g)")
+    option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
+    option("--exact", action="store_true", help="compare tokens in float32, too: two more server starts")
+    option("--server-args", default="", help="more words for both servers, in one string, as in '--tp 2'")
+    option("--port", type=int, help="of the servers; default: a free one")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return 2
+    """Run the command; returns the exit code: 1 where Fluxion does not serve the model, 2 for bad input."""
+    from fluxion_sglang.commands.trial.command import main
+
+    return main(arguments)

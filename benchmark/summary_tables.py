@@ -1,0 +1,70 @@
+"""The few rows that README.md and the first page of the documentation show: the bundled model's speed and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from rendering import link, nothing, result_files, table, where
+
+from fluxion_quality import table as quality_table
+
+
+def headline(results: Path) -> str:
+    """The number that README.md opens with: `fluxion` beside `full` at the longest prompt of the RULER run."""
+    for _, data in result_files(results, "quality_ruler.json"):
+        rows = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
+        length = max(length or 0 for length, _ in rows)
+        kept, whole = rows[length, "fluxion"], rows[length, "full"]
+        return (
+            f"The bundled model scores **{kept['score']:.3f}** on questions about documents of {length:,} tokens while "
+            f"each decode step reads **{kept['read_fraction']:.0%}** of the KV in host memory. Reading all "
+            f"of it scores {whole['score']:.3f}.\n"
+        )
+    return "Not measured yet: `fluxion bench quality --suite ruler`.\n"
+
+
+def speed(results: Path) -> str:
+    """Four rows of `one_batch` on the bundled model: the least and the largest batch, the two longest prompts."""
+    out = []
+    for path, data in result_files(results, "one_batch_needle.json"):
+        cells: dict[tuple[int, int, str], list[float]] = {}
+        for row in data["rows"]:
+            cells.setdefault((row["batch"], row["length"], row["policy"]), []).append(row["tpot_ms"])
+        batches, lengths = ({key[at] for key in cells} for at in (0, 1))
+        rows = []
+        for batch in sorted({min(batches), max(batches)}):
+            for length in sorted(lengths)[-2:]:
+                ms = {
+                    policy: median(cells[batch, length, policy])
+                    for policy in ("off", "full", "fluxion")
+                    if (batch, length, policy) in cells
+                }
+                shown = [f"{ms[policy]:.1f}" if policy in ms else "not run" for policy in ("off", "full", "fluxion")]
+                rows.append([str(batch), f"{length:,}", *shown, f"{ms['full'] / ms['fluxion']:.1f}x"])
+        head = ["batch", "prompt (tokens)", "`off` (ms)", "`full` (ms)", "`fluxion` (ms)", "`full` / `fluxion`"]
+        note = f"Medians of {min(row['steps'] for row in data['rows'])} steps. {where(data)}"
+        out.append(f"{table(head, rows, 'rrrrrr')}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or nothing("one_batch.py")
+
+
+def answers(results: Path) -> str:
+    """Four policies of `quality`: score and bytes read, a pair of columns a length."""
+    out = []
+    for path, data in result_files(results, "quality_ruler.json"):
+        found = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
+        lengths = sorted({length or 0 for length, _ in found})
+        rows = []
+        for policy in ("full", "fluxion", "fixed:16:0.05", "anchor"):
+            of = [found.get((length, policy)) for length in lengths]
+            scores = [f"{row['score']:.3f}" if row else "" for row in of]
+            reads = [f"{row['read_fraction']:.0%}" if row else "" for row in of]
+            rows.append([f"`{policy}`", *(cell for pair in zip(scores, reads, strict=True) for cell in pair)])
+        head = ["policy", *(f"{what} at {length:,}" for length in lengths for what in ("score", "KV read"))]
+        note = f"{data['samples']} samples of each of RULER's tasks in the model's language. {where(data)}"
+        out.append(f"{table(head, rows, 'l' + 'r' * (len(head) - 1))}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or "Not measured yet: `fluxion bench quality --suite ruler`.\n"
+
+
+SUMMARY_TABLES: dict[str, Callable[[Path], str]] = {"headline": headline, "speed": speed, "answers": answers}

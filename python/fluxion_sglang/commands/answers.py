@@ -1,0 +1,278 @@
+"""A server that is asked one question at a time: the answer as it comes, and what it cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from openai import BadRequestError
+from openai.types import CompletionUsage
+
+from fluxion_sglang.commands.document import AskError, Prompt
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.serving import TPOT, TTFT, Server
+
+# Also in sglang/requests.py and policy/, which import torch: seconds that nobody should wait for before a question.
+POLICY_PARAMETER: Final = "fluxion_policy"
+AUTO: Final = FluxionConfig.policy
+
+_MIDDLE, _READ = "fluxion_middle_tokens_total", "fluxion_read_tokens_total"
+_COUNTED_WITHIN_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """How much of the middle the heads read while they decoded one answer.
+
+    Attributes:
+        share: None where nothing is known, or nothing was to be read; `why` says which.
+    """
+
+    share: float | None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer and its cost.
+
+    Attributes:
+        cached: prompt tokens whose KV the radix tree had; None if the server does not say.
+        ttft, tpot: seconds to the first token, and seconds a token after it: by the server's clock where /metrics has
+            it, else by the client's. None if there were too few tokens.
+    """
+
+    text: str
+    prompt_tokens: int
+    cached: int | None
+    tokens: int
+    ttft: float | None
+    tpot: float | None
+    reads: Reads
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a server says of itself.
+
+    Attributes:
+        context: the most tokens of a request; None if it does not say.
+        pool: the most tokens that it holds at all; None if it does not say.
+        fluxion: whether it runs Fluxion.
+        policy: the policy spec of its configuration.
+        chat: whether the model has a chat template.
+        metrics: whether it has a page /metrics.
+    """
+
+    server: Server
+    model: str
+    context: int | None
+    pool: int | None
+    fluxion: bool
+    policy: str
+    chat: bool
+    metrics: bool
+
+    @staticmethod
+    def of(server: Server, model: str | None = None) -> Asked:
+        """Ask the server for all of it.
+
+        Args:
+            model: one of the models that it serves; None is its first.
+
+        Raises:
+            AskError: nothing answers there, or it has no such model.
+        """
+        cards = _models(server)
+        names = [str(card["id"]) for card in cards]
+        if model is not None and model not in names:
+            raise AskError(
+                f"{server.url} serves {', '.join(names)}, not {model}; leave --model out, or name one of them."
+            )
+        card = cards[names.index(model)] if model is not None else cards[0]
+        information = _json(server, "/server_info")
+        try:
+            config = json.loads(information.get("fluxion_config") or "{}")
+        except ValueError:  # a file that is on the server's machine
+            config = {}
+        name = str(card["id"])
+        return Asked(
+            server,
+            name,
+            card.get("max_model_len"),
+            information.get("max_total_num_tokens"),
+            bool(information.get("enable_fluxion")),
+            str(config.get("policy") or AUTO),
+            _has_chat_template(server, name),
+            _has_metrics(server),
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Raises OSError where the server has no such endpoint."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return list(self.server.post("/v1/tokenize", body)["tokens"])
+
+    def ask(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        temperature: float,
+        policy: str | None,
+        write: Callable[[str, bool], None],
+    ) -> Answer:
+        """Send one prompt and hand on the answer piece by piece.
+
+        Args:
+            policy: spec that is sent with the request; None follows the server's.
+            write: takes a piece of the answer, and whether the piece is a model's reasoning before its answer.
+
+        Raises:
+            OpenAIError: the server refused or ended.
+        """
+        before = self._counters()
+        start = time.monotonic()
+        first = last = None
+        pieces: list[str] = []
+        usage: CompletionUsage | None = None
+        with self._stream(prompt, max_tokens, temperature, policy) as stream:
+            for chunk in stream:
+                usage = chunk.usage or usage
+                if not chunk.choices:
+                    continue
+                choice = chunk.choices[0]
+                text = (choice.delta.content if prompt.chat else choice.text) or ""
+                thought = (getattr(choice.delta, "reasoning_content", None) if prompt.chat else None) or ""
+                if not text and not thought:
+                    continue
+                last = time.monotonic()
+                first = first or last
+                if thought:
+                    write(thought, True)
+                if text:
+                    pieces.append(text)
+                    write(text, False)
+        tokens = usage.completion_tokens if usage else len(pieces)
+        ttft = tpot = None
+        if first is not None and last is not None:
+            ttft, tpot = first - start, (last - first) / (tokens - 1) if tokens > 1 else None
+        growth = self._growth(before, tokens > 1)
+        details = usage.prompt_tokens_details if usage else None
+        return Answer(
+            "".join(pieces),
+            usage.prompt_tokens if usage else 0,
+            details.cached_tokens if details else None,
+            tokens,
+            _mean(growth, TTFT) or ttft,
+            _mean(growth, TPOT) or tpot,
+            self._reads(growth),
+        )
+
+    def policy_of(self, spec: str | None, reads: Reads) -> str:
+        """The policy of a request that named `spec`, for people.
+
+        A server's `auto` is `fluxion` or `full`, and only `full` reads everything.
+        """
+        if spec is not None or self.policy != AUTO:
+            return spec or self.policy
+        if reads.share is None:
+            return AUTO
+        return f"{AUTO}: {'full' if reads.share >= 1 else 'fluxion'}"
+
+    def _stream(self, prompt: Prompt, max_tokens: int, temperature: float, policy: str | None) -> Any:
+        extra: dict[str, Any] = {}
+        if policy is not None:
+            extra["custom_params"] = {POLICY_PARAMETER: policy}
+        if prompt.keep_stop:
+            extra["no_stop_trim"] = True
+        options: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stop": list(prompt.stop) or None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "extra_body": extra,
+        }
+        client = self.server.openai()
+        if prompt.chat:
+            return client.chat.completions.create(messages=[{"role": "user", "content": prompt.text}], **options)
+        return client.completions.create(prompt=prompt.text, **options)
+
+    def _counters(self) -> dict[str, float]:
+        return self.server.metrics() if self.metrics else {}
+
+    def _growth(self, before: dict[str, float], decoded: bool) -> dict[str, float]:
+        """What one request added to /metrics. A server answers first and counts a moment later.
+
+        Args:
+            decoded: the request had decode steps.
+        """
+        if not self.metrics:
+            return {}
+        last = f"{TPOT if decoded else TTFT}_count"
+        deadline = time.monotonic() + _COUNTED_WITHIN_S
+        after = self._counters()
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            earlier, after = after, self._counters()
+            if after.get(last, 0.0) > before.get(last, 0.0) and after.get(_MIDDLE) == earlier.get(_MIDDLE):
+                break
+        return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+    def _reads(self, growth: dict[str, float]) -> Reads:
+        if not self.fluxion:
+            return Reads(None, "the server runs without --enable-fluxion")
+        if not self.metrics:
+            return Reads(None, "the server runs without --enable-metrics")
+        if growth.get(f"{TTFT}_count", 0.0) > 1:
+            return Reads(None, "the server had other requests at the same time")
+        if growth.get(_MIDDLE, 0.0) <= 0:
+            return Reads(None, "no decode step had a middle")
+        return Reads(growth.get(_READ, 0.0) / growth[_MIDDLE])
+
+
+def _mean(growth: dict[str, float], name: str) -> float | None:
+    """The value that one request added to a histogram; None if there was not exactly one."""
+    return growth.get(f"{name}_sum", 0.0) if growth.get(f"{name}_count") == 1 else None
+
+
+def _models(server: Server) -> list[dict[str, Any]]:
+    try:
+        cards: list[dict[str, Any]] = json.loads(server.get("/v1/models"))["data"]
+        return cards
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AskError(
+            f"No OpenAI-style server answers at {server.url} ({error}); start one there, or give --model MODEL instead "
+            "of --url, which starts one."
+        ) from None
+
+
+def _json(server: Server, path: str) -> dict[str, Any]:
+    """What a server says at a path; nothing if it has no such page."""
+    try:
+        values: dict[str, Any] = json.loads(server.get(path))
+        return values
+    except (OSError, ValueError):
+        return {}
+
+
+def _has_metrics(server: Server) -> bool:
+    try:
+        server.get("/metrics")
+    except OSError:
+        return False
+    return True
+
+
+def _has_chat_template(server: Server, model: str) -> bool:
+    """Asked by a chat of one token, because every OpenAI-style server refuses it where there is no template."""
+    try:
+        server.openai().chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
+        )
+    except BadRequestError:
+        return False
+    return True

@@ -1,0 +1,241 @@
+"""Questions about a long file, through the openai client, and what every answer cost.
+
+The first question pays the prefill of the file. All others find the file's KV in the radix tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from openai import APIConnectionError, APIError
+from rich.console import Console
+from rich.markup import escape
+
+from fluxion_sglang.commands.answers import Answer, Asked
+from fluxion_sglang.commands.document import QUESTION_ROOM, STDIN, AskError, Document, local_tokenizer
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.serving import Server, ServerError, free_port, launch_command, running_server
+
+_KEPT_ANSWERS = 8
+"""Answers and questions that the host pool has room for beside the file. The radix tree drops older ones."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code 0: every question was answered; 1: the server refused one; 2: there was nothing to ask."""
+    news = Console(stderr=True, highlight=False)
+    try:
+        _check(arguments)
+        document = Document.read(arguments.file)
+        with contextlib.ExitStack() as stack:
+            questions = stack.enter_context(_questions(arguments, news))
+            asked, document = stack.enter_context(_server(arguments, document, news))
+            return _session(arguments, asked, document, questions, news)
+    except (AskError, ServerError) as error:
+        news.print(f"{error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    except OSError as error:
+        news.print(f"The server cannot be reached: {error}.", style="red", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        news.print()
+        return 130
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.url is None and arguments.model is None:
+        raise AskError("Give --model MODEL to start a server for the file, or --url URL to use one that runs.")
+    if any(not question.strip() for question in arguments.questions):
+        raise AskError("A question is empty; leave it out to be asked for questions.")
+    if arguments.url is None and arguments.policy is not None:
+        from fluxion_sglang.policy import check_spec
+
+        try:
+            check_spec(arguments.policy)
+        except ValueError as error:
+            raise AskError(str(error)) from None
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace, document: Document, news: Console) -> Iterator[tuple[Asked, Document]]:
+    """The server that is there, or one that runs as long as the block, and the document with its tokens counted."""
+    if arguments.url is not None:
+        url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
+        asked = Asked.of(Server(url.rstrip("/").removesuffix("/v1")), arguments.model)
+        with contextlib.suppress(OSError, KeyError):  # a server that cannot count tokens
+            document = document.counted(asked.tokenize, asked.model)
+        if arguments.policy is not None and not asked.fluxion:
+            news.print(f"{asked.server.url} does not run Fluxion, so --policy has no effect.", style="yellow")
+        yield asked, _checked(document, asked, arguments.max_tokens)
+        return
+    tokenize, context = local_tokenizer(arguments.model)
+    document = document.counted(tokenize, arguments.model)
+    if context is not None:
+        # Said before minutes go into a server's start.
+        document.check_fits(context, arguments.max_tokens, arguments.model, _SHORTER)
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        with contextlib.redirect_stdout(sys.stderr):
+            command = server_command(arguments.model, port, document, arguments.max_tokens)
+            server = stack.enter_context(running_server(command, port, what=f"a server for {arguments.model}"))
+        asked = Asked.of(server)
+        yield asked, _checked(document, asked, arguments.max_tokens)
+
+
+_SHORTER = "cut the file, or take a model with a longer context"
+
+
+def _checked(document: Document, asked: Asked, max_tokens: int) -> Document:
+    if asked.context is not None:
+        document.check_fits(asked.context, max_tokens, asked.model, _SHORTER)
+    if asked.pool is not None:
+        document.check_fits(
+            asked.pool,
+            max_tokens,
+            "the server",
+            "start it with a larger host_tokens (--fluxion-config), or cut the file",
+        )
+    return document
+
+
+def server_command(model: str, port: int, document: Document, max_tokens: int) -> list[str]:
+    """The command line of a server that holds the file and some answers."""
+    tokens = (document.tokens or 0) + _KEPT_ANSWERS * (QUESTION_ROOM + max_tokens)
+    flags = ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
+    # SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
+    flags += ["--max-running-requests", "4", "--chunked-prefill-size", "4096"]
+    return launch_command(model, port, *flags, fluxion={"host_tokens": -(-tokens // PAGE) * PAGE})
+
+
+@contextlib.contextmanager
+def _questions(arguments: argparse.Namespace, news: Console) -> Iterator[Iterator[str]]:
+    """Those of the command line, or those that are typed or piped in."""
+    if arguments.questions:
+        yield _echoed(arguments.questions, news)
+    elif arguments.file != STDIN:
+        yield _typed(news) if sys.stdin.isatty() else _echoed(_lines(sys.stdin), news)
+    else:
+        # The standard input was the file.
+        with contextlib.ExitStack() as stack:
+            try:
+                terminal = stack.enter_context(open("/dev/tty"))
+            except OSError:
+                raise AskError(
+                    "The file is the standard input and there is no terminal to ask at; put the questions on the "
+                    "command line."
+                ) from None
+            yield _lines(terminal, news)
+
+
+def _echoed(questions: Sequence[str] | Iterator[str], news: Console) -> Iterator[str]:
+    for question in questions:
+        news.print(f"[bold]> {escape(question)}[/]", soft_wrap=True)
+        yield question
+
+
+def _lines(source: TextIO, prompt: Console | None = None) -> Iterator[str]:
+    while True:
+        if prompt is not None:
+            prompt.print("> ", end="")
+        line = source.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _typed(news: Console) -> Iterator[str]:
+    """Questions from the terminal until end of input; the line can be edited."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    news.print("Ask; Ctrl-D ends.", style="dim")
+    while True:
+        try:
+            # Where the standard output is a file, the prompt must not go there.
+            if sys.stdout.isatty():
+                line = input("> ")
+            else:
+                news.print("> ", end="")
+                line = input()
+        except EOFError:
+            news.print()
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _session(
+    arguments: argparse.Namespace, asked: Asked, document: Document, questions: Iterator[str], news: Console
+) -> int:
+    size = "" if document.tokens is None else f": {document.tokens:,} tokens"
+    news.print(f"{document.name}{size}; {asked.model} at {asked.server.url}", style="dim", markup=False, soft_wrap=True)
+    code = 0
+    for question in questions:
+        try:
+            answer = _answer(arguments, asked, document, question, news)
+        except APIConnectionError:
+            raise
+        except APIError as error:
+            code = 1
+            news.print(_sentence(error), style="red", markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            # The server drops the request when its client is gone. On the command line Ctrl-C ends everything.
+            if arguments.questions:
+                raise
+            news.print("\nStopped.", style="dim")
+        else:
+            news.print(cost(answer, asked, arguments.policy), style="dim", markup=False, soft_wrap=True)
+            news.print()
+    return code
+
+
+def _answer(arguments: argparse.Namespace, asked: Asked, document: Document, question: str, news: Console) -> Answer:
+    prompt = document.prompt(question, asked.chat, arguments.stop)
+    waiting = news.status("Reading", spinner="dots") if news.is_terminal else None
+    begun = False
+
+    def write(text: str, thought: bool) -> None:
+        nonlocal begun
+        if waiting is not None:
+            waiting.stop()
+        if not begun and not thought:
+            text, begun = text.lstrip(), bool(text.strip())
+        if thought:
+            news.print(text, end="", style="dim", markup=False, soft_wrap=True)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    with waiting or contextlib.nullcontext():
+        answer = asked.ask(prompt, arguments.max_tokens, arguments.temperature, arguments.policy, write)
+    if not answer.text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return answer
+
+
+def cost(answer: Answer, asked: Asked, policy: str | None) -> str:
+    """The line under an answer."""
+    parts = [f"{answer.prompt_tokens:,} prompt tokens"]
+    if answer.cached is not None:
+        parts[0] += f", {answer.cached:,} cached ({answer.cached / max(answer.prompt_tokens, 1):.1%})"
+    if answer.ttft is not None:
+        parts.append(f"first token {answer.ttft:.2f} s")
+    if answer.tpot is not None:
+        parts.append(f"{answer.tpot * 1e3:.1f} ms a token")
+    if answer.reads.share is None:
+        parts.append(f"reads unknown: {answer.reads.why}")
+    else:
+        named = asked.policy_of(policy, answer.reads)
+        parts.append(f"read {answer.reads.share:.1%} of the middle (policy {named})")
+    return " · ".join(parts)
+
+
+def _sentence(error: APIError) -> str:
+    """What the server said, without the client's wrapping."""
+    body = error.body
+    said = body.get("message") if isinstance(body, dict) else None
+    return str(said or error.message)

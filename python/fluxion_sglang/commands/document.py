@@ -1,0 +1,161 @@
+"""The file that `fluxion ask` is asked about: its text, its tokens, and how file and question make one prompt.
+
+Every prompt begins with the file and ends with the question. So all questions share the file as their prefix, and the
+radix tree finds its KV for every question but the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fluxion_sglang.needle import END, to_text
+
+Tokenize = Callable[[str], list[int]]
+"""The tokens of a text, without those that a tokenizer adds at its ends."""
+
+STDIN = "-"
+QUESTION_ROOM = 256
+"""Tokens that are kept for the question and the chat template."""
+
+_FRAME = "\n\nQuestion: {question}\nAnswer:"
+_MOSTLY = 0.5
+"""A file of which more than this share is unknown to the model is not in its language."""
+
+
+class AskError(Exception):
+    """The file cannot be asked about; one sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What is sent: the user's message of a chat, or a text to complete.
+
+    Attributes:
+        stop: texts that end the answer.
+        keep_stop: whether the answer includes what stopped it.
+    """
+
+    text: str
+    chat: bool
+    stop: tuple[str, ...] = ()
+    keep_stop: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text and its size.
+
+    Attributes:
+        name: the file as the user named it.
+        tokens: None where nobody can tell.
+        own_language: the model has a small vocabulary of its own, as the bundled needle model; it knows no English.
+    """
+
+    name: str
+    text: str
+    tokens: int | None = None
+    own_language: bool = False
+
+    @staticmethod
+    def read(name: str) -> Document:
+        """Raises AskError."""
+        shown = "The standard input" if name == STDIN else name
+        try:
+            data = sys.stdin.buffer.read() if name == STDIN else Path(name).expanduser().read_bytes()
+        except OSError as error:
+            raise AskError(f"{name} cannot be read: {error.strerror or error}.") from None
+        if data.startswith(b"%PDF"):
+            raise AskError(f"{shown} is a PDF; make it a text first: pdftotext {name}.")
+        if b"\0" in data:
+            raise AskError(f"{shown} is a binary file; give a text in UTF-8.")
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise AskError(
+                f"{shown} is not text in UTF-8 (byte {error.start:,}); convert it: iconv -f LATIN1 -t UTF-8 {name}."
+            ) from None
+        if not text.strip():
+            raise AskError(f"{shown} is empty; there is nothing to ask about.")
+        return Document(shown if name == STDIN else name, text.rstrip())
+
+    def counted(self, tokenize: Tokenize, model: str) -> Document:
+        """The same with its tokens counted. Raises AskError if the model knows hardly a word of it."""
+        tokens = tokenize(self.text)
+        # A vocabulary that maps these words to one and the same token does not know them.
+        frame = set(tokenize("Question Answer document"))
+        own_language = len(frame) <= 1
+        if own_language and tokens and sum(token in frame for token in tokens) > _MOSTLY * len(tokens):
+            raise AskError(
+                f"{model} does not know the words of {self.name}; it has a language of its own "
+                "(the bundled model: models/needle/README.md). Take a model that was trained on text."
+            )
+        return dataclasses.replace(self, tokens=len(tokens), own_language=own_language)
+
+    def prompt(self, question: str, chat: bool, stop: Sequence[str] | None = None) -> Prompt:
+        """File first, question last.
+
+        Args:
+            chat: the model has a chat template.
+            stop: texts that end the answer; None takes what the form of the prompt asks for.
+        """
+        if chat:
+            return Prompt(f"{self.text}\n\n{question}", True, tuple(stop or ()))
+        if self.own_language:
+            # The bundled model never learned to stop: the end of a phrase is the end of its answer.
+            return Prompt(f"{self.text} {question}", False, tuple([to_text([END])] if stop is None else stop), True)
+        framed = self.text + _FRAME.format(question=question)
+        # A base model goes on with questions of its own.
+        return Prompt(framed, False, tuple(["\n\nQuestion:"] if stop is None else stop))
+
+    def check_fits(self, limit: int, max_tokens: int, what: str, instead: str) -> None:
+        """Raises AskError if file, question and answer are more than `limit` tokens.
+
+        Args:
+            what: who has the limit, as the subject of "takes LIMIT tokens".
+            instead: what else can be done, as the end of a sentence.
+        """
+        room = limit - max_tokens - QUESTION_ROOM
+        if self.tokens is None or self.tokens <= room:
+            return
+        fit = f"{room:,} tokens of the file fit" if room > 0 else "nothing of the file fits"
+        raise AskError(
+            f"{self.name} has {self.tokens:,} tokens, and {what} takes {limit:,}: {fit} beside {max_tokens:,} for the "
+            f"answer (--max-tokens) and {QUESTION_ROOM} for the question; {instead}."
+        )
+
+
+def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
+    """The model's tokenizer, and the most tokens that the model takes if its configuration says so plainly.
+
+    Raises:
+        AskError: there is no such model, or its tokenizer needs code of its own.
+    """
+    if _is_path(model) and not (Path(model).expanduser() / "config.json").is_file():
+        raise AskError(f"There is no model in {model}; give a folder with a config.json, or a model's name.")
+    from transformers import AutoConfig, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        config: Any = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise AskError(
+            f"The tokenizer of {model} cannot be loaded ({first}); start the server yourself and use --url."
+        ) from None
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    # Scaled positions reach further than the number says. The server knows how far.
+    plain = not isinstance(rope, dict) or not rope.get("factor")
+    return (
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False)),
+        int(positions) if positions and plain else None,
+    )
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or Path(model).is_dir() or model.count("/") > 1

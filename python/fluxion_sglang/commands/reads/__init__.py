@@ -1,0 +1,62 @@
+"""What `fluxion explain` and `fluxion plot` show: their common options, and the picture that these ask for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fluxion_sglang.commands.reads.picture import Picture
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what to look at, and for how long."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--url", default="http://127.0.0.1:30000", help="of a running server (default: %(default)s)")
+    source.add_argument("--audit", type=Path, metavar="FILE", help="a file that the server's option audit named")
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=10.0,
+        help="how long to watch the server (default: %(default)g); control-C ends it earlier",
+    )
+    parser.add_argument("--once", action="store_true", help="show the server's totals since its start instead")
+    parser.add_argument("--policy", metavar="SPEC", help="of an audit: only requests with this policy")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, as in 10")
+    return value
+
+
+def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None] = lambda *_: None) -> Picture:
+    """The picture that the arguments ask for.
+
+    Args:
+        show: gets every picture of a server that is watched, and how many seconds are left.
+
+    Raises:
+        ReadsError: there is none.
+    """
+    # Only here: the other commands need none of it.
+    from fluxion_sglang.commands.reads.audit import of_audit
+    from fluxion_sglang.commands.reads.picture import ReadsError
+    from fluxion_sglang.commands.reads.server import Reading, of_readings, read_server, watch
+    from fluxion_sglang.serving import Server
+
+    if arguments.audit is not None:
+        return of_audit(arguments.audit, arguments.policy)
+    if arguments.policy is not None:
+        raise ReadsError("--policy needs --audit: a server's counters are of all its requests together.")
+    server = Server(arguments.url)
+    if arguments.once:
+        return of_readings([Reading.nothing(), read_server(server)], server.url, "since its start")
+    return watch(server, arguments.seconds, show)

@@ -1,0 +1,127 @@
+"""What there is to show of a server or an audit: who read how much of the middle, when, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fluxion_sglang.executor.parts import Part
+
+MODEL_PARTS = ("model", "between")
+"""Parts of a decode step that are not attention."""
+PART_TEXTS = {
+    "resident": "attention to sinks and window",
+    "plan": "the policy",
+    "tasks": "attention to the middle",
+    "model": "the model outside attention",
+    "between": "end of the model, sampling, scheduler",
+}
+RESIDENT_IN_TASKS = "attention"
+"""What `tasks` is where no policy sees the residents first: they are attended to beside the queue."""
+
+
+class ReadsError(Exception):
+    """There is nothing to show; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """How reading went on: T points in time (of a server) or decode steps (of an audit).
+
+    Attributes:
+        read, middle: [T, layers] bytes that were read, and that could have been.
+        tokens_per_s: [T]; empty for an audit.
+    """
+
+    read: np.ndarray
+    middle: np.ndarray
+    tokens_per_s: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def binned(self, points: int) -> Timeline:
+        """At most `points` points; neighbours are one."""
+        if len(self) <= points:
+            return self
+        starts = np.linspace(0, len(self), points, endpoint=False).astype(int)
+        counts = np.diff([*starts, len(self)])
+        tokens = np.add.reduceat(self.tokens_per_s, starts) / counts if len(self.tokens_per_s) else self.tokens_per_s
+        return Timeline(np.add.reduceat(self.read, starts), np.add.reduceat(self.middle, starts), tokens)
+
+    def shares(self) -> np.ndarray:
+        """[T, layers]; nan where there was no middle."""
+        return ratio(self.read, self.middle)
+
+    def total(self) -> np.ndarray:
+        """[T]: the share of all layers together."""
+        return ratio(self.read.sum(1), self.middle.sum(1))
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """What the requests of one policy read and lost in an audit; shares are of the middle's bytes.
+
+    Attributes:
+        records: one a layer, request and step. p99: of the errors of single heads.
+    """
+
+    policy: str
+    records: int
+    share: float
+    metadata: float
+    error: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What there is to show.
+
+    Attributes:
+        source: the server's URL or the file's name, and what of it.
+        steps, tokens: decode steps, and tokens that they decoded.
+        layers, columns: numbers of layers, and of groups (a server) or query heads (an audit).
+        share: [layers, groups] read of the middle, without metadata; of an audit [layers, 1].
+        metadata: bytes of block metadata read, as a share of the middle's.
+        parts: seconds of a decode step, by part; empty where nobody timed it.
+        blocks: share of the groups by the block size of their plan.
+        errors: [layers, query heads], mean; an audit's alone.
+        policies: an audit's alone.
+    """
+
+    source: str
+    steps: int
+    tokens: int
+    layers: list[int]
+    columns: list[int]
+    share: np.ndarray
+    layer_share: np.ndarray
+    mean_share: float
+    metadata: float
+    timeline: Timeline
+    parts: Mapping[str, float] = field(default_factory=dict)
+    blocks: Mapping[str, float] = field(default_factory=dict)
+    errors: np.ndarray | None = None
+    policies: tuple[PolicyRow, ...] = ()
+
+    @property
+    def audited(self) -> bool:
+        return self.errors is not None
+
+    @property
+    def part_names(self) -> dict[str, str]:
+        """What each part of the step is, in the order of time."""
+        names = {part.name.lower(): PART_TEXTS[part.name.lower()] for part in Part}
+        if not self.parts.get("resident"):
+            names["tasks"] = RESIDENT_IN_TASKS
+            del names["resident"]
+        return names
+
+
+def ratio(part: Any, whole: Any) -> np.ndarray:
+    part, whole = np.broadcast_arrays(np.asarray(part, float), np.asarray(whole, float))
+    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)

@@ -1,0 +1,109 @@
+"""What to run, from what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from fluxion_sglang.commands.trial.results import FULL, OFF, Advice, Results
+from fluxion_sglang.serving import launch_command, shell
+
+MARGIN: Final = 0.10
+RULE: Final = (
+    "The recommendation is full, unless a sparse policy found at least as many needles at every length and took at "
+    f"least {MARGIN:.0%} less time per token than full, at the longest length in the largest batch."
+)
+USUAL_PORT: Final = 30000
+
+
+def measures_nothing(results: Results, length: int) -> bool:
+    """Whether `full` itself finds less than half of the needles of a length."""
+    full = results.right(length, FULL)
+    return full is None or full.right * 2 < full.asked
+
+
+def advise(results: Results, flags: Sequence[str], config: Mapping[str, Any]) -> Advice:
+    """Args:
+    flags: what both servers were started with, and a user would, too.
+    config: options of `--fluxion-config` that the user gave.
+    """
+    best, faster = FULL, 0.0
+    for policy in results.policies():
+        gain = _gain(results, policy)
+        if policy != FULL and gain >= max(MARGIN, faster) and _answers_as_well(results, policy):
+            best, faster = policy, gain
+    # The flag alone means fluxion where a predictor lies in the model's folder. Every other policy is named.
+    named = {} if best == "fluxion" and "predictor" not in config and results.model.predictor else {"policy": best}
+    command = launch_command(results.model.name, USUAL_PORT, *flags, fluxion={**config, **named})
+    return Advice(best, shell(command), _reason(results, best, faster), _notes(results, best))
+
+
+def _answers_as_well(results: Results, policy: str) -> bool:
+    pairs = [(results.right(n, policy), results.right(n, FULL)) for n in {row.length for row in results.answers}]
+    told = any(not measures_nothing(results, row.length) for row in results.answers)
+    return told and all(mine is not None and full is not None and mine.right >= full.right for mine, full in pairs)
+
+
+def _largest(results: Results) -> tuple[int, int] | None:
+    """The longest length with a time of `full`, and its largest batch."""
+    return max(((row.length, row.batch) for row in results.decode if row.policy == FULL), default=None)
+
+
+def _gain(results: Results, policy: str) -> float:
+    """Share of the time per token of `full` that a policy saves."""
+    place = _largest(results)
+    full, mine = (results.ms(*place, name) if place else None for name in (FULL, policy))
+    return 1 - mine / full if full and mine else 0.0
+
+
+def _reason(results: Results, best: str, gain: float) -> str:
+    place = _largest(results)
+    if place is None:
+        return "Nothing was measured, so the exact policy is the one to begin with."
+    length, batch = place
+    where = f"at {length:,} tokens and batch {batch}"
+    if best != FULL:
+        counts = [results.right(n, p) for p in (best, FULL) for n in results.lengths()]
+        mine, full = (sum(row.right for row in counts if row and row.policy == p) for p in (best, FULL))
+        return f"{best} found {mine} needles where full found {full}, and took {gain:.0%} less time per token {where}."
+    sparse = [policy for policy in results.policies() if policy != FULL]
+    if not sparse:
+        return "No sparse policy was tried."
+    if all(measures_nothing(results, row.length) for row in results.answers):
+        return "The needles say nothing about this model, so nothing shows that a sparse policy keeps its answers."
+    lost = [policy for policy in sparse if not _answers_as_well(results, policy)]
+    slow = [policy for policy in sparse if policy not in lost]
+    said = []
+    if lost:
+        said.append(f"{' and '.join(lost)} found fewer needles than full")
+    if slow:
+        saved = ", ".join(f"{max(_gain(results, policy), 0):.0%}" for policy in slow)
+        said.append(f"{' and '.join(slow)} saved {saved} of the time per token {where}")
+    return f"{'; '.join(said)}."
+
+
+def _notes(results: Results, best: str) -> list[str]:
+    notes = []
+    place = _largest(results)
+    if place is not None:
+        off, full = results.ms(*place, OFF), results.ms(*place, FULL)
+        if off and full and off < full:
+            notes.append(
+                f"Without the flag a token takes {off:.1f} ms at {place[0]:,} tokens and batch {place[1]}, less than "
+                f"the {full:.1f} ms of full. The flag pays where the KV of your contexts does not fit the device."
+            )
+    if best != FULL:
+        asked = sum(row.asked for row in results.answers if row.policy == best)
+        notes.append(
+            f"{asked} needles show large losses only. Measure more before you rely on {best}: fluxion bench quality "
+            f"--suite ruler --policies full,{best} --model {results.model.folder or 'FOLDER'}"
+        )
+    if best != "fluxion" and "fluxion" in (results.plan.refused if results.plan else {}):
+        folder = results.model.folder or results.model.name
+        notes.append(
+            "This model has no predictor. One learns what each head needs to read: fluxion train --model "
+            f"{results.model.name} --data data.jsonl --out {folder}/fluxion"
+        )
+    if best == FULL and len(results.policies()) > 1:
+        notes.append("Longer prompts and larger batches read more of the middle, and there a sparse policy saves more.")
+    return notes

@@ -1,0 +1,105 @@
+"""The command: its arguments, the files that it writes, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from fluxion_quality import record
+from fluxion_quality.model import BUNDLED
+from fluxion_sglang.commands.trial import model, page, plan, terminal
+from fluxion_sglang.commands.trial.course import Course, Request, flags_and_config
+from fluxion_sglang.commands.trial.quiz import open_quiz
+from fluxion_sglang.commands.trial.results import Results, TrialError
+
+
+def main(arguments: argparse.Namespace, starts: Callable[[Course], None] = Course.run) -> int:
+    """Run a trial; returns the exit code: 0 with a whole report, 1 where the model is refused or the trial ended
+    early, 2 for bad input.
+    """
+    console = Console(highlight=False)
+    try:
+        clock = plan.Clock(arguments.minutes)
+        request = _request(arguments)
+        quiz = open_quiz(request.model, "--trust-remote-code" in request.flags)
+        out = arguments.out or Path(f"fluxion_try_{_file_name(request.model.name)}.html")
+        for file in filter(None, (out, arguments.json)):
+            _check_writable(file)
+        results = Results(record.header("try"), _command(arguments, request.model.name), request.model)
+        course = Course(request, quiz, results, lambda found: _save(found, out, arguments.json), clock)
+        console.print(f"{request.model.name}: about {arguments.minutes:g} minutes. {out} grows part by part.")
+        try:
+            starts(course)
+        except KeyboardInterrupt:
+            terminal.show(results, console)
+            return 130
+    except TrialError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    terminal.show(results, console)
+    files = " and ".join(str(file) for file in (out, arguments.json) if file)
+    console.print(f"\nWritten to {files} in {results.seconds / 60:.1f} minutes.", soft_wrap=True)
+    return 1 if results.refusal or results.stopped else 0
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    name = arguments.model
+    if name is None:
+        if not (BUNDLED / "config.json").is_file():
+            raise TrialError("There is no bundled model here; name one: fluxion try MODEL.")
+        name = str(BUNDLED)
+    if not arguments.minutes > 0:
+        raise TrialError(f"--minutes is {arguments.minutes:g}; give a number above 0.")
+    try:
+        words = shlex.split(arguments.server_args)
+    except ValueError as error:
+        raise TrialError(f"--server-args cannot be divided into words ({error}); close its quotes.") from None
+    flags, config = flags_and_config(words)
+    return Request(
+        model=model.read(name, "--trust-remote-code" in flags),
+        lengths=plan.parse_lengths(arguments.lengths),
+        policies=[spec for spec in (part.strip() for part in arguments.policies.split(",")) if spec],
+        minutes=arguments.minutes,
+        dtype=arguments.dtype,
+        exact=arguments.exact,
+        flags=flags,
+        config=config,
+        port=arguments.port,
+    )
+
+
+def _save(results: Results, out: Path, numbers: Path | None) -> None:
+    """Whole files or none, so that an interruption leaves the last whole ones."""
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(page.render(results))
+    partial.replace(out)
+    if numbers is not None:
+        record.save(numbers, results.as_dict())
+
+
+def _check_writable(file: Path) -> None:
+    """Before ten minutes are spent."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        what = "is a folder" if file.is_dir() else "is in no folder that exists"
+        raise TrialError(f"The report cannot be written to {file}, which {what}; give the path of a file.")
+
+
+def _command(arguments: argparse.Namespace, name: str) -> str:
+    words = ["fluxion", "try", name]
+    for option in ("lengths", "policies", "server_args"):
+        if value := getattr(arguments, option):
+            words += [f"--{option.replace('_', '-')}", value]
+    words += ["--minutes", f"{arguments.minutes:g}"] if arguments.minutes != 10 else []
+    words += ["--dtype", arguments.dtype] if arguments.dtype != "auto" else []
+    words += ["--exact"] if arguments.exact else []
+    return shlex.join(words)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name) or "model"

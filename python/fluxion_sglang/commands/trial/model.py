@@ -1,0 +1,122 @@
+"""What a model is, from its files alone; nothing is downloaded but the configuration of one named on the Hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from fluxion_sglang.commands.trial.results import Fit, ModelFacts, TrialError
+
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
+_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def read(name: str, trust: bool = False) -> ModelFacts:
+    """Read a model's configuration.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        trust: whether code that the model brings may run (`--trust-remote-code`).
+
+    Raises:
+        TrialError: there is no language model.
+    """
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise TrialError(
+            f"{name} holds no config.json, so it is no model that SGLang can read; give the folder that has "
+            "config.json, the weights and the tokenizer."
+        )
+    if not folder.is_dir() and (folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise TrialError(f"There is no folder {name}; give the folder of a model, or a name on the Hub (OWNER/MODEL).")
+    config = _config(str(folder) if folder.is_dir() else name, name, trust)
+    found = folder if folder.is_dir() else _cached(name)
+    whole, config = config, config.get_text_config()
+    try:
+        heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+        return ModelFacts(
+            name=name,
+            folder=None if found is None else str(found),
+            architecture=str((whole.architectures or ["unknown"])[0]),
+            dtype=str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."),
+            layers=layers,
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=_head_dim(config, heads),
+            positions=int(getattr(config, "max_position_embeddings", None) or config.n_positions),
+            vocabulary=int(config.vocab_size),
+            weights_bytes=None if found is None else _weights(found),
+            predictor=found is not None and (found / "fluxion" / "predictor.json").is_file(),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TrialError(
+            f"The configuration of {name} does not describe a language model ({error}); give a model that generates "
+            "text."
+        ) from None
+
+
+def fit(facts: ModelFacts, dtype: str, on_cpu: bool) -> Fit | None:
+    """How many tokens this machine holds; None where the model does not store a key for each KV head.
+
+    Args:
+        dtype: bfloat16 or float32, as served.
+        on_cpu: whether the weights take host memory, too.
+    """
+    if facts.head_dim is None:
+        return None
+    import torch
+
+    from fluxion_sglang import native
+    from fluxion_sglang.config import ConfigError, FluxionConfig
+    from fluxion_sglang.kv.host_pool import EXPLICIT_FRACTION, KVShape, plan_tokens
+
+    available = int(native.topology()["available_bytes"])
+    if on_cpu and facts.weights_bytes is not None:
+        # Files in half the bytes are served in float32 at twice their size.
+        available -= facts.weights_bytes * _BYTES[dtype] // _BYTES.get(facts.dtype, _BYTES[dtype])
+    shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, getattr(torch, dtype))
+    kv_bytes = 2 * facts.layers * facts.kv_heads * facts.head_dim * _BYTES[dtype]
+    page = shape.pool_bytes(1 << 16) // (1 << 16)
+    try:
+        tokens = plan_tokens(FluxionConfig(), shape, max(available, 0))
+    except ConfigError as error:
+        return Fit(max(available, 0), kv_bytes, page, 0, 0, 0, str(error))
+    most = int(available * EXPLICIT_FRACTION) // page // 16 * 16
+    return Fit(available, kv_bytes, page, tokens, max(most, tokens), min(tokens, facts.positions))
+
+
+def _config(path: str, name: str, trust: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except Exception as error:  # whatever transformers makes of a file that is not what it expects
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TrialError(
+            f"The configuration of {name} cannot be read: {reason.rstrip('.')}; give the folder of a model, or a name "
+            "on the Hub that this machine can reach or has cached."
+        ) from None
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of a model of the Hub, if it was downloaded before."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # whatever it is that is not there
+        return None
+
+
+def _head_dim(config: Any, heads: int) -> int | None:
+    if getattr(config, "kv_lora_rank", None):
+        return None
+    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _weights(folder: Path) -> int | None:
+    for kind in _WEIGHTS:
+        if files := list(folder.glob(kind)):
+            return sum(file.stat().st_size for file in files)
+    return None

@@ -1,0 +1,124 @@
+"""What fits into the time: lengths, documents and steps, from the measured time of a prefill and of a decode step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fluxion_sglang.commands.trial.results import Effort, TrialError
+
+SHORTEST: Final = 1024
+"""Shorter prompts are sinks and window for the most part, so there is no middle to speak of."""
+
+SPARE: Final = 64
+"""Positions of the model that a length leaves free, for the steps of a timed run. SGLang never uses the last two."""
+
+# With how much a trial begins, and how long its longest prompts must get before it does with less.
+_EFFORTS: Final = (
+    (Effort(documents=4, questions=5, steps=24, rounds=2), 8192),
+    (Effort(documents=4, questions=3, steps=16, rounds=1), 2048),
+    (Effort(documents=2, questions=3, steps=12, rounds=1), 1024),
+    (Effort(documents=1, questions=4, steps=8, rounds=1), 1024),
+)
+_SUFFIX = 64  # tokens of a question that no cache has, page by page
+_ANSWER = 12
+_OFF = 4.0  # a decode step without the flag takes about so many of those with it, at a guess
+_LOADED = 1.3  # a step or a prefill of a long prompt takes longer than the probe says
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a prefill of n tokens, linear * n + square * n^2, and of a decode step."""
+
+    linear: float
+    square: float
+    step: float
+
+    def prefill(self, tokens: int) -> float:
+        return self.linear * tokens + self.square * tokens * tokens
+
+
+class Clock:
+    """Time since the start of a trial."""
+
+    def __init__(self, minutes: float) -> None:
+        self.limit = minutes * 60
+        self._start = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.elapsed
+
+
+def pace(probes: Sequence[tuple[int, float]], step: float) -> Pace:
+    """The curve through one or two (tokens, seconds of their prefill); both terms are at least 0."""
+    (n, t), *rest = probes
+    if not rest:
+        # One point says nothing of the square: half of it each at 8 times the length.
+        return Pace(t / n, t / n / (8 * n), step)
+    ((m, u),) = rest
+    square = max((u / m - t / n) / (m - n), 0.0)
+    return Pace(max(u / m - square * m, 0.0), square, step)
+
+
+def cost(pace: Pace, lengths: Sequence[int], effort: Effort, policies: int) -> float:
+    """Seconds that measuring takes, with the flag and without."""
+    prefills = sum(2 * effort.documents * pace.prefill(length) for length in lengths)
+    timed = effort.rounds * effort.steps * len(effort.batches)
+    answers = policies * effort.questions
+    steps = len(lengths) * (timed * (policies + _OFF) + answers * _ANSWER)
+    suffixes = len(lengths) * (answers * effort.documents + 2 * effort.documents) * pace.prefill(_SUFFIX)
+    return _LOADED * (prefills + steps * pace.step + suffixes)
+
+
+def choose(
+    pace: Pace, seconds: float, longest: Callable[[int], int], policies: int, asked: Sequence[int] = ()
+) -> tuple[list[int], Effort]:
+    """Lengths and effort that take about `seconds`; the least there is, where nothing fits.
+
+    Args:
+        longest: what model and host pool allow, by the number of documents.
+        asked: lengths that the user wants; then only the effort is chosen.
+    """
+    for effort, wanted in _EFFORTS:
+        top = longest(effort.documents)
+        if asked:
+            if top >= max(asked) and cost(pace, asked, effort, policies) <= seconds:
+                return list(asked), effort
+            continue
+        if top < SHORTEST:
+            continue
+        for last in reversed([SHORTEST << i for i in range(32) if SHORTEST << i < top] + [top]):
+            lengths = spread(last)
+            if last >= min(wanted, top) and cost(pace, lengths, effort, policies) <= seconds:
+                return lengths, effort
+    return list(asked) or [SHORTEST], _EFFORTS[-1][0]
+
+
+def spread(longest: int) -> list[int]:
+    """A length, a quarter and a sixteenth of it."""
+    rounded = 1 << (longest - 1).bit_length()
+    return sorted({longest, *(part for part in (rounded // 4, rounded // 16) if SHORTEST <= part < longest)})
+
+
+def parse_lengths(text: str) -> list[int]:
+    """2k,8192 as numbers; [] of "". Raises TrialError."""
+    lengths = set()
+    for word in filter(None, (part.strip().lower() for part in text.split(","))):
+        digits, factor = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+        if not digits.isdecimal() or int(digits) * factor < SHORTEST:
+            raise TrialError(
+                f"--lengths has {word!r}; give numbers of tokens from {SHORTEST} up, such as 2k,8k (k is 1,024)."
+            )
+        lengths.add(int(digits) * factor)
+    return sorted(lengths)
+
+
+def most_documents() -> int:
+    return max(effort.documents for effort, _ in _EFFORTS)

@@ -1,0 +1,167 @@
+"""Documents with needles, and questions about them, in a model's own tokens.
+
+A needle says the value of a key. Every needle lies in the middle: neither sinks nor window hold an answer, so what is
+right was read from the host pool. The questions about one document share it as a prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from fluxion_quality.base import Codec
+from fluxion_quality.ruler_fit import fit
+from fluxion_sglang import needle
+from fluxion_sglang.commands.trial import filler
+from fluxion_sglang.commands.trial.results import ModelFacts, TrialError
+
+KEYS: Final = 8
+"""Needles of a document, where it has the room."""
+
+# The first and the last tokens of a prompt that hold no needle: more than sinks, and more than window and answer.
+_LEAD, _TAIL = 80, 300
+_SPARE: Final = 8
+"""Questions about one document differ by a few tokens; the longest must fit, too."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and the answer as text."""
+
+    prompt: tuple[int, ...]
+    answer: str
+
+
+Document = list[Question]
+"""Questions about one document, each a whole prompt."""
+
+
+class Quiz(ABC):
+    """Writes documents for one model.
+
+    Attributes:
+        what: one sentence for the report.
+        max_new: tokens that an answer may take.
+    """
+
+    what: str
+    max_new: int
+
+    @abstractmethod
+    def document(self, length: int, questions: int, seed: int) -> Document:
+        """A document, as long as `length` with its answer.
+
+        Args:
+            questions: how many; fewer where the length has no room for so many needles.
+
+        Raises:
+            ValueError: one sentence: not even one needle fits.
+        """
+
+    @abstractmethod
+    def right(self, question: Question, output: Sequence[int]) -> bool:
+        """Whether the output tokens begin with the answer."""
+
+
+class SymbolicQuiz(Quiz):
+    """For the bundled model, whose language has phrases for keys and values."""
+
+    what = "A document hides 8 keys with a value each, in the language of the bundled model; a question asks for one."
+    max_new = 8
+
+    def document(self, length: int, questions: int, seed: int) -> Document:
+        prompt = needle.needle_prompt(length - self.max_new, KEYS, seed)
+        return [Question(tuple(prompt.token_ids(i)), prompt.questions[i].answer) for i in range(min(questions, KEYS))]
+
+    def right(self, question: Question, output: Sequence[int]) -> bool:
+        return needle.score(question.answer, needle.to_text(output))
+
+
+class TextQuiz(Quiz):
+    """For models that read English: with the chat template where there is one, else as text to be continued."""
+
+    max_new = 12
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        sample = " ".join(filler.sentences(np.random.default_rng(0), 64))
+        self._sentence = max(len(codec.encode(sample)) / 64, 1.0)
+        self.what = (
+            "A text of made-up sentences hides up to 8 keys with a number each; a question asks for one number, and "
+            'the answer begins with "The magic number for KEY is".'
+        )
+
+    def document(self, length: int, questions: int, seed: int) -> Document:
+        rng = np.random.default_rng(seed)
+        lead, tail = (int(size / self._sentence) + 1 for size in (_LEAD, _TAIL))
+        lines = filler.sentences(rng, lead + tail + int(length / self._sentence) + 8)
+        keys = filler.keys(rng, KEYS)
+        values = [str(value) for value in 10_000 + rng.choice(90_000, KEYS, replace=False)]
+        depths = np.sort(rng.random(KEYS)).tolist()
+        for count in range(KEYS, 0, -1):
+            facts = [_fact(*pair) for pair in zip(keys[:count], values[:count], strict=True)]
+
+            def prompt(size: int, asked: str = keys[0], facts: list[str] = facts, count: int = count) -> list[int]:
+                places = [lead + int(depth * (size - lead - tail)) for depth in depths[:count]]
+                return self._codec.chat(*_text(lines[:size], places, facts, asked))
+
+            limit = length - self.max_new - _SPARE
+            try:
+                size, _ = fit(prompt, lead + tail, len(lines), limit - int(self._sentence) - 1, limit)
+            except ValueError:
+                continue
+            asked = zip(keys[: min(questions, count)], values, strict=False)
+            return [Question(tuple(prompt(size, key)), value) for key, value in asked]
+        raise ValueError(f"{length} tokens of this model hold no needle between sinks and window; give longer lengths.")
+
+    def right(self, question: Question, output: Sequence[int]) -> bool:
+        said = re.search(r"\d[\d,]*", self._codec.decode(output))
+        return said is not None and said[0].replace(",", "") == question.answer
+
+
+def open_quiz(facts: ModelFacts, trust: bool = False) -> Quiz:
+    """The quiz in a model's own tokens.
+
+    Raises:
+        TrialError: its tokenizer cannot be read.
+    """
+    from fluxion_quality.codec import SymbolicCodec, TokenizerCodec, codec_of
+    from fluxion_quality.model import Model
+
+    codec: Codec
+    try:
+        if facts.folder is not None and not trust:
+            codec = codec_of(Model(Path(facts.folder), facts.name, facts.vocabulary, facts.positions))
+        else:
+            from transformers import AutoTokenizer
+
+            codec = TokenizerCodec(AutoTokenizer.from_pretrained(facts.folder or facts.name, trust_remote_code=trust))
+    except Exception as error:  # whatever transformers makes of files that are not what it expects
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TrialError(f"{reason.rstrip('.')}; a trial needs the model's tokenizer for its prompts.") from None
+    return SymbolicQuiz() if isinstance(codec, SymbolicCodec) else TextQuiz(codec)
+
+
+def _fact(key: str, value: str) -> str:
+    return f"The magic number for {key} is {value}."
+
+
+def _text(lines: list[str], places: list[int], facts: list[str], asked: str) -> tuple[str, str]:
+    """What the user says, and how the answer begins."""
+    body: list[str] = []
+    done = 0
+    for place, fact in zip(places, facts, strict=True):
+        body += [*lines[done:place], fact]
+        done = place
+    body += lines[done:]
+    return (
+        "A text follows. It hides magic numbers. Remember them, because a question asks for one of them.\n\n"
+        f"{' '.join(body)}\n\nWhat is the magic number for {asked}?",
+        f" The magic number for {asked} is",
+    )

@@ -1,0 +1,239 @@
+"""What a trial finds, as plain values that JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+FULL: Final = "full"
+OFF: Final = "off"
+"""SGLang without the flag, where a row names a policy."""
+
+
+class TrialError(Exception):
+    """Bad input; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model's files say of it.
+
+    Attributes:
+        name: as the user gave it.
+        folder: where its files are; None: not on this machine.
+        dtype: of its configuration.
+        head_dim: elements of a key; None where keys are not stored by head.
+        positions: longest context it was made for.
+        weights_bytes: of the files; None where they are not on this machine.
+        predictor: whether its folder has one.
+    """
+
+    name: str
+    folder: str | None
+    architecture: str
+    dtype: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int | None
+    positions: int
+    vocabulary: int
+    weights_bytes: int | None
+    predictor: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How much KV this machine holds.
+
+    Attributes:
+        available_bytes: host memory left, without the weights where the CPU is the device.
+        kv_bytes: KV of a token, all layers.
+        pool_bytes: what a token takes in the host pool: KV, metadata and moments.
+        tokens: of the pool that the flag makes by default.
+        most_tokens: of the largest pool that `host_tokens` may name.
+        context: longest context of one request with the default pool.
+        problem: why nothing fits; else empty.
+    """
+
+    available_bytes: int
+    kv_bytes: int
+    pool_bytes: int
+    tokens: int
+    most_tokens: int
+    context: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured at a length.
+
+    Attributes:
+        documents: prompts of a length; the largest batch has all of them.
+        questions: asked about each document.
+        steps: decode steps of a timed run.
+        rounds: timed runs of every policy and batch.
+    """
+
+    documents: int
+    questions: int
+    steps: int
+    rounds: int
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return (1,) if self.documents == 1 else (1, self.documents)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a trial measures.
+
+    Attributes:
+        lengths: tokens of prompt and answer together.
+        policies: the legal ones, `full` first.
+        refused: policies that this model or server does not take, with the reason.
+        seconds: estimate for what comes after the plan.
+    """
+
+    lengths: list[int]
+    policies: list[str]
+    refused: dict[str, str]
+    effort: Effort
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Time to the first token of prompts that no cache had; `policy` is `full` or `off`."""
+
+    length: int
+    policy: str
+    seconds: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Median time between two tokens of one request."""
+
+    length: int
+    batch: int
+    policy: str
+    ms: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What decode steps read of the middle.
+
+    Attributes:
+        share: tokens that a head read of those it could have read.
+        bytes_per_token: K, V and metadata read for one token of one request.
+    """
+
+    length: int
+    policy: str
+    share: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Needles that were found."""
+
+    length: int
+    policy: str
+    right: int
+    asked: int
+
+
+@dataclass(frozen=True)
+class Same:
+    """Greedy tokens of one prompt with policy `full` and without the flag.
+
+    Attributes:
+        agree: tokens before the first difference; `tokens` where there is none.
+        gap: how far apart, in nats, SGLang's two most probable tokens are at the first difference.
+    """
+
+    length: int
+    dtype: str
+    tokens: int
+    agree: int
+    gap: float | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to run.
+
+    Attributes:
+        policy: the one that is recommended.
+        command: ready to paste.
+        reason: one sentence of numbers.
+        notes: what else to know or do.
+    """
+
+    policy: str
+    command: str
+    reason: str
+    notes: list[str]
+
+
+@dataclass
+class Results:
+    """Everything that a trial found so far.
+
+    Attributes:
+        header: date, machine, versions.
+        command: the command line of the trial.
+        servers: command lines of the servers, by what they are.
+        refusal: why Fluxion does not serve the model; else empty.
+        stopped: why the trial ended early; else empty.
+        notes: what was left out, and why.
+        needles: what the questions are; empty: none were asked.
+    """
+
+    header: dict[str, Any]
+    command: str
+    model: ModelFacts
+    fit: Fit | None = None
+    servers: dict[str, str] = field(default_factory=dict)
+    refusal: str = ""
+    plan: Plan | None = None
+    prefill: list[Prefill] = field(default_factory=list)
+    decode: list[Decode] = field(default_factory=list)
+    reads: list[Reads] = field(default_factory=list)
+    needles: str = ""
+    answers: list[Answers] = field(default_factory=list)
+    same: list[Same] = field(default_factory=list)
+    advice: Advice | None = None
+    notes: list[str] = field(default_factory=list)
+    stopped: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.header, **{k: v for k, v in dataclasses.asdict(self).items() if k != "header"}}
+
+    def lengths(self) -> list[int]:
+        """Those with a measurement."""
+        return sorted(
+            {row.length for row in self.decode}
+            | {row.length for row in self.prefill}
+            | {row.length for row in self.answers}
+        )
+
+    def policies(self) -> list[str]:
+        """Those that were tried, `full` first, without `off`."""
+        return self.plan.policies if self.plan else []
+
+    def ms(self, length: int, batch: int, policy: str) -> float | None:
+        found = [r.ms for r in self.decode if (r.length, r.batch, r.policy) == (length, batch, policy)]
+        return found[0] if found else None
+
+    def right(self, length: int, policy: str) -> Answers | None:
+        return next((r for r in self.answers if (r.length, r.policy) == (length, policy)), None)

@@ -1,0 +1,264 @@
+"""Results in words and tables: one description, which a terminal and a page show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fluxion_sglang.commands.trial import advice
+from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same
+
+_GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first `left` columns are words, the others numbers."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Attributes:
+        lead: what came out, in sentences.
+        how: how it was measured.
+        command: a line to paste.
+        plot: name of the picture that belongs to it.
+    """
+
+    title: str
+    lead: Sequence[str] = ()
+    table: Table | None = None
+    how: str = ""
+    command: str = ""
+    plot: str = ""
+
+
+def sections(results: Results) -> list[Section]:
+    """Those parts of the report that there is something to say of, the recommendation first."""
+    parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _answers, _reads, _left_out)
+    return [section for part in parts if (section := part(results)) is not None]
+
+
+def _refusal(results: Results) -> Section | None:
+    if not results.refusal:
+        return None
+    command = results.servers.get("with the flag", "")
+    return Section(
+        "Fluxion does not serve this model",
+        [
+            results.refusal,
+            "Do what the sentence says and try again. Or serve the model without --enable-fluxion.",
+        ],
+        how=f"The server that was refused: {command}" if command else "",
+    )
+
+
+def _stopped(results: Results) -> Section | None:
+    return Section("The trial ended early", [results.stopped]) if results.stopped else None
+
+
+def _recommendation(results: Results) -> Section | None:
+    found = results.advice
+    if found is None or not results.decode:
+        return None
+    return Section(f"Recommended: {found.policy}", [found.reason, *found.notes], how=advice.RULE, command=found.command)
+
+
+def _model(results: Results) -> Section:
+    model, fit = results.model, results.fit
+    rows = [
+        ("model", model.name),
+        ("architecture", f"{model.architecture}, {model.dtype}"),
+        ("layers", f"{model.layers}"),
+        ("heads", f"{model.heads} query heads, {model.kv_heads} KV heads"),
+        ("head dimension", "none: keys are not stored by head" if model.head_dim is None else f"{model.head_dim}"),
+        ("longest context", f"{model.positions:,} tokens, as the model was made"),
+        ("weights", "not on this machine yet" if model.weights_bytes is None else _size(model.weights_bytes)),
+        ("predictor", "in the model's folder" if model.predictor else "none in the model's folder"),
+    ]
+    lead = []
+    if fit is not None:
+        rows += [
+            ("KV a token", f"{_size(fit.kv_bytes)}, and {_size(fit.pool_bytes)} in the host pool with metadata"),
+            ("host memory left", _size(fit.available_bytes)),
+        ]
+        if fit.problem:
+            lead.append(fit.problem)
+        else:
+            rows += [
+                ("host pool", f"{fit.tokens:,} tokens by default, at most {fit.most_tokens:,} (option host_tokens)"),
+                ("largest context here", f"{fit.context:,} tokens"),
+            ]
+    return Section("Model and machine", lead, Table(("", ""), rows, left=2))
+
+
+def _same(results: Results) -> Section | None:
+    if not results.same:
+        return None
+    lead, rows = [], []
+    for dtype in dict.fromkeys(row.dtype for row in results.same):
+        mine = [row for row in results.same if row.dtype == dtype]
+        lead.append(_verdict(dtype, mine))
+        for length in sorted({row.length for row in mine}):
+            here = [row for row in mine if row.length == length]
+            equal = sum(row.agree == row.tokens for row in here)
+            gaps = [row.gap for row in here if row.gap is not None]
+            rows.append(
+                (
+                    dtype,
+                    f"{length:,}",
+                    f"{equal} of {len(here)}",
+                    f"{min(row.agree for row in here)} of {here[0].tokens}",
+                    f"{max(gaps):.3f}" if gaps else "",
+                )
+            )
+    return Section(
+        "Same answers",
+        lead,
+        Table(("dtype", "length", "prompts with equal tokens", "least agreement (tokens)", "largest gap (nats)"), rows),
+        how="Greedy tokens with policy full and without the flag, from the timed runs of the largest batch. The gap is "
+        "between SGLang's own two best tokens where the outputs part: a small one is a tie that rounding decides.",
+    )
+
+
+def _verdict(dtype: str, rows: Sequence[Same]) -> str:
+    tokens = sum(row.tokens for row in rows)
+    if all(row.agree == row.tokens for row in rows):
+        return f"In {dtype} all {tokens} tokens of {len(rows)} prompts are the same with the flag and without."
+    apart = sum(row.agree < row.tokens for row in rows)
+    if dtype == "float32":
+        return (
+            f"In float32 {apart} of {len(rows)} prompts got other tokens with the flag. That should not happen unless "
+            "two tokens tie: look at the gaps."
+        )
+    return (
+        f"In {dtype} {apart} of {len(rows)} prompts part from SGLang's tokens at some point. Rounding alone may do "
+        "that: two correct ways to compute the same differ in the last bits. `fluxion try --exact` compares in float32."
+    )
+
+
+def _speed(results: Results) -> Section | None:
+    if not results.decode:
+        return None
+    policies = [name for name in (OFF, *results.policies()) if any(row.policy == name for row in results.decode)]
+    sparse = [name for name in policies if name not in (OFF, FULL)]
+    pairs = [(OFF, FULL)] if OFF in policies else []
+    pairs += [(FULL, name) for name in sparse]
+    rows = []
+    for length, batch in sorted({(row.length, row.batch) for row in results.decode}):
+        times = {name: results.ms(length, batch, name) for name in policies}
+        ratios = [_ratio(times.get(slow), times.get(fast)) for slow, fast in pairs]
+        rows.append(
+            (f"{length:,}", str(batch), *(_number(times[name]) for name in policies), *ratios),
+        )
+    steps = min(row.steps for row in results.decode)
+    return Section(
+        "Time per output token (ms)",
+        table=Table(("length", "batch", *policies, *(f"{a} / {b}" for a, b in pairs)), rows, left=0),
+        how=f"Median of {steps} or more intervals between streamed tokens, as a client on this machine sees them. A "
+        "batch is so many different prompts that decode together. Policies take turns on one server; off is a second server.",
+        plot="speed",
+    )
+
+
+def _prefill(results: Results) -> Section | None:
+    if not results.prefill:
+        return None
+    rows = []
+    for length in sorted({row.length for row in results.prefill}):
+        mine = {row.policy: row for row in results.prefill if row.length == length}
+        seconds = [f"{mine[name].seconds:.2f}" if name in mine else "" for name in (OFF, FULL)]
+        rows.append((f"{length:,}", *seconds))
+    runs = min(row.runs for row in results.prefill)
+    return Section(
+        "Time to first token (s)",
+        table=Table(("length", OFF, "with the flag"), rows, left=0),
+        how=f"Median of {runs} prompts, one at a time, none of them in the cache. Prefill is exact under every policy, "
+        "so it is measured once.",
+    )
+
+
+def _answers(results: Results) -> Section | None:
+    if not results.answers:
+        return None
+    policies = [name for name in results.policies() if any(row.policy == name for row in results.answers)]
+    rows, empty = [], []
+    for length in sorted({row.length for row in results.answers}):
+        found = [results.right(length, name) for name in policies]
+        rows.append((f"{length:,}", *(f"{row.right} of {row.asked}" if row else "" for row in found)))
+        if advice.measures_nothing(results, length):
+            empty.append(f"{length:,}")
+    lead = []
+    if empty:
+        lead.append(
+            f"At {', '.join(empty)} tokens full itself finds less than half of the needles. So these questions measure "
+            "nothing for this model: a sparse policy cannot lose what full does not have."
+        )
+    return Section("Needles found", lead, Table(("length", *policies), rows, left=0), how=results.needles)
+
+
+def _reads(results: Results) -> Section | None:
+    if not results.reads:
+        return None
+    policies = [name for name in results.policies() if any(row.policy == name for row in results.reads)]
+    rows = []
+    for length in sorted({row.length for row in results.reads}):
+        cells = []
+        for name in policies:
+            mine = next((row for row in results.reads if (row.length, row.policy) == (length, name)), None)
+            cells += ["", ""] if mine is None else [f"{mine.share:.1%}", f"{mine.bytes_per_token / _MIB:.2f}"]
+        rows.append((f"{length:,}", *cells))
+    columns = [column for name in policies for column in (f"{name}: share", "MiB a token")]
+    return Section(
+        "Read of the middle",
+        table=Table(("length", *columns), rows, left=0),
+        how="From the server's /metrics, around the timed runs of batch 1. The share is of the middle's tokens, by a "
+        "head in a step. Bytes are K, V and metadata of all layers for one token, on one rank.",
+        plot="reads",
+    )
+
+
+def _left_out(results: Results) -> Section | None:
+    refused = results.plan.refused if results.plan else {}
+    lines = [f"{policy} was not tried: {reason}" for policy, reason in refused.items()]
+    lines += results.notes
+    return Section("Left out", lines) if lines else None
+
+
+def made(results: Results) -> list[tuple[str, str]]:
+    """How the report came to be: names and texts."""
+    machine, versions = results.header.get("machine", {}), results.header.get("versions", {})
+    flags = ", ".join(machine.get("flags", []))
+    told = [
+        ("date", str(results.header.get("date", ""))),
+        (
+            "machine",
+            f"{machine.get('cpu')}, {machine.get('cores')} cores ({flags}); GPU: {machine.get('gpu') or 'none'}",
+        ),
+        ("versions", ", ".join(f"{k} {versions[k]}" for k in ("fluxion-sglang", "sglang", "torch") if k in versions)),
+        ("command", results.command),
+        *((f"server {what}", line) for what, line in results.servers.items()),
+        ("took", f"{results.seconds / 60:.1f} minutes"),
+    ]
+    return told
+
+
+def _size(count: float) -> str:
+    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}" if unit != _KIB else f"{count / unit:g} {name}"
+    return f"{count:.0f} bytes"
+
+
+def _number(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.1f}"
+
+
+def _ratio(slow: float | None, fast: float | None) -> str:
+    return f"{slow / fast:.1f}x" if slow and fast else ""

@@ -1,0 +1,167 @@
+"""What decode steps read, by layer and group, and where their time went: the numbers behind `fluxion explain`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.executor.parts import Part
+from fluxion_sglang.kv.host_pool import KVShape
+from fluxion_sglang.native import NativeEngine
+from fluxion_sglang.policy.base import LISTED, DecodeStep
+
+SAMPLED = 4
+"""One step in so many is looked at: accounts of every step would cost half a percent of a small model's time."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Cumulative counts over whole decode steps of this process; all but the first two over a sample of them.
+
+    Attributes:
+        steps, tokens: how many steps there were, and how many tokens they decoded.
+        read_bytes: of K and V of the middle, by layer and group. What requests read together counts for each.
+        middle_bytes: of K and V of the middle in all groups of one layer; every layer has as much.
+        blocks: groups by the block size of their plan, 0: they read nothing.
+        timed_steps, seconds: steps that another one followed directly, and where their time went, by `Part`.
+    """
+
+    steps: int
+    tokens: int
+    read_bytes: list[list[int]]
+    middle_bytes: int
+    blocks: dict[int, int]
+    timed_steps: int
+    seconds: tuple[float, ...]
+
+
+class Accounts:
+    """Of an engine that nobody asks: keeps none."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def began(self, step: DecodeStep) -> None:
+        """The step that began is ready for its layers."""
+
+    def lap(self, part: Part) -> None:
+        """The time since the last call of `began` or `lap` was spent on `part`."""
+
+    def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor) -> None:
+        """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan."""
+
+    def interrupted(self) -> None:
+        """Something else than decode steps runs: its time is no step's."""
+
+
+class StepAccounts(Accounts):
+    """Adds up whole steps. The methods of `Accounts` belong to one thread at a time, `totals` to any thread.
+
+    Args:
+        timed: whether to time steps.
+        sampled: one step in so many is looked at.
+    """
+
+    def __init__(self, shape: KVShape, timed: bool = True, sampled: int = SAMPLED) -> None:
+        self._layers, self._groups = shape.layers, shape.kv_heads
+        self._token_bytes = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        self._timed, self._every = timed, sampled
+        # The step at hand.
+        self._lengths: dict[int, int] = {}
+        self._middle_tokens = 0
+        self._done = 0  # of its layers
+        self._sampled = False
+        self._whole = False  # all of them are done, and nothing else has run since
+        self._ns = [0] * len(Part)
+        self._mark = self._gap = 0
+        self._make_room(0)
+        # Guarded by _lock.
+        self._lock = threading.Lock()
+        self._read_bytes = torch.zeros(self._layers, self._groups, dtype=torch.int64)
+        self._blocks: dict[int, int] = {}
+        self._steps = self._tokens = self._all_middle_tokens = self._timed_steps = 0
+        self._all_ns = [0] * len(Part)
+
+    def _make_room(self, batch: int) -> None:
+        # Every layer of a step writes its own part. Steps of as many requests add up in _sum: one addition a step.
+        self._reads = torch.zeros(self._layers, batch, self._groups, 2, dtype=torch.int64)
+        self._reads_of = self._reads.unbind(0)
+        self._sum = torch.zeros_like(self._reads)
+        self._batch = batch
+
+    def begin(self) -> None:
+        now = time.perf_counter_ns()
+        self._gap, self._mark = now - self._mark, now
+
+    def began(self, step: DecodeStep) -> None:
+        lengths = dict(zip(step.rows.tolist(), step.seq_lens.tolist(), strict=True))
+        # Between two steps that have no request in common lies a pause, or another pass.
+        follows = any(self._lengths.get(row) == length - 1 for row, length in lengths.items())
+        if follows and self._sampled and self._whole and self._timed:
+            self._ns[Part.BETWEEN] += self._gap
+            with self._lock:
+                self._all_ns = [total + ns for total, ns in zip(self._all_ns, self._ns, strict=True)]
+                self._timed_steps += 1
+        if step.batch != self._batch:
+            with self._lock:
+                self._fold()
+                self._make_room(step.batch)
+        self._lengths, self._middle_tokens = lengths, sum(step.middle.tolist())
+        self._done, self._whole = 0, False
+        self._sampled = self._steps % self._every == 0
+        self._ns = [0] * len(Part)
+        self.lap(Part.PLAN)
+
+    def lap(self, part: Part) -> None:
+        if not self._sampled:
+            return
+        now = time.perf_counter_ns()
+        self._ns[part] += now - self._mark
+        self._mark = now
+
+    def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor) -> None:
+        if layer != self._done:
+            return  # a layer before it failed
+        self._done += 1
+        if self._sampled:
+            native.reads(self._reads_of[layer])
+            with self._lock:
+                for size in blk.flatten().tolist():
+                    self._blocks[size] = self._blocks.get(size, 0) + 1
+        if self._done < self._layers:
+            return
+        self._whole = True
+        with self._lock:
+            self._steps += 1
+            self._tokens += self._batch
+            if self._sampled:
+                self._sum += self._reads
+                self._all_middle_tokens += self._middle_tokens
+
+    def interrupted(self) -> None:
+        self._whole = False
+
+    def _fold(self) -> None:
+        self._read_bytes += self._sum[..., 0].sum(1)
+        self._sum.zero_()
+
+    def totals(self) -> Totals:
+        with self._lock:
+            self._fold()
+            return Totals(
+                steps=self._steps,
+                tokens=self._tokens,
+                read_bytes=self._read_bytes.tolist(),
+                middle_bytes=self._all_middle_tokens * self._token_bytes,
+                blocks=dict(self._blocks),
+                timed_steps=self._timed_steps,
+                seconds=tuple(ns * 1e-9 for ns in self._all_ns),
+            )
+
+
+def block_name(size: int) -> str:
+    """A block size as a label of a metric: `streaming` for a group that reads nothing, `listed` for single tokens."""
+    return {0: "streaming", LISTED: "listed", 1: "tokens"}.get(size, str(size))

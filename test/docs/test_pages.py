@@ -1,0 +1,352 @@
+"""What the pages say exists and works: links, file names, tables, and every command of an `sh` block."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from page_commands import PAGES, ROOT, Command, blocks, commands, lines
+
+from fluxion_sglang import cli
+
+README_LINES = 130
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*?) *$", re.M)
+_FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+_CODE = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
+
+# Where the path of a file may begin: the tour and others leave out what the section says already.
+_BASES = ("", "python", "python/fluxion_sglang", "csrc", "csrc/runtime", "csrc/kernels", "docs", "benchmark", "test")
+_TOP = ("python", "csrc", "benchmark", "docs", "test", "models", "build")
+_SOURCES = (".py", ".cc", ".h", ".cmake")
+# Files that a page tells the reader to write.
+_THEIRS = {"taper.py", "test_taper.py"}
+
+RUN_ELSEWHERE = {
+    r"python -m sglang\.launch_server ": "test/engine/test_docs_commands.py::test_curl_commands",
+    r"python -m pytest test/gpu$": "test/gpu/test_gpu_kernels.py",
+    r"curl ": "test/engine/test_docs_commands.py::test_curl_commands",
+    r"fluxion train ": "test/engine/test_train.py::TestTrain",
+    r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",
+    r"fluxion doctor": "test/unit/test_cli.py",
+    r"(uv )?pip install (\.|'?\.\[\w+\]'?)$": "test/docs/test_pages.py::test_the_package_installs",
+}
+"""Commands that are too heavy for this file, as patterns, and the tests that run them for real."""
+
+_FILTERS = {"grep", "head", "tail", "cat", "cd"}
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(params=PAGES, ids=page_id)
+def page(request: pytest.FixtureRequest) -> Path:
+    return Path(request.param)
+
+
+def test_the_readme_is_short() -> None:
+    count = len((ROOT / "README.md").read_text().splitlines())
+    assert count <= README_LINES, f"README.md has {count} lines; move something to docs/, {README_LINES} are allowed."
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What links to sections may name, as GitHub and the site make it of headings."""
+    found: set[str] = set()
+    for heading in _HEADING.findall(_FENCED.sub("", page.read_text())):
+        text = _LINK.sub(lambda match: match[0][1 : match[0].index("]")], heading)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        found.add(slug if slug not in found else f"{slug}-1")
+    return found
+
+
+def test_links_resolve(page: Path) -> None:
+    """Local links name files that exist, and sections that these have."""
+    wrong = []
+    for link in _LINK.findall(_FENCED.sub("", page.read_text())):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists():
+            wrong.append(f"{link}: there is no such file")
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            wrong.append(f"{link}: {target.name} has no such section; it has {', '.join(sorted(anchors(target)))}")
+    assert not wrong, "\n".join(wrong)
+
+
+@cache
+def source_names() -> set[str]:
+    names = {path.name for top in ("python", "csrc", "benchmark", "test") for path in (ROOT / top).rglob("*")}
+    return names | {path.name for path in ROOT.iterdir()}
+
+
+def missing_path(text: str) -> bool:
+    """Whether this inline code looks like a path of the repository and is none."""
+    text = text.partition("::")[0]
+    if not _PATH.fullmatch(text) or text in _THEIRS:
+        return False
+    source = text.endswith(_SOURCES)
+    if "/" not in text:
+        return source and text not in source_names()
+    if text.split("/")[0] not in _TOP and not source:
+        return False
+    if text.startswith("build/"):
+        return False
+    return not any((ROOT / base / text).exists() for base in _BASES)
+
+
+def test_file_names_exist(page: Path) -> None:
+    wrong = [text for text in _CODE.findall(_FENCED.sub("", page.read_text())) if missing_path(text)]
+    assert not wrong, f"these look like files of the repository and are none: {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("csrc/runtime/engine.h", False),
+        ("runtime/engine.h", False),
+        ("engine.h", False),
+        ("csrc/runtime/no_such.h", True),
+        ("no_such.py", True),
+        ("docs/no_such", True),
+        ("MODEL/fluxion", False),
+        ("fluxion doctor", False),
+        ("test/unit/test_cli.py::test_x", False),
+    ],
+)
+def test_what_counts_as_a_missing_file(text: str, missing: bool) -> None:
+    assert missing_path(text) is missing
+
+
+def test_lists_begin_after_an_empty_line(page: Path) -> None:
+    """Without one the site shows the items as running text."""
+    wrong, before = [], ""
+    for line in _FENCED.sub("", page.read_text()).splitlines():
+        if re.match(r"([-*]|\d+\.) ", line) and before.strip() and not re.match(r"([-*]|\d+\.) |\s", before):
+            wrong.append(line)
+        before = line
+    assert not wrong, "put an empty line before:\n" + "\n".join(wrong)
+
+
+def test_tables_are_up_to_date() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmark/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+# Commands
+
+
+@cache
+def all_commands() -> list[Command]:
+    return commands()
+
+
+def of(*programs: str) -> list[Command]:
+    return [command for command in all_commands() if command.words[: len(programs)] == programs]
+
+
+def scripts() -> dict[tuple[str, ...], set[str]]:
+    """Programs of the repository that pages start with Python, and the options that pages give them."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for command in of("python"):
+        words = command.words[1:]
+        name = words[:2] if words[0] == "-m" else words[:1]
+        if name[-1].endswith(".py") or name[-1] in ("benchmark", "fluxion_sglang.demo"):
+            given = {word.partition("=")[0] for word in words[len(name) :] if word.startswith("--")}
+            found.setdefault(tuple(name), set()).update(given)
+    return found
+
+
+def test_the_pages_have_commands() -> None:
+    """Otherwise the tests below would pass on nothing."""
+    assert len(all_commands()) > 20 and of("fluxion") and of("make") and of("curl") and scripts()
+
+
+def test_every_command_is_known() -> None:
+    unknown = []
+    for command in all_commands():
+        direct = command.words[0] in {"make", "fluxion", *_FILTERS} or any(
+            command.words[1 : 1 + len(name)] == name for name in scripts()
+        )
+        if not direct and not any(re.match(pattern, str(command)) for pattern in RUN_ELSEWHERE):
+            unknown.append(f"{command.page}: {command}")
+    assert not unknown, (
+        "no test runs these commands; write one and name it in RUN_ELSEWHERE of test/docs/test_pages.py, or take the "
+        "command off the page:\n" + "\n".join(unknown)
+    )
+
+
+@pytest.mark.parametrize("pattern", RUN_ELSEWHERE)
+def test_the_tests_that_run_commands_exist(pattern: str) -> None:
+    file, _, name = RUN_ELSEWHERE[pattern].partition("::")
+    assert (ROOT / file).is_file(), f"{file}, which is to run {pattern!r}, does not exist"
+    assert not name or re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.M), f"{file} has no {name}"
+    used = [command for command in all_commands() if re.match(pattern, str(command))]
+    assert used, f"no page has a command like {pattern!r} any more; take it out of RUN_ELSEWHERE"
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(of("make")), ids=str)
+def test_make_targets(command: Command) -> None:
+    run = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(of("fluxion")), ids=str)
+def test_fluxion_commands_parse(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """Subcommand, options and values are legal; words in capitals stand for the reader's own."""
+    try:
+        arguments = cli._parser().parse_args(command.words[1:])
+    except SystemExit as end:
+        assert end.code == 0, capsys.readouterr().err
+    else:
+        assert callable(arguments.run)
+
+
+def test_fluxion_options_in_running_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """`fluxion train --spread` in a sentence: the option is one of the subcommand's."""
+    found = set()
+    for page in PAGES:
+        for code in _CODE.findall(_FENCED.sub("", page.read_text())):
+            if match := re.match(r"fluxion (bench quality|\w+) ", code):
+                found |= {(page_id(page), match[1], option) for option in re.findall(r"(?<= )--[\w-]+", code)}
+    assert found
+    for name, command, option in sorted(found):
+        with pytest.raises(SystemExit) as end:
+            cli._parser().parse_args([*command.split(), "--help"])
+        assert end.value.code == 0, f"{name}: there is no command fluxion {command}"
+        assert re.search(rf"{option}\b", capsys.readouterr().out), f"{name}: fluxion {command} has no {option}"
+
+
+@pytest.mark.parametrize("words", [["options"], ["--help"], ["--version"], ["bench", "--help"]], ids=" ".join)
+def test_cheap_fluxion_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 0 and capsys.readouterr().out.strip()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", scripts(), ids=" ".join)
+def test_scripts_have_the_options_that_pages_give(name: tuple[str, ...]) -> None:
+    run = subprocess.run([sys.executable, *name, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if "usage:" not in run.stdout and not scripts()[name]:
+        # A script without a parser takes no options, and must at least be one that Python can read.
+        compile((ROOT / name[-1]).read_text(), name[-1], "exec")
+        return
+    assert run.returncode == 0, run.stderr
+    lacking = [option for option in scripts()[name] if not re.search(rf"{option}\b", run.stdout)]
+    assert not lacking, f"{' '.join(name)} has no {', '.join(lacking)}"
+
+
+@pytest.mark.full
+def test_servers_have_the_options_that_pages_give() -> None:
+    """SGLang's own parser, with the plug-in's options, and the plug-in's for --fluxion-config."""
+    code = """
+import argparse, json, sys
+from fluxion_sglang.config import FluxionConfig
+from sglang.srt.server_args import ServerArgs
+for words in json.load(sys.stdin):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    found = parser.parse_args(words)
+    FluxionConfig.parse(found.fluxion_config)
+    assert found.enable_fluxion, words
+"""
+    launched = [list(command.words[3:]) for command in of("python", "-m", "sglang.launch_server")]
+    assert launched
+    run = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(launched), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_extras_that_pages_install_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {name for page in PAGES for name in re.findall(r"pip install '?\.\[(\w+)\]", page.read_text())}
+    assert named and named <= set(project["optional-dependencies"])
+
+
+@pytest.mark.full
+def test_the_package_installs(tmp_path: Path) -> None:
+    """`pip install .` into a folder of its own, without the dependencies: the library is built and found."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", "results")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    assert uv, "uv is missing; `make test-all` installs it"
+    command = [uv, "pip", "install", "--python", sys.executable, "--no-deps", "--no-build-isolation"]
+    environment = {**os.environ, "FLUXION_CUDA": "off", "MAX_JOBS": "2"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    run = subprocess.run(
+        [*command, "--target", str(site), "."], cwd=source, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    check = "import fluxion_sglang.native as n; print(n.library_path()); n.library()"
+    run = subprocess.run(
+        [sys.executable, "-c", check],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0 and str(site) in run.stdout, run.stdout + run.stderr
+
+
+def test_python_blocks_are_run_by_a_test() -> None:
+    """Examples of files are test_policy_doc.py's; programs for a server or an engine are test_docs_commands.py's."""
+    unknown = [
+        f"{block.page}: {block.text.splitlines()[0]}"
+        for block in blocks("python")
+        if not block.before.startswith("<!-- example:")
+        and "localhost:30000" not in block.text
+        and "sglang.Engine(" not in block.text
+    ]
+    assert not unknown, (
+        "no test runs these python blocks; have them use localhost:30000 or sglang.Engine, or write a test and name the "
+        "block here:\n" + "\n".join(unknown)
+    )
+
+
+@pytest.mark.full
+def test_the_site_builds(tmp_path: Path) -> None:
+    """The strict build fails on links and sections that do not exist."""
+    pytest.importorskip("mkdocs", reason="the dependency group docs is not installed; `make docs` does that")
+    run = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    foreign = [
+        page.name
+        for page in tmp_path.glob("*.html")
+        if re.search(r'<(script|link rel="stylesheet"|img)[^>]+(src|href)="https?://', page.read_text())
+    ]
+    assert not foreign, f"these pages load something from the network: {', '.join(foreign)}"
+
+
+def test_blocks_are_read_as_a_shell_reads_them() -> None:
+    """Lines that go on, comments and pipes, on a page of this repository that has all three."""
+    curl = [line for block in blocks("sh") for line in lines(block) if line.startswith("curl")]
+    assert any("-d" in line for line in curl), "continued lines are not joined"
+    assert ("grep", "^fluxion_") in {command.words for command in all_commands()}
+    assert not any("#" in word for command in of("make") for word in command.words)

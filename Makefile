@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(SOURCES)) $(wildcard test/fuzz/*.h test/fuzz/*.cc)
-# Tests run on this many processes at a time; those that share a server share a process.
-PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadgroup
+TESTS := test/engine test/models test/unit test/gpu test/docs test/wheel
+# A file is one process's, because its tests share a server; the files with servers come first.
+PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
 SANITIZED := dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
@@ -23,6 +24,9 @@ endif
 ifeq ($(origin HOME),undefined)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
+
+# Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all lint sanitize bench docs wheel clean install native-tests
 
@@ -43,11 +47,11 @@ demo: install
 test: $(VENV)/.dev native-tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	FLUXION_TEST_EFFORT=$${FLUXION_TEST_EFFORT:-0.25} $(PYTEST) test $(ARGS)
+	FLUXION_TEST_EFFORT=$${FLUXION_TEST_EFFORT:-0.25} $(PYTEST) $(TESTS) $(ARGS)
 
 test-all: lint native-tests
 	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
-	$(PYTEST) --full test $(ARGS)
+	$(PYTEST) --full $(TESTS) $(ARGS)
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize
 
 lint: $(VENV)/.dev
@@ -83,6 +87,9 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict $(ARGS)
+
+wheel: $(VENV)/.installed
+	@$(BIN)/python tools/wheel.py
 
 clean:
 	rm -rf build dist python/*.egg-info python/fluxion_sglang/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """Makes links of the pages that leave docs/ work on the site.
 
-The same Markdown is read in the repository, where `../benchmark/results/x.json` and `../csrc/x.h` are files. On the site
+The same Markdown is read in the repository, where `../benchmark/results/x.json` and `../csrc/x.h` are files. On the
+site
 
 - a page of PAGES that lies elsewhere is a page like the others,
 - result files and pictures that a page links to are copied to `results/`,
@@ -62,6 +63,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]
         name = _site_name(target)
         if name is not None:
+            other = files.get_file_from_path(name)
+            if other is not None and other.page is not None and text == posixpath.basename(link):
+                text = other.page.title  # in the repository a page is known by its file
             relative = posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or ".")
             return f"{image}[{text}]({relative}{anchor})"
         if config.repo_url:

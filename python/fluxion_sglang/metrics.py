@@ -68,8 +68,8 @@ _GAUGES = {
     "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
 }
 _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "decode_steps": ("Decode steps, summed over processes.", ()),
-    "decode_tokens": ("Tokens that they decoded, summed over processes.", ()),
+    "decode_steps": ("Decode steps.", ()),
+    "decode_tokens": ("Tokens that they decoded.", ()),
     "group_read_bytes": (
         "Bytes of K and V of the middle that decode steps read, by layer and KV head (group), without metadata; what "
         f"requests read together counts for each. Of one step in {SAMPLED}.",
@@ -116,11 +116,13 @@ class Kept:
     Attributes:
         totals: what they have now; any thread may ask.
         layers, groups: the model's numbers of the layers and groups of this process.
+        first: other processes have other parts of the same steps, and this one counts the steps and their tokens.
     """
 
     totals: Callable[[], Totals]
     layers: Sequence[int]
     groups: Sequence[int]
+    first: bool = True
 
 
 class EngineMetrics:
@@ -208,8 +210,9 @@ class _AccountMetrics:
 
     def publish(self) -> None:
         totals = self._kept.totals()
-        self._grow("decode_steps", totals.steps)
-        self._grow("decode_tokens", totals.tokens)
+        if self._kept.first:
+            self._grow("decode_steps", totals.steps)
+            self._grow("decode_tokens", totals.tokens)
         for layer, groups in zip(self._kept.layers, totals.read_bytes, strict=True):
             self._grow("layer_middle_bytes", totals.middle_bytes, str(layer))
             for group, read in zip(self._kept.groups, groups, strict=True):

@@ -39,9 +39,11 @@ RUN_ELSEWHERE = {
     r"fluxion train ": "test/engine/test_train.py::TestTrain",
     r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",
     r"fluxion doctor": "test/unit/test_cli.py",
+    r"fluxion ask ": "test/engine/test_ask.py",
+    r"fluxion try ": "test/engine/test_trial.py",
     r"(uv )?pip install (\.|'?\.\[\w+\]'?)$": "test/docs/test_pages.py::test_the_package_installs",
 }
-"""Commands that are too heavy for this file, as patterns, and the tests that run them for real."""
+"""Commands that are too heavy for this file, as patterns, and the tests that run them for real: FILE or FILE::NAME."""
 
 _FILTERS = {"grep", "head", "tail", "cat", "cd"}
 
@@ -179,8 +181,10 @@ def test_the_pages_have_commands() -> None:
 def test_every_command_is_known() -> None:
     unknown = []
     for command in all_commands():
-        direct = command.words[0] in {"make", "fluxion", *_FILTERS} or any(
-            command.words[1 : 1 + len(name)] == name for name in scripts()
+        direct = (
+            command.words[0] in {"make", *_FILTERS}
+            or str(command) == "fluxion options"
+            or any(command.words[1 : 1 + len(name)] == name for name in scripts())
         )
         if not direct and not any(re.match(pattern, str(command)) for pattern in RUN_ELSEWHERE):
             unknown.append(f"{command.page}: {command}")
@@ -193,8 +197,9 @@ def test_every_command_is_known() -> None:
 @pytest.mark.parametrize("pattern", RUN_ELSEWHERE)
 def test_the_tests_that_run_commands_exist(pattern: str) -> None:
     file, _, name = RUN_ELSEWHERE[pattern].partition("::")
-    assert (ROOT / file).is_file(), f"{file}, which is to run {pattern!r}, does not exist"
-    assert not name or re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.M), f"{file} has no {name}"
+    path = ROOT / file
+    assert path.is_file(), f"{file}, which is to run {pattern!r}, does not exist"
+    assert not name or re.search(rf"^(def|class) {name}\b", path.read_text(), re.M), f"{file} has no {name}"
     used = [command for command in all_commands() if re.match(pattern, str(command))]
     assert used, f"no page has a command like {pattern!r} any more; take it out of RUN_ELSEWHERE"
 
@@ -243,11 +248,12 @@ def test_cheap_fluxion_commands(words: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.full
 @pytest.mark.parametrize("name", scripts(), ids=" ".join)
 def test_scripts_have_the_options_that_pages_give(name: tuple[str, ...]) -> None:
-    run = subprocess.run([sys.executable, *name, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if "usage:" not in run.stdout and not scripts()[name]:
-        # A script without a parser takes no options, and must at least be one that Python can read.
+    if name[-1].endswith(".py") and "argparse" not in (ROOT / name[-1]).read_text():
+        # It has no options and would do its work: Python must at least be able to read it.
+        assert not scripts()[name], f"{name[-1]} takes no options"
         compile((ROOT / name[-1]).read_text(), name[-1], "exec")
         return
+    run = subprocess.run([sys.executable, *name, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     lacking = [option for option in scripts()[name] if not re.search(rf"{option}\b", run.stdout)]
     assert not lacking, f"{' '.join(name)} has no {', '.join(lacking)}"
@@ -318,8 +324,8 @@ def test_python_blocks_are_run_by_a_test() -> None:
         and "sglang.Engine(" not in block.text
     ]
     assert not unknown, (
-        "no test runs these python blocks; have them use localhost:30000 or sglang.Engine, or write a test and name the "
-        "block here:\n" + "\n".join(unknown)
+        "no test runs these python blocks; have them use localhost:30000 or sglang.Engine, or write a test and name "
+        "the block here:\n" + "\n".join(unknown)
     )
 
 

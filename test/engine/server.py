@@ -20,7 +20,11 @@ import requests
 ROOT = Path(__file__).resolve().parents[2]
 NEEDLE = str(ROOT / "models" / "needle")
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 1800
+"""A loaded machine takes minutes; a server that died is noticed at once."""
+
+PATIENCE_S = 600
+"""For what takes seconds on a quiet machine."""
 LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: attention failed")
 
 
@@ -100,7 +104,7 @@ class Server:
 
     def wait_for_log(self, pattern: str, since: int) -> None:
         """Block until the log, from character `since` on, matches `pattern`."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not re.search(pattern, self.log()[since:]):
             assert time.monotonic() < deadline, f"the log never said {pattern!r}"
             time.sleep(0.02)
@@ -132,7 +136,7 @@ class Server:
             "return_logprob": True,
             **extra,
         }
-        raw = requests.post(self.url + "/generate", json=body, timeout=900).json()
+        raw = requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S).json()
         if "meta_info" not in raw:  # refused before it became a request
             return Completion([], [], 0, raw, raw)
         meta = raw["meta_info"]
@@ -149,7 +153,7 @@ class Server:
 
     def flush(self) -> None:
         for _ in range(100):
-            if requests.post(self.url + "/flush_cache", timeout=60).status_code == 200:
+            if requests.post(self.url + "/flush_cache", timeout=PATIENCE_S).status_code == 200:
                 return
             time.sleep(0.1)
         raise RuntimeError("flush_cache was refused for 10 seconds")
@@ -157,7 +161,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Prometheus samples by `name{labels}`."""
         samples = {}
-        for line in requests.get(self.url + "/metrics", timeout=60).text.splitlines():
+        for line in requests.get(self.url + "/metrics", timeout=PATIENCE_S).text.splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 samples[name] = float(value)
@@ -167,7 +171,7 @@ class Server:
         """The server is up after SGLang's strict idle check, which ends it on a leak."""
         time.sleep(1.5)  # the check runs about once a second
         assert self.process.poll() is None, self.log()[-4000:]
-        assert requests.get(self.url + "/health", timeout=60).status_code == 200
+        assert requests.get(self.url + "/health", timeout=PATIENCE_S).status_code == 200
         assert "memory leak detected" not in self.log()
 
     def assert_clean(self) -> None:

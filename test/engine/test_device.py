@@ -17,7 +17,7 @@ from typing import Any
 import cases
 import pytest
 import requests
-from server import Completion, Server
+from server import PATIENCE_S, Completion, Server
 from test_exact import assert_same, check_group
 
 ALL = cases.all_cases()
@@ -132,8 +132,8 @@ def test_abort(server: Server, reference: dict[str, Completion], when: str) -> N
     )
     thread.start()
     server.wait_for_log(r"Prefill batch.*#pending-token: [1-9]" if when == "prefill" else "Decode batch", before)
-    requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
-    thread.join(timeout=120)
+    requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
+    thread.join(timeout=PATIENCE_S)
     assert done and done[0].finish.get("type") == "abort", done
     assert bool(done[0].tokens) == (when == "decode")
     assert_same(server.generate(*ALL["length-300"]), reference["length-300"])
@@ -157,7 +157,7 @@ def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=200)
+        thread.join(timeout=PATIENCE_S)
     assert all(len(got[spec].tokens) == new for spec in specs), got
     for spec in ("full", "fixed:16:1.0"):
         assert_same(got[spec], reference["length-2000"])

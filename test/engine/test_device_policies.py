@@ -25,6 +25,8 @@ from fluxion_sglang import audit
 from fluxion_sglang.needle import needle_prompt, score
 from fluxion_sglang.policy import examples
 
+pytestmark = pytest.mark.full
+
 CHUNK, POOL, NEW = 512, 5600, 12
 DOCUMENT = needle_prompt(1500, 4, seed=5)
 PROMPTS = [DOCUMENT.token_ids(i) for i in range(4)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import cases
 import pytest
 import requests
-from server import Completion, Server
+from server import NEEDLE, PATIENCE_S, Completion, Server
 
 Reference = dict[str, Completion]
 ALL = cases.all_cases()
@@ -36,19 +36,27 @@ def check_group(server: Server, reference: Reference, name: str) -> None:
         assert_same(got, reference[case])
 
 
-class TestChunked:
-    """Chunks of 1,024 tokens, the overlap scheduler on (SGLang's default), a pool that holds everything."""
+class TestTheFlagAlone:
+    """A model without a predictor, whose server has the flag and no policy: chunks of 1,024 tokens, the overlap
+    scheduler on (SGLang's default), a pool that holds everything.
+    """
 
     @pytest.fixture(scope="class")
-    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+    def server(self, reference: Reference, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        model = tmp_path_factory.mktemp("no-predictor")
+        for file in Path(NEEDLE).iterdir():
+            if file.is_file():
+                (model / file.name).symlink_to(file)
         with Server(
-            "--chunked-prefill-size",
-            "1024",
-            fluxion='{"policy": "full", "host_tokens": 65536}',
-            log=logs / "chunked.log",
-        ) as server:
+            "--chunked-prefill-size", "1024", model=str(model), fluxion='{"host_tokens": 65536}',
+            log=logs / "flag-alone.log",
+        ) as server:  # fmt: skip
             yield server
             server.assert_clean()
+
+    def test_it_is_exact_and_says_so(self, server: Server) -> None:
+        (line,) = re.findall(r"Fluxion: policy full, which reads everything and is exact.*", server.log())
+        assert "none is named or in the folder" in line and "`fluxion try`" in line
 
     def test_capacity_line(self, server: Server) -> None:
         line = re.search(
@@ -57,7 +65,9 @@ class TestChunked:
         assert line and (line[1], line[3]) == ("65536", "32768") and float(line[2]) > 0.1
         assert "'disable_overlap_schedule': False" in server.log()
 
-    @pytest.mark.parametrize("length", cases.LENGTHS)
+    @pytest.mark.parametrize(
+        "length", [pytest.param(n, marks=pytest.mark.full) if n > 5000 else n for n in cases.LENGTHS]
+    )
     def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
         server.flush()
         ids, new = ALL[f"length-{length}"]
@@ -90,6 +100,7 @@ class TestChunked:
         assert got.cached >= 2048, "the finished turn, decoded tokens included, should be in the tree"
         assert_same(got, reference["second-turn"])
 
+    @pytest.mark.full
     def test_long_generation(self, server: Server, reference: Reference) -> None:
         ids, new = ALL["long-generation"]
         assert_same(server.generate(ids, new), reference["long-generation"])
@@ -113,8 +124,8 @@ class TestChunked:
         )
         thread.start()
         server.wait_for_log(r"Prefill batch.*#pending-token: [1-9]" if when == "prefill" else "Decode batch", before)
-        requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
-        thread.join(timeout=120)
+        requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
+        thread.join(timeout=PATIENCE_S)
         assert done and done[0].finish.get("type") == "abort", done
         assert bool(done[0].tokens) == (when == "decode")
         ids, new = ALL["length-300"]
@@ -127,6 +138,7 @@ class TestChunked:
         assert_same(server.generate(ids, new), reference["length-50"])
 
 
+@pytest.mark.full
 class TestUnchunked:
     """A whole prompt in one extend; nothing of it has a place on the device but its sinks and window."""
 
@@ -153,6 +165,7 @@ class TestUnchunked:
         assert metrics['fluxion_tasks_total{executor="torch"}'] > 0
 
 
+@pytest.mark.full
 class TestPressure:
     """A host pool of 2,400 tokens, forced retractions and mixed chunks: eviction and retraction all the time."""
 
@@ -180,6 +193,7 @@ class TestPressure:
         assert_same(server.generate(ids, new), reference["length-300"])
 
 
+@pytest.mark.full
 class TestTensorParallel:
     """TP=2 over gloo: each rank has its own host pool of one KV head."""
 
@@ -202,6 +216,7 @@ class TestTensorParallel:
         check_group(server, reference, "family")
 
 
+@pytest.mark.full
 class TestFailure:
     """One forward pass of the server fails: its request gets an error, nothing of it is kept, the server goes on."""
 

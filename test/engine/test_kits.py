@@ -23,6 +23,8 @@ from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
 
+pytestmark = pytest.mark.full
+
 
 class TestKits(AbortAllMixin, KLDivergenceMixin, unittest.TestCase):
     abort_all_num_requests = 8

@@ -11,6 +11,8 @@ from server import Completion, Server
 
 from fluxion_sglang.needle import needle_prompt, score
 
+pytestmark = pytest.mark.full
+
 
 def ask(server: Server, ids: list[int], new: int, spec: str | None) -> Completion:
     params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}

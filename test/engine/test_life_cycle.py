@@ -24,7 +24,7 @@ import requests
 import tiny_model
 import tiny_predictor
 import torch
-from server import Completion, Server
+from server import PATIENCE_S, Completion, Server
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy import Context, examples, parse_spec
@@ -38,7 +38,13 @@ RELATIVE = PROMPT[:640] + cases.filler(200, 72)
 TURN = cases.filler(150, 73)
 OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
 FOREIGN = "taper:0.3:0.05:8"
-policies = pytest.mark.parametrize("spec", [*examples(), FOREIGN])
+MECHANISMS = ("fluxion", "hgca", "psa", "lfps", FOREIGN)
+"""One policy of every way that the engine decides and remembers: by features, by what it saw while it was resident, by
+reading on, by tables of a prefill, and by another package's code. The others share their code paths with these."""
+policies = pytest.mark.parametrize(
+    "spec",
+    [spec if spec in MECHANISMS else pytest.param(spec, marks=pytest.mark.full) for spec in [*examples(), FOREIGN]],
+)
 
 
 def answers(got: Completion, want: list[int], spec: str) -> bool:
@@ -100,8 +106,8 @@ def test_abort(asker: Asker, spec: str) -> None:
     thread = threading.Thread(target=lambda: done.append(asker.ask(PROMPT[:700], spec, 2000, rid=rid)))
     thread.start()
     asker.server.wait_for_log("Decode batch", before)
-    requests.post(asker.server.url + "/abort_request", json={"rid": rid}, timeout=60).raise_for_status()
-    thread.join(timeout=120)
+    requests.post(asker.server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
+    thread.join(timeout=PATIENCE_S)
     assert done and done[0].finish.get("type") == "abort", done
     assert answers(asker.ask(PROMPT, spec), want, spec)
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import requests
 import tiny_model
-from server import Completion, Server
+from server import PATIENCE_S, Completion, Server
 
 from fluxion_sglang import audit
+
+pytestmark = pytest.mark.full
 
 LENGTH, NEW = 1800, 48
 SPECS = [
@@ -99,7 +101,7 @@ class TestOwnPolicies:
         assert "policy" in message and message.endswith(".") and "\n" not in message
 
         answer = requests.post(
-            server.url + "/generate", json={"input_ids": others, "sampling_params": sampling(wrong)}, timeout=300
+            server.url + "/generate", json={"input_ids": others, "sampling_params": sampling(wrong)}, timeout=PATIENCE_S
         )
         assert answer.status_code == 400
         assert ask(server, others, "oracle:1").tokens == ask(server, others, None).tokens
@@ -136,7 +138,7 @@ class TestOwnPolicies:
         def complete(policy: Any) -> requests.Response:
             body = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
             body["custom_params"] = {"fluxion_policy": policy}
-            return requests.post(server.url + "/v1/completions", json=body, timeout=300)
+            return requests.post(server.url + "/v1/completions", json=body, timeout=PATIENCE_S)
 
         texts = {spec: complete(spec).json()["choices"][0]["text"] for spec in ("full", "streaming")}
         assert texts["full"] == ask(server, prompt, None).raw["text"]

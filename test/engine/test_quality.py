@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from server import PATIENCE_S
 
 from fluxion_quality import command
 from fluxion_sglang import cli
@@ -20,6 +21,8 @@ import dataclasses, json, sys
 from pathlib import Path
 from fluxion_quality import plan, run, serve
 from fluxion_quality.kl import tokens_compared
+
+pytestmark = pytest.mark.full
 
 POLICIES = ("full", "streaming", "oracle", "fixed:16:0.05")
 FORCED = 12
@@ -80,7 +83,7 @@ def served(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         [sys.executable, str(script), str(MODEL), str(folder / "out.json")],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=PATIENCE_S,
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         check=False,
     )
@@ -146,7 +149,11 @@ def test_sglang_without_the_flag_gives_the_same_answers(
     words += ["--lengths", "1k", "--tasks", ",".join(TASKS), "--samples", "2", "--dtype", "float32", "--device", "cpu"]
     words += ["--policies", "streaming,oracle,fixed:16:0.05,off"]
     done = subprocess.run(
-        [sys.executable, "-m", "fluxion_sglang.cli", *words], capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, "-m", "fluxion_sglang.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     rows = json.loads(out.read_text())["rows"]

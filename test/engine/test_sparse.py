@@ -12,6 +12,8 @@ from server import Server
 
 from fluxion_sglang.needle import needle_prompt, score
 
+pytestmark = pytest.mark.full
+
 HOST_TOKENS = 10_000
 DOCUMENT = 6_000
 

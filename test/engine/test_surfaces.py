@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from server import NEEDLE
+from server import NEEDLE, PATIENCE_S
 
 from fluxion_sglang.needle import needle_prompt
 
@@ -17,6 +17,8 @@ SCRIPT = """
 import json, sys
 import sglang as sgl
 from fluxion_sglang.needle import needle_prompt
+
+pytestmark = pytest.mark.full
 
 def main():
     prompt = needle_prompt(4096, 8, seed=5)
@@ -58,7 +60,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import tiny_model
 import torch
+from server import PATIENCE_S
 
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.predictor import artifact, calibration, recorder
 from fluxion_sglang.predictor.features import COUNT, NAMES
 from fluxion_sglang.predictor.train import split_sequences
+
+pytestmark = pytest.mark.full
 
 LAYERS, HEADS = 2, 4
 TAUS = (0.2, 0.5)
@@ -86,4 +89,4 @@ class TestTrain:
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=900, env=env, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=env, check=False)

@@ -19,6 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "fuzz"
+# Minutes: the programs are compiled first, with every mistake that the fuzzer must find.
+pytestmark = pytest.mark.full
 MUTANTS = re.findall(r"^mutant\((\w+)", (ROOT / "test/fuzz/mutants.cmake").read_text(), re.MULTILINE)
 
 

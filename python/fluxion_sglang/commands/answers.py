@@ -20,6 +20,7 @@ POLICY_PARAMETER: Final = "fluxion_policy"
 AUTO: Final = FluxionConfig.policy
 
 _MIDDLE, _READ = "fluxion_middle_tokens_total", "fluxion_read_tokens_total"
+_CACHED = "sglang:cached_tokens_total"
 _COUNTED_WITHIN_S = 2.0
 
 
@@ -159,11 +160,10 @@ class Asked:
         if first is not None and last is not None:
             ttft, tpot = first - start, (last - first) / (tokens - 1) if tokens > 1 else None
         growth = self._growth(before, tokens > 1)
-        details = usage.prompt_tokens_details if usage else None
         return Answer(
             "".join(pieces),
             usage.prompt_tokens if usage else 0,
-            details.cached_tokens if details else None,
+            _cached(usage, growth),
             tokens,
             _mean(growth, TTFT) or ttft,
             _mean(growth, TPOT) or tpot,
@@ -232,6 +232,13 @@ class Asked:
         if growth.get(_MIDDLE, 0.0) <= 0:
             return Reads(None, "no decode step had a middle")
         return Reads(growth.get(_READ, 0.0) / growth[_MIDDLE])
+
+
+def _cached(usage: CompletionUsage | None, growth: dict[str, float]) -> int | None:
+    """Cached prompt tokens, by the answer or else by /metrics: answers say it only with --enable-cache-report."""
+    if usage is not None and usage.prompt_tokens_details is not None:
+        return usage.prompt_tokens_details.cached_tokens
+    return int(growth.get(_CACHED, 0.0)) if growth.get(f"{TTFT}_count") == 1 else None
 
 
 def _mean(growth: dict[str, float], name: str) -> float | None:

@@ -185,7 +185,7 @@ def _session(
             # The server drops the request when its client is gone. On the command line Ctrl-C ends everything.
             if arguments.questions:
                 raise
-            news.print("\nStopped.", style="dim")
+            news.print("Stopped.", style="dim")
         else:
             news.print(cost(answer, asked, arguments.policy), style="dim", markup=False, soft_wrap=True)
             news.print()
@@ -194,27 +194,58 @@ def _session(
 
 def _answer(arguments: argparse.Namespace, asked: Asked, document: Document, question: str, news: Console) -> Answer:
     prompt = document.prompt(question, asked.chat, arguments.stop)
-    waiting = news.status("Reading", spinner="dots") if news.is_terminal else None
-    begun = False
+    writer = _Writer(news)
+    with writer:
+        return asked.ask(prompt, arguments.max_tokens, arguments.temperature, arguments.policy, writer.write)
 
-    def write(text: str, thought: bool) -> None:
-        nonlocal begun
-        if waiting is not None:
-            waiting.stop()
-        if not begun and not thought:
-            text, begun = text.lstrip(), bool(text.strip())
+
+class _Writer:
+    """Writes an answer as it comes. A spinner turns on a terminal until its first piece.
+
+    A context manager: at its end, whatever happened, the spinner is gone and the line is whole.
+    """
+
+    def __init__(self, news: Console) -> None:
+        self._news = news
+        self._waiting = news.status("Reading") if news.is_terminal else None
+        self._line: Console | TextIO | None = None  # what has an unfinished line
+        self._begun = False
+
+    def __enter__(self) -> None:
+        if self._waiting is not None:
+            self._waiting.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop_waiting()
+        self._end_line()
+
+    def write(self, text: str, thought: bool) -> None:
+        """A piece of the answer, or of the model's reasoning before it."""
+        self._stop_waiting()
         if thought:
-            news.print(text, end="", style="dim", markup=False, soft_wrap=True)
-        else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    with waiting or contextlib.nullcontext():
-        answer = asked.ask(prompt, arguments.max_tokens, arguments.temperature, arguments.policy, write)
-    if not answer.text.endswith("\n"):
-        sys.stdout.write("\n")
+            self._news.print(text, end="", style="dim", markup=False, soft_wrap=True)
+            self._line = None if text.endswith("\n") else self._news
+            return
+        if not self._begun:
+            self._end_line()
+            text = text.lstrip()
+            self._begun = bool(text)
+        sys.stdout.write(text)
         sys.stdout.flush()
-    return answer
+        if text:
+            self._line = None if text.endswith("\n") else sys.stdout
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.stop()
+
+    def _end_line(self) -> None:
+        if isinstance(self._line, Console):
+            self._line.print()
+        elif self._line is not None:
+            self._line.write("\n")
+            self._line.flush()
+        self._line = None
 
 
 def cost(answer: Answer, asked: Asked, policy: str | None) -> str:

@@ -13,15 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
     from fluxion_sglang.commands.reads.picture import Picture, ReadsError
-    from fluxion_sglang.commands.reads.terminal import rendered
+    from fluxion_sglang.commands.reads.terminal import console_of, rendered
 
-    # Not highlighted: colours mean something here. Where there is no terminal, lines are as long as they are.
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_of(sys.stdout)
     watched = arguments.audit is None and not arguments.once
     try:
         if not (watched and console.is_terminal):

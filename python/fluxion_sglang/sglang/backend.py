@@ -133,6 +133,7 @@ class FluxionAttnBackend(AttentionBackend):
             accounts.totals,
             layers=range(pool.start_layer, pool.start_layer + shape.layers),
             groups=range(first_group, first_group + shape.kv_heads),
+            first=first_head == 0 and pool.start_layer == 0,
         )
 
     def _device(self, runner: ModelRunner, layers: Sequence[RadixAttention]) -> Device:

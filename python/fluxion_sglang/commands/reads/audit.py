@@ -41,7 +41,7 @@ def of_audit(path: Path, policy: str | None = None) -> Picture:
         layer_share=ratio(read.sum(0), middle.sum(0)),
         mean_share=float(read.sum() / middle.sum()),
         metadata=float(records["metadata_bytes"].sum() / middle.sum()),
-        timeline=Timeline(read, middle, np.empty(0)),
+        timeline=Timeline(np.arange(1, len(steps) + 1), read, middle, np.empty(0)),
         errors=errors,
         policies=tuple(_policy_row(name, records[records["policy"] == name.encode()]) for name in found),
     )
@@ -90,4 +90,4 @@ def _policy_row(policy: str, records: np.ndarray) -> PolicyRow:
 
 
 def _policies(names: list[str]) -> str:
-    return ", ".join(f"policy {name}" for name in names)
+    return ("policy " if len(names) == 1 else "policies ") + ", ".join(names)

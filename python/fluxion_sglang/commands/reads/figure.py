@@ -40,7 +40,8 @@ def draw(picture: Picture, path: Path) -> None:
 def _figure(picture: Picture) -> Figure:
     rows = 1.6 + max(2.2, 0.24 * len(picture.layers))
     figure = plt.figure(figsize=(11, rows + 3.4), layout="constrained")
-    top, bottom = np.ravel(figure.subfigures(2, 1, height_ratios=(rows, 3.2)))
+    halves: Any = figure.subfigures(2, 1, height_ratios=(rows, 3.2))
+    top, bottom = halves
     _heat(picture, top.subplots())
     left, right = bottom.subplots(1, 2, width_ratios=(3, 2))
     _over_time(picture, left)
@@ -60,7 +61,7 @@ def _heat(picture: Picture, axis: Any) -> None:
         values, scale, what, columns = picture.share, SHARE, "Share of the middle that each group reads", "group"
     end = scale_end(values)
     shades = LinearSegmentedColormap.from_list("fluxion", scale)
-    shades.set_bad("#808080")
+    axis.set_facecolor("#808080")  # where there is no value
     image = axis.imshow(np.ma.masked_invalid(values), cmap=shades, vmin=0, vmax=end, aspect="auto")
     axis.figure.colorbar(image, ax=axis, format=None if picture.audited else PercentFormatter(1, decimals=0), pad=0.01)
     axis.set(title=what, xlabel=columns, ylabel="layer")
@@ -78,19 +79,18 @@ def _over_time(picture: Picture, axis: Any) -> None:
     axis.set_title("Share of the middle that is read, by layer")
     if len(line) < 2:
         # One look has no time in it: layers side by side instead.
-        axis.bar([str(layer) for layer in picture.layers], picture.layer_share, color=SHARE[2])
+        axis.bar(picture.layers, picture.layer_share, color=SHARE[2])
         axis.set(xlabel="layer")
-        axis.xaxis.set_major_locator(MaxNLocator(min(32, len(picture.layers)), integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(16, integer=True))
     else:
-        at = np.linspace(1, len(picture.timeline), len(line))
         for i, shares in enumerate(line.shares().T):
-            shade = colour(SHARE, i, max(len(picture.layers) - 1, 1))
-            axis.plot(at, shares, lw=1, color=shade, label=f"layer {picture.layers[i]}")
-        axis.plot(at, line.total(), color="black", lw=2, label="all")
+            shade = colour(SHARE, i, 1.2 * max(len(picture.layers) - 1, 1))  # not its lightest
+            axis.plot(line.at, shares, lw=1, color=shade, label=f"layer {picture.layers[i]}")
+        axis.plot(line.at, line.total(), color="black", lw=2, label="all")
         axis.set(xlabel="decode step" if picture.audited else "second")
         axis.legend(fontsize=7, ncols=2) if len(picture.layers) <= 8 else _ends(axis)
     axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axis.set_ylim(0, None)
+    axis.set_ylim(0, scale_end(line.shares()) * 1.03)
     axis.grid(alpha=0.3)
 
 
@@ -129,7 +129,7 @@ def _policies(picture: Picture, axis: Any) -> None:
         [f"{percent(row.share)}, error {row.error:.3f}" for row in rows],
     )
     axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axis.set_xlabel("share of the middle")
+    axis.set(xlabel="share of the middle", xticks=np.linspace(0, scale_end(np.array([r.share for r in rows])), 6))
 
 
 def _bars(

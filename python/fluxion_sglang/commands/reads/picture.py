@@ -32,10 +32,12 @@ class Timeline:
     """How reading went on: T points in time (of a server) or decode steps (of an audit).
 
     Attributes:
+        at: [T], when: seconds since the first look, or the number of the step, from 1.
         read, middle: [T, layers] bytes that were read, and that could have been.
         tokens_per_s: [T]; empty for an audit.
     """
 
+    at: np.ndarray
     read: np.ndarray
     middle: np.ndarray
     tokens_per_s: np.ndarray
@@ -48,9 +50,15 @@ class Timeline:
         if len(self) <= points:
             return self
         starts = np.linspace(0, len(self), points, endpoint=False).astype(int)
-        counts = np.diff([*starts, len(self)])
-        tokens = np.add.reduceat(self.tokens_per_s, starts) / counts if len(self.tokens_per_s) else self.tokens_per_s
-        return Timeline(np.add.reduceat(self.read, starts), np.add.reduceat(self.middle, starts), tokens)
+        ends = np.append(starts[1:], len(self))
+        tokens = (
+            np.add.reduceat(self.tokens_per_s, starts) / (ends - starts)
+            if len(self.tokens_per_s)
+            else self.tokens_per_s
+        )
+        return Timeline(
+            self.at[ends - 1], np.add.reduceat(self.read, starts), np.add.reduceat(self.middle, starts), tokens
+        )
 
     def shares(self) -> np.ndarray:
         """[T, layers]; nan where there was no middle."""

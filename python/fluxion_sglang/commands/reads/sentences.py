@@ -15,7 +15,7 @@ def sentences(picture: Picture) -> list[str]:
 
 
 def _how_much(picture: Picture) -> str:
-    more = f", and metadata as large as {percent(picture.metadata)} of it" if picture.metadata else ""
+    more = f", plus block metadata of {percent(picture.metadata)} of its size" if picture.metadata else ""
     return f"Heads read {percent(picture.mean_share)} of the middle{more}."
 
 
@@ -38,8 +38,8 @@ def _time(picture: Picture) -> str:
     outside = sum(picture.parts.get(part, 0.0) for part in MODEL_PARTS) / whole
     tasks = picture.parts.get("tasks", 0.0) / whole
     return (
-        f"A decode step takes {milliseconds(whole)}, {percent(outside)} of it outside attention, so reading less could "
-        f"save at most {percent(tasks)}."
+        f"A decode step takes {milliseconds(whole)}, {percent(outside)} of it outside attention, so a sparser policy "
+        f"could save at most {percent(tasks)}."
     )
 
 
@@ -52,8 +52,8 @@ def _errors(picture: Picture) -> str:
         return "No head is off by more than rounding."
     layer, head = np.unravel_index(np.nanargmax(errors), errors.shape)
     return (
-        f"A head is off by {np.nanmean(errors):.3f} of its layer's largest output on average, head {head} of layer "
-        f"{layer} by {errors[layer, head]:.3f}, the most."
+        f"The mean error of a head is {np.nanmean(errors):.3f} of its layer's largest output; head {head} of layer "
+        f"{layer} has the largest, {errors[layer, head]:.3f}."
     )
 
 

@@ -193,7 +193,8 @@ def _timeline(readings: list[Reading], layers: list[int]) -> Timeline:
         read.append([by_layer[layer] for layer in layers])
         middle.append(_by_layer(after, before, layers))
         tokens.append(after.growth("fluxion_decode_tokens_total", before) / max(after.at - before.at, 1e-9))
-    return Timeline(np.array(read), np.array(middle), np.array(tokens))
+    at = [reading.at - readings[0].at for reading in readings[1:]]
+    return Timeline(np.array(at), np.array(read), np.array(middle), np.array(tokens))
 
 
 def _block_order(item: tuple[str, float]) -> tuple[int, str]:

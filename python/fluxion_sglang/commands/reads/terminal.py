@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -16,15 +17,25 @@ from fluxion_sglang.commands.reads.sentences import milliseconds, percent, scale
 
 SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_POINTS = 40
+_FEWEST_POINTS = 8
+_BESIDE = 20
+"""Columns that a row of the heat map needs beside its cells and points."""
 _BAR = 40
 _LEGEND = 24
+_ENDLESS = 10_000
+
+
+def console_of(file: TextIO) -> Console:
+    """What `rendered` is printed on. Where there is no terminal, lines are as long as they need to be."""
+    return Console(file=file, highlight=False, width=None if file.isatty() else _ENDLESS)
 
 
 def rendered(picture: Picture, console: Console) -> RenderableType:
     """The whole picture, as wide as the console."""
     parts: list[RenderableType] = [_title(picture), Text()]
     parts += _heat(picture, console)
-    parts += [Text(), *_over_time(picture)]
+    if len(picture.timeline) > 1:
+        parts += [Text(), *_over_time(picture)]
     if picture.parts:
         parts += [Text(), *_times(picture)]
     if picture.blocks:
@@ -45,18 +56,21 @@ def _title(picture: Picture) -> Text:
 def _heat(picture: Picture, console: Console) -> Iterator[RenderableType]:
     if picture.errors is not None:
         values, scale, names = picture.errors, ERROR, "query heads"
-        yield Text("Mean error of each query head, of its layer's largest output; and what layers read, over steps")
+        yield Text("Mean error of each query head, and the share of the middle that its layer reads")
     else:
         values, scale, names = picture.share, SHARE, "groups"
-        yield Text("Share of the middle that each group (KV head with its query heads) reads, by layer")
+        yield Text("Share of the middle that each group (KV head) reads, by layer")
     end = scale_end(values)
     write = _error if picture.audited else percent
     cells = [[write(float(value)) for value in row] for row in values]
     width = max(len(cell) for row in cells for cell in row) + 2
-    trend = picture.timeline.binned(_trend_points(picture, console, width)).shares()
+    coloured = console.color_system is not None and not console.no_color
     # Numbers where they fit, and where there are no colours; else colours alone.
-    if console.is_terminal and len(picture.columns) * width + trend.shape[0] + 20 > console.width:
+    if coloured and len(picture.columns) * width + _BESIDE + _FEWEST_POINTS > console.width:
         width, cells = 2, [[""] * len(row) for row in cells]
+    room = console.width - len(picture.columns) * width - _BESIDE
+    trend = picture.timeline.binned(min(_SPARK_POINTS, max(_FEWEST_POINTS, room))).shares()
+    top = scale_end(trend)
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right")
     for _ in range(2 + (len(trend) > 1)):
@@ -67,13 +81,10 @@ def _heat(picture: Picture, console: Console) -> Iterator[RenderableType]:
         for value, cell in zip(values[i], cells[i], strict=True):
             back = colour(scale, float(value), end)
             row.append(cell.center(width), style=f"{ink(back)} on {back}")
-        table.add_row(str(layer), row, f"{percent(float(picture.layer_share[i])):>6}", _spark(trend[:, i]))
+        table.add_row(str(layer), row, f"{percent(float(picture.layer_share[i])):>6}", _spark(trend[:, i], top))
     yield table
-    yield _legend(scale, end, write, console)
-
-
-def _trend_points(picture: Picture, console: Console, width: int) -> int:
-    return min(_SPARK_POINTS, max(8, console.width - len(picture.columns) * width - 24))
+    if coloured:
+        yield _legend(scale, end, write)
 
 
 def _heads(columns: Sequence[int], width: int, names: str) -> Text:
@@ -82,13 +93,11 @@ def _heads(columns: Sequence[int], width: int, names: str) -> Text:
     return Text("".join(str(column).center(width) for column in columns))
 
 
-def _legend(scale: Sequence[str], end: float, write: object, console: Console) -> Text:
-    if not console.is_terminal:
-        return Text()
-    legend = Text("      0% " if write is percent else "      0 ")
+def _legend(scale: Sequence[str], end: float, write: Callable[[float], str]) -> Text:
+    legend = Text(f"{write(0.0):>8} ")
     for i in range(_LEGEND):
         legend.append(" ", style=f"on {colour(scale, i, _LEGEND - 1)}")
-    return legend.append(f" {percent(end) if write is percent else _error(end)}")
+    return legend.append(f" {write(end)}")
 
 
 def _error(value: float) -> str:
@@ -100,8 +109,6 @@ def _error(value: float) -> str:
 
 def _over_time(picture: Picture) -> Iterator[RenderableType]:
     line = picture.timeline.binned(_SPARK_POINTS)
-    if len(line) < 2:
-        return
     total = line.total()
     there = total[np.isfinite(total)]
     table = Table.grid(padding=(0, 2))

@@ -77,9 +77,14 @@ def _reason(results: Results, best: str, gain: float) -> str:
     if lost:
         said.append(f"{' and '.join(lost)} found fewer needles than full")
     if slow:
-        saved = ", ".join(f"{max(_gain(results, policy), 0):.0%}" for policy in slow)
-        said.append(f"{' and '.join(slow)} saved {saved} of the time per token {where}")
+        said += [
+            f"{policy} took {_compared(_gain(results, policy))} time per token than full {where}" for policy in slow
+        ]
     return f"{'; '.join(said)}."
+
+
+def _compared(gain: float) -> str:
+    return f"{abs(gain):.0%} {'less' if gain > 0 else 'more'}"
 
 
 def _notes(results: Results, best: str) -> list[str]:
@@ -87,6 +92,12 @@ def _notes(results: Results, best: str) -> list[str]:
     place = _largest(results)
     if place is not None:
         off, full = results.ms(*place, OFF), results.ms(*place, FULL)
+        chosen = results.ms(*place, best)
+        if off and chosen and off >= chosen:
+            notes.append(
+                f"Without the flag a token takes {off:.1f} ms there, with it and {best} {chosen:.1f} ms: "
+                f"{off / chosen:.1f} times as long."
+            )
         if off and full and off < full:
             notes.append(
                 f"Without the flag a token takes {off:.1f} ms at {place[0]:,} tokens and batch {place[1]}, less than "
@@ -104,6 +115,6 @@ def _notes(results: Results, best: str) -> list[str]:
             "This model has no predictor. One learns what each head needs to read: fluxion train --model "
             f"{results.model.name} --data data.jsonl --out {folder}/fluxion"
         )
-    if best == FULL and len(results.policies()) > 1:
+    if best == FULL and any(_answers_as_well(results, policy) for policy in results.policies() if policy != FULL):
         notes.append("Longer prompts and larger batches read more of the middle, and there a sparse policy saves more.")
     return notes

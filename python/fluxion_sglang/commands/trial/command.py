@@ -32,8 +32,10 @@ def main(arguments: argparse.Namespace, starts: Callable[[Course], None] = Cours
         for file in filter(None, (out, arguments.json)):
             _check_writable(file)
         results = Results(record.header("try"), _command(arguments, request.model.name), request.model)
-        course = Course(request, quiz, results, lambda found: _save(found, out, arguments.json), clock)
-        console.print(f"{request.model.name}: about {arguments.minutes:g} minutes. {out} grows part by part.")
+        course = Course(request, quiz, results, lambda found, last: _save(found, out, arguments.json, last), clock)
+        console.print(
+            f"{request.model.name}: about {arguments.minutes:g} minutes. {out} grows part by part.", soft_wrap=True
+        )
         try:
             starts(course)
         except KeyboardInterrupt:
@@ -74,10 +76,10 @@ def _request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _save(results: Results, out: Path, numbers: Path | None) -> None:
+def _save(results: Results, out: Path, numbers: Path | None, last: bool) -> None:
     """Whole files or none, so that an interruption leaves the last whole ones."""
     partial = out.with_name(out.name + ".partial")
-    partial.write_text(page.render(results))
+    partial.write_text(page.render(results, drawn=last))
     partial.replace(out)
     if numbers is not None:
         record.save(numbers, results.as_dict())

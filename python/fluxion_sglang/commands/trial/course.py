@@ -47,6 +47,7 @@ _PROBES = (1024, 2048)
 _SLOW_PROBE_S = 20.0  # where the first probe takes longer, it is the only one
 _SLACK = 1024  # tokens of the pool for the questions and answers of a document
 _STOP_S = 5.0
+_LEAST_SHARE = 0.4  # of the time, for measuring
 _OFF_PATIENCE = 1.5  # how far the part without the flag may run past the time
 
 
@@ -82,8 +83,8 @@ class Request:
         return "cpu" in self.flags or not torch.cuda.is_available()
 
 
-Save = Callable[[Results], None]
-"""Called after every part."""
+Save = Callable[[Results, bool], None]
+"""Called after every part; the flag says whether it was the last one."""
 
 
 @dataclass
@@ -127,15 +128,21 @@ class Course:
         finally:
             if not self.results.refusal:
                 self.results.advice = advice.advise(self.results, self._flags(), self.request.config)
-            self._part_done()
+            self._part_done(last=True)
 
-    def _part_done(self) -> None:
+    def _part_done(self, last: bool = False) -> None:
         self.results.seconds = round(self.clock.elapsed, 1)
-        self.save(self.results)
+        self.save(self.results, last)
 
     # Parts.
 
     def _fit(self) -> None:
+        busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        if busy > cores / 2:
+            self.results.notes.append(
+                f"The machine had other work when the trial began (a load of {busy:.1f} on {cores} cores). So times "
+                "are too long, and may differ from one run to the next."
+            )
         self.results.fit = model.fit(self.request.model, self.request.served_dtype, self.request.on_cpu)
         self._part_done()
 
@@ -161,7 +168,7 @@ class Course:
             return
         pool = ["--max-total-tokens", str(_pool(chosen.effort.documents, max(chosen.lengths)))]
         try:
-            with self._server("the same server without the flag", None, pool) as server:
+            with self._server("without the flag", None, pool) as server:
                 measure.decode(server, [self._document(plan.SHORTEST, 1, seed=1)[0].prompt], OFF, 8)
                 effort = chosen.effort
                 runs = effort.documents + effort.rounds * len(effort.batches)
@@ -211,11 +218,12 @@ class Course:
             if run.first > _SLOW_PROBE_S:
                 break
         pace = plan.pace(probes, step)
-        # The server without the flag takes about as long to start.
-        seconds = self.clock.left - start - _STOP_S
+        # The server without the flag takes about as long to start. Slow starts must not leave nothing to measure.
+        seconds = max(self.clock.left - start - _STOP_S, _LEAST_SHARE * self.clock.limit)
         asked = sorted({min(length, self._longest(1)) for length in self.request.lengths})
         lengths, effort = plan.choose(pace, seconds, self._longest, len(policies), asked)
-        return Plan(lengths, policies, refused, effort, round(plan.cost(pace, lengths, effort, len(policies)), 1))
+        took = plan.cost(pace, lengths, effort, len(policies))
+        return Plan(lengths, policies, refused, effort, plan.steps_of(pace, effort), round(took, 1))
 
     def _length_with_the_flag(self, server: Server, length: int, bar: tqdm[Any]) -> None:
         chosen = self.results.plan
@@ -230,7 +238,7 @@ class Course:
                 for batch in effort.batches:
                     bar.set_postfix_str(f"{length:,} tokens, {policy}, batch {batch}")
                     before = measure.counters(server)
-                    run = measure.decode(server, prompts[:batch], policy, effort.steps)
+                    run = measure.decode(server, prompts[:batch], policy, chosen.steps)
                     if batch == 1:
                         reads[policy].add(before, measure.counters(server))
                     steps.setdefault((batch, policy), []).extend(run.steps)
@@ -238,7 +246,8 @@ class Course:
                         self.full_tokens[self.request.served_dtype, length] = run.tokens
                     bar.update()
         self.results.decode += [
-            Decode(length, batch, policy, measure.median_ms(mine), len(mine)) for (batch, policy), mine in steps.items()
+            Decode(length, batch, policy, measure.median_ms(mine), chosen.steps, effort.rounds)
+            for (batch, policy), mine in steps.items()
         ]
         layers = self.request.model.layers
         self.results.reads += [
@@ -278,7 +287,8 @@ class Course:
                 tokens = run.tokens
                 bar.update()
         self.results.decode += [
-            Decode(length, batch, OFF, measure.median_ms(mine), len(mine)) for batch, mine in steps.items()
+            Decode(length, batch, OFF, measure.median_ms(mine), effort.steps, effort.rounds)
+            for batch, mine in steps.items()
         ]
         dtype = self.request.served_dtype
         self.results.same += same.compare(server, length, dtype, prompts, tokens, self.full_tokens[dtype, length])
@@ -345,7 +355,7 @@ class Course:
         self.results.servers[what] = shell(command)
         # Both servers get what the flag sets, so that they differ by the flag alone.
         quiet = {} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}
-        with self.starts(command, port, quiet, what) as server:
+        with self.starts(command, port, quiet, f"a server {what}") as server:
             yield server
 
 

@@ -6,7 +6,6 @@ requests of a batch begin at once.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ class Run:
 
     Attributes:
         first: seconds to the first token of the request that had it last.
-        steps: seconds from token to token, of all requests, from when every request had its first token.
+        steps: seconds a token, over spans of half a run, of all requests, from when every request had its first.
         tokens: the outputs, in the order of the prompts.
     """
 
@@ -78,7 +77,7 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: i
     if not all(arrivals):
         raise OSError("the server ended a request without a token")
     first = max(mine[0][0] for mine in arrivals)
-    return Run(first, [step for mine in arrivals for step in _steps(mine, first)], tokens)
+    return Run(first, [step for mine in arrivals for step in _paces(mine, first)], tokens)
 
 
 def counters(server: Server) -> dict[str, float]:
@@ -97,11 +96,19 @@ def median_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3 if seconds else float("nan")
 
 
-def _steps(arrivals: Sequence[tuple[float, int]], start: float) -> list[float]:
-    """Seconds a token; a piece may bring several tokens, where the client or the server was late."""
-    return [
-        (after - before) / (count - had)
-        for (before, had), (after, count) in itertools.pairwise(arrivals)
-        if before >= start and count > had
-        for _ in range(count - had)
-    ]
+def _paces(arrivals: Sequence[tuple[float, int]], start: float) -> list[float]:
+    """Seconds a token, over every span of half the tokens.
+
+    Single tokens may arrive in bunches, where somebody between the engine and this client waits for a core.
+
+    Args:
+        arrivals: (seconds, tokens so far) of one request.
+    """
+    mine = [point for point in arrivals if point[0] >= start]
+    span = (mine[-1][1] - mine[0][1] + 1) // 2 if mine else 0
+    paces = []
+    for i, (before, had) in enumerate(mine):
+        later = next(((after, count) for after, count in mine[i:] if count - had >= span), None)
+        if later is not None and span:
+            paces.append((later[0] - before) / (later[1] - had))
+    return paces

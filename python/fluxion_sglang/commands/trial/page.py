@@ -12,7 +12,8 @@ from fluxion_sglang.commands.trial.results import Results
 from fluxion_sglang.commands.trial.view import made, sections
 
 
-def render(results: Results) -> str:
+def render(results: Results, drawn: bool = True) -> str:
+    """The page; with or without pictures, which take a second to draw."""
     environment = Environment(
         loader=PackageLoader("fluxion_sglang.commands.trial", "."),
         autoescape=True,
@@ -20,7 +21,7 @@ def render(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plots = {name: Markup(svg) for name, svg in draw(results).items()}
+    plots = {name: Markup(svg) for name, svg in draw(results).items()} if drawn else {}
     return environment.get_template("report.html.j2").render(
         name=Path(results.model.name).name or results.model.name,
         sections=sections(results),

@@ -12,7 +12,7 @@ from fluxion_sglang.commands.trial.results import Effort, TrialError
 SHORTEST: Final = 1024
 """Shorter prompts are sinks and window for the most part, so there is no middle to speak of."""
 
-SPARE: Final = 64
+SPARE: Final = 192
 """Positions of the model that a length leaves free, for the steps of a timed run. SGLang never uses the last two."""
 
 # With how much a trial begins, and how long its longest prompts must get before it does with less.
@@ -22,6 +22,8 @@ _EFFORTS: Final = (
     (Effort(documents=2, questions=3, steps=12, rounds=1), 1024),
     (Effort(documents=1, questions=4, steps=8, rounds=1), 1024),
 )
+# A timed run with the flag takes about this long, if that needs no more steps than these.
+_RUN_S, _MOST_STEPS = 0.8, 128
 _SUFFIX = 64  # tokens of a question that no cache has, page by page
 _ANSWER = 12
 _OFF = 4.0  # a decode step without the flag takes about so many of those with it, at a guess
@@ -70,11 +72,16 @@ def pace(probes: Sequence[tuple[int, float]], step: float) -> Pace:
 def cost(pace: Pace, lengths: Sequence[int], effort: Effort, policies: int) -> float:
     """Seconds that measuring takes, with the flag and without."""
     prefills = sum(2 * effort.documents * pace.prefill(length) for length in lengths)
-    timed = effort.rounds * effort.steps * len(effort.batches)
+    runs = effort.rounds * len(effort.batches)
     answers = policies * effort.questions
-    steps = len(lengths) * (timed * (policies + _OFF) + answers * _ANSWER)
+    steps = len(lengths) * (runs * (policies * steps_of(pace, effort) + _OFF * effort.steps) + answers * _ANSWER)
     suffixes = len(lengths) * (answers * effort.documents + 2 * effort.documents) * pace.prefill(_SUFFIX)
     return _LOADED * (prefills + steps * pace.step + suffixes)
+
+
+def steps_of(pace: Pace, effort: Effort) -> int:
+    """Steps of a timed run with the flag: short ones are many, so that a run is long beside the delays of a client."""
+    return max(effort.steps, min(_MOST_STEPS, int(_RUN_S / pace.step) if pace.step > 0 else _MOST_STEPS))
 
 
 def choose(

@@ -66,8 +66,9 @@ def _line(axis: Any, results: Results, policy: str, points: list[tuple[int, floa
 
 
 def _numbers(axis: Any) -> None:
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     formatter = ScalarFormatter()
     formatter.set_scientific(False)
     axis.set_major_formatter(formatter)
@@ -83,7 +84,7 @@ def _svg(figure: Any, axes: list[Any], results: Results) -> str:
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
+    axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})

@@ -73,7 +73,7 @@ class Effort:
     Attributes:
         documents: prompts of a length; the largest batch has all of them.
         questions: asked about each document.
-        steps: decode steps of a timed run.
+        steps: decode steps of a timed run without the flag.
         rounds: timed runs of every policy and batch.
     """
 
@@ -95,6 +95,7 @@ class Plan:
         lengths: tokens of prompt and answer together.
         policies: the legal ones, `full` first.
         refused: policies that this model or server does not take, with the reason.
+        steps: decode steps of a timed run with the flag.
         seconds: estimate for what comes after the plan.
     """
 
@@ -102,6 +103,7 @@ class Plan:
     policies: list[str]
     refused: dict[str, str]
     effort: Effort
+    steps: int
     seconds: float
 
 
@@ -117,13 +119,14 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Median time between two tokens of one request."""
+    """Median time between two tokens of one request; `runs` were timed, and `steps` decoded in each."""
 
     length: int
     batch: int
     policy: str
     ms: float
     steps: int
+    runs: int
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fluxion_sglang.commands.trial import advice
 from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same
+from fluxion_sglang.serving import launch_command, shell
 
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -41,21 +42,18 @@ class Section:
 
 def sections(results: Results) -> list[Section]:
     """Those parts of the report that there is something to say of, the recommendation first."""
-    parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _answers, _reads, _left_out)
+    parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _answers, _reads, _notes)
     return [section for part in parts if (section := part(results)) is not None]
 
 
 def _refusal(results: Results) -> Section | None:
     if not results.refusal:
         return None
-    command = results.servers.get("with the flag", "")
     return Section(
         "Fluxion does not serve this model",
-        [
-            results.refusal,
-            "Do what the sentence says and try again. Or serve the model without --enable-fluxion.",
-        ],
-        how=f"The server that was refused: {command}" if command else "",
+        [results.refusal, "Do what the sentence says and try again, or serve the model without the flag:"],
+        how=f"The server that was refused: {results.servers.get('with the flag', '')}",
+        command=shell(launch_command(results.model.name, advice.USUAL_PORT)),
     )
 
 
@@ -118,10 +116,12 @@ def _same(results: Results) -> Section | None:
                     f"{max(gaps):.3f}" if gaps else "",
                 )
             )
+    columns = ("dtype", "length", "equal prompts", "least agreement (tokens)", "largest gap (nats)")
+    shown = len(columns) if any(row[-1] for row in rows) else -1
     return Section(
         "Same answers",
         lead,
-        Table(("dtype", "length", "prompts with equal tokens", "least agreement (tokens)", "largest gap (nats)"), rows),
+        Table(columns[:shown], [row[:shown] for row in rows]),
         how="Greedy tokens with policy full and without the flag, from the timed runs of the largest batch. The gap is "
         "between SGLang's own two best tokens where the outputs part: a small one is a tie that rounding decides.",
     )
@@ -130,7 +130,9 @@ def _same(results: Results) -> Section | None:
 def _verdict(dtype: str, rows: Sequence[Same]) -> str:
     tokens = sum(row.tokens for row in rows)
     if all(row.agree == row.tokens for row in rows):
-        return f"In {dtype} all {tokens} tokens of {len(rows)} prompts are the same with the flag and without."
+        return (
+            f"In {dtype} all {tokens} tokens of {_count(len(rows), 'prompt')} are the same with the flag and without."
+        )
     apart = sum(row.agree < row.tokens for row in rows)
     if dtype == "float32":
         return (
@@ -157,12 +159,13 @@ def _speed(results: Results) -> Section | None:
         rows.append(
             (f"{length:,}", str(batch), *(_number(times[name]) for name in policies), *ratios),
         )
-    steps = min(row.steps for row in results.decode)
+    steps, runs = min(row.steps for row in results.decode), min(row.runs for row in results.decode)
     return Section(
         "Time per output token (ms)",
         table=Table(("length", "batch", *policies, *(f"{a} / {b}" for a, b in pairs)), rows, left=0),
-        how=f"Median of {steps} or more intervals between streamed tokens, as a client on this machine sees them. A "
-        "batch is so many different prompts that decode together. Policies take turns on one server; off is a second server.",
+        how=f"{_count(runs, 'run')} of {steps} or more streamed tokens a policy and batch, as a client on this machine "
+        "sees them: the median over all spans of half a run. A batch is so many prompts that decode together. Policies "
+        "take turns on one server; off is a second one.",
         plot="speed",
     )
 
@@ -179,8 +182,8 @@ def _prefill(results: Results) -> Section | None:
     return Section(
         "Time to first token (s)",
         table=Table(("length", OFF, "with the flag"), rows, left=0),
-        how=f"Median of {runs} prompts, one at a time, none of them in the cache. Prefill is exact under every policy, "
-        "so it is measured once.",
+        how=f"Median of {_count(runs, 'prompt')}, one at a time, none of them in the cache. Prefill is exact under "
+        "every policy, so it is measured once.",
     )
 
 
@@ -224,11 +227,13 @@ def _reads(results: Results) -> Section | None:
     )
 
 
-def _left_out(results: Results) -> Section | None:
+def _notes(results: Results) -> Section | None:
+    if results.refusal:
+        return None
     refused = results.plan.refused if results.plan else {}
     lines = [f"{policy} was not tried: {reason}" for policy, reason in refused.items()]
     lines += results.notes
-    return Section("Left out", lines) if lines else None
+    return Section("To keep in mind", lines) if lines else None
 
 
 def made(results: Results) -> list[tuple[str, str]]:
@@ -252,12 +257,16 @@ def made(results: Results) -> list[tuple[str, str]]:
 def _size(count: float) -> str:
     for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
         if count >= unit:
-            return f"{count / unit:.2f} {name}" if unit != _KIB else f"{count / unit:g} {name}"
+            return f"{count / unit:.4g} {name}"
     return f"{count:.0f} bytes"
 
 
 def _number(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.1f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _ratio(slow: float | None, fast: float | None) -> str:

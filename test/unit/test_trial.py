@@ -1,0 +1,263 @@
+"""`fluxion try` as a whole, with a server that only pretends: its report, its files, its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluxion_sglang import cli, needle
+from fluxion_sglang.commands.trial import command, course
+from fluxion_sglang.commands.trial.course import Course
+from fluxion_sglang.serving import Piece, RequestRefused, Server, ServerError
+
+NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
+STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "fixed:16:0.10": 0.01}
+
+
+def answer(prompt: Sequence[int]) -> list[int]:
+    """What a perfect model says: the fact that follows the key in the document."""
+    *document, first, second = prompt
+    pairs = zip(document, document[1:], document[2:], strict=False)
+    at = next(i for i, three in enumerate(pairs) if three == (needle.FACT, first, second))
+    return [needle.ANSWER, *document[at + 1 : at + 7]]
+
+
+class FakeServer(Server):
+    """Answers at once, says that it took its time, and counts.
+
+    Args:
+        refuses: policies that it ends requests of. forgets: policies that answer wrongly.
+    """
+
+    def __init__(self, refuses: Sequence[str] = (), forgets: Sequence[str] = (), breaks: int | None = None) -> None:
+        super().__init__("")
+        self.refuses, self.forgets, self.breaks = refuses, forgets, breaks
+        self.steps = 0.0
+        self.batches = 0
+
+    def stream(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Iterator[Piece]:
+        self.batches += 1
+        if self.breaks is not None and self.batches > self.breaks:
+            raise KeyboardInterrupt
+        policy = sampling.get("custom_params", {}).get("fluxion_policy", "off")
+        if policy in self.refuses:
+            raise RequestRefused(f"policy {policy!r} is not for you.")
+        new = sampling["max_new_tokens"]
+        self.steps += (new - 1) * len(prompts)
+        for step in range(1, new + 1):
+            for i, prompt in enumerate(prompts):
+                said = (answer(prompt) + [11] * new)[:new]
+                tokens = [token ^ 1 for token in said] if policy in self.forgets else said
+                yield Piece(i, len(prompt) * 1e-4 + STEP_S[policy] * step, tokens[:step])
+
+    def metrics(self) -> dict[str, float]:
+        each = {"layers": 4, "middle_tokens": 1000, "read_tokens": 250, "tile_bytes": 2**20, "metadata_bytes": 0}
+        return {f"fluxion_{name}_total": value * self.steps for name, value in each.items()}
+
+    def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
+        """Two best tokens that are 0.1 nats apart."""
+        return {"meta_info": {"output_top_logprobs": [[[-0.5, 1, None], [-0.6, 2, None]]]}}
+
+    def flush(self) -> None:
+        pass
+
+
+class Machine:
+    """Starts fake servers, and remembers their command lines."""
+
+    def __init__(self, error: ServerError | None = None, **server: Any) -> None:
+        self.error, self.server = error, server
+        self.commands: list[list[str]] = []
+
+    @contextmanager
+    def start(self, words: Sequence[str], port: int, environment: Mapping[str, str], what: str) -> Iterator[Server]:
+        self.commands.append(list(words))
+        if self.error is not None:
+            raise self.error
+        yield FakeServer(**self.server)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+
+def trial(folder: Path, machine: Machine, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, numbers and page of a run."""
+    parser = argparse.ArgumentParser()
+    from fluxion_sglang.commands.trial import add_arguments
+
+    add_arguments(parser)
+    out, numbers = folder / "report.html", folder / "numbers.json"
+    arguments = parser.parse_args([*(words or (NEEDLE,)), "--out", str(out), "--json", str(numbers)])
+
+    def run(course: Course) -> None:
+        course.starts = machine.start
+        course.run()
+
+    code = command.main(arguments, run)
+    return code, json.loads(numbers.read_text()), out.read_text()
+
+
+def test_a_whole_trial_measures_everything_and_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine()
+    code, numbers, _ = trial(tmp_path, machine)
+    assert code == 0
+    lengths = numbers["plan"]["lengths"]
+    assert numbers["plan"]["policies"] == ["full", "fluxion"]
+    assert max(lengths) > 8192
+    for policy in ("off", "full", "fluxion"):
+        mine = [row for row in numbers["decode"] if row["policy"] == policy]
+        assert {(row["length"], row["batch"]) for row in mine} == {(length, b) for length in lengths for b in (1, 4)}
+        assert all(row["ms"] == pytest.approx(STEP_S[policy] * 1e3) for row in mine)
+    assert all(row["right"] == row["asked"] == 20 for row in numbers["answers"])
+    assert all(row["agree"] == row["tokens"] for row in numbers["same"])
+    assert all(row["share"] == 0.25 and row["bytes_per_token"] == 2**20 for row in numbers["reads"])
+    assert numbers["advice"]["policy"] == "fluxion"
+    assert {"machine", "versions", "commit"} <= numbers.keys()
+    shown = capsys.readouterr().out
+    assert numbers["advice"]["command"] in shown
+    assert "Needles found" in shown
+
+
+def test_the_servers_differ_by_the_flag_and_hold_every_prompt(tmp_path: Path) -> None:
+    machine = Machine()
+    _, numbers, _ = trial(tmp_path, machine, NEEDLE, "--server-args", "--tp 2")
+    with_flag, without = machine.commands
+    config = json.loads(with_flag[with_flag.index("--fluxion-config") + 1])
+    assert config["policy"] == "full"
+    assert config["host_tokens"] > 4 * max(numbers["plan"]["lengths"])
+    assert "--enable-fluxion" not in without
+    assert int(without[without.index("--max-total-tokens") + 1]) > 4 * max(numbers["plan"]["lengths"])
+    for words in (with_flag, without, numbers["advice"]["command"].split()):
+        assert "--tp 2" in " ".join(words)
+
+
+def test_the_page_stands_alone_and_has_every_table(tmp_path: Path) -> None:
+    _, numbers, page = trial(tmp_path, Machine())
+    outside = re.findall(r'(?:src|href|url)\s*[=(]\s*["\']?(?!#)([^"\')>]+)', re.sub(r"xmlns[^ >]*", "", page))
+    assert outside == []
+    assert page.count("<table>") >= 6
+    assert page.count("<svg") == 2
+    assert numbers["advice"]["command"].replace('"', "&#34;").replace("'", "&#39;") in page
+    titles: list[str] = []
+
+    class Titles(HTMLParser):
+        inside = False
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.inside = tag == "h2"
+
+        def handle_data(self, data: str) -> None:
+            if self.inside:
+                titles.append(data)
+                self.inside = False
+
+    Titles().feed(page)
+    assert titles[0] == "Recommended: fluxion"
+    assert {"Same answers", "Needles found", "Read of the middle", "How this was made"} <= set(titles)
+
+
+def test_without_a_predictor_a_fixed_budget_is_tried_and_training_is_explained(tmp_path: Path) -> None:
+    code, numbers, page = trial(tmp_path, Machine(refuses=["fluxion"], forgets=["fixed:16:0.10"]))
+    assert code == 0
+    assert numbers["plan"]["policies"] == ["full", "fixed:16:0.10"]
+    assert numbers["advice"]["policy"] == "full"
+    assert "fluxion train --model" in page
+    assert "is not for you" in page
+
+
+def test_needles_that_full_does_not_find_are_said_to_measure_nothing(tmp_path: Path) -> None:
+    _, numbers, page = trial(tmp_path, Machine(forgets=["full"]))
+    assert numbers["advice"]["policy"] == "full"
+    assert "measure nothing for this model" in page
+
+
+def test_other_tokens_are_counted_up_to_the_first_difference(tmp_path: Path) -> None:
+    _, numbers, page = trial(tmp_path, Machine(forgets=["full"]))
+    assert all(row["agree"] == 0 and row["gap"] == pytest.approx(0.1) for row in numbers["same"])
+    assert "--exact" in page
+
+
+def test_a_refused_model_is_reported_with_the_server_s_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = "cannot serve this model, because it has sliding-window layers."
+    code, numbers, page = trial(tmp_path, Machine(ServerError(f"It ended.\n  error: {refusal}", refusal)))
+    assert code == 1
+    assert numbers["refusal"] == refusal
+    assert numbers["advice"] is None
+    for text in (page, capsys.readouterr().out):
+        assert "Fluxion does not serve this model" in text
+        assert "sliding-window layers" in text
+        assert f"python -m sglang.launch_server --model-path {NEEDLE} --port 30000" in text
+
+
+def test_a_server_that_just_breaks_ends_the_trial_with_its_log(tmp_path: Path) -> None:
+    code, numbers, page = trial(tmp_path, Machine(ServerError("The server ended with exit code 9.")))
+    assert (code, numbers["refusal"]) == (1, "")
+    assert "exit code 9" in page
+
+
+def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
+    code, numbers, page = trial(tmp_path, Machine(breaks=30))
+    assert code == 130
+    assert numbers["decode"]
+    assert "Interrupted" in numbers["stopped"]
+    assert "Interrupted" in page
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_exact_starts_two_more_servers_in_float32(tmp_path: Path) -> None:
+    machine = Machine()
+    _, numbers, _ = trial(tmp_path, machine, NEEDLE, "--exact", "--lengths", "1k")
+    assert [words[-1] == "float32" or "float32" in words for words in machine.commands] == [False, False, True, True]
+    assert {row["dtype"] for row in numbers["same"]} == {"bfloat16", "float32"}
+
+
+def test_a_second_server_that_does_not_start_costs_its_columns_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    begin = machine.start
+
+    @contextmanager
+    def start(words: Sequence[str], *rest: Any) -> Iterator[Server]:
+        if "--enable-fluxion" not in words:
+            raise ServerError("No memory for it.")
+        with begin(words, *rest) as server:
+            yield server
+
+    monkeypatch.setattr(machine, "start", start)
+    code, numbers, page = trial(tmp_path, machine)
+    assert code == 0
+    assert "Nothing was measured without the flag. No memory for it." in page
+    assert numbers["advice"]["policy"] == "fluxion"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["/no/such/model"], "There is no folder"),
+        ([NEEDLE, "--lengths", "12"], "--lengths has '12'"),
+        ([NEEDLE, "--minutes", "0"], "--minutes is 0"),
+        ([NEEDLE, "--server-args", "'"], "close its quotes"),
+        ([NEEDLE, "--out", "/no/such/folder/a.html"], "is in no folder that exists"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_starts_nothing(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "running_server", None)
+    assert cli.main(["try", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+    assert said in told

@@ -1,0 +1,150 @@
+"""Builds a wheel in dist/ that other machines can install: `make wheel`, described in docs/building.md.
+
+It is built from a source distribution, so that nothing of the checkout that is not part of the package can get into it.
+auditwheel reads from the library which systems have what it needs, and names the wheel by that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+from install import ROOT, Failed, Task, native_progress, watch
+
+WORK = ROOT / "build" / "wheel"
+VENV = WORK / "venv"
+PYTHON = VENV / "bin" / "python"
+LIBRARY = "fluxion_sglang/_native/libfluxion.so"
+
+
+def call(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """The output of a command.
+
+    Raises:
+        Failed: it ended with an error; the message has its output.
+    """
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise Failed(f"{done.stdout}\nerror: {' '.join(command)} failed")
+    return done.stdout
+
+
+def make_tools() -> None:
+    """A virtual environment with what builds the package and what audits it, and nothing of the server."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["build-system"]["requires"], *project["dependency-groups"]["wheel"]]
+    known = VENV / "wanted.txt"
+    if known.exists() and known.read_text() == "\n".join(wanted):
+        return
+    shutil.rmtree(VENV, ignore_errors=True)
+    call([sys.executable, "-m", "venv", str(VENV)])
+    beside = Path(sys.executable).with_name("uv")
+    uv = str(beside) if beside.exists() else shutil.which("uv")
+    install = [uv, "pip", "install", "--python", str(PYTHON)] if uv else [str(PYTHON), "-m", "pip", "install"]
+    call([*install, "-q", *wanted])
+    known.write_text("\n".join(wanted))
+
+
+def unpack_sources() -> Path:
+    """The source distribution, unpacked at a path that stays, so that a second build compiles only what changed."""
+    sources, folder = WORK / "source", WORK / "sdist"
+    shutil.rmtree(sources, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    call([str(PYTHON), "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(WORK, filter="data")
+    (WORK / archive.name.removesuffix(".tar.gz")).rename(sources)
+    return sources
+
+
+def build(sources: Path) -> Path:
+    """The wheel as setuptools makes it, with a tag that no index takes."""
+    folder = WORK / "raw"
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = {
+        # Scripts of this environment come first: cmake and ninja.
+        "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "FLUXION_BUILD_DIR": str(WORK / "native"),
+        # The machine that builds says nothing about those that install.
+        "FLUXION_CUDA": os.environ.get("FLUXION_CUDA") or "off",
+        "FLUXION_CMAKE_ARGS": f"-DFLUXION_WHEEL=ON {os.environ.get('FLUXION_CMAKE_ARGS', '')}",
+        "FLUXION_SKIP_NATIVE": "",
+        "NINJA_STATUS": "[%f/%t] ",
+    }
+    command = [str(PYTHON), "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(sources)]
+    watch({Task("building the wheel", command, WORK / "build.log", environment): native_progress})
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def repair(wheel: Path) -> Path:
+    """The wheel in dist/, named after the systems that have what it needs.
+
+    Raises:
+        Failed: it needs something that no manylinux system has; the message says what.
+    """
+    environment = {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    audit = [str(PYTHON), "-m", "auditwheel"]
+    folder, dist = WORK / "repaired", ROOT / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    call([*audit, "repair", "--plat", "auto", "--only-plat", "-w", str(folder), str(wheel)], environment)
+    (repaired,) = folder.glob("*.whl")
+    verdict = call([*audit, "show", str(repaired)], environment)
+    if "manylinux" not in repaired.name:
+        raise Failed(f"{verdict}\nerror: {repaired.name} fits no manylinux policy; see above what it needs")
+    dist.mkdir(exist_ok=True)
+    for stale in dist.glob("*.whl"):
+        stale.unlink()
+    print(re.sub(r"\s+", " ", verdict).strip(), flush=True)
+    return Path(shutil.move(repaired, dist / repaired.name))
+
+
+def check_loads(wheel: Path) -> None:
+    """Load the library of the wheel in a process that has imported tvm_ffi and nothing else: the linker was told to
+    leave the functions of libtvm_ffi.so open, so it cannot have noticed that another one is missing."""
+    with zipfile.ZipFile(wheel) as packed:
+        library = packed.extract(LIBRARY, WORK / "loaded")
+    program = "import sys, tvm_ffi; tvm_ffi.load_module(sys.argv[1]).get_function('abi_version')()"
+    call([str(PYTHON), "-c", program, library])
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    start = time.monotonic()
+    try:
+        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+            raise Failed(f"error: wheels are for Linux on x86-64, and this is {sys.platform} on {platform.machine()}")
+        WORK.mkdir(parents=True, exist_ok=True)
+        print("Building a wheel from a source distribution", flush=True)
+        make_tools()
+        wheel = repair(build(unpack_sources()))
+        check_loads(wheel)
+    except Failed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    size = wheel.stat().st_size / 1e6
+    print(f"{wheel.relative_to(ROOT)}: {size:.1f} MB, built in {time.monotonic() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

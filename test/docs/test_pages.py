@@ -332,7 +332,7 @@ def test_python_blocks_are_run_by_a_test() -> None:
 @pytest.mark.full
 def test_the_site_builds(tmp_path: Path) -> None:
     """The strict build fails on links and sections that do not exist."""
-    pytest.importorskip("mkdocs", reason="the dependency group docs is not installed; `make docs` does that")
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed; `make docs` does that")
     run = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from server import NEEDLE
 
 from fluxion_sglang.needle import needle_prompt, to_text
+
+pytestmark = pytest.mark.full
 
 
 def test_questions_about_a_file(tmp_path: Path) -> None:

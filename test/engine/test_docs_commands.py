@@ -17,6 +17,8 @@ from server import NEEDLE, PATIENCE_S, Server
 
 from fluxion_sglang.needle import needle_prompt
 
+pytestmark = pytest.mark.full
+
 ADDRESS = "localhost:30000"
 PROMPT = needle_prompt(1024, 4, seed=3).text(0)
 """What stands for the "..." of the pages."""

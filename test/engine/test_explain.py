@@ -99,9 +99,9 @@ def test_an_audit(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     config = f'{{"policy": "fixed:16:0.2", "audit": "{path}"}}'
     with Server(fluxion=config, log=logs / "explain-audit.log") as server:
         server.generate(needle_prompt(2000, seed=1).token_ids(0), 9)
+        reading = settled(server, processes=1)
         assert cli.main(["explain", "--url", server.url, "--seconds", "1"]) == 2
         assert "decoded nothing" in capsys.readouterr().err
-        reading = settled(server, processes=1)
         said = explain(capsys, "--url", server.url, "--once")
         assert "No step was timed" in said, "an audited step is not what a step takes"
     said = explain(capsys, "--audit", str(path))

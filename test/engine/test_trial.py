@@ -10,6 +10,8 @@ from server import NEEDLE
 
 from fluxion_sglang import cli
 
+pytestmark = pytest.mark.full
+
 
 def test_the_bundled_model_gets_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, numbers = tmp_path / "report.html", tmp_path / "report.json"

@@ -139,7 +139,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     ]
     results = []
     for run in runs:
-        out, errors = run.communicate(timeout=300)
+        out, errors = run.communicate(timeout=900)
         lines = [line for line in out.splitlines() if line.startswith("FOUND")]
         assert lines, errors[-4000:]
         results.append(json.loads(lines[-1].removeprefix("FOUND")))

@@ -341,6 +341,6 @@ def test_the_interpreter_ends_with_a_server_at_work(steps: int) -> None:
         "import time; time.sleep(0.2); print('end')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=900
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "end", "")

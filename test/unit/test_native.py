@@ -137,7 +137,7 @@ def python(code: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -80,7 +80,7 @@ def test_who_brings_more_than_there_is_room_for_waits() -> None:
     time.sleep(0.05)
     assert late.is_alive()
     go.set()
-    late.join(timeout=10)
+    late.join(timeout=300)
     assert not late.is_alive()
     offload.drain()
     offload.close()

@@ -63,7 +63,7 @@ def test_equal_arguments_give_equal_samples_and_others_give_others(
 
 def test_another_process_makes_the_same_samples() -> None:
     code = "import test_quality_ruler as t; print(t.fingerprint())"
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(Path(__file__).parents[1])}
     there = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,

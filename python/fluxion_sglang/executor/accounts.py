@@ -97,10 +97,7 @@ class StepAccounts(Accounts):
         self._gap, self._mark = now - self._mark, now
 
     def began(self, step: DecodeStep) -> None:
-        lengths = dict(zip(step.rows.tolist(), step.seq_lens.tolist(), strict=True))
-        # Between two steps that have no request in common lies a pause, or another pass.
-        follows = any(self._lengths.get(row) == length - 1 for row, length in lengths.items())
-        if follows and self._sampled and self._whole and self._timed:
+        if self._sampled and self._whole and self._timed and self._follows(step):
             self._ns[Part.BETWEEN] += self._gap
             with self._lock:
                 self._all_ns = [total + ns for total, ns in zip(self._all_ns, self._ns, strict=True)]
@@ -109,11 +106,17 @@ class StepAccounts(Accounts):
             with self._lock:
                 self._fold()
                 self._make_room(step.batch)
-        self._lengths, self._middle_tokens = lengths, sum(step.middle.tolist())
         self._done, self._whole = 0, False
         self._sampled = self._steps % self._every == 0
-        self._ns = [0] * len(Part)
-        self.lap(Part.PLAN)
+        if self._sampled:
+            self._lengths = _lengths(step)
+            self._middle_tokens = sum(step.middle.tolist())
+            self._ns = [0] * len(Part)
+            self.lap(Part.PLAN)
+
+    def _follows(self, step: DecodeStep) -> bool:
+        """Whether nothing lies between the step before and this one: some request went on."""
+        return any(self._lengths.get(row) == length - 1 for row, length in _lengths(step).items())
 
     def lap(self, part: Part) -> None:
         if not self._sampled:
@@ -160,6 +163,10 @@ class StepAccounts(Accounts):
                 timed_steps=self._timed_steps,
                 seconds=tuple(ns * 1e-9 for ns in self._all_ns),
             )
+
+
+def _lengths(step: DecodeStep) -> dict[int, int]:
+    return dict(zip(step.rows.tolist(), step.seq_lens.tolist(), strict=True))
 
 
 def block_name(size: int) -> str:

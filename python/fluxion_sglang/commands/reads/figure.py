@@ -44,9 +44,12 @@ def _figure(picture: Picture) -> Figure:
     top, bottom = halves
     _heat(picture, top.subplots())
     left, right = bottom.subplots(1, 2, width_ratios=(3, 2))
-    _over_time(picture, left)
-    if picture.audited:
+    # One look has no time in it: layers side by side instead.
+    (_over_time if len(picture.timeline) > 1 else _layers)(picture, left)
+    if len(picture.policies) > 1:
         _policies(picture, right)
+    elif picture.audited:
+        _layers(picture, right)
     else:
         _times(picture, right)
     figure.suptitle(f"{picture.source}: {picture.steps:,} decode steps, {picture.tokens:,} tokens", weight="bold")
@@ -76,21 +79,27 @@ def _heat(picture: Picture, axis: Any) -> None:
 
 def _over_time(picture: Picture, axis: Any) -> None:
     line = picture.timeline.binned(_POINTS)
+    axis.set_title("Share of the middle that is read, over time")
+    for i, shares in enumerate(line.shares().T):
+        shade = colour(SHARE, i, 1.2 * max(len(picture.layers) - 1, 1))  # not its lightest
+        axis.plot(line.at, shares, lw=1, color=shade, label=f"layer {picture.layers[i]}")
+    axis.plot(line.at, line.total(), color="black", lw=2, label="all")
+    axis.set_xlabel("decode step" if picture.audited else "second")
+    axis.legend(fontsize=7, ncols=2) if len(picture.layers) <= 8 else _ends(axis)
+    _percents(axis, line.shares())
+
+
+def _layers(picture: Picture, axis: Any) -> None:
     axis.set_title("Share of the middle that is read, by layer")
-    if len(line) < 2:
-        # One look has no time in it: layers side by side instead.
-        axis.bar(picture.layers, picture.layer_share, color=SHARE[2])
-        axis.set(xlabel="layer")
-        axis.xaxis.set_major_locator(MaxNLocator(16, integer=True))
-    else:
-        for i, shares in enumerate(line.shares().T):
-            shade = colour(SHARE, i, 1.2 * max(len(picture.layers) - 1, 1))  # not its lightest
-            axis.plot(line.at, shares, lw=1, color=shade, label=f"layer {picture.layers[i]}")
-        axis.plot(line.at, line.total(), color="black", lw=2, label="all")
-        axis.set(xlabel="decode step" if picture.audited else "second")
-        axis.legend(fontsize=7, ncols=2) if len(picture.layers) <= 8 else _ends(axis)
+    axis.bar(picture.layers, picture.layer_share, color=SHARE[2])
+    axis.set_xlabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    _percents(axis, picture.layer_share)
+
+
+def _percents(axis: Any, shares: np.ndarray) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axis.set_ylim(0, scale_end(line.shares()) * 1.03)
+    axis.set_ylim(0, scale_end(shares) * 1.03)
     axis.grid(alpha=0.3)
 
 

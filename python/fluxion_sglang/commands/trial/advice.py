@@ -93,15 +93,16 @@ def _notes(results: Results, best: str) -> list[str]:
     if place is not None:
         off, full = results.ms(*place, OFF), results.ms(*place, FULL)
         chosen = results.ms(*place, best)
+        where = f"at {place[0]:,} tokens and batch {place[1]}"
         if off and chosen and off >= chosen:
             notes.append(
-                f"Without the flag a token takes {off:.1f} ms there, with it and {best} {chosen:.1f} ms: "
+                f"Without the flag a token takes {off:.1f} ms {where}, and {chosen:.1f} ms with it and {best}: "
                 f"{off / chosen:.1f} times as long."
             )
         if off and full and off < full:
             notes.append(
-                f"Without the flag a token takes {off:.1f} ms at {place[0]:,} tokens and batch {place[1]}, less than "
-                f"the {full:.1f} ms of full. The flag pays where the KV of your contexts does not fit the device."
+                f"Without the flag a token takes {off:.1f} ms {where}, less than the {full:.1f} ms of full. The flag "
+                "pays where the KV of your contexts does not fit the device."
             )
     if best != FULL:
         asked = sum(row.asked for row in results.answers if row.policy == best)

@@ -102,7 +102,7 @@ def _same(results: Results) -> Section | None:
     lead, rows = [], []
     for dtype in dict.fromkeys(row.dtype for row in results.same):
         mine = [row for row in results.same if row.dtype == dtype]
-        lead.append(_verdict(dtype, mine))
+        lead.append(_verdict(dtype, mine, exact=any(row.dtype == "float32" for row in results.same)))
         for length in sorted({row.length for row in mine}):
             here = [row for row in mine if row.length == length]
             equal = sum(row.agree == row.tokens for row in here)
@@ -127,7 +127,7 @@ def _same(results: Results) -> Section | None:
     )
 
 
-def _verdict(dtype: str, rows: Sequence[Same]) -> str:
+def _verdict(dtype: str, rows: Sequence[Same], exact: bool) -> str:
     tokens = sum(row.tokens for row in rows)
     if all(row.agree == row.tokens for row in rows):
         return (
@@ -141,7 +141,8 @@ def _verdict(dtype: str, rows: Sequence[Same]) -> str:
         )
     return (
         f"In {dtype} {apart} of {len(rows)} prompts part from SGLang's tokens at some point. Rounding alone may do "
-        "that: two correct ways to compute the same differ in the last bits. `fluxion try --exact` compares in float32."
+        "that: two correct ways to compute the same differ in the last bits."
+        f"{'' if exact else ' `fluxion try --exact` compares in float32.'}"
     )
 
 

@@ -46,13 +46,24 @@ class Task:
 
 
 def installer() -> list[str]:
-    """The words that install packages into .venv."""
-    if not (VENV / "bin" / "uv").exists():
-        _call([str(PYTHON), "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"], check=False)
-    if (VENV / "bin" / "uv").exists():
-        return [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)]
-    print("uv cannot be installed; pip installs the packages, which takes some minutes longer.", flush=True)
-    return [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    """The words that install packages into .venv; what builds the native library is installed with them.
+
+    It goes into .venv, not into a build environment, so that the library is built in place and incrementally.
+    """
+    # As pip and browsers do: machines behind a proxy have certificates of their own.
+    os.environ.setdefault("UV_SYSTEM_CERTS", "1")
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)]
+    try:
+        if not Path(uv[0]).exists():
+            _call([*pip, "-q", "uv"])
+        _call([*uv, "-q", *build])
+        return uv
+    except Failed as error:
+        print(f"{error}\nuv does not work here; pip installs the packages, which takes some minutes longer.", flush=True)
+        _call([*pip, "-q", *build])
+        return pip
 
 
 def packages(install: list[str], extras: str) -> Task:
@@ -119,9 +130,9 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
             task.process.wait()
 
 
-def _call(command: list[str], check: bool = True) -> None:
+def _call(command: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if check and done.returncode:
+    if done.returncode:
         raise Failed(f"{done.stdout}\nerror: {' '.join(command)} failed")
 
 
@@ -140,10 +151,7 @@ def install_everything(extras: str) -> None:
     start = time.monotonic()
     print("Installing SGLang, PyTorch and the native library into .venv: 11 GB of disk, minutes, once", flush=True)
     make_venv()
-    install = installer()
-    # They go into .venv, not into a build environment, so that the library is built in place and incrementally.
-    _call([*install, "-q", *tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]])
-    watch({packages(install, extras): packages_progress, native(): native_progress})
+    watch({packages(installer(), extras): packages_progress, native(): native_progress})
     print(f"Installed in {time.monotonic() - start:.0f} s", flush=True)
 
 

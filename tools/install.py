@@ -61,7 +61,7 @@ def installer() -> list[str]:
         _call([*uv, "-q", *build])
         return uv
     except Failed as error:
-        print(f"{error}\nuv does not work here; pip installs the packages, which takes some minutes longer.", flush=True)
+        print(f"{error}\nuv does not work here; pip installs the packages, which takes minutes longer.", flush=True)
         _call([*pip, "-q", *build])
         return pip
 

@@ -94,6 +94,7 @@ def test_a_server_is_watched_while_it_decodes(server: Server, capsys: pytest.Cap
     assert "share read" in said and re.search(r"tokens/s .* mean [\d,]+", said)
 
 
+@pytest.mark.full
 def test_an_audit(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "audit.npy", tmp_path / "audit.svg"
     config = f'{{"policy": "fixed:16:0.2", "audit": "{path}"}}'

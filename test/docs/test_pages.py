@@ -39,8 +39,8 @@ RUN_ELSEWHERE = {
     r"fluxion train ": "test/engine/test_train.py::TestTrain",
     r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",
     r"fluxion doctor": "test/unit/test_cli.py",
-    r"fluxion ask ": "test/engine/test_ask.py",
-    r"fluxion try ": "test/engine/test_trial.py",
+    r"fluxion ask ": "test/engine/test_ask_served.py",
+    r"fluxion try ": "test/engine/test_trial_served.py",
     r"(uv )?pip install (\.|'?\.\[\w+\]'?)$": "test/docs/test_pages.py::test_the_package_installs",
 }
 """Commands that are too heavy for this file, as patterns, and the tests that run them for real: FILE or FILE::NAME."""

@@ -16,13 +16,13 @@ from server import PATIENCE_S
 from fluxion_quality import command
 from fluxion_sglang import cli
 
+pytestmark = pytest.mark.full
+
 SCRIPT = """
 import dataclasses, json, sys
 from pathlib import Path
 from fluxion_quality import plan, run, serve
 from fluxion_quality.kl import tokens_compared
-
-pytestmark = pytest.mark.full
 
 POLICIES = ("full", "streaming", "oracle", "fixed:16:0.05")
 FORCED = 12

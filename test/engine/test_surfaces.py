@@ -13,12 +13,12 @@ from server import NEEDLE, PATIENCE_S
 
 from fluxion_sglang.needle import needle_prompt
 
+pytestmark = pytest.mark.full
+
 SCRIPT = """
 import json, sys
 import sglang as sgl
 from fluxion_sglang.needle import needle_prompt
-
-pytestmark = pytest.mark.full
 
 def main():
     prompt = needle_prompt(4096, 8, seed=5)

@@ -11,7 +11,7 @@ import pytest
 
 from fluxion_sglang.device.library import DeviceLibrary
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.full]
 KERNELS = Path(__file__).with_name("test_gpu_kernels.py")
 
 

@@ -455,7 +455,10 @@ def test_batches_that_end_about_when_time_is_up(seed: int) -> None:
     options = replace(SMALL, tasks=1, batch_bytes=1, streams=3, hot_bytes=1 << 18, touches=1)
     run = Run(world, rogue, options, timeout="0.06")
     requests, ends = requests_of(world), {True: 0, False: 0}
-    for _ in range(12):
+    for step in range(200):
+        # Where the machine is busy, the CPU may do many layers alone before the device is late for one.
+        if step >= 12 and ends[False]:
+            break
         world.begin_step(requests)
         plan = run.plan(requests, random.Random(seed).choice([GPU, ANY]))
         tasks, q, out = world.begin_layer(requests, 0, plan)

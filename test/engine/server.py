@@ -67,6 +67,7 @@ class Server:
         # SGLang's own guess of this fraction is negative on a small machine when prefill is not chunked.
         command += ["--mem-fraction-static", "0.4"]
         command += ["--dtype", dtype, "--device", "cpu", "--skip-server-warmup", "--enable-metrics"]
+        command += ["--sleep-on-idle"]  # several servers wait for their turn, and each would keep a core busy
         if "--max-running-requests" not in flags:
             command += ["--max-running-requests", "16"]
         if "--max-total-tokens" not in flags:

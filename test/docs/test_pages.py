@@ -40,6 +40,8 @@ RUN_ELSEWHERE = {
     r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",
     r"fluxion doctor": "test/unit/test_cli.py",
     r"fluxion ask ": "test/engine/test_ask_served.py",
+    r"fluxion explain ": "test/engine/test_explain_served.py",
+    r"fluxion plot ": "test/engine/test_explain_served.py",
     r"fluxion try ": "test/engine/test_trial_served.py",
     r"(uv )?pip install (\.|'?\.\[\w+\]'?)$": "test/docs/test_pages.py::test_the_package_installs",
 }

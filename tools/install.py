@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -57,12 +58,12 @@ def installer() -> list[str]:
     uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)]
     try:
         if not Path(uv[0]).exists():
-            _call([*pip, "-q", "uv"])
-        _call([*uv, "-q", *build])
+            call([*pip, "-q", "uv"])
+        call([*uv, "-q", *build])
         return uv
     except Failed as error:
         print(f"{error}\nuv does not work here; pip installs the packages, which takes minutes longer.", flush=True)
-        _call([*pip, "-q", *build])
+        call([*pip, "-q", *build])
         return pip
 
 
@@ -117,7 +118,7 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
             now = time.monotonic()
             status = f"  {now - start:4.0f} s  " + "; ".join(show(task.lines()) for task, show in running.items())
             if terminal:
-                width = os.get_terminal_size().columns - 1
+                width = shutil.get_terminal_size().columns - 1
                 print(f"\r{status[:width]:<{width}}", end="", flush=True)
             elif running and now - said >= QUIET_S:
                 print(status, flush=True)
@@ -130,16 +131,30 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
             task.process.wait()
 
 
-def _call(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+def call(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """The output of a command.
+
+    Raises:
+        Failed: it ended with an error; the message has its output.
+    """
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise Failed(f"{done.stdout}\nerror: {' '.join(command)} failed")
+    return done.stdout
 
 
 def make_venv() -> None:
     if not (VENV / "bin" / "pip").exists():
         try:
-            _call([sys.executable, "-m", "venv", str(VENV)])
+            call([sys.executable, "-m", "venv", str(VENV)])
         except Failed as error:
             raise Failed(
                 f"error: {sys.executable} cannot make a virtual environment ({str(error).strip()}); install its venv "
@@ -172,6 +187,8 @@ def main() -> int:
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -10,7 +10,6 @@ import argparse
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tarfile
 import time
@@ -18,32 +17,12 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from install import ROOT, Failed, Task, native_progress, watch
+from install import ROOT, Failed, Task, call, native_progress, watch
 
 WORK = ROOT / "build" / "wheel"
 VENV = WORK / "venv"
 PYTHON = VENV / "bin" / "python"
 LIBRARY = "fluxion_sglang/_native/libfluxion.so"
-
-
-def call(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """The output of a command.
-
-    Raises:
-        Failed: it ended with an error; the message has its output.
-    """
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise Failed(f"{done.stdout}\nerror: {' '.join(command)} failed")
-    return done.stdout
 
 
 def tools_first() -> dict[str, str]:
@@ -154,6 +133,8 @@ def main() -> int:
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     size = wheel.stat().st_size / 1e6
     print(f"{wheel.relative_to(ROOT)}: {size:.1f} MB, built in {time.monotonic() - start:.0f} s", flush=True)
     return 0

@@ -10,16 +10,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
-import time
 from pathlib import Path
 
 from tqdm import tqdm
 
-from fluxion_sglang.needle import NeedlePrompt, needle_prompt, score
-from fluxion_sglang.serving import TPOT, TTFT, Server, ServerError, free_port, launch_command, running_server, shell
-
-MODEL = Path(__file__).resolve().parents[2] / "models" / "needle"
+from fluxion_sglang.needle import MODEL, NeedlePrompt, needle_prompt, score
+from fluxion_sglang.serving import (
+    MEASURED,
+    SMALL,
+    TPOT,
+    TTFT,
+    Server,
+    ServerError,
+    added,
+    free_port,
+    launch_command,
+    running_server,
+    shell,
+)
 
 
 class DemoError(Exception):
@@ -32,7 +42,7 @@ class Reply:
 
     Attributes:
         cached: prompt tokens whose KV the radix tree found in the host pool.
-        ttft, tpot: seconds, from /metrics.
+        ttft, tpot: seconds, from /metrics; nan where it does not say.
     """
 
     client: str
@@ -48,10 +58,7 @@ def server_command(args: argparse.Namespace, port: int) -> list[str]:
     # Every question adds a page or two of its own to the shared document, and every answer some more.
     host_tokens = args.host_tokens or (args.length + 128 * (args.questions + 8)) // 16 * 16
     config = {"policy": args.policy, "host_tokens": host_tokens, "executors": args.executors}
-    flags = ["--served-model-name", "needle", "--device", "cpu"]
-    flags += ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
-    # SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
-    flags += ["--max-running-requests", "8", "--chunked-prefill-size", "4096"]
+    flags = ["--served-model-name", "needle", "--device", "cpu", *SMALL, *MEASURED, "--enable-cache-report"]
     return launch_command(str(args.model_path), port, *flags, fluxion=config)
 
 
@@ -77,18 +84,9 @@ def ask(server: Server, client: str, prompt: str, max_tokens: int) -> Reply:
     before = server.metrics()
     send = _openai if client == "openai" else _generate
     text, prompt_tokens, cached = send(server, prompt, max_tokens)
-
-    def mean(after: dict[str, float], name: str) -> float:
-        count = after.get(f"{name}_count", 0) - before.get(f"{name}_count", 0)
-        return (after.get(f"{name}_sum", 0) - before.get(f"{name}_sum", 0)) / count if count else float("nan")
-
-    # The server answers first and counts a moment later.
-    for _ in range(20):
-        after = server.metrics()
-        if after.get(f"{TPOT}_count", 0) > before.get(f"{TPOT}_count", 0):
-            break
-        time.sleep(0.1)
-    return Reply(client, text.strip(), prompt_tokens, cached, mean(after, TTFT), mean(after, TPOT))
+    after = server.settled(before, f"{TPOT}_count")
+    ttft, tpot = (value if (value := added(before, after, name)) is not None else math.nan for name in (TTFT, TPOT))
+    return Reply(client, text.strip(), prompt_tokens, cached, ttft, tpot)
 
 
 def run(args: argparse.Namespace) -> bool:

@@ -175,7 +175,7 @@ def _reinstall() -> str:
 
 def _model() -> str:
     """The bundled model in a checkout, else a word to replace."""
-    from fluxion_sglang.demo import MODEL
+    from fluxion_sglang.needle import MODEL
 
     return _shown(MODEL) if MODEL.is_dir() else "MODEL"
 
@@ -330,7 +330,7 @@ def _memory(topology: dict[str, Any]) -> Check:
 
 def _space() -> Iterator[Check]:
     """Where models are downloaded to and servers write, and the memory that processes share."""
-    places = [Path(tempfile.gettempdir()), Path(os.environ.get("HF_HOME") or Path.home())]
+    places = [Path(tempfile.gettempdir()), Path(os.environ.get("HF_HOME") or os.path.expanduser("~"))]
     # One disk may be both places.
     disks = {place.stat().st_dev: place for place in places if place.is_dir()}
     free = {place: shutil.disk_usage(place).free for place in disks.values()}

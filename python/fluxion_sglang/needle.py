@@ -26,9 +26,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Literal, get_args
 
 import numpy as np
+
+MODEL: Final = Path(__file__).resolve().parents[2] / "models" / "needle"
+"""The bundled model, in a checkout."""
 
 Symbols = tuple[int, ...]
 Task = Literal["single", "multikey", "vartrack"]

@@ -5,6 +5,7 @@ The demo and the commands `fluxion try` and `fluxion ask` start servers; `fluxio
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shlex
@@ -13,29 +14,41 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from openai import OpenAI, OpenAIError
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tqdm import tqdm
 
 START_LIMIT_S = 900.0
 """A loaded machine may take minutes to import SGLang; a server that died is noticed at once."""
 
 REQUEST_LIMIT_S = 3600.0
+_SETTLE_LIMIT_S = 2.0
+_STOP_LIMIT_S = 10.0
 _LOG_LINES = 25
+_LONGEST_REASON = 1000  # bytes
 _REFUSED = "error: "
 """A refusal of ours is one such line of the log; everything around it is the server's own news."""
 
 # SGLang's own histograms. Where requests come one at a time, two readings differ by one request's value.
 TTFT = "sglang:time_to_first_token_seconds"
 TPOT = "sglang:request_time_per_output_token_seconds"
+
+# SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
+SMALL: Final = ("--max-running-requests", "8", "--chunked-prefill-size", "4096")
+"""Words of the command line of a server that one user asks."""
+
+MEASURED: Final = ("--enable-metrics", "--skip-server-warmup")
+"""Of one whose /metrics are read, and count its requests alone."""
 
 
 class ServerError(Exception):
@@ -48,6 +61,18 @@ class ServerError(Exception):
     def __init__(self, message: str, refusal: str = "") -> None:
         super().__init__(message)
         self.refusal = refusal
+
+
+class RequestFailed(OSError):
+    """A request got no answer, or an error for one.
+
+    Attributes:
+        status: of the error (HTTP); None where nothing answered.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RequestRefused(Exception):
@@ -70,20 +95,39 @@ class Piece:
 
 
 class Server:
-    """A running SGLang server, by its URL (http://HOST:PORT)."""
+    """A running SGLang server. What goes wrong with a request raises RequestFailed.
+
+    Args:
+        url: http://HOST:PORT, or HOST:PORT.
+    """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.get("/metrics")):
-            for sample in family.samples:
-                executor = sample.labels.get("executor")
-                name = f"{sample.name}/{executor}" if executor else sample.name
-                values[name] = values.get(name, 0.0) + sample.value
+        for sample in samples(self.get("/metrics")):
+            executor = sample.labels.get("executor")
+            name = f"{sample.name}/{executor}" if executor else sample.name
+            values[name] = values.get(name, 0.0) + sample.value
         return values
+
+    def settled(self, before: Mapping[str, float] | None = None, last: str = "") -> dict[str, float]:
+        """`metrics` at rest, because a server answers first and counts a moment later.
+
+        Args:
+            before: an earlier reading: waits until `last` has grown since, two seconds at most.
+        """
+        deadline = time.monotonic() + _SETTLE_LIMIT_S
+        now = self.metrics()
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            earlier, now = now, self.metrics()
+            counted = before is None or now.get(last, 0.0) > before.get(last, 0.0)
+            if counted and all(now[name] == earlier.get(name) for name in now if name in _PER_STEP):
+                break
+        return now
 
     def openai(self) -> OpenAI:
         """A client of the server's OpenAI endpoints."""
@@ -104,61 +148,89 @@ class Server:
 
         Raises:
             RequestRefused: the server ended one of them.
-            OSError: it did not answer.
         """
         body = {"input_ids": [list(ids) for ids in prompts], "sampling_params": dict(sampling), "stream": True}
-        request = self._posted("/generate", body)
         sent = time.perf_counter()
-        with _opened(request) as reply:
+        with self._opened("/generate", body) as reply:
             for line in reply:
                 after = time.perf_counter() - sent
                 _, colon, text = line.decode().strip().partition("data: ")
-                if not colon or text == "[DONE]":
+                if text == "[DONE]":
+                    return
+                if not colon:
                     continue
                 event = json.loads(text)
                 reason = event.get("error") or (event.get("meta_info") or {}).get("finish_reason") or {}
                 if "error" in event or reason.get("type") == "abort":
                     raise RequestRefused(str(reason.get("message") or event))
                 yield Piece(int(event.get("index", 0)), after, list(event["output_ids"]))
+        raise RequestFailed("the server's answer broke off")
 
     def flush(self) -> None:
-        """Empty the radix tree, once the server is idle; raises OSError where it stays busy."""
+        """Empty the radix tree, once the server is idle."""
         for _ in range(50):
             try:
                 self.get("/flush_cache")
                 return
-            except urllib.error.HTTPError:
+            except RequestFailed as error:
+                if error.status is None:
+                    raise
                 time.sleep(0.1)  # the last request has answered and is not yet freed
         self.get("/flush_cache")
 
     def healthy(self) -> bool:
         try:
             self.get("/health", timeout=5)
-        except OSError:
+        except RequestFailed:
             return False
         return True
 
     def get(self, path: str, timeout: float = 30) -> str:
-        """The text at a path; raises OSError."""
-        with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
-            return str(reply.read().decode())
+        """The text at a path."""
+        with self._opened(path, timeout=timeout) as reply:
+            return str(reply.read().decode(errors="replace"))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer, read from JSON; raises OSError, with SGLang's own words where it refuses."""
-        with _opened(self._posted(path, body)) as reply:
+        """The answer, read from JSON; an error has SGLang's own words."""
+        with self._opened(path, body) as reply:
             return json.load(reply)
 
-    def _posted(self, path: str, body: Mapping[str, Any]) -> urllib.request.Request:
-        return urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    @contextmanager
+    def _opened(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = REQUEST_LIMIT_S
+    ) -> Iterator[Any]:
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                yield reply
+        except urllib.error.HTTPError as error:
+            said = ""
+            with suppress(OSError, http.client.HTTPException):
+                said = error.read(_LONGEST_REASON).decode(errors="replace").strip()
+            raise RequestFailed(f"{error}: {said}" if said else str(error), error.code) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # ValueError: no URL, or no JSON.
+            raise RequestFailed(str(getattr(error, "reason", None) or error or type(error).__name__)) from error
 
 
-@contextmanager
-def _opened(request: urllib.request.Request) -> Iterator[Any]:
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_LIMIT_S) as reply:
-            yield reply
-    except urllib.error.HTTPError as error:
-        raise OSError(f"{error}: {error.read().decode(errors='replace').strip()}") from error
+_PER_STEP = frozenset(
+    f"fluxion_{name}_total" for name in ("layers", "middle_tokens", "read_tokens", "tile_bytes", "metadata_bytes")
+)
+"""Counters that every decode step raises."""
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """What /metrics holds; raises ValueError where the text is something else."""
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
+
+
+def added(before: Mapping[str, float], after: Mapping[str, float], histogram: str) -> float | None:
+    """The value that one request added to a histogram between two readings; None if there was not exactly one."""
+    names = (f"{histogram}_count", f"{histogram}_sum")
+    count, value = (after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+    return value if count == 1 else None
 
 
 @contextmanager
@@ -166,6 +238,8 @@ def running_server(
     command: Sequence[str], port: int, environment: Mapping[str, str] | None = None, what: str = "the server"
 ) -> Iterator[Server]:
     """Start a server on 127.0.0.1, wait until it answers, and stop it at the end whatever happens.
+
+    Signals that end a process raise SystemExit here meanwhile: the server has a session of its own, and would go on.
 
     Args:
         command: the command line (`launch_command`).
@@ -175,7 +249,7 @@ def running_server(
     Raises:
         ServerError: it ended or hung while starting, or a request failed; the message holds the end of its log.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    with tempfile.TemporaryFile("w+", errors="replace") as log, _exits_at_signals():
         process = subprocess.Popen(
             list(command),
             stdout=log,
@@ -183,12 +257,12 @@ def running_server(
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
-        server = Server(f"http://127.0.0.1:{port}")
         try:
+            server = Server(f"127.0.0.1:{port}")
             _wait_until_ready(server, process, log, what)
             try:
                 yield server
-            except (OSError, OpenAIError) as error:
+            except (RequestFailed, OpenAIError) as error:
                 raise ServerError(f"A request failed: {error}\n{_explain(log)}") from error
         finally:
             _stop(process)
@@ -250,14 +324,35 @@ def _explain(log: IO[str]) -> str:
     )
 
 
+@contextmanager
+def _exits_at_signals() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what signals do
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # One that is ignored stays so: nohup has the command outlive its terminal.
+    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
     # The whole process group (start_new_session made one): the server has a scheduler and a detokenizer.
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(_STOP_LIMIT_S)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    finally:
+        # Also where a second Ctrl-C ended the wait.
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_STOP_LIMIT_S)

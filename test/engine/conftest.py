@@ -41,7 +41,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
             answers = _ask(shared.with_suffix(".log"))
-            if request.config.getoption("--write-golden"):
+            if request.config.getoption("--write-golden", default=False):  # unknown where `test` was named
                 GOLDEN.write_text(_dump(answers))
             shared.write_text(_dump(answers))
     found = json.loads(shared.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class World:
     refusal: str = ""
     reasoning: str = ""
     reports_cached: bool = True
+    ends: str = ""
+    """When the connection breaks off: "before" or "in" an answer."""
     context: int = 1000
     pool: int = 100_000
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -100,6 +103,21 @@ def handler(world: World) -> type[BaseHTTPRequestHandler]:
                 )
                 return
             world.seen.append(body)
+            if world.ends:
+                if world.ends == "in":
+                    self.protocol_version = "HTTP/1.1"
+                    self.send_response(200)
+                    self.send_header("Content-Type", "text/event-stream")
+                    self.send_header("Transfer-Encoding", "chunked")
+                    self.end_headers()
+                    piece = {"id": "1", "object": "x", "created": 1, "model": "m"}
+                    piece |= {"choices": [{"index": 0, "delta": {"content": "Ad"}}]}
+                    event = f"data: {json.dumps(piece)}\n\n".encode()
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+                    self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+                return
             if world.refusal:
                 self.events({"error": {"message": world.refusal, "code": 400}})
                 return
@@ -225,6 +243,19 @@ def test_a_refusal_is_said_and_the_next_question_asked(
     assert said.err.splitlines().count("policy 'x' is not one.") == 2
 
 
+@pytest.mark.parametrize("ends", ["before", "in"])
+@pytest.mark.parametrize("metrics", [True, False])
+def test_a_server_that_ends_is_one_sentence(
+    world: World, file: str, ends: str, metrics: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.ends, world.metrics = ends, metrics
+    assert ask(file, "Who?", "When?", "--url", world.url) == 2
+    said = capsys.readouterr()
+    assert said.out == ("Ad\n" if ends == "in" else "")
+    assert said.err.splitlines()[-1].startswith("The server does not answer any more: ")
+    assert len(world.seen) == 1
+
+
 def test_answers_that_do_not_say_what_the_tree_had(world: World, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     world.reports_cached = False
     assert ask(file, "Who?", "When?", "--url", world.url) == 0
@@ -235,6 +266,16 @@ def test_answers_that_do_not_say_what_the_tree_had(world: World, file: str, caps
     world.metrics = False
     assert ask(file, "Who?", "--url", world.url) == 0
     assert " cached (" not in capsys.readouterr().err
+
+
+def test_metrics_of_another_kind_of_server(
+    world: World, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "page", lambda: '{"not": "counters"}')
+    assert ask(file, "Who?", "--url", world.url) == 0
+    said = capsys.readouterr()
+    assert said.out == "Ada!\n"
+    assert "400 prompt tokens" in said.err and "reads unknown" in said.err
 
 
 def test_reasoning_is_not_the_answer(world: World, file: str, capsys: pytest.CaptureFixture[str]) -> None:

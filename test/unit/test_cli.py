@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fluxion_sglang import __version__, cli, demo, doctor
+from fluxion_sglang import __version__, cli, doctor, needle
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import flashinfer, library
 from fluxion_sglang.doctor import FAIL, OK, WARN, Check
@@ -220,7 +220,7 @@ def test_the_commands_of_a_machine_without_a_gpu(healthy: pytest.MonkeyPatch, tm
     assert doctor.next_command(checks).endswith(f"try {root}/models/needle")
     words = shlex.split(doctor.next_command(checks))
     assert Path(shutil.which(words[0]) or words[0]).exists()
-    healthy.setattr(demo, "MODEL", tmp_path / "nowhere")
+    healthy.setattr(needle, "MODEL", tmp_path / "nowhere")
     assert doctor.next_command(checks).endswith("try MODEL")
 
 

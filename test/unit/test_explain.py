@@ -183,7 +183,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "--url", url]) == 2
     assert f"No server answers at {url}" in capsys.readouterr().err
     assert cli.main(["explain", "--url", "localhost"]) == 2
-    assert "No server answers at localhost" in capsys.readouterr().err
+    assert "No server answers at http://localhost" in capsys.readouterr().err
 
 
 def test_no_time(capsys: pytest.CaptureFixture[str]) -> None:

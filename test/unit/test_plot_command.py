@@ -9,6 +9,8 @@ import pytest
 from reads_world import audit, metrics, serving
 
 from fluxion_sglang import cli
+from fluxion_sglang.audit import AuditLog
+from fluxion_sglang.audit import read as read_audit
 from fluxion_sglang.commands import plot
 from fluxion_sglang.commands.reads import server as server_reads
 
@@ -47,6 +49,15 @@ def test_what_an_audit_shows(tmp_path: Path) -> None:
     text = out.read_text()
     for said in ("Mean error of each query head", "decode step", "20%, error 0.025", "100%, error 0.000"):
         assert said in text, said
+
+
+def test_a_policy_whose_requests_had_no_middle(tmp_path: Path) -> None:
+    path, out = audit(tmp_path / "a.npy", steps=2, policies=("fluxion", "full")), tmp_path / "picture.svg"
+    log = AuditLog(path)
+    (short,) = read_audit(audit(tmp_path / "short.npy", steps=1, policies=("anchor",), middle=0))[0]
+    log.append(short)
+    assert cli.main(["plot", "--audit", str(path), "--out", str(out)]) == 0
+    assert "no middle" in out.read_text()
 
 
 def test_errors_are_sentences(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from fluxion_sglang.policy import Policy, parse_spec
+from fluxion_sglang.policy import Context, Policy, parse_spec
+from fluxion_sglang.sglang import requests as requests_module
 from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
 
 
@@ -86,8 +87,10 @@ def test_a_spec_is_parsed_once(policies: RequestPolicies, monkeypatch: pytest.Mo
         ("y" * 10_000, "yyy..."),
         (3, "fluxion_policy is 3, but it takes a policy spec"),
         (True, "fluxion_policy is true"),
-        (["full"], 'fluxion_policy is ["full"]'),
-        ({"policy": "x" * 1000}, "xxx..."),
+        (["full"], "fluxion_policy is a JSON list"),
+        ({"policy": "x" * 1000}, "fluxion_policy is a JSON object"),
+        (":" * 8_000_000, "policy ':::"),
+        ("full" + " " * 125, "policy 'full  "),
     ],
 )
 def test_an_illegal_one_ends_its_request_alone(policies: RequestPolicies, value: Any, words: str) -> None:
@@ -98,6 +101,45 @@ def test_an_illegal_one_ends_its_request_alone(policies: RequestPolicies, value:
     assert error is not None and error.status_code == 400 and bad.skip_radix_cache_insert
     assert words in error.message and "\n" not in error.message and error.message.endswith(".")
     assert len(error.message) < 700
+
+
+def test_a_long_spec_is_not_looked_at(policies: RequestPolicies) -> None:
+    """Splitting 8 MB takes a second, in which every request waits."""
+
+    class Long(str):
+        def split(self, *_: Any) -> Any:
+            raise AssertionError("it was split")
+
+    bad = request({"fluxion_policy": Long(":" * 8_000_000)})
+    assert run(policies, [bad]) is None and bad.to_finish is not None
+
+
+def test_a_refusal_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was refused goes on to the end of its prefill, a chunk at a time."""
+    seen: list[str] = []
+
+    def parse(spec: str, context: Context) -> Policy:
+        seen.append(spec)
+        return parse_spec(spec, context)
+
+    monkeypatch.setattr(requests_module, "parse_spec", parse)
+    policies = RequestPolicies(parse_spec("full"))
+    for _ in range(3):
+        bad = request({"fluxion_policy": "nonsense"})
+        assert run(policies, [bad]) is None and bad.to_finish is not None
+    assert seen == ["nonsense"]
+
+
+@pytest.mark.parametrize("error", [RecursionError("too deep"), KeyError("x"), OverflowError()])
+def test_whatever_a_policy_raises_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def parse(spec: str, context: Context) -> Policy:
+        raise error
+
+    monkeypatch.setattr(requests_module, "parse_spec", parse)
+    bad, good = request({"fluxion_policy": "strange"}), request()
+    assert run(RequestPolicies(parse_spec("full")), [bad, good]) is None
+    assert good.to_finish is None
+    assert bad.to_finish is not None and f"'strange' cannot be used ({type(error).__name__}" in bad.to_finish.message
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND, ForwardMode.DECODE])

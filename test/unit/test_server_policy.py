@@ -48,6 +48,20 @@ def test_a_predictor_that_fits_is_used(model: Path, caplog: pytest.LogCaptureFix
     assert start(model, tau=0.05).criterion.limit == 0.05
 
 
+def test_a_tau_is_kept_once_however_it_is_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specs come from clients: 300 spellings of one tau must not keep 300 networks."""
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model), pp_size=1))
+    context = predictors.context(FluxionConfig(), runner)
+    loads: list[Any] = []
+    load = predictors.load
+    monkeypatch.setattr(predictors, "load", lambda *args, **options: loads.append(args) or load(*args, **options))
+    found = {id(context.predictor(float(f"0.05{'0' * zeros}1"))) for zeros in range(8, 300)}
+    assert len(found) == 1 == len(loads)
+    assert context.predictor(0.05).tau == 0.05
+    with pytest.raises(PredictorError, match=r"has no tau 0\.06"):
+        context.predictor(0.06)
+
+
 def test_a_policy_that_was_named_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert start(model, policy="fixed:16:0.05").spec == "fixed:16:0.05"
     assert [record.getMessage() for record in caplog.records] == [

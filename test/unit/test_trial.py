@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from fluxion_sglang import cli, needle
-from fluxion_sglang.commands.trial import command, course
-from fluxion_sglang.commands.trial.course import Course
+from fluxion_sglang.commands.trial import command
 from fluxion_sglang.serving import Piece, RequestRefused, Server, ServerError
 
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
@@ -98,12 +97,7 @@ def trial(folder: Path, machine: Machine, *words: str) -> tuple[int, dict[str, A
     add_arguments(parser)
     out, numbers = folder / "report.html", folder / "numbers.json"
     arguments = parser.parse_args([*(words or (NEEDLE,)), "--out", str(out), "--json", str(numbers)])
-
-    def run(course: Course) -> None:
-        course.starts = machine.start
-        course.run()
-
-    code = command.main(arguments, run)
+    code = command.main(arguments, machine.start)
     return code, json.loads(numbers.read_text()), out.read_text()
 
 
@@ -216,6 +210,13 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_lengths_that_the_model_does_not_hold_are_said_to_be_shorter(tmp_path: Path) -> None:
+    code, numbers, page = trial(tmp_path, Machine(), NEEDLE, "--lengths", "2k,1000k")
+    assert code == 0
+    assert len(numbers["plan"]["lengths"]) == 2 and max(numbers["plan"]["lengths"]) < 1_024_000
+    assert "1,024,000 tokens were asked for" in page
+
+
 def test_exact_starts_two_more_servers_in_float32(tmp_path: Path) -> None:
     machine = Machine()
     _, numbers, _ = trial(tmp_path, machine, NEEDLE, "--exact", "--lengths", "1k")
@@ -239,7 +240,7 @@ def test_a_second_server_that_does_not_start_costs_its_columns_only(
     monkeypatch.setattr(machine, "start", start)
     code, numbers, page = trial(tmp_path, machine)
     assert code == 0
-    assert "Nothing was measured without the flag. No memory for it." in page
+    assert "The part without the flag ended early. No memory for it." in page
     assert numbers["advice"]["policy"] == "fluxion"
 
 
@@ -249,6 +250,7 @@ def test_a_second_server_that_does_not_start_costs_its_columns_only(
         (["/no/such/model"], "There is no folder"),
         ([NEEDLE, "--lengths", "12"], "--lengths has '12'"),
         ([NEEDLE, "--minutes", "0"], "--minutes is 0"),
+        ([NEEDLE, "--policies", "full,nonsense"], "--policies: policy 'nonsense' is not one"),
         ([NEEDLE, "--server-args", "'"], "close its quotes"),
         ([NEEDLE, "--out", "/no/such/folder/a.html"], "is in no folder that exists"),
     ],
@@ -256,7 +258,7 @@ def test_a_second_server_that_does_not_start_costs_its_columns_only(
 def test_bad_input_is_one_sentence_and_starts_nothing(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(course, "running_server", None)
+    monkeypatch.setattr("fluxion_sglang.serving.subprocess.Popen", None)
     assert cli.main(["try", *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from openai import BadRequestError
+import httpx
+from openai import APIConnectionError, APIStatusError
 from openai.types import CompletionUsage
 
 from fluxion_sglang.commands.document import AskError, Prompt
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.serving import TPOT, TTFT, Server
+from fluxion_sglang.serving import TPOT, TTFT, RequestFailed, Server, added
 
 # Also in sglang/requests.py and policy/, which import torch: seconds that nobody should wait for before a question.
 POLICY_PARAMETER: Final = "fluxion_policy"
@@ -21,7 +23,6 @@ AUTO: Final = FluxionConfig.policy
 
 _MIDDLE, _READ = "fluxion_middle_tokens_total", "fluxion_read_tokens_total"
 _CACHED = "sglang:cached_tokens_total"
-_COUNTED_WITHIN_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,8 @@ class Answer:
             it, else by the client's. None if there were too few tokens.
     """
 
-    text: str
     prompt_tokens: int
     cached: int | None
-    tokens: int
     ttft: float | None
     tpot: float | None
     reads: Reads
@@ -65,7 +64,7 @@ class Asked:
         fluxion: whether it runs Fluxion.
         policy: the policy spec of its configuration.
         chat: whether the model has a chat template.
-        metrics: whether it has a page /metrics.
+        metrics: whether it has a page /metrics of counters.
     """
 
     server: Server
@@ -112,7 +111,7 @@ class Asked:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises OSError where the server has no such endpoint."""
+        """Raises RequestFailed where the server has no such endpoint."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return list(self.server.post("/v1/tokenize", body)["tokens"])
 
@@ -131,14 +130,15 @@ class Asked:
             write: takes a piece of the answer, and whether the piece is a model's reasoning before its answer.
 
         Raises:
-            OpenAIError: the server refused or ended.
+            APIError: the server refused.
+            RequestFailed: it ended.
         """
-        before = self._counters()
+        before = self.server.metrics() if self.metrics else {}
         start = time.monotonic()
         first = last = None
-        pieces: list[str] = []
+        pieces = 0
         usage: CompletionUsage | None = None
-        with self._stream(prompt, max_tokens, temperature, policy) as stream:
+        with _connected(), self._stream(prompt, max_tokens, temperature, policy) as stream:
             for chunk in stream:
                 usage = chunk.usage or usage
                 if not chunk.choices:
@@ -150,36 +150,32 @@ class Asked:
                     continue
                 last = time.monotonic()
                 first = first or last
+                pieces += 1
                 if thought:
                     write(thought, True)
                 if text:
-                    pieces.append(text)
                     write(text, False)
-        tokens = usage.completion_tokens if usage else len(pieces)
+        tokens = usage.completion_tokens if usage else pieces
         ttft = tpot = None
         if first is not None and last is not None:
             ttft, tpot = first - start, (last - first) / (tokens - 1) if tokens > 1 else None
-        growth = self._growth(before, tokens > 1)
+        after = self.server.settled(before, f"{TPOT if tokens > 1 else TTFT}_count") if self.metrics else {}
+        growth = {name: value - before.get(name, 0.0) for name, value in after.items()}
         return Answer(
-            "".join(pieces),
             usage.prompt_tokens if usage else 0,
             _cached(usage, growth),
-            tokens,
-            _mean(growth, TTFT) or ttft,
-            _mean(growth, TPOT) or tpot,
+            added(before, after, TTFT) or ttft,
+            added(before, after, TPOT) or tpot,
             self._reads(growth),
         )
 
-    def policy_of(self, spec: str | None, reads: Reads) -> str:
-        """The policy of a request that named `spec`, for people.
+    def policy_of(self, spec: str | None, share: float) -> str:
+        """The policy of a request that named `spec` and read this share of the middle, for people.
 
         A server's `auto` is `fluxion` or `full`, and only `full` reads everything.
         """
-        if spec is not None or self.policy != AUTO:
-            return spec or self.policy
-        if reads.share is None:
-            return AUTO
-        return f"{AUTO}: {'full' if reads.share >= 1 else 'fluxion'}"
+        named = spec or self.policy
+        return named if named != AUTO else f"{AUTO}: {'full' if share >= 1 else 'fluxion'}"
 
     def _stream(self, prompt: Prompt, max_tokens: int, temperature: float, policy: str | None) -> Any:
         extra: dict[str, Any] = {}
@@ -201,27 +197,6 @@ class Asked:
             return client.chat.completions.create(messages=[{"role": "user", "content": prompt.text}], **options)
         return client.completions.create(prompt=prompt.text, **options)
 
-    def _counters(self) -> dict[str, float]:
-        return self.server.metrics() if self.metrics else {}
-
-    def _growth(self, before: dict[str, float], decoded: bool) -> dict[str, float]:
-        """What one request added to /metrics. A server answers first and counts a moment later.
-
-        Args:
-            decoded: the request had decode steps.
-        """
-        if not self.metrics:
-            return {}
-        last = f"{TPOT if decoded else TTFT}_count"
-        deadline = time.monotonic() + _COUNTED_WITHIN_S
-        after = self._counters()
-        while time.monotonic() < deadline:
-            time.sleep(0.1)
-            earlier, after = after, self._counters()
-            if after.get(last, 0.0) > before.get(last, 0.0) and after.get(_MIDDLE) == earlier.get(_MIDDLE):
-                break
-        return {name: value - before.get(name, 0.0) for name, value in after.items()}
-
     def _reads(self, growth: dict[str, float]) -> Reads:
         if not self.fluxion:
             return Reads(None, "the server runs without --enable-fluxion")
@@ -241,16 +216,20 @@ def _cached(usage: CompletionUsage | None, growth: dict[str, float]) -> int | No
     return int(growth.get(_CACHED, 0.0)) if growth.get(f"{TTFT}_count") == 1 else None
 
 
-def _mean(growth: dict[str, float], name: str) -> float | None:
-    """The value that one request added to a histogram; None if there was not exactly one."""
-    return growth.get(f"{name}_sum", 0.0) if growth.get(f"{name}_count") == 1 else None
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """RequestFailed for what the openai client and the one below it raise where a server ends or is gone."""
+    try:
+        yield
+    except (APIConnectionError, httpx.HTTPError) as error:
+        raise RequestFailed(str(error)) from error
 
 
 def _models(server: Server) -> list[dict[str, Any]]:
     try:
         cards: list[dict[str, Any]] = json.loads(server.get("/v1/models"))["data"]
         return cards
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (RequestFailed, ValueError, KeyError, TypeError) as error:
         raise AskError(
             f"No OpenAI-style server answers at {server.url} ({error}); start one there, or give --model MODEL instead "
             "of --url, which starts one."
@@ -262,14 +241,14 @@ def _json(server: Server, path: str) -> dict[str, Any]:
     try:
         values: dict[str, Any] = json.loads(server.get(path))
         return values
-    except (OSError, ValueError):
+    except (RequestFailed, ValueError):
         return {}
 
 
 def _has_metrics(server: Server) -> bool:
     try:
-        server.get("/metrics")
-    except OSError:
+        server.metrics()
+    except (RequestFailed, ValueError):
         return False
     return True
 
@@ -277,9 +256,10 @@ def _has_metrics(server: Server) -> bool:
 def _has_chat_template(server: Server, model: str) -> bool:
     """Asked by a chat of one token, because every OpenAI-style server refuses it where there is no template."""
     try:
-        server.openai().chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
-        )
-    except BadRequestError:
+        with _connected():
+            server.openai().chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
+            )
+    except APIStatusError:
         return False
     return True

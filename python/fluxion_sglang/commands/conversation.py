@@ -8,17 +8,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-from openai import APIConnectionError, APIError
+from openai import APIError
 from rich.console import Console
 from rich.markup import escape
 
 from fluxion_sglang.commands.answers import Answer, Asked
 from fluxion_sglang.commands.document import QUESTION_ROOM, STDIN, AskError, Document, local_tokenizer
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.serving import Server, ServerError, free_port, launch_command, running_server
+from fluxion_sglang.serving import (
+    MEASURED,
+    SMALL,
+    RequestFailed,
+    Server,
+    ServerError,
+    free_port,
+    launch_command,
+    running_server,
+)
 
 _KEPT_ANSWERS = 8
 """Answers and questions that the host pool has room for beside the file. The radix tree drops older ones."""
@@ -37,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (AskError, ServerError) as error:
         news.print(f"{error}", style="red", markup=False, soft_wrap=True)
         return 2
-    except OSError as error:
-        news.print(f"The server cannot be reached: {error}.", style="red", markup=False, soft_wrap=True)
+    except RequestFailed as error:
+        news.print(f"The server does not answer any more: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         news.print()
@@ -63,9 +72,8 @@ def _check(arguments: argparse.Namespace) -> None:
 def _server(arguments: argparse.Namespace, document: Document, news: Console) -> Iterator[tuple[Asked, Document]]:
     """The server that is there, or one that runs as long as the block, and the document with its tokens counted."""
     if arguments.url is not None:
-        url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
-        asked = Asked.of(Server(url.rstrip("/").removesuffix("/v1")), arguments.model)
-        with contextlib.suppress(OSError, KeyError):  # a server that cannot count tokens
+        asked = Asked.of(Server(arguments.url.rstrip("/").removesuffix("/v1")), arguments.model)
+        with contextlib.suppress(RequestFailed, KeyError):  # a server that cannot count tokens
             document = document.counted(asked.tokenize, asked.model)
         if arguments.policy is not None and not asked.fluxion:
             news.print(f"{asked.server.url} does not run Fluxion, so --policy has no effect.", style="yellow")
@@ -104,9 +112,7 @@ def _checked(document: Document, asked: Asked, max_tokens: int) -> Document:
 def server_command(model: str, port: int, document: Document, max_tokens: int) -> list[str]:
     """The command line of a server that holds the file and some answers."""
     tokens = (document.tokens or 0) + _KEPT_ANSWERS * (QUESTION_ROOM + max_tokens)
-    flags = ["--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
-    # SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
-    flags += ["--max-running-requests", "4", "--chunked-prefill-size", "4096"]
+    flags = [*SMALL, *MEASURED, "--enable-cache-report"]
     return launch_command(model, port, *flags, fluxion={"host_tokens": -(-tokens // PAGE) * PAGE})
 
 
@@ -116,7 +122,7 @@ def _questions(arguments: argparse.Namespace, news: Console) -> Iterator[Iterato
     if arguments.questions:
         yield _echoed(arguments.questions, news)
     elif arguments.file != STDIN:
-        yield _typed(news) if sys.stdin.isatty() else _echoed(_lines(sys.stdin), news)
+        yield _typed(news) if sys.stdin.isatty() else _echoed(_lines(sys.stdin.readline), news)
     else:
         # The standard input was the file.
         with contextlib.ExitStack() as stack:
@@ -127,7 +133,12 @@ def _questions(arguments: argparse.Namespace, news: Console) -> Iterator[Iterato
                     "The file is the standard input and there is no terminal to ask at; put the questions on the "
                     "command line."
                 ) from None
-            yield _lines(terminal, news)
+
+            def prompted() -> str:
+                news.print("> ", end="")
+                return terminal.readline()
+
+            yield _lines(prompted)
 
 
 def _echoed(questions: Sequence[str] | Iterator[str], news: Console) -> Iterator[str]:
@@ -136,15 +147,9 @@ def _echoed(questions: Sequence[str] | Iterator[str], news: Console) -> Iterator
         yield question
 
 
-def _lines(source: TextIO, prompt: Console | None = None) -> Iterator[str]:
-    while True:
-        if prompt is not None:
-            prompt.print("> ", end="")
-        line = source.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
+def _lines(read: Callable[[], str]) -> Iterator[str]:
+    """What `read` returns, line by line, without blank ones; "" is the end."""
+    return (line.strip() for line in iter(read, "") if line.strip())
 
 
 def _typed(news: Console) -> Iterator[str]:
@@ -152,19 +157,19 @@ def _typed(news: Console) -> Iterator[str]:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     news.print("Ask; Ctrl-D ends.", style="dim")
-    while True:
+
+    def read() -> str:
         try:
             # Where the standard output is a file, the prompt must not go there.
             if sys.stdout.isatty():
-                line = input("> ")
-            else:
-                news.print("> ", end="")
-                line = input()
+                return input("> ") + "\n"
+            news.print("> ", end="")
+            return input() + "\n"
         except EOFError:
             news.print()
-            return
-        if line.strip():
-            yield line.strip()
+            return ""
+
+    return _lines(read)
 
 
 def _session(
@@ -176,8 +181,6 @@ def _session(
     for question in questions:
         try:
             answer = _answer(arguments, asked, document, question, news)
-        except APIConnectionError:
-            raise
         except APIError as error:
             code = 1
             news.print(_sentence(error), style="red", markup=False, soft_wrap=True)
@@ -260,7 +263,7 @@ def cost(answer: Answer, asked: Asked, policy: str | None) -> str:
     if answer.reads.share is None:
         parts.append(f"reads unknown: {answer.reads.why}")
     else:
-        named = asked.policy_of(policy, answer.reads)
+        named = asked.policy_of(policy, answer.reads.share)
         parts.append(f"read {answer.reads.share:.1%} of the middle (policy {named})")
     return " · ".join(parts)
 

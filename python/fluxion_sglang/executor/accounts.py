@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Totals:
 
 
 class Accounts:
-    """Of an engine that nobody asks: keeps none."""
+    """Keeps nothing: of an engine that nobody asks. A step calls the methods in this order."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -54,7 +55,7 @@ class Accounts:
         """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan."""
 
     def interrupted(self) -> None:
-        """Something else than decode steps runs: its time is no step's."""
+        """Something else runs between two steps: its time is no step's."""
 
 
 class StepAccounts(Accounts):
@@ -72,6 +73,7 @@ class StepAccounts(Accounts):
         # The step at hand.
         self._lengths: dict[int, int] = {}
         self._middle_tokens = 0
+        self._sizes: list[int] = []  # of blocks, one a request and group of every layer so far
         self._done = 0  # of its layers
         self._sampled = False
         self._whole = False  # all of them are done, and nothing else has run since
@@ -81,7 +83,7 @@ class StepAccounts(Accounts):
         # Guarded by _lock.
         self._lock = threading.Lock()
         self._read_bytes = torch.zeros(self._layers, self._groups, dtype=torch.int64)
-        self._blocks: dict[int, int] = {}
+        self._blocks: Counter[int] = Counter()
         self._steps = self._tokens = self._all_middle_tokens = self._timed_steps = 0
         self._all_ns = [0] * len(Part)
 
@@ -110,6 +112,7 @@ class StepAccounts(Accounts):
         self._sampled = self._steps % self._every == 0
         if self._sampled:
             self._lengths = _lengths(step)
+            self._sizes.clear()
             self._middle_tokens = sum(step.middle.tolist())
             self._ns = [0] * len(Part)
             self.lap(Part.PLAN)
@@ -131,9 +134,7 @@ class StepAccounts(Accounts):
         self._done += 1
         if self._sampled:
             native.reads(self._reads_of[layer])
-            with self._lock:
-                for size in blk.flatten().tolist():
-                    self._blocks[size] = self._blocks.get(size, 0) + 1
+            self._sizes += blk.flatten().tolist()
         if self._done < self._layers:
             return
         self._whole = True
@@ -142,6 +143,7 @@ class StepAccounts(Accounts):
             self._tokens += self._batch
             if self._sampled:
                 self._sum += self._reads
+                self._blocks.update(self._sizes)
                 self._all_middle_tokens += self._middle_tokens
 
     def interrupted(self) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "BARE",
+    "LONGEST",
     "DecodeStep",
     "LayerPlan",
     "Needs",
@@ -48,6 +49,9 @@ __all__ = [
 
 AUTO: Final = "auto"
 """The spec that a server resolves at its start: `fluxion` where a predictor fits, `full` where none does."""
+
+LONGEST: Final = 128
+"""Characters of a spec. Specs come from clients: splitting a long one would hold up every request."""
 
 PLUGINS: Final = "fluxion_policies"
 """Entry points of this group are policies of other packages: NAME[:ARG...] gives its class these strings."""
@@ -126,7 +130,9 @@ def examples() -> list[str]:
 
 
 def _build(spec: str) -> Build:
-    build = _named(*spec.split(":")) or _plugin(*spec.split(":"))
+    build = None
+    if len(spec) <= LONGEST:
+        build = _named(*spec.split(":")) or _plugin(*spec.split(":"))
     if build is None:
         shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
         raise ValueError(f"policy {shown!r} is not one that this version knows; use {_LEGAL}.")

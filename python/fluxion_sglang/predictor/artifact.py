@@ -100,7 +100,7 @@ class LoadedPredictor(NamedTuple):
 
 def file_name(tau: float) -> str:
     """predictor-0.10.safetensors for 0.1; more digits where tau has them."""
-    return f"predictor-{_tau_key(tau)}.safetensors"
+    return f"predictor-{tau_key(tau)}.safetensors"
 
 
 def save(
@@ -145,7 +145,7 @@ def save(
             raise PredictorError(f"The streaming threshold for tau {tau:g} is {entry.threshold}; train it again.")
         name = file_name(tau)
         contents[name] = save_tensors(state)
-        files[_tau_key(tau)] = {
+        files[tau_key(tau)] = {
             "file": name,
             "sha256": hashlib.sha256(contents[name]).hexdigest(),
             "threshold": entry.threshold,
@@ -157,7 +157,7 @@ def save(
         "format": FORMAT,
         **{name: fields.pop(name) for name in _OPTIONS},
         "model": fields,
-        "calibrated": _tau_key(calibrated),
+        "calibrated": tau_key(calibrated),
         "taus": files,
         "features": list(features),
         "versions": {name: _version(name) for name in _VERSIONED},
@@ -194,7 +194,7 @@ def load(
         _check_identity(folder, identity, expect)
     _check_features(folder, _get(folder, document, "features", list), features)
     taus = _get(folder, document, "taus", dict)
-    key = _get(folder, document, "calibrated", str) if tau is None else _tau_key(tau)
+    key = _get(folder, document, "calibrated", str) if tau is None else tau_key(tau)
     if key not in taus:
         listed = ", ".join(sorted(taus)) or "none"
         raise PredictorError(
@@ -346,12 +346,13 @@ def _described(tensor: torch.Tensor | None) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _tau_key(tau: float) -> str:
+def tau_key(tau: float) -> str:
+    """The name of a tau in an artifact: taus that differ by rounding alone have one."""
     return f"{tau:.2f}" if round(tau, 2) == tau else f"{tau:g}"
 
 
 def _listed(taus: Mapping[float, Any]) -> str:
-    return ", ".join(map(_tau_key, sorted(taus))) or "none"
+    return ", ".join(map(tau_key, sorted(taus))) or "none"
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.policy import AUTO, Context, Policy, parse_spec
-from fluxion_sglang.predictor.artifact import JSON_NAME, DoesNotFit, Identity, LoadedPredictor, load
+from fluxion_sglang.predictor.artifact import JSON_NAME, DoesNotFit, Identity, LoadedPredictor, load, tau_key
 from fluxion_sglang.predictor.features import NAMES
 
 if TYPE_CHECKING:
@@ -63,12 +63,15 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def context(config: FluxionConfig, runner: ModelRunner) -> Context:
-    """What specs refer to on this server; predictors are loaded when first asked for, each tau once."""
+    """What specs refer to on this server; predictors are loaded when first asked for, each trained tau once.
+
+    A client may write one tau in any number of ways (0.05, 0.050000001, ...), so what is kept goes by the trained one.
+    """
 
     served = cache(partial(identity, config, runner))
 
     @cache
-    def predictor(tau: float | None) -> LoadedPredictor:
+    def loaded(key: str | None) -> LoadedPredictor:
         stages = runner.server_args.pp_size
         if stages > 1:
             raise DoesNotFit(
@@ -78,16 +81,14 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
         folder = _folder(config, runner)
         if folder is None:
             raise DoesNotFit(
-                'policy "fluxion" needs a predictor that was trained for this model, and none is named or in the '
-                f"folder {FOLDER!r} of the model; train one with `fluxion train`, name it in the option predictor, or "
-                'use "anchor", which needs none.'
+                'Policy "fluxion" needs a predictor that was trained for this model, and none is named or in the '
+                f"folder {FOLDER!r} of the model; train one with `fluxion train`, or name it in the option predictor."
             )
-        return load(
-            folder,
-            features=NAMES,
-            tau=config.tau if tau is None else tau,
-            expect=served(),
-        )
+        return load(folder, features=NAMES, tau=None if key is None else float(key), expect=served())
+
+    def predictor(tau: float | None) -> LoadedPredictor:
+        asked = config.tau if tau is None else tau
+        return loaded(None if asked is None else tau_key(asked))
 
     return Context(DEFAULT_TAU if config.tau is None else config.tau, predictor)
 

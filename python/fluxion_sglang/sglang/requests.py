@@ -7,16 +7,19 @@ are read off its batch, and nothing else of SGLang is touched. A request whose s
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 
-from fluxion_sglang.policy import BARE, Context, Policy, parse_spec
+from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, parse_spec
 from fluxion_sglang.predictor import recorder
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
+
+logger = logging.getLogger(__name__)
 
 PARAMETER = "fluxion_policy"
 """Key of a request's policy in its custom_params."""
@@ -73,7 +76,7 @@ class RequestPolicies:
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
-        self._parse = lru_cache(_PARSED_SPECS)(lambda spec: parse_spec(spec, context))
+        self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
 
     @contextmanager
     def of(self, requests: Sequence[Any], decoding: bool, riding: Sequence[Any] = ()) -> Iterator[None]:
@@ -114,8 +117,9 @@ class RequestPolicies:
 
     def _named(self, spec: object) -> Policy:
         if not isinstance(spec, str):
-            shown = json.dumps(spec, default=repr)
-            shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+            # A list or an object may be of any size, and what it takes to write it down is what all requests wait for.
+            shown = "a JSON list" if isinstance(spec, list) else "a JSON object" if isinstance(spec, dict) else ""
+            shown = shown or json.dumps(spec, default=repr)[:_SHOWN]
             raise ValueError(
                 f'{PARAMETER} is {shown}, but it takes a policy spec in a string, such as "fixed:16:0.05".'
             )
@@ -125,13 +129,29 @@ class RequestPolicies:
             raise ValueError(
                 f"{PARAMETER} is not taken by this server, where all requests follow one policy; leave it out."
             )
+        if len(spec) > LONGEST:
+            check_spec(spec)  # refuses it; what is kept of others' specs stays
         policy = self._parse(spec)
+        if not isinstance(policy, Policy):
+            raise ValueError(policy)
         if policy.yardstick and not self.yardsticks:
             raise ValueError(
                 f"{PARAMETER} {spec!r} is not taken by this server, because it reads everything to decide, which all "
                 "requests wait for; use another policy, or start the server with the option audit to measure."
             )
         return policy
+
+
+def _parsed(spec: str, context: Context) -> Policy | str:
+    """The policy, or what is wrong with the spec: a refusal is remembered as well as a policy is."""
+    try:
+        return parse_spec(spec, context)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
+        reason = str(error).strip().partition("\n")[0]
+        return f"{PARAMETER} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
 
 
 def _recorded(request: Any) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,9 @@ def _policies(picture: Picture, axis: Any) -> None:
     _bars(
         axis,
         [row.policy for row in rows],
-        [row.share for row in rows],
+        [0.0 if math.isnan(row.share) else row.share for row in rows],
         [SHARE[2]] * len(rows),
-        [f"{percent(row.share)}, error {row.error:.3f}" for row in rows],
+        ["no middle" if math.isnan(row.share) else f"{percent(row.share)}, error {row.error:.3f}" for row in rows],
     )
     axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axis.set(xlabel="share of the middle", xticks=np.linspace(0, scale_end(np.array([r.share for r in rows])), 6))
@@ -147,7 +148,7 @@ def _bars(
     bars = axis.barh(names, lengths, color=colours)
     axis.bar_label(bars, texts, padding=3, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(lengths) * 1.45)  # room for the texts
+    axis.set_xlim(0, 1.45 * max(lengths) or 1.0)  # room for the texts
     axis.spines[["top", "right"]].set_visible(False)
 
 

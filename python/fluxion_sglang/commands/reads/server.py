@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-import urllib.error
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from fluxion_sglang.commands.reads.picture import Picture, ReadsError, Timeline, ratio
-from fluxion_sglang.serving import Server
+from fluxion_sglang.serving import RequestFailed, Server, samples
 
 POLL_S = 1.0
 """Between two looks at /metrics: twice as long as the server lets its counters be behind."""
@@ -39,17 +37,16 @@ class Reading:
 
     @classmethod
     def parse(cls, text: str, at: float) -> Reading:
-        """From the text of /metrics."""
+        """From the text of /metrics; raises ValueError where it is something else."""
         values: dict[str, float] = {}
         labelled: dict[str, dict[tuple[str, ...], float]] = {}
-        for family in text_string_to_metric_families(text):
-            if not family.name.startswith("fluxion_"):
+        for sample in samples(text):
+            if not sample.name.startswith("fluxion_"):
                 continue
-            for sample in family.samples:
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
-                if sample.name in _LABELS:
-                    key = tuple(sample.labels.get(label, "") for label in _LABELS[sample.name])
-                    labelled.setdefault(sample.name, {})[key] = sample.value
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+            if sample.name in _LABELS:
+                key = tuple(sample.labels.get(label, "") for label in _LABELS[sample.name])
+                labelled.setdefault(sample.name, {})[key] = sample.value
         return cls(at, values, labelled)
 
     def growth(self, name: str, earlier: Reading) -> float:
@@ -69,14 +66,13 @@ def read_server(server: Server) -> Reading:
     """The counters that a server has now; raises ReadsError."""
     try:
         text = server.get("/metrics")
-    except urllib.error.HTTPError as error:
+    except RequestFailed as error:
+        if error.status is not None:
+            raise ReadsError(
+                f"The server at {server.url} has no /metrics ({error.status}); start it with --enable-metrics."
+            ) from error
         raise ReadsError(
-            f"The server at {server.url} has no /metrics ({error.code}); start it with --enable-metrics."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ReadsError(
-            f"No server answers at {server.url} ({reason}); start one with --enable-fluxion --enable-metrics, or give "
+            f"No server answers at {server.url} ({error}); start one with --enable-fluxion --enable-metrics, or give "
             "its address with --url."
         ) from error
     try:

@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
     option("--exact", action="store_true", help="compare tokens in float32, too: two more server starts")
     option("--server-args", default="", help="more words for both servers, in one string, as in '--tp 2'")
-    option("--port", type=int, help="of the servers; default: a free one")
 
 
 def run(arguments: argparse.Namespace) -> int:

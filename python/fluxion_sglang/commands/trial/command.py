@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,11 +19,16 @@ from fluxion_sglang.commands.trial import model, page, plan, terminal
 from fluxion_sglang.commands.trial.course import Course, Request, flags_and_config
 from fluxion_sglang.commands.trial.quiz import open_quiz
 from fluxion_sglang.commands.trial.results import Results, TrialError
+from fluxion_sglang.policy import check_spec
+from fluxion_sglang.serving import running_server
 
 
-def main(arguments: argparse.Namespace, starts: Callable[[Course], None] = Course.run) -> int:
+def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_server) -> int:
     """Run a trial; returns the exit code: 0 with a whole report, 1 where the model is refused or the trial ended
     early, 2 for bad input.
+
+    Args:
+        starts: what starts a server.
     """
     console = Console(highlight=False)
     try:
@@ -31,13 +38,16 @@ def main(arguments: argparse.Namespace, starts: Callable[[Course], None] = Cours
         out = arguments.out or Path(f"fluxion_try_{_file_name(request.model.name)}.html")
         for file in filter(None, (out, arguments.json)):
             _check_writable(file)
-        results = Results(record.header("try"), _command(arguments, request.model.name), request.model)
-        course = Course(request, quiz, results, lambda found, last: _save(found, out, arguments.json, last), clock)
+        results = Results(record.header("try"), shlex.join(["fluxion", *sys.argv[1:]]), request.model)
+
+        def save(found: Results, last: bool) -> None:
+            _save(found, out, arguments.json, last)
+
         console.print(
             f"{request.model.name}: about {arguments.minutes:g} minutes. {out} grows part by part.", soft_wrap=True
         )
         try:
-            starts(course)
+            Course(request, quiz, results, save, clock, starts).run()
         except KeyboardInterrupt:
             terminal.show(results, console)
             return 130
@@ -63,23 +73,27 @@ def _request(arguments: argparse.Namespace) -> Request:
     except ValueError as error:
         raise TrialError(f"--server-args cannot be divided into words ({error}); close its quotes.") from None
     flags, config = flags_and_config(words)
+    policies = list(dict.fromkeys(filter(None, (part.strip() for part in arguments.policies.split(",")))))
+    for policy in policies:
+        try:
+            check_spec(policy)
+        except ValueError as error:
+            raise TrialError(f"--policies: {error}") from None
     return Request(
         model=model.read(name, "--trust-remote-code" in flags),
         lengths=plan.parse_lengths(arguments.lengths),
-        policies=[spec for spec in (part.strip() for part in arguments.policies.split(",")) if spec],
-        minutes=arguments.minutes,
+        policies=policies,
         dtype=arguments.dtype,
         exact=arguments.exact,
         flags=flags,
         config=config,
-        port=arguments.port,
     )
 
 
 def _save(results: Results, out: Path, numbers: Path | None, last: bool) -> None:
     """Whole files or none, so that an interruption leaves the last whole ones."""
     partial = out.with_name(out.name + ".partial")
-    partial.write_text(page.render(results, drawn=last))
+    partial.write_text(page.render(results, drawn=last), encoding="utf-8")
     partial.replace(out)
     if numbers is not None:
         record.save(numbers, results.as_dict())
@@ -87,20 +101,16 @@ def _save(results: Results, out: Path, numbers: Path | None, last: bool) -> None
 
 def _check_writable(file: Path) -> None:
     """Before ten minutes are spent."""
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        what = "is a folder" if file.is_dir() else "is in no folder that exists"
-        raise TrialError(f"The report cannot be written to {file}, which {what}; give the path of a file.")
-
-
-def _command(arguments: argparse.Namespace, name: str) -> str:
-    words = ["fluxion", "try", name]
-    for option in ("lengths", "policies", "server_args"):
-        if value := getattr(arguments, option):
-            words += [f"--{option.replace('_', '-')}", value]
-    words += ["--minutes", f"{arguments.minutes:g}"] if arguments.minutes != 10 else []
-    words += ["--dtype", arguments.dtype] if arguments.dtype != "auto" else []
-    words += ["--exact"] if arguments.exact else []
-    return shlex.join(words)
+    folder = file.absolute().parent
+    if file.is_dir():
+        what = "which is a folder"
+    elif not folder.is_dir():
+        what = "which is in no folder that exists"
+    elif not os.access(folder, os.W_OK):
+        what = "because nobody may write to its folder"
+    else:
+        return
+    raise TrialError(f"The report cannot be written to {file}, {what}; name another file with --out and --json.")
 
 
 def _file_name(name: str) -> str:

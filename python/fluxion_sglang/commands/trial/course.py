@@ -28,21 +28,19 @@ from fluxion_sglang.commands.trial.results import (
 )
 from fluxion_sglang.openmp import SPINS
 from fluxion_sglang.serving import (
+    MEASURED,
+    SMALL,
     RequestRefused,
     Server,
     ServerError,
     free_port,
     launch_command,
-    running_server,
     shell,
 )
 
 SPARSE: Final = "fixed:16:0.10"
 """What is tried where no predictor fits."""
 
-# SGLang sizes these for servers: thousands of request rows and a prefill as long as memory allows.
-SIZES: Final = ("--max-running-requests", "8", "--chunked-prefill-size", "4096")
-_MEASURING = ("--enable-metrics", "--skip-server-warmup")
 _PROBES = (1024, 2048)
 _SLOW_PROBE_S = 20.0  # where the first probe takes longer, it is the only one
 _SLACK = 1024  # tokens of the pool for the questions and answers of a document
@@ -64,12 +62,10 @@ class Request:
     model: ModelFacts
     lengths: list[int]
     policies: list[str]
-    minutes: float
     dtype: str
     exact: bool
     flags: list[str]
     config: dict[str, Any]
-    port: int | None
 
     @property
     def served_dtype(self) -> str:
@@ -92,7 +88,7 @@ class Course:
     """One trial.
 
     Attributes:
-        starts: what starts a server, `running_server` outside of tests.
+        starts: what starts a server, as `serving.running_server` does.
     """
 
     request: Request
@@ -100,7 +96,7 @@ class Course:
     results: Results
     save: Save
     clock: plan.Clock
-    starts: Callable[..., Any] = running_server
+    starts: Callable[..., Any]
     full_tokens: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
     """Greedy tokens of policy `full`, by dtype and length."""
 
@@ -148,9 +144,9 @@ class Course:
 
     def _with_the_flag(self) -> None:
         tokens = self._pool_tokens()
-        config = {"policy": FULL, **self.request.config, **({"host_tokens": tokens} if tokens else {})}
+        config = {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
         began = self.clock.elapsed
-        with self._server("with the flag", {**config, "policy": FULL}) as server:
+        with self._server("with the flag", config) as server:
             start = self.clock.elapsed - began
             measure.decode(server, [self._document(plan.SHORTEST, 1, seed=1)[0].prompt], FULL, 8)  # warms up
             chosen = self._plan(server, start)
@@ -180,7 +176,7 @@ class Course:
                         self._part_done()
         except ServerError as error:
             # What SGLang cannot do without the flag is no fault of the trial.
-            self.results.notes.append(f"Nothing was measured without the flag. {error}")
+            self.results.notes.append(f"The part without the flag ended early. {error}")
 
     def _in_float32(self) -> None:
         """Tokens of the shortest length, from two more servers."""
@@ -211,7 +207,8 @@ class Course:
         policies = [FULL, *policies]
         probes: list[tuple[int, float]] = []
         step = 0.0
-        for i, length in enumerate(size for size in _PROBES if size <= self._longest(1)):
+        longest = self._longest(1)
+        for i, length in enumerate(size for size in _PROBES if size <= longest):
             run = measure.decode(server, [self._document(length, 1, seed=2 + i)[0].prompt], FULL, 8)
             probes.append((length, run.first))
             step = measure.median_ms(run.steps) / 1e3
@@ -220,7 +217,11 @@ class Course:
         pace = plan.pace(probes, step)
         # The server without the flag takes about as long to start. Slow starts must not leave nothing to measure.
         seconds = max(self.clock.left - start - _STOP_S, _LEAST_SHARE * self.clock.limit)
-        asked = sorted({min(length, self._longest(1)) for length in self.request.lengths})
+        asked = sorted({min(length, longest) for length in self.request.lengths})
+        if any(length > longest for length in self.request.lengths):
+            self.results.notes.append(
+                f"{max(self.request.lengths):,} tokens were asked for. This model on this machine holds {longest:,}."
+            )
         lengths, effort = plan.choose(pace, seconds, self._longest, len(policies), asked)
         took = plan.cost(pace, lengths, effort, len(policies))
         return Plan(lengths, policies, refused, effort, plan.steps_of(pace, effort), round(took, 1))
@@ -237,10 +238,10 @@ class Course:
             for policy in chosen.policies:  # in turns, so that the machine's moods are shared
                 for batch in effort.batches:
                     bar.set_postfix_str(f"{length:,} tokens, {policy}, batch {batch}")
-                    before = measure.counters(server)
+                    before = server.settled()
                     run = measure.decode(server, prompts[:batch], policy, chosen.steps)
                     if batch == 1:
-                        reads[policy].add(before, measure.counters(server))
+                        reads[policy].add(before, server.settled())
                     steps.setdefault((batch, policy), []).extend(run.steps)
                     if policy == FULL:
                         self.full_tokens[self.request.served_dtype, length] = run.tokens
@@ -343,14 +344,14 @@ class Course:
 
     def _flags(self) -> list[str]:
         dtype = [] if self.request.dtype == "auto" else ["--dtype", self.request.dtype]
-        return [*dtype, *SIZES, *self.request.flags]
+        return [*dtype, *SMALL, *self.request.flags]
 
     @contextmanager
     def _server(
         self, what: str, fluxion: dict[str, Any] | None, more: Sequence[str] = (), dtype: str | None = None
     ) -> Iterator[Server]:
-        flags = [*self._flags(), *_MEASURING, *more, *(["--dtype", dtype] if dtype else [])]
-        port = self.request.port or free_port()
+        flags = [*self._flags(), *MEASURED, *more, *(["--dtype", dtype] if dtype else [])]
+        port = free_port()
         command = launch_command(self.request.model.name, port, *flags, fluxion=fluxion)
         self.results.servers[what] = shell(command)
         # Both servers get what the flag sets, so that they differ by the flag alone.

@@ -7,37 +7,38 @@ requests of a batch begin at once.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fluxion_sglang.commands.trial.results import OFF
-from fluxion_sglang.serving import Server
-
-_COUNTERS: Final = ("layers", "middle_tokens", "read_tokens", "tile_bytes", "metadata_bytes")
+from fluxion_sglang.serving import RequestFailed, Server
 
 
-@dataclass
 class Counters:
-    """Growth of the engine's counters over runs."""
+    """Growth of the server's counters over runs."""
 
-    values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0.0))
+    def __init__(self) -> None:
+        self._grown: dict[str, float] = {}
 
-    def add(self, before: dict[str, float], after: dict[str, float]) -> None:
-        for name in _COUNTERS:
-            key = f"fluxion_{name}_total"
-            self.values[name] += after.get(key, 0.0) - before.get(key, 0.0)
+    def add(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Add a run's: `Server.settled` before it and after it."""
+        for name, value in after.items():
+            self._grown[name] = self._grown.get(name, 0.0) + value - before.get(name, 0.0)
+
+    def _total(self, name: str) -> float:
+        return self._grown.get(f"fluxion_{name}_total", 0.0)
 
     @property
     def share(self) -> float:
         """Of the middle that heads read; 0 where there was no middle."""
-        return self.values["read_tokens"] / self.values["middle_tokens"] if self.values["middle_tokens"] else 0.0
+        middle = self._total("middle_tokens")
+        return self._total("read_tokens") / middle if middle else 0.0
 
     def bytes_per_token(self, layers: int) -> float:
         """Bytes that a decode step of one request read, on one rank; runs of a single request only."""
-        steps = self.values["layers"] / layers
-        return (self.values["tile_bytes"] + self.values["metadata_bytes"]) / steps if steps else 0.0
+        steps = self._total("layers") / layers
+        return (self._total("tile_bytes") + self._total("metadata_bytes")) / steps if steps else 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: i
         stop: whether a request may end before, at its end-of-sequence token.
 
     Raises:
-        RequestRefused, OSError: as of `Server.stream`.
+        RequestRefused, RequestFailed: as of `Server.stream`.
     """
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": not stop}
     if policy != OFF:
@@ -75,21 +76,9 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: i
         arrivals[piece.request].append((piece.after, len(piece.tokens)))
         tokens[piece.request] = piece.tokens
     if not all(arrivals):
-        raise OSError("the server ended a request without a token")
+        raise RequestFailed("the server ended a request without a token")
     first = max(mine[0][0] for mine in arrivals)
     return Run(first, [step for mine in arrivals for step in _paces(mine, first)], tokens)
-
-
-def counters(server: Server) -> dict[str, float]:
-    """The counters once they rest: the server answers first and counts a moment later."""
-    last = server.metrics()
-    for _ in range(20):
-        time.sleep(0.05)
-        now = server.metrics()
-        if all(now.get(name) == last.get(name) for name in (f"fluxion_{counter}_total" for counter in _COUNTERS)):
-            return now
-        last = now
-    return last
 
 
 def median_ms(seconds: Sequence[float]) -> float:

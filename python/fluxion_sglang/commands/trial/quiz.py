@@ -17,8 +17,8 @@ import numpy as np
 
 from fluxion_quality.base import Codec
 from fluxion_quality.ruler_fit import fit
+from fluxion_quality.ruler_words import generated_essay
 from fluxion_sglang import needle
-from fluxion_sglang.commands.trial import filler
 from fluxion_sglang.commands.trial.results import ModelFacts, TrialError
 
 KEYS: Final = 8
@@ -28,6 +28,16 @@ KEYS: Final = 8
 _LEAD, _TAIL = 80, 300
 _SPARE: Final = 8
 """Questions about one document differ by a few tokens; the longest must fit, too."""
+
+_SAMPLE: Final = 1000
+"""Words by which the tokens of a sentence are counted."""
+
+_COLOURS: Final = (
+    "amber|azure|bronze|copper|coral|crimson|emerald|golden|indigo|ivory|jade|olive|pearl|purple|scarlet|silver"
+)
+_THINGS: Final = (
+    "anchor|arrow|beacon|candle|compass|crown|dragon|falcon|harp|kettle|ladder|lantern|mirror|saddle|tower|violin"
+)
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,9 @@ class TextQuiz(Quiz):
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        sample = " ".join(filler.sentences(np.random.default_rng(0), 64))
-        self._sentence = max(len(codec.encode(sample)) / 64, 1.0)
+        sample = _sentences(np.random.default_rng(0), _SAMPLE)
+        self._sentence = max(len(codec.encode(" ".join(sample))) / len(sample), 1.0)
+        self._words = _SAMPLE / len(sample)
         self.what = (
             "A text of made-up sentences hides up to 8 keys with a number each; a question asks for one number, and "
             'the answer begins with "The magic number for KEY is".'
@@ -100,8 +111,8 @@ class TextQuiz(Quiz):
     def document(self, length: int, questions: int, seed: int) -> Document:
         rng = np.random.default_rng(seed)
         lead, tail = (int(size / self._sentence) + 1 for size in (_LEAD, _TAIL))
-        lines = filler.sentences(rng, lead + tail + int(length / self._sentence) + 8)
-        keys = filler.keys(rng, KEYS)
+        lines = _sentences(rng, int(self._words * (lead + tail + 8 + length / self._sentence)))
+        keys = _keys(rng, KEYS)
         values = [str(value) for value in 10_000 + rng.choice(90_000, KEYS, replace=False)]
         depths = np.sort(rng.random(KEYS)).tolist()
         for count in range(KEYS, 0, -1):
@@ -146,6 +157,17 @@ def open_quiz(facts: ModelFacts, trust: bool = False) -> Quiz:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TrialError(f"{reason.rstrip('.')}; a trial needs the model's tokenizer for its prompts.") from None
     return SymbolicQuiz() if isinstance(codec, SymbolicCodec) else TextQuiz(codec)
+
+
+def _sentences(rng: np.random.Generator, words: int) -> list[str]:
+    """So many words in sentences that say nothing; the last one may be cut."""
+    return generated_essay(rng, words).sentences(words)
+
+
+def _keys(rng: np.random.Generator, count: int) -> list[str]:
+    """Different names, such as "the amber lantern"; no two share a noun. count: 16 at most."""
+    nouns = rng.permutation(_THINGS.split("|"))[:count]
+    return [f"the {rng.choice(_COLOURS.split('|'))} {noun}" for noun in nouns]
 
 
 def _fact(key: str, value: str) -> str:

@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
-	@echo "make test      style, types and the quick tests (under 8 minutes)"
+	@echo "make test      style, types and the quick tests (under 8 minutes on 2 cores)"
 	@echo "make test-all  every test, and the unit tests of the native library under sanitizers (an hour)"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"

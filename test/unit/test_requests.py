@@ -103,6 +103,21 @@ def test_an_illegal_one_ends_its_request_alone(policies: RequestPolicies, value:
     assert len(error.message) < 700
 
 
+def test_others_specs_do_not_take_a_request_s_policy(policies: RequestPolicies) -> None:
+    """A policy remembers its requests: another instance of it would answer otherwise."""
+
+    def policy_of(asked: Request) -> Policy:
+        with policies.of([asked], True):
+            assert policies.current is not None
+            return policies.current[0]
+
+    mine = request({"fluxion_policy": "hgca:0.5"})
+    mine_from_the_start = policy_of(mine)
+    for i in range(200):
+        policy_of(request({"fluxion_policy": f"hgca:0.{i + 1000}"}))
+    assert policy_of(mine) is mine_from_the_start
+
+
 def test_a_long_spec_is_not_looked_at(policies: RequestPolicies) -> None:
     """Splitting 8 MB takes a second, in which every request waits."""
 

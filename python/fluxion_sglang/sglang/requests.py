@@ -29,15 +29,19 @@ _SHOWN = 60
 """Characters of a wrong value that the answer repeats."""
 
 
-class _AnswerBegun:
-    """Whether a request has KV that its own policy computed: SGLang's `skip_radix_cache_insert` of such a request.
+class _OwnPolicy:
+    """A request's own policy. Its truth is whether the request has KV that the policy computed, because it is SGLang's
+    `skip_radix_cache_insert` of such a request.
 
-    SGLang asks it just before it puts something in. A flag that is set when a pass begins would be wrong both ways:
-    with overlap scheduling the first decode step runs before the prompt has gone into the tree, and no pass need follow
-    the one whose token is the last.
+    The request keeps its policy to its end: another instance would know nothing of it, and answer otherwise.
+
+    SGLang asks for the truth just before it puts something in. A flag that is set when a pass begins would be wrong both
+    ways: with overlap scheduling the first decode step runs before the prompt has gone into the tree, and no pass need
+    follow the one whose token is the last.
     """
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, policy: Policy) -> None:
+        self.policy = policy
         self.decoding = False  # a decode step has run under the policy
         self._request = weakref.ref(request)
 
@@ -102,18 +106,18 @@ class RequestPolicies:
         # None is what JSON's null becomes: no policy of its own.
         if not isinstance(params, Mapping) or params.get(PARAMETER) is None:
             return self.server
-        try:
-            policy = self._named(params[PARAMETER])
-        except ValueError as error:
-            end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
-            return self.server  # for what is already under way
-        if policy is not self.server:
-            begun = getattr(request, "skip_radix_cache_insert", False)
-            if begun is False:
-                keep_out_of_tree(request, begun := _AnswerBegun(request))
-            if decoding and isinstance(begun, _AnswerBegun):
-                begun.decoding = True
-        return policy
+        own = getattr(request, "skip_radix_cache_insert", False)
+        if not isinstance(own, _OwnPolicy):
+            try:
+                policy = self._named(params[PARAMETER])
+            except ValueError as error:
+                end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
+                return self.server  # for what is already under way
+            if policy is self.server or own is not False:
+                return policy
+            keep_out_of_tree(request, own := _OwnPolicy(request, policy))
+        own.decoding = own.decoding or decoding
+        return own.policy
 
     def _named(self, spec: object) -> Policy:
         if not isinstance(spec, str):

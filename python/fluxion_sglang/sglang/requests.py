@@ -35,8 +35,8 @@ class _OwnPolicy:
 
     The request keeps its policy to its end: another instance would know nothing of it, and answer otherwise.
 
-    SGLang asks for the truth just before it puts something in. A flag that is set when a pass begins would be wrong both
-    ways: with overlap scheduling the first decode step runs before the prompt has gone into the tree, and no pass need
+    SGLang asks for the truth just before it puts something in. A flag that is set when a pass begins would be wrong
+    twice: with overlap scheduling the first decode step runs before the prompt has gone into the tree, and no pass need
     follow the one whose token is the last.
     """
 

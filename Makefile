@@ -79,7 +79,7 @@ sanitize-%: $(VENV)/.dev
 	FLUXION_LIBRARY=$(CURDIR)/build/$*/libfluxion.so \
 	TSAN_OPTIONS="suppressions=$(CURDIR)/test/tsan.supp log_path=$$report" \
 	ASAN_OPTIONS="detect_leaks=0 log_path=$$report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$$report" \
-	  $(BIN)/python -m pytest -q $(SANITIZED_TESTS) $(ARGS); status=$$?; \
+	  $(PYTEST) -q $(SANITIZED_TESTS) $(ARGS); status=$$?; \
 	cat $$report.* 2>/dev/null; exit $$status
 
 bench: $(VENV)/.bench

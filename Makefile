@@ -49,7 +49,7 @@ test: $(VENV)/.dev native-tests
 	$(BIN)/mypy
 	FLUXION_TEST_EFFORT=$${FLUXION_TEST_EFFORT:-0.25} $(PYTEST) $(TESTS) $(ARGS)
 
-test-all: lint native-tests
+test-all: lint native-tests $(VENV)/.docs
 	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
 	$(PYTEST) --full $(TESTS) $(ARGS)
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize

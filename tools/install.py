@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+# For uv, as pip and browsers do: machines behind a proxy have certificates of their own.
+os.environ.setdefault("UV_SYSTEM_CERTS", "1")
+
 QUIET_S = 15.0
 """Seconds between two lines of progress where there is no terminal to rewrite one on."""
 
@@ -51,8 +54,6 @@ def installer() -> list[str]:
 
     It goes into .venv, not into a build environment, so that the library is built in place and incrementally.
     """
-    # As pip and browsers do: machines behind a proxy have certificates of their own.
-    os.environ.setdefault("UV_SYSTEM_CERTS", "1")
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)]

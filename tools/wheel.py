@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import sys
-import tarfile
 import time
 import tomllib
 import zipfile
@@ -53,8 +52,7 @@ def unpack_sources() -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     call([str(PYTHON), "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)])
     (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(WORK, filter="data")
+    shutil.unpack_archive(archive, WORK)
     (WORK / archive.name.removesuffix(".tar.gz")).rename(sources)
     return sources
 

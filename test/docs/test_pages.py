@@ -33,6 +33,7 @@ _SOURCES = (".py", ".cc", ".h", ".cmake")
 _THEIRS = {"taper.py", "test_taper.py"}
 
 RUN_ELSEWHERE = {
+    r"make demo": "test/engine/test_demo_served.py::test_make_demo",
     r"python -m sglang\.launch_server ": "test/engine/test_docs_commands.py::test_curl_commands",
     r"python -m pytest test/gpu$": "test/gpu/test_gpu_kernels.py",
     r"curl ": "test/engine/test_docs_commands.py::test_curl_commands",

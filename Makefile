@@ -42,7 +42,7 @@ help:
 	@echo "make clean     remove build products and caches; keeps $(VENV)"
 
 demo: install
-	@$(BIN)/python -m fluxion_sglang.demo $(ARGS)
+	@$(BIN)/python -m fluxion_sglang.commands.demo $(ARGS)
 
 test: $(VENV)/.dev native-tests
 	$(BIN)/ruff check .

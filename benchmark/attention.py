@@ -39,13 +39,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from fluxion_sglang.commands.needle import needle_prompt
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.executor.cpu import create_workers
 from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.workers import create_workers
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.needle import needle_prompt
 from fluxion_sglang.policy import Context, Needs, Policy, parse_spec
 from fluxion_sglang.predictor.artifact import load
 from fluxion_sglang.predictor.features import NAMES

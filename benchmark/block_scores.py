@@ -25,7 +25,7 @@ from tqdm import tqdm
 from fluxion_quality import suite_named
 from fluxion_quality.codec import codec_of
 from fluxion_quality.model import Model
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 from fluxion_sglang.kv.placement import Placement
 
 BUDGETS = (0.02, 0.05, 0.10, 0.25)

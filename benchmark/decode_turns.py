@@ -31,8 +31,8 @@ import drawn
 import torch
 from sglang.benchmark import one_batch
 
+from fluxion_sglang.device.dispatcher import GpuExecutor
 from fluxion_sglang.device.step import StreamDevice
-from fluxion_sglang.executor.gpu import GpuExecutor
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors
 

@@ -36,8 +36,8 @@ from roofline import (
 )
 from torch import Tensor
 
-from fluxion_sglang import probe
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import probe
 
 ALIKE = 0.3
 """How much of its own a head's query has where choices of a group's heads are united: the less, the smaller the union,

@@ -13,14 +13,13 @@ import torch
 from roofline import KV_HEADS, Arena, beyond_caches, error, exact_attention, isas, workers
 from torch import Tensor
 
-from fluxion_sglang import probe
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import NativeEngine
+from fluxion_sglang.native import NativeEngine, probe
+from fluxion_sglang.native.probe import Workers
 from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.probe import Workers
 
 GROUP, HEAD_DIM = 4, 128
 Q_HEADS = KV_HEADS * GROUP

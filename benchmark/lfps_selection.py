@@ -38,15 +38,15 @@ from fluxion_quality import suite_named
 from fluxion_quality.codec import codec_of
 from fluxion_quality.model import Model
 from fluxion_sglang.executor.engine import DecodeEngine
-from fluxion_sglang.executor.torch_reference import block_scores
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.lab.lfps import LfpsPolicy
+from fluxion_sglang.lab.lfps_tables import LfpsOptions
+from fluxion_sglang.lab.torch_executor import block_scores
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import FixedPolicy, OraclePolicy, Policy
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan, World
-from fluxion_sglang.policy.lfps import LfpsPolicy
-from fluxion_sglang.policy.lfps_tables import LfpsOptions
 
 SEED = 6_000_000
 BUDGET = 0.02
@@ -262,7 +262,7 @@ def samples(model: Path, length: int, count: int) -> Iterator[list[States]]:
     """What the model computes for `count` documents of each task with their questions and answers."""
     from transformers import AutoModelForCausalLM
 
-    from fluxion_sglang import needle
+    from fluxion_sglang.commands import needle
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     codec = codec_of(Model.read(model))

@@ -27,7 +27,7 @@ import drawn
 import timeline
 from tqdm import tqdm
 
-from fluxion_sglang.needle import NeedlePrompt, needle_prompt
+from fluxion_sglang.commands.needle import NeedlePrompt, needle_prompt
 
 BEST_FIXED = "fixed:16:0.80"
 """The fixed policy that comes near the answers of `fluxion` at the least bytes; none is as good (table `large`)."""

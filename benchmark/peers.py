@@ -47,8 +47,8 @@ from roofline import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from fluxion_sglang import probe
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import probe
 
 GROUP, HEAD_DIM = 4, 128
 SCALE = HEAD_DIM**-0.5

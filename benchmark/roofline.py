@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxion_sglang import probe
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import Workers, topology
+from fluxion_sglang.native import Workers, probe, topology
 
 KV_HEADS = 8
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}

@@ -32,12 +32,12 @@ import torch  # noqa: E402
 
 from fluxion_sglang.config import SCHEDULERS as NAMES  # noqa: E402
 from fluxion_sglang.config import FluxionConfig  # noqa: E402
-from fluxion_sglang.executor.cpu import create_workers  # noqa: E402
 from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors  # noqa: E402
-from fluxion_sglang.executor.schedule import SCHEDULERS  # noqa: E402
+from fluxion_sglang.executor.workers import create_workers  # noqa: E402
 from fluxion_sglang.kv.host_pool import HostPool, KVShape  # noqa: E402
 from fluxion_sglang.kv.placement import PAGE, Placement  # noqa: E402
 from fluxion_sglang.kv.windows import Windows  # noqa: E402
+from fluxion_sglang.lab.schedulers import SCHEDULERS  # noqa: E402
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy, task_value  # noqa: E402
 
 BATCH = 8

@@ -25,9 +25,9 @@ from summary_tables import SUMMARY_TABLES
 
 from fluxion_quality import table as quality_table
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.metrics import described
-from fluxion_sglang.predictor.calibration import verdict
-from fluxion_sglang.predictor.report import calibration_table, metrics_table
+from fluxion_sglang.executor.metrics import described
+from fluxion_sglang.training.report import calibration_table, metrics_table
+from fluxion_sglang.training.tau import verdict
 
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 NONE, WORD, FACT_VALUE, MULTI, CHAIN, COMMON, FREQUENT, ECHO = range(8)
 KINDS: Final = ("none", "word", "value", "multivalue", "chain", "common", "frequent", "echo")

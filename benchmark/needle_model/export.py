@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 from .data import Generator, Mix
 from .model import NeedleModel, Shape

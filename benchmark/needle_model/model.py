@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 SINKS, WINDOW = 64, 256
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fluxion_quality import Sample, suite_named
 from fluxion_quality.codec import codec_of
 from fluxion_quality.model import Model
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 SEED: Final = 7_000_000
 REPEATS: Final = {1536: 6, 3072: 6, 6144: 6, 12288: 4}

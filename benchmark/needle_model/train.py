@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 from .data import CHAIN, COMMON, ECHO, FACT_VALUE, FREQUENT, KINDS, MULTI, WORD, Generator
 from .model import SINKS, WINDOW, NeedleModel, Shape

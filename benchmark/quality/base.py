@@ -67,7 +67,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def symbolic(self) -> bool:
-        """Whether texts are in the symbolic language of the bundled model (`fluxion_sglang.needle`)."""
+        """Whether texts are in the symbolic language of the bundled model (`fluxion_sglang.commands.needle`)."""
 
 
 class Task(ABC):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 from .base import Codec
 from .model import Model

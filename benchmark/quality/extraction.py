@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 from . import metrics
 from .base import Codec, Sample, Suite, Task

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 SPACING: Final = 32
 """Tokens of a document for every fact in it, as in `needle.needle_prompt`: facts are about a fifth of the tokens."""

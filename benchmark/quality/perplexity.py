@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 from .base import Codec, MissingData, Sample, Suite, Task
 from .extraction_symbolic import facts_among_words

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fluxion_sglang.audit import SPEC_BYTES
+from fluxion_sglang.lab.audit_file import SPEC_BYTES
 
 from . import suite_named
 from .base import Codec, MissingData, Sample, Task

@@ -1,4 +1,4 @@
-"""RULER's tasks in the symbolic language of the bundled model (`fluxion_sglang.needle`).
+"""RULER's tasks in the symbolic language of the bundled model (`fluxion_sglang.commands.needle`).
 
 A prompt and its answer have exactly the wanted length together: the answer's length is known, and is what may be
 generated. What is asked for lies `needle.LEAD` tokens from the beginning of the document and `needle.TAIL` from its
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 from .ruler_definitions import (
     Asked,

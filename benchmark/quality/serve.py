@@ -116,7 +116,7 @@ class Server:
         """The audit records since the last call, an array a decode step."""
         if self._audit is None or not self._audit.exists():
             return []
-        from fluxion_sglang.audit import read
+        from fluxion_sglang.lab.audit_file import read
 
         arrays, _ = read(self._audit)
         # A run writes gigabytes. The engine appends, and it is idle between two calls of `generate`.

@@ -7,7 +7,7 @@
 #include "cuda/api.h"
 #include "cuda/kernels.h"
 #include "cuda/limits.h"
-#include "ffi_tensor.h"
+#include "ffi/tensor.h"
 
 namespace fluxion::device {
 namespace {

@@ -13,7 +13,7 @@
 #include "device/batch.h"
 #include "device/device_api.h"
 #include "device/hot_tiles.h"
-#include "device/placement.h"
+#include "device/costs.h"
 #include "runtime/engine.h"
 
 namespace fluxion {

@@ -1,4 +1,4 @@
-// How long a device takes for batches of attention: what device/calibration.py fits its rates to.
+// How long a device takes for batches of attention: what device/rates.py fits its rates to.
 #pragma once
 
 #include <cstdint>

@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     options = commands.add_parser("options", help="list the keys of --fluxion-config")
     options.set_defaults(run=_options)
 
-    from fluxion_sglang import train
     from fluxion_sglang.commands import ask, explain, plot, trial
+    from fluxion_sglang.training import command as train
 
     for name, command, text in (
         ("try", trial, "a report card for a model: is it served, how fast, what does it answer, what to run"),
@@ -109,7 +109,7 @@ def _config(text: str) -> dict[str, object]:
 def _doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from fluxion_sglang import doctor
+    from fluxion_sglang.commands import doctor
 
     console = Console()
     with console.status("Looking") if console.is_terminal and not arguments.json else contextlib.nullcontext():

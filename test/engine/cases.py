@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fluxion_sglang.needle import needle_prompt
+from fluxion_sglang.commands.needle import needle_prompt
 
 LENGTHS = {50: 64, 300: 60, 2000: 64, 5000: 32, 20000: 24}
 """Prompt length -> new tokens. 300 + 60 wraps the ring; 5,000 is longer than every window together."""

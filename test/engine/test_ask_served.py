@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from server import NEEDLE
 
-from fluxion_sglang.needle import needle_prompt, to_text
+from fluxion_sglang.commands.needle import needle_prompt, to_text
 
 pytestmark = pytest.mark.full
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from server import Completion, Server
 
-from fluxion_sglang import audit
-from fluxion_sglang.needle import needle_prompt, score
+from fluxion_sglang.commands.needle import needle_prompt, score
+from fluxion_sglang.lab import audit_file as audit
 from fluxion_sglang.policy import examples
 
 pytestmark = pytest.mark.full

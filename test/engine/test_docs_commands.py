@@ -15,7 +15,7 @@ import requests
 from page_commands import Block, blocks, lines
 from server import NEEDLE, PATIENCE_S, Server
 
-from fluxion_sglang.needle import needle_prompt
+from fluxion_sglang.commands.needle import needle_prompt
 
 pytestmark = pytest.mark.full
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from server import Server
 
-from fluxion_sglang import cli, serving
-from fluxion_sglang.commands.reads.server import Reading, read_server
-from fluxion_sglang.needle import needle_prompt
+from fluxion_sglang import cli
+from fluxion_sglang.commands import serving
+from fluxion_sglang.commands.needle import needle_prompt
+from fluxion_sglang.commands.reads.served import Reading, read_server
 
 LAYERS, GROUPS = 4, 2  # the needle model's
 NEW = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from server import Completion, Server
 
-from fluxion_sglang.needle import needle_prompt, score
+from fluxion_sglang.commands.needle import needle_prompt, score
 
 pytestmark = pytest.mark.full
 

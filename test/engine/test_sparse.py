@@ -10,7 +10,7 @@ import pytest
 import sglang as sgl
 from server import Server
 
-from fluxion_sglang.needle import needle_prompt, score
+from fluxion_sglang.commands.needle import needle_prompt, score
 
 pytestmark = pytest.mark.full
 

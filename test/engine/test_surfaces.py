@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from server import NEEDLE, PATIENCE_S
 
-from fluxion_sglang.needle import needle_prompt
+from fluxion_sglang.commands.needle import needle_prompt
 
 pytestmark = pytest.mark.full
 
 SCRIPT = """
 import json, sys
 import sglang as sgl
-from fluxion_sglang.needle import needle_prompt
+from fluxion_sglang.commands.needle import needle_prompt
 
 def main():
     prompt = needle_prompt(4096, 8, seed=5)

@@ -15,9 +15,11 @@ import torch
 from server import PATIENCE_S
 
 from fluxion_sglang.kv.placement import Placement
-from fluxion_sglang.predictor import artifact, calibration, recorder
+from fluxion_sglang.predictor import artifact
 from fluxion_sglang.predictor.features import COUNT, NAMES
-from fluxion_sglang.predictor.train import split_sequences
+from fluxion_sglang.training import recorder
+from fluxion_sglang.training import tau as calibration
+from fluxion_sglang.training.fit import split_sequences
 
 pytestmark = pytest.mark.full
 

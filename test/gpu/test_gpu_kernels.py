@@ -16,7 +16,7 @@ import torch
 from fluxion_sglang.device.chunks import chunk_pages
 from fluxion_sglang.device.library import DeviceLibrary, load
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, MailboxShape
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 pytestmark = pytest.mark.gpu

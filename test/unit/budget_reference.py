@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.executor.torch_reference import block_pages, block_scores
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.lab.torch_executor import block_pages, block_scores
 from fluxion_sglang.policy.base import Deviation
 from fluxion_sglang.predictor.measure import BLOCK_SIZES
 

@@ -9,9 +9,9 @@ from lfps_reference import ReferenceHead
 
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy.base import LayerPlan
-from fluxion_sglang.policy.lfps_tables import LfpsOptions, LfpsTables
 
 ROOM = 2048
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from fluxion_quality.base import Codec, Sample, Suite, Task
 from fluxion_quality.forced import NOTES
 from fluxion_quality.serve import Needs, Server
-from fluxion_sglang import needle
-from fluxion_sglang.audit import record_dtype
+from fluxion_sglang.commands import needle
+from fluxion_sglang.lab.audit_file import record_dtype
 
 VOCABULARY = len(needle.VOCABULARY)
 HEADS = 4

@@ -12,8 +12,8 @@ from python_device import DeviceWorld
 from world import World
 
 from fluxion_sglang.executor.accounts import SAMPLED, Accounts, StepAccounts
-from fluxion_sglang.executor.parts import Part
-from fluxion_sglang.metrics import EngineMetrics, Kept, described
+from fluxion_sglang.executor.metrics import EngineMetrics, Kept, described
+from fluxion_sglang.executor.phases import Part
 from fluxion_sglang.policy import parse_spec
 
 

@@ -19,7 +19,7 @@ import pytest
 from fluxion_sglang import cli
 from fluxion_sglang.commands import conversation
 from fluxion_sglang.commands.document import AskError, Document
-from fluxion_sglang.needle import needle_prompt, to_text
+from fluxion_sglang.commands.needle import needle_prompt, to_text
 
 NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
 TEXT = "The ship left the harbour at nine.\nIts captain was Ada."
@@ -364,7 +364,7 @@ def test_a_model_that_the_server_lacks(world: World, file: str, capsys: pytest.C
 
 def words(text: str) -> list[int]:
     """The bundled model's tokenizer: a symbol a token, 0 for every other word."""
-    from fluxion_sglang.needle import VOCABULARY
+    from fluxion_sglang.commands.needle import VOCABULARY
 
     return [VOCABULARY.index(word) if word in VOCABULARY else 0 for word in text.split()]
 

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_context import (
 )
 from world import World
 
-from fluxion_sglang.device.host import HostDevice
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import DecodeStep

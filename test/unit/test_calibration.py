@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rogue import Rogue
 
 from fluxion_sglang import native
-from fluxion_sglang.device import calibration
-from fluxion_sglang.device.calibration import Rates, cache_key, cached, fit, measure
+from fluxion_sglang.device import rates as calibration
 from fluxion_sglang.device.crossover import crossover, token_bytes
+from fluxion_sglang.device.rates import Rates, cache_key, cached, fit, measure
 from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.native import Workers, function
@@ -27,7 +27,7 @@ BYTES = st.integers(0, 1 << 36)
 
 
 def times(rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float) -> tuple[float, float]:
-    """T_cpu and T_gpu of csrc/device/placement.h."""
+    """T_cpu and T_gpu of csrc/device/costs.h."""
     cpu = (cpu_bytes + (1 - share) * (tiles + metadata)) / rates.cpu
     if share == 0:
         return cpu, 0.0

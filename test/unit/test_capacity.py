@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.executor.cpu import create_workers, share_of
+from fluxion_sglang.executor.workers import create_workers, share_of
 from fluxion_sglang.native import topology
 from fluxion_sglang.sglang import capacity
 

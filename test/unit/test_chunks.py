@@ -11,11 +11,11 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.device.base import Pinned
 from fluxion_sglang.device.chunks import ChunkWriter, chunk_pages
 from fluxion_sglang.device.library import load
 from fluxion_sglang.device.streams import streams
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.device import Pinned
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import Workers

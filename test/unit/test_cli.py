@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fluxion_sglang import __version__, cli, doctor, needle
+from fluxion_sglang import __version__, cli
+from fluxion_sglang.commands import doctor, needle
+from fluxion_sglang.commands.doctor import FAIL, OK, WARN, Check
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import flashinfer, library
-from fluxion_sglang.doctor import FAIL, OK, WARN, Check
 
 MACHINE: dict[str, Any] = {
     "cores": [0, 2, 1, 3],

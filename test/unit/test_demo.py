@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxion_sglang import demo, serving
+from fluxion_sglang.commands import demo, serving
 
 METRICS = """\
 # TYPE fluxion_tasks counter

@@ -12,15 +12,15 @@ import torch
 from test_observed import Spy
 from world import World
 
-from fluxion_sglang.device.base import Device, Pinned
-from fluxion_sglang.device.host import HostDevice
 from fluxion_sglang.device.library import DeviceError, load
 from fluxion_sglang.device.step import StreamDevice
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.device import Device, Pinned
+from fluxion_sglang.executor.host import HostDevice
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.predictor import recorder
 from fluxion_sglang.predictor.features import INDEX
-from fluxion_sglang.predictor.recorder import Recorder
+from fluxion_sglang.training import recorder
+from fluxion_sglang.training.recorder import Recorder
 
 try:
     library = load("sim")

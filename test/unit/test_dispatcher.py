@@ -18,15 +18,15 @@ from rogue import Rogue, call
 from world import World
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.device.base import Pinned
-from fluxion_sglang.device.calibration import SIMULATED, Rates
 from fluxion_sglang.device.chunks import chunk_pages
+from fluxion_sglang.device.dispatcher import Dispatcher, DispatcherOptions, GpuExecutor
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
+from fluxion_sglang.device.rates import SIMULATED, Rates
 from fluxion_sglang.executor.base import ExecutorId
+from fluxion_sglang.executor.device import Pinned
 from fluxion_sglang.executor.engine import foreign_executors
-from fluxion_sglang.executor.extend import ExtendRequest
-from fluxion_sglang.executor.gpu import Dispatcher, DispatcherOptions, GpuExecutor
-from fluxion_sglang.executor.schedule import by_priority
+from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.lab.schedulers import by_priority
 from fluxion_sglang.native import NativeEngine, NativePool
 from fluxion_sglang.policy.base import LISTED, Listed
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from world import World
 
 from fluxion_sglang.executor.base import ExecutorId
-from fluxion_sglang.executor.extend import ExtendRequest, extend_attention
-from fluxion_sglang.executor.schedule import SCHEDULERS
-from fluxion_sglang.executor.torch_reference import block_pages
+from fluxion_sglang.executor.metrics import _COUNTERS
+from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.metrics import _COUNTERS
+from fluxion_sglang.lab.schedulers import SCHEDULERS
+from fluxion_sglang.lab.torch_executor import block_pages
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 LENGTHS = [1, 15, 64, 65, 319, 320, 335, 336, 337, 500, 1111, 2047]

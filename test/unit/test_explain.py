@@ -11,11 +11,11 @@ from reads_world import GROUPS, LAYERS, audit, metrics, serving
 from rich.console import Console
 
 from fluxion_sglang import cli
-from fluxion_sglang.commands.reads import server as server_reads
-from fluxion_sglang.commands.reads.audit import of_audit
+from fluxion_sglang.commands.reads import served as server_reads
+from fluxion_sglang.commands.reads.audited import of_audit
 from fluxion_sglang.commands.reads.picture import Timeline
 from fluxion_sglang.commands.reads.sentences import percent, scale_end, sentences
-from fluxion_sglang.commands.reads.server import Reading, of_readings
+from fluxion_sglang.commands.reads.served import Reading, of_readings
 from fluxion_sglang.commands.reads.terminal import rendered
 
 
@@ -224,7 +224,7 @@ def test_files_with_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "empty").touch()
     mixed = audit(tmp_path / "mixed", steps=1)
     with mixed.open("ab") as file:
-        from fluxion_sglang.audit import record_dtype
+        from fluxion_sglang.lab.audit_file import record_dtype
 
         np.save(file, np.zeros(2, record_dtype(8)))
     for name, more, sentence in (

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from world import World
 
 from fluxion_sglang.device import extend, flashinfer
-from fluxion_sglang.device.base import Pinned
 from fluxion_sglang.device.extend import ExtendAttention
 from fluxion_sglang.device.library import load
 from fluxion_sglang.device.streams import streams
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.device import Pinned
+from fluxion_sglang.executor.prefill import ExtendRequest
 
 FAKE = SimpleNamespace(
     single_prefill_with_kv_cache=fake_flashinfer.single_prefill_with_kv_cache,

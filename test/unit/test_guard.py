@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request, attention, block_bounds
 from world import World
 
-from fluxion_sglang.audit import read
-from fluxion_sglang.executor.torch_reference import block_pages, blocks_to_read
-from fluxion_sglang.metrics import _COUNTERS
+from fluxion_sglang.executor.metrics import _COUNTERS
+from fluxion_sglang.lab.audit_file import read
+from fluxion_sglang.lab.torch_executor import block_pages, blocks_to_read
 from fluxion_sglang.native import topology
 
 ISAS: list[str] = topology()["isas"]

@@ -16,9 +16,9 @@ from test_backend import NEW, RUNNING, Backend
 from world import World
 
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.lab.hgca import HgcaPolicy
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import LayerPlan, Listed, Needs, Observed
-from fluxion_sglang.policy.hgca import HgcaPolicy
 from fluxion_sglang.sglang.requests import RequestPolicies
 
 SMALL = Placement(sinks=16, window=32)

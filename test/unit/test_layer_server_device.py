@@ -12,10 +12,10 @@ import torch
 from test_layer_server import SPECS, Slow, with_requests
 from world import World
 
-from fluxion_sglang.audit import read
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
 from fluxion_sglang.device.server import LayerServer
+from fluxion_sglang.lab.audit_file import read
 from fluxion_sglang.policy import Policy, parse_spec
 
 try:

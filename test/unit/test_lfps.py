@@ -12,11 +12,11 @@ from lfps_world import listed_positions
 from native_world import NativeWorld
 from world import World
 
+from fluxion_sglang.lab.lfps import LfpsPolicy
+from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.policy.base import LISTED, DecodeStep, Given, LayerPlan, Listed, Record
-from fluxion_sglang.policy.lfps import LfpsPolicy
-from fluxion_sglang.policy.lfps_tables import LfpsOptions, LfpsTables
 
 SPEC = "lfps:0.05"
 

@@ -16,7 +16,7 @@ from lfps_reference import threshold
 from lfps_world import TablesWorld, listed_positions
 
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.policy.lfps_tables import LfpsTables
+from fluxion_sglang.lab.lfps_tables import LfpsTables
 
 
 def run(world: TablesWorld, rows: list[int], steps: int, keep: float = 0.3, local: float = 2.0) -> int:

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
 
-from fluxion_sglang.executor.torch_reference import blocks_to_read
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.lab.torch_executor import blocks_to_read
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy.base import Deviation
 from fluxion_sglang.predictor.features import ANCHOR, BUDGETS, COUNT, EMPTY_LSE
-from fluxion_sglang.predictor.line import fit_line
 from fluxion_sglang.predictor.measure import (
     BLOCK_SIZES,
     Measurement,
     measure,
     measure_into,
 )
+from fluxion_sglang.training.line import fit_line
 
 ISAS: list[str] = topology()["isas"]
 CRITERIA = [(Deviation.LAYER, 0.1), (Deviation.HEAD, 0.1), (Deviation.COVERAGE, 0.95), (Deviation.COVERAGE, 0.5)]

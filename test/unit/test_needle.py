@@ -11,8 +11,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang import needle
-from fluxion_sglang.needle import TASKS, Task, needle_prompt, score
+from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.needle import TASKS, Task, needle_prompt, score
 
 MODEL = Path(__file__).parents[2] / "models" / "needle"
 

@@ -27,7 +27,7 @@ from benchmark.needle_model.data import (
 from benchmark.needle_model.model import SINKS, WINDOW, NeedleModel, Shape
 from benchmark.needle_model.muon import Muon
 from benchmark.needle_model.recipe import RECIPES
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 SMALL = Shape(hidden=64, inter=96, layers=2, heads=4, kv_heads=2, head_dim=16)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from world import World
 
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy import LayerPlan, Needs, Observed, Policy, parse_spec
 from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep
-from fluxion_sglang.predictor import recorder
 from fluxion_sglang.predictor.features import INDEX
-from fluxion_sglang.predictor.recorder import Recorder
+from fluxion_sglang.training import recorder
+from fluxion_sglang.training.recorder import Recorder
 
 NAN = float("nan")
 

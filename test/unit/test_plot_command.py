@@ -9,10 +9,10 @@ import pytest
 from reads_world import audit, metrics, serving
 
 from fluxion_sglang import cli
-from fluxion_sglang.audit import AuditLog
-from fluxion_sglang.audit import read as read_audit
 from fluxion_sglang.commands import plot
-from fluxion_sglang.commands.reads import server as server_reads
+from fluxion_sglang.commands.reads import served as server_reads
+from fluxion_sglang.lab.audit_file import AuditLog
+from fluxion_sglang.lab.audit_file import read as read_audit
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 

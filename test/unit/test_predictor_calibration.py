@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from fluxion_quality.kl import Distribution
 from fluxion_quality.serve import Reply, Request
-from fluxion_sglang.audit import record_dtype
-from fluxion_sglang.predictor.calibration import FORCED, NAME, ends, measure, outcome, verdict
-from fluxion_sglang.predictor.dataset import TokenSequence
+from fluxion_sglang.lab.audit_file import record_dtype
+from fluxion_sglang.training.dataset import TokenSequence
+from fluxion_sglang.training.tau import FORCED, NAME, ends, measure, outcome, verdict
 
 PREDICTOR = Path(__file__).resolve().parents[2] / "models" / "needle" / "fluxion"
 VOCABULARY = 16

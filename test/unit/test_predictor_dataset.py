@@ -9,11 +9,11 @@ import pytest
 import torch
 from world import World
 
-from fluxion_sglang.executor.extend import ExtendRequest
-from fluxion_sglang.predictor import dataset
-from fluxion_sglang.predictor.dataset import DataError, TokenSequence, choose_steps, read_sequences, with_steps
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.predictor.features import BUDGETS
-from fluxion_sglang.predictor.recorder import TAUS, Recorder, path
+from fluxion_sglang.training import dataset
+from fluxion_sglang.training.dataset import DataError, TokenSequence, choose_steps, read_sequences, with_steps
+from fluxion_sglang.training.recorder import TAUS, Recorder, path
 
 ROOM = 50
 

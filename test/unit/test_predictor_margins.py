@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fluxion_sglang.policy.selector import select_granularity
 from fluxion_sglang.predictor.features import INDEX
-from fluxion_sglang.predictor.margins import FEW, fit_margins
-from fluxion_sglang.predictor.scores import one_block
+from fluxion_sglang.training.margins import FEW, fit_margins
+from fluxion_sglang.training.scores import one_block
 
 LAYERS, HEADS = 3, 4
 

@@ -9,7 +9,7 @@ import torch
 
 from fluxion_sglang.native import Workers, library
 from fluxion_sglang.predictor.features import COUNT
-from fluxion_sglang.predictor.native import NativePredictor
+from fluxion_sglang.predictor.inference import NativePredictor
 from fluxion_sglang.predictor.network import PARAMETERS, HeadPredictor
 
 ISAS = str(library().isas()).split(",")

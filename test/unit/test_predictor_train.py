@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxion_sglang.predictor import report
-from fluxion_sglang.predictor.native import NativePredictor
-from fluxion_sglang.predictor.train import (
+from fluxion_sglang.predictor.inference import NativePredictor
+from fluxion_sglang.training import report
+from fluxion_sglang.training.fit import (
     Fitted,
     Samples,
     fit,

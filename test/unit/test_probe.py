@@ -9,8 +9,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang import probe
-from fluxion_sglang.native import Workers, function, topology
+from fluxion_sglang.native import Workers, function, probe, topology
 
 ISAS = topology()["isas"]
 PAGE = 16

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
 
-from fluxion_sglang.executor.progressive import MICROBATCH_PAGES, Progress, by_criticality, read_until
-from fluxion_sglang.executor.torch_reference import block_pages, block_scores
 from fluxion_sglang.kv.placement import BLOCKS, PAGE
+from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, Progress, by_criticality, read_until
+from fluxion_sglang.lab.torch_executor import block_pages, block_scores
 from fluxion_sglang.native import topology
 
 MARGIN = 1e-5

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fluxion_quality import SUITES, suite_named
 from fluxion_quality.codec import SymbolicCodec, TokenizerCodec, codec_of
 from fluxion_quality.model import BUNDLED, Model
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 
 def text_model(folder: Path, template: str | None = None, bos: str | None = "<s>") -> Path:

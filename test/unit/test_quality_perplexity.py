@@ -9,7 +9,7 @@ from quality_characters import BOS, CharacterCodec
 
 from fluxion_quality import MissingData, suite_named
 from fluxion_quality.codec import SymbolicCodec
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 TEXT, SYMBOLIC = CharacterCodec(), SymbolicCodec()
 

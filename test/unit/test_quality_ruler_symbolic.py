@@ -16,7 +16,7 @@ from fluxion_quality.base import Sample, Task
 from fluxion_quality.codec import SymbolicCodec
 from fluxion_quality.ruler import Ruler
 from fluxion_quality.ruler_symbolic import shares
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 
 CODEC = SymbolicCodec()
 TASKS = {task.name: task for task in Ruler().tasks(CODEC, None)}

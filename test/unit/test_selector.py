@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fluxion_sglang.policy.base import LayerPlan, task_value
 from fluxion_sglang.policy.selector import Choice, plan_measured, select_granularity
-from fluxion_sglang.predictor.native import plan_budgets, plan_groups
+from fluxion_sglang.predictor.inference import plan_budgets, plan_groups
 
 BLOCKS = (16, 32, 64, 128)
 # Multiples of a power of two make ties that are exact.

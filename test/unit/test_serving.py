@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxion_sglang import serving
+from fluxion_sglang.commands import serving
 
 HEALTHY = """\
 import http.server, os, signal, subprocess, sys
@@ -34,7 +34,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 USER = """\
 import sys, time
-from fluxion_sglang import serving
+from fluxion_sglang.commands import serving
 port = serving.free_port()
 command = [sys.executable, "-c", sys.argv[1], str(port), *sys.argv[2:]]
 try:

@@ -190,7 +190,7 @@ def test_only_whole_steps_count(data: st.DataObject) -> None:
 def test_counters_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     import prometheus_client
 
-    from fluxion_sglang.metrics import EngineMetrics
+    from fluxion_sglang.executor.metrics import EngineMetrics
 
     registry = prometheus_client.CollectorRegistry()
     for kind in ("Counter", "Gauge"):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from fluxion_quality.serve import EngineFailed
-from fluxion_sglang import __version__, train
-from fluxion_sglang.predictor.dataset import TokenSequence
-from fluxion_sglang.sglang import collect
+from fluxion_sglang import __version__
+from fluxion_sglang.training import collect
+from fluxion_sglang.training import command as train
+from fluxion_sglang.training.dataset import TokenSequence
 
 Run = Callable[..., int]
 SEQUENCE = {"input_ids": [1] * 400}

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from fluxion_sglang import cli, needle
+from fluxion_sglang import cli
+from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.serving import Piece, RequestRefused, Server, ServerError
 from fluxion_sglang.commands.trial import command
-from fluxion_sglang.serving import Piece, RequestRefused, Server, ServerError
 
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "fixed:16:0.10": 0.01}
@@ -258,7 +259,7 @@ def test_a_second_server_that_does_not_start_costs_its_columns_only(
 def test_bad_input_is_one_sentence_and_starts_nothing(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fluxion_sglang.serving.subprocess.Popen", None)
+    monkeypatch.setattr("fluxion_sglang.commands.serving.subprocess.Popen", None)
     assert cli.main(["try", *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1

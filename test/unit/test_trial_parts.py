@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from quality_characters import CharacterCodec
 
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.serving import Piece, Server
 from fluxion_sglang.commands.trial import advice, measure, model, plan, same
 from fluxion_sglang.commands.trial.course import flags_and_config
 from fluxion_sglang.commands.trial.quiz import Question, SymbolicQuiz, TextQuiz, open_quiz
 from fluxion_sglang.commands.trial.results import Answers, Decode, Effort, ModelFacts, Plan, Results, TrialError
-from fluxion_sglang.serving import Piece, Server
 
 NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from fluxion_sglang.audit import AuditLog
+from fluxion_sglang.device.dispatcher import DispatcherOptions, GpuExecutor
 from fluxion_sglang.device.library import load
-from fluxion_sglang.executor.audit import AuditedEngine
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.engine import DecodeEngine
-from fluxion_sglang.executor.gpu import DispatcherOptions, GpuExecutor
-from fluxion_sglang.executor.schedule import SCHEDULERS
-from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.lab.audit import AuditedEngine
+from fluxion_sglang.lab.audit_file import AuditLog
+from fluxion_sglang.lab.schedulers import SCHEDULERS
+from fluxion_sglang.lab.torch_executor import TorchReferenceExecutor
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import Policy, parse_spec
 

@@ -25,7 +25,7 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libpthre
 
 SERVE = """
 import sys
-from fluxion_sglang import needle, serving
+from fluxion_sglang.commands import needle, serving
 
 document = needle.needle_prompt(2048, 4, 5)
 flags = "--served-model-name needle --device cpu --skip-server-warmup --enable-metrics --max-running-requests 4"
@@ -135,5 +135,5 @@ def test_the_installed_package_serves(python: str, tmp_path: Path) -> None:
 
 
 def test_the_demo_says_that_it_needs_a_model(python: str, tmp_path: Path) -> None:
-    done = subprocess.run([python, "-m", "fluxion_sglang.demo"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([python, "-m", "fluxion_sglang.commands.demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "pass --model-path" in done.stderr and "Traceback" not in done.stderr

@@ -14,8 +14,8 @@ from openai import APIConnectionError, APIStatusError
 from openai.types import CompletionUsage
 
 from fluxion_sglang.commands.document import AskError, Prompt
+from fluxion_sglang.commands.serving import TPOT, TTFT, RequestFailed, Server, added
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.serving import TPOT, TTFT, RequestFailed, Server, added
 
 # Also in sglang/requests.py and policy/, which import torch: seconds that nobody should wait for before a question.
 POLICY_PARAMETER: Final = "fluxion_policy"

@@ -17,8 +17,7 @@ from rich.markup import escape
 
 from fluxion_sglang.commands.answers import Answer, Asked
 from fluxion_sglang.commands.document import QUESTION_ROOM, STDIN, AskError, Document, local_tokenizer
-from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.serving import (
+from fluxion_sglang.commands.serving import (
     MEASURED,
     SMALL,
     RequestFailed,
@@ -28,6 +27,7 @@ from fluxion_sglang.serving import (
     launch_command,
     running_server,
 )
+from fluxion_sglang.kv.placement import PAGE
 
 _KEPT_ANSWERS = 8
 """Answers and questions that the host pool has room for beside the file. The radix tree drops older ones."""

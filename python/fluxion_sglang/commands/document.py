@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fluxion_sglang.needle import END, to_text
+from fluxion_sglang.commands.needle import END, to_text
 
 Tokenize = Callable[[str], list[int]]
 """The tokens of a text, without those that a tokenizer adds at its ends."""

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fluxion_sglang.device.base import Appended
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.offload import Offload
 from fluxion_sglang.device.streams import Streams
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.device import Appended
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fluxion_sglang.device.calibration import Rates
+from fluxion_sglang.device.rates import Rates
 from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 

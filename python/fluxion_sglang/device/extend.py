@@ -15,8 +15,8 @@ import torch
 from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.streams import Streams
-from fluxion_sglang.executor.extend import STREAM_PAGES, ExtendRequest
 from fluxion_sglang.executor.merge import attention_in_pieces, attention_with_lse
+from fluxion_sglang.executor.prefill import STREAM_PAGES, ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 import torch
 
 from fluxion_sglang.device import flashinfer
-from fluxion_sglang.device.base import Appended, Device, Pinned
 from fluxion_sglang.device.chunks import ChunkWriter
 from fluxion_sglang.device.extend import ExtendAttention
 from fluxion_sglang.device.library import DeviceLibrary
@@ -23,8 +22,9 @@ from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
 from fluxion_sglang.device.server import LayerServer
 from fluxion_sglang.device.streams import streams
 from fluxion_sglang.device.timeline import Timeline
+from fluxion_sglang.executor.device import Appended, Device, Pinned
 from fluxion_sglang.executor.engine import DecodeEngine
-from fluxion_sglang.executor.extend import ExtendRequest
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.policy.base import Policy

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.executor.parts import Part
+from fluxion_sglang.executor.phases import Part
 from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.native import NativeEngine
 from fluxion_sglang.policy.base import LISTED, DecodeStep

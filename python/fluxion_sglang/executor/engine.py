@@ -11,12 +11,12 @@ import torch
 
 from fluxion_sglang.executor.accounts import Accounts
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
-from fluxion_sglang.executor.parts import Part
-from fluxion_sglang.executor.schedule import Scheduler, by_priority
-from fluxion_sglang.executor.torch_reference import TorchReferenceExecutor
+from fluxion_sglang.executor.phases import Part
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.lab.schedulers import Scheduler, by_priority
+from fluxion_sglang.lab.torch_executor import TorchReferenceExecutor
 from fluxion_sglang.native import NativeEngine
 from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
@@ -35,7 +35,7 @@ def foreign_executors(config: FluxionConfig, pool: HostPool) -> list[Executor]:
     if config.executors == "cpu+torch":
         return [TorchReferenceExecutor(pool, config.attend_union)]
     if config.executors == "cpu+gpu":
-        from fluxion_sglang.executor import gpu  # only here: a device library is not loaded where nobody asks for it
+        from fluxion_sglang.device import dispatcher as gpu
 
         return [gpu.create(config, pool)]
     return []

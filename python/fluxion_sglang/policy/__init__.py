@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.lab.hgca import HgcaPolicy
+from fluxion_sglang.lab.labels import LabelsPolicy
+from fluxion_sglang.lab.lfps import LfpsPolicy
+from fluxion_sglang.lab.lfps_tables import LfpsOptions
+from fluxion_sglang.lab.oracle import OraclePolicy
+from fluxion_sglang.lab.psa import DEFAULT_BLK, DEFAULT_EPSILON, MEAN, SCORES, PsaPolicy
 from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.base import Criterion, DecodeStep, Deviation, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.fluxion import FluxionPolicy
-from fluxion_sglang.policy.hgca import HgcaPolicy
-from fluxion_sglang.policy.labels import LabelsPolicy
-from fluxion_sglang.policy.lfps import LfpsPolicy
-from fluxion_sglang.policy.lfps_tables import LfpsOptions
-from fluxion_sglang.policy.oracle import OraclePolicy
-from fluxion_sglang.policy.psa import DEFAULT_BLK, DEFAULT_EPSILON, MEAN, SCORES, PsaPolicy
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.policy.streaming import StreamingPolicy
 

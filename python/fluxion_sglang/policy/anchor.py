@@ -12,7 +12,7 @@ import torch
 from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.features import BUDGETS
-from fluxion_sglang.predictor.native import plan_budgets
+from fluxion_sglang.predictor.inference import plan_budgets
 
 
 class AnchorPolicy(Policy):

@@ -149,7 +149,7 @@ class LayerPlan:
         record: where to note what was chosen of them.
         given: what needs no task.
         stop: [B, H] float32: in (0, 1), the heads of a group go through its blocks by their scores until each has this
-            share of its attention, residents included, by PSA's estimate (`executor/progressive.py`), and at most
+            share of its attention, residents included, by PSA's estimate (`lab/progressive.py`), and at most
             through their budgets; 0 and 1: they read their budgets. It takes `Needs.RESIDENTS` and a block size of at
             least 16. None: 0 for all.
         spread: [B, H] float32 in [0, 1], by which the groups that stop early score their blocks, whatever the option

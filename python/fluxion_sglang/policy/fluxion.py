@@ -20,7 +20,7 @@ from fluxion_sglang.policy.base import (
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.features import COUNT, INDEX
-from fluxion_sglang.predictor.native import NativePredictor, plan_groups
+from fluxion_sglang.predictor.inference import NativePredictor, plan_groups
 
 
 class FluxionPolicy(Policy):

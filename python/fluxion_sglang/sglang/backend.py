@@ -15,22 +15,22 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
-from fluxion_sglang.audit import AuditLog
-from fluxion_sglang.device.base import Device, library_of
-from fluxion_sglang.device.host import HostDevice
 from fluxion_sglang.executor.accounts import StepAccounts
-from fluxion_sglang.executor.audit import AuditedEngine
+from fluxion_sglang.executor.device import Device, library_of
 from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors
-from fluxion_sglang.executor.extend import ExtendRequest
-from fluxion_sglang.executor.schedule import SCHEDULERS
+from fluxion_sglang.executor.host import HostDevice
+from fluxion_sglang.executor.metrics import EngineMetrics, Kept
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.page_table import page_table
-from fluxion_sglang.metrics import EngineMetrics, Kept
+from fluxion_sglang.lab.audit import AuditedEngine
+from fluxion_sglang.lab.audit_file import AuditLog
+from fluxion_sglang.lab.schedulers import SCHEDULERS
 from fluxion_sglang.policy import Policy
-from fluxion_sglang.predictor.recorder import IDENTITY, Recorder
 from fluxion_sglang.sglang import compat, predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.training.recorder import IDENTITY, Recorder
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -15,9 +15,9 @@ from sglang.srt.models.utils import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.device.base import Pinned, library_of
 from fluxion_sglang.device.extend import stage_tokens
-from fluxion_sglang.executor.cpu import create_workers
+from fluxion_sglang.executor.device import Pinned, library_of
+from fluxion_sglang.executor.workers import create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows

@@ -16,8 +16,8 @@ from http import HTTPStatus
 from typing import Any
 
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, parse_spec
-from fluxion_sglang.predictor import recorder
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
+from fluxion_sglang.training import recorder
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RequestPolicies:
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
         riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
-        recorded: what a request of the batch wants recorded of it (`predictor/recorder.py`), or None.
+        recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
     """
 
     def __init__(self, server: Policy, allowed: bool = True, context: Context = BARE, yardsticks: bool = False) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.device.base import library_of
+from fluxion_sglang.executor.device import library_of
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import capacity, compat
 

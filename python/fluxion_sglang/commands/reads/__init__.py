@@ -47,10 +47,10 @@ def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None]
         ReadsError: there is none.
     """
     # Only here: the other commands need none of it.
-    from fluxion_sglang.commands.reads.audit import of_audit
+    from fluxion_sglang.commands.reads.audited import of_audit
     from fluxion_sglang.commands.reads.picture import ReadsError
-    from fluxion_sglang.commands.reads.server import Reading, of_readings, read_server, watch
-    from fluxion_sglang.serving import Server
+    from fluxion_sglang.commands.reads.served import Reading, of_readings, read_server, watch
+    from fluxion_sglang.commands.serving import Server
 
     if arguments.audit is not None:
         return of_audit(arguments.audit, arguments.policy)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fluxion_sglang.executor.parts import Part
+from fluxion_sglang.executor.phases import Part
 
 MODEL_PARTS = ("model", "between")
 """Parts of a decode step that are not attention."""

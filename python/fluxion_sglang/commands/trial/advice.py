@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from fluxion_sglang.commands.serving import launch_command, shell
 from fluxion_sglang.commands.trial.results import FULL, OFF, Advice, Results
-from fluxion_sglang.serving import launch_command, shell
 
 MARGIN: Final = 0.10
 RULE: Final = (

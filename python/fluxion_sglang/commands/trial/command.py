@@ -15,12 +15,12 @@ from rich.console import Console
 
 from fluxion_quality import record
 from fluxion_quality.model import BUNDLED
+from fluxion_sglang.commands.serving import running_server
 from fluxion_sglang.commands.trial import model, page, plan, terminal
 from fluxion_sglang.commands.trial.course import Course, Request, flags_and_config
 from fluxion_sglang.commands.trial.quiz import open_quiz
 from fluxion_sglang.commands.trial.results import Results, TrialError
 from fluxion_sglang.policy import check_spec
-from fluxion_sglang.serving import running_server
 
 
 def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_server) -> int:

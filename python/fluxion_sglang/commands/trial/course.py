@@ -11,6 +11,16 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from fluxion_sglang.commands.serving import (
+    MEASURED,
+    SMALL,
+    RequestRefused,
+    Server,
+    ServerError,
+    free_port,
+    launch_command,
+    shell,
+)
 from fluxion_sglang.commands.trial import advice, measure, model, plan, same
 from fluxion_sglang.commands.trial.quiz import Document, Quiz
 from fluxion_sglang.commands.trial.results import (
@@ -27,16 +37,6 @@ from fluxion_sglang.commands.trial.results import (
     TrialError,
 )
 from fluxion_sglang.openmp import SPINS
-from fluxion_sglang.serving import (
-    MEASURED,
-    SMALL,
-    RequestRefused,
-    Server,
-    ServerError,
-    free_port,
-    launch_command,
-    shell,
-)
 
 SPARSE: Final = "fixed:16:0.10"
 """What is tried where no predictor fits."""

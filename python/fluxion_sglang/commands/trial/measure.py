@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fluxion_sglang.commands.serving import RequestFailed, Server
 from fluxion_sglang.commands.trial.results import OFF
-from fluxion_sglang.serving import RequestFailed, Server
 
 
 class Counters:

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fluxion_sglang.commands.trial.plot import draw
+from fluxion_sglang.commands.trial.figures import draw
 from fluxion_sglang.commands.trial.results import Results
 from fluxion_sglang.commands.trial.view import made, sections
 

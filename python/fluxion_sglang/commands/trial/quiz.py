@@ -18,7 +18,7 @@ import numpy as np
 from fluxion_quality.base import Codec
 from fluxion_quality.ruler_fit import fit
 from fluxion_quality.ruler_words import generated_essay
-from fluxion_sglang import needle
+from fluxion_sglang.commands import needle
 from fluxion_sglang.commands.trial.results import ModelFacts, TrialError
 
 KEYS: Final = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fluxion_sglang.commands.serving import Server
 from fluxion_sglang.commands.trial.results import Same
-from fluxion_sglang.serving import Server
 
 
 def compare(

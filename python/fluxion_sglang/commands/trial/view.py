@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fluxion_sglang.commands.serving import launch_command, shell
 from fluxion_sglang.commands.trial import advice
 from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same
-from fluxion_sglang.serving import launch_command, shell
 
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 

@@ -1,0 +1,110 @@
+// The C ABI of csrc/device/mailbox.h.
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "device/mailbox.h"
+#include "ffi/engine.h"
+
+namespace fluxion {
+namespace {
+
+class MailboxObj : public ffi::Object {
+ public:
+  explicit MailboxObj(std::shared_ptr<Mailbox> m) : mailbox(std::move(m)) {}
+  std::shared_ptr<Mailbox> mailbox;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Mailbox", MailboxObj, ffi::Object);
+};
+class MailboxRef : public ffi::ObjectRef {
+ public:
+  explicit MailboxRef(ffi::ObjectPtr<MailboxObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(MailboxRef, ffi::ObjectRef, MailboxObj);
+};
+
+// The arena lives as long as a tensor over it.
+struct ArenaOwner {
+  std::shared_ptr<Mailbox> mailbox;
+  void AllocData(DLTensor* t) { t->data = mailbox->arena(); }
+  void FreeData(DLTensor*) {}
+};
+
+MailboxRef mailbox_create(int64_t max_requests, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+                          int64_t element) {
+  const auto size = [](int64_t n) { return static_cast<int32_t>(std::clamp<int64_t>(n, -1, 1 << 24)); };
+  const MailboxShape shape{size(max_requests), size(q_heads), size(kv_heads), size(head_dim), size(element)};
+  return guarded([&] { return MailboxRef(ffi::make_object<MailboxObj>(std::make_shared<Mailbox>(shape))); });
+}
+
+ffi::Tensor mailbox_arena(MailboxRef ref) {
+  const int64_t bytes = ref->mailbox->bytes();
+  return ffi::Tensor::FromNDAlloc(ArenaOwner{ref->mailbox}, ffi::ShapeView(&bytes, 1),
+                                  DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCPU, 0});
+}
+
+// q, k, v, parts, o, lse, layer, published_at, taken_at
+void mailbox_offsets(MailboxRef ref, int64_t sequence, TensorView out) {
+  expect(out, "out", kInt64, {9}, 1);
+  const MailboxSlot at = mailbox_slot(ref->mailbox->shape(), static_cast<uint32_t>(sequence));
+  const int64_t offsets[] = {at.q,       at.k, at.v, at.parts, at.o, at.lse, at.layer, at.published_at,
+                             at.taken_at};
+  std::copy_n(offsets, 9, data<int64_t>(out));
+}
+
+MailboxWord word_of(int64_t word) {
+  if (word < 0 || word >= kMailboxWords) Raise("ValueError") << "A mailbox has no word " << word << ".";
+  return static_cast<MailboxWord>(word);
+}
+
+int64_t mailbox_wait(MailboxRef ref, int64_t word, int64_t sequence, int64_t timeout_ns) {
+  return static_cast<int64_t>(ref->mailbox->wait(word_of(word), static_cast<uint32_t>(sequence), timeout_ns));
+}
+
+bool mailbox_answer(MailboxRef ref, int64_t sequence) {
+  return ref->mailbox->answer(static_cast<uint32_t>(sequence));
+}
+
+bool mailbox_fail(MailboxRef ref, int64_t sequence) {
+  return ref->mailbox->fail(static_cast<uint32_t>(sequence));
+}
+
+bool mailbox_finish(MailboxRef ref, EngineRef engine, int64_t sequence, int64_t planned_ns) {
+  guarded([&] { engine->engine->layer_finish(); });
+  return ref->mailbox->answer(static_cast<uint32_t>(sequence), planned_ns);
+}
+
+// out: [n, 8], LayerTimes; returns how many there are.
+int64_t mailbox_times(MailboxRef ref, TensorView out) {
+  static_assert(sizeof(LayerTimes) == 8 * sizeof(int64_t));
+  expect(out, "out", kInt64, {-1, 8}, 2);
+  return ref->mailbox->take_times(reinterpret_cast<LayerTimes*>(data<int64_t>(out)), out.size(0));
+}
+
+void mailbox_settled(MailboxRef ref) { ref->mailbox->settled(); }
+
+void mailbox_cancel(MailboxRef ref) { ref->mailbox->cancel(); }
+
+void mailbox_reset(MailboxRef ref) { ref->mailbox->reset(); }
+
+int64_t mailbox_load(MailboxRef ref, int64_t word) { return ref->mailbox->load(word_of(word)); }
+
+void mailbox_store(MailboxRef ref, int64_t word, int64_t value) {
+  ref->mailbox->store(word_of(word), static_cast<uint32_t>(value));
+}
+
+}  // namespace
+}  // namespace fluxion
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_create, fluxion::mailbox_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_arena, fluxion::mailbox_arena);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_offsets, fluxion::mailbox_offsets);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_wait, fluxion::mailbox_wait);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_answer, fluxion::mailbox_answer);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_fail, fluxion::mailbox_fail);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_finish, fluxion::mailbox_finish);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_times, fluxion::mailbox_times);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_settled, fluxion::mailbox_settled);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_cancel, fluxion::mailbox_cancel);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_reset, fluxion::mailbox_reset);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_load, fluxion::mailbox_load);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_store, fluxion::mailbox_store);

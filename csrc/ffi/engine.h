@@ -1,0 +1,25 @@
+// The engine as an object of the C ABI.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "ffi/objects.h"
+#include "runtime/engine.h"
+
+namespace fluxion {
+
+class EngineObj : public ffi::Object {
+ public:
+  explicit EngineObj(std::unique_ptr<Engine> e) : engine(std::move(e)) {}
+  std::unique_ptr<Engine> engine;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Engine", EngineObj, ffi::Object);
+};
+class EngineRef : public ffi::ObjectRef {
+ public:
+  explicit EngineRef(ffi::ObjectPtr<EngineObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(EngineRef, ffi::ObjectRef, EngineObj);
+};
+
+}  // namespace fluxion

@@ -1,0 +1,66 @@
+// What the files of the runtime's C ABI share: its objects, and checks of tensors that belong to a pool.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "ffi/tensor.h"
+#include "runtime/pool.h"
+#include "runtime/worker_pool.h"
+
+namespace fluxion {
+
+class WorkersObj : public ffi::Object {
+ public:
+  explicit WorkersObj(std::shared_ptr<WorkerPool> p) : pool(std::move(p)) {}
+  std::shared_ptr<WorkerPool> pool;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Workers", WorkersObj, ffi::Object);
+};
+class Workers : public ffi::ObjectRef {
+ public:
+  explicit Workers(ffi::ObjectPtr<WorkersObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Workers, ffi::ObjectRef, WorkersObj);
+};
+
+class PoolObj : public ffi::Object {
+ public:
+  explicit PoolObj(std::shared_ptr<HostPool> p) : pool(std::move(p)) {}
+  std::shared_ptr<HostPool> pool;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.HostPool", PoolObj, ffi::Object);
+};
+class Pool : public ffi::ObjectRef {
+ public:
+  explicit Pool(ffi::ObjectPtr<PoolObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Pool, ffi::ObjectRef, PoolObj);
+};
+
+inline DLDataType kv_type(const HostPool& pool) {
+  return pool.shape().dtype == DType::kBF16 ? kBFloat16 : kFloat32;
+}
+
+// Windows of one layer as the engine has them: [kv_heads, rows * slot pages, 2, 16, D].
+inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {
+  const PoolShape& s = pool.shape();
+  expect(t, "window", kv_type(pool), {s.kv_heads, -1, 2, kPage, s.head_dim}, 4);
+  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0) {
+    Raise("ValueError") << "sinks is " << sinks << " and window is " << window
+                        << "; both must be multiples of 16, and window at least 16.";
+  }
+  WindowView w;
+  w.data = data<char>(t);
+  w.head_stride = t.size(1) * s.tile_bytes();
+  if (s.kv_heads > 1) w.head_stride = t.stride(0) * s.element();
+  w.sink_pages = static_cast<int>(sinks / kPage);
+  w.ring_pages = static_cast<int>(window / kPage) + 1;
+  if (t.size(1) % w.slot_pages() != 0) {
+    Raise("ValueError") << "window has " << t.size(1) << " pages a head, which is no multiple of the "
+                        << w.slot_pages() << " pages of a row (sinks, window and one page).";
+  }
+  w.rows = static_cast<int>(t.size(1) / w.slot_pages());
+  return w;
+}
+
+}  // namespace fluxion

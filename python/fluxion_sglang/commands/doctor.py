@@ -1,0 +1,386 @@
+"""`fluxion doctor`: what is installed, whether it fits together, what the machine offers, and what to run next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+OK, WARN, FAIL = "OK", "WARN", "FAIL"
+_STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+
+GIB = 1 << 30
+# Less than this holds the host pool of a toy model only.
+_LITTLE_MEMORY = 4 * GIB
+_LITTLE_DISK = 2 * GIB
+# A container has 64 MiB unless it is told otherwise.
+_LITTLE_SHARED_MEMORY = GIB // 4
+
+_NAME = "fluxion-sglang"
+_SGLANG = "sglang>=0.5.22,<0.5.24"
+_NEEDED = {"torch": "torch", "apache-tvm-ffi": "apache-tvm-ffi>=0.1.11,<0.2"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        status: OK, WARN (works, but not as well as it could) or FAIL (cannot serve with Fluxion).
+        found: what is there.
+        advice: what to do about it; empty for OK.
+        command: what mends a FAIL, ready to paste.
+    """
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+    command: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def run_checks() -> list[Check]:
+    """Every check in order. A check that breaks is a FAIL of its own and does not stop the others."""
+    checks: list[Check] = []
+    for group in (_versions, _entry_points, _hooks, _native, _space, _gpu):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # SGLang's, about accelerators that are not there
+                checks.extend(group())
+        except Exception as error:
+            name = group.__name__.strip("_").replace("_", " ")
+            found = f"{type(error).__name__}: {error}"
+            checks.append(Check(name, FAIL, found, "please report this", f"{_program('fluxion')} doctor --json"))
+    return checks
+
+
+def ready(checks: list[Check]) -> bool:
+    return all(check.status != FAIL for check in checks)
+
+
+def next_command(checks: list[Check]) -> str:
+    """What mends the first FAIL, or shows what the flag does with a model; ready to paste."""
+    for check in checks:
+        if check.status == FAIL:
+            return check.command
+    return f"{_program('fluxion')} try {_model()}"
+
+
+def serve_command(checks: list[Check]) -> str:
+    """A server with the flag, as this machine needs it."""
+    words = [_program("python"), "-m sglang.launch_server --model-path", _model(), "--enable-fluxion"]
+    if any(check.name == "gpu" and check.found == _NO_GPU for check in checks):
+        # SGLang's default for rows is thousands.
+        words.append("--device cpu --max-running-requests 8")
+    return " ".join(words)
+
+
+def print_report(checks: list[Check], console: Console) -> None:
+    """A table on a terminal, and the same words in plain lines elsewhere. The last line is the command to run next."""
+    if console.is_terminal:
+        table = Table.grid(padding=(0, 2))
+        for check in checks:
+            found = Text(check.found)
+            if check.advice:
+                found.append(f"\n{check.advice}", _STYLES[check.status])
+            table.add_row(Text(check.status, _STYLES[check.status]), Text(check.name, "bold"), found)
+        console.print(table)
+    else:
+        for check in checks:
+            _line(console, f"{check.status:4}  {check.name:18}  {check.found}")
+            if check.advice:
+                _line(console, f"{'':26}{check.advice}")
+    console.print()
+    if ready(checks):
+        _line(console, "Ready: add --enable-fluxion to the server.", "bold green")
+        _line(console, f"  {serve_command(checks)}\n")
+        _line(console, "Next, see what the flag does with a model:", "bold")
+    else:
+        _line(console, "Not ready: see the lines with FAIL. Run this, and then the doctor again:", "bold red")
+    # As it is, whatever the width: it will be pasted.
+    _line(console, f"  {next_command(checks)}")
+
+
+def print_json(checks: list[Check]) -> None:
+    """For programs: every check, whether all is well, and the command to run next."""
+    report = {
+        "ok": ready(checks),
+        "checks": [check.as_dict() for check in checks],
+        "next": next_command(checks),
+        "serve": serve_command(checks) if ready(checks) else None,
+    }
+    print(json.dumps(report, indent=2))
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _shown(path: Path) -> str:
+    """A path as one types it here."""
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def _program(name: str) -> str:
+    """How this environment's `python` or `fluxion` is called from here."""
+    own = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if found is not None and Path(found).parent == own.parent:
+        return name
+    return _shown(own) if own.exists() else f"{_program('python')} -m fluxion_sglang"
+
+
+def _install(*words: str, again: bool = False) -> str:
+    """The command that installs something into this environment; uv where it is, else pip.
+
+    Args:
+        again: even if it is installed, and without what it needs, which is there.
+    """
+    own = Path(sys.executable).with_name("uv")
+    uv = "uv" if shutil.which("uv") else _shown(own) if own.exists() else None
+    python = _program("python")
+    command = [f"{uv} pip install --python {python}" if uv else f"{python} -m pip install"]
+    if again:
+        command.append(f"{'--reinstall' if uv else '--force-reinstall'} --no-deps")
+    return " ".join([*command, *(shlex.quote(word) for word in words)])
+
+
+def _reinstall() -> str:
+    """The command that builds and installs this package again, from where it came."""
+    checkout = Path(__file__).resolve().parents[3]
+    if (checkout / "pyproject.toml").is_file():
+        return _install("-e", str(checkout), again=True)
+    try:
+        origin = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    return _install(str(origin.get("url") or _NAME), again=True)
+
+
+def _model() -> str:
+    """The bundled model in a checkout, else a word to replace."""
+    from fluxion_sglang.commands.needle import MODEL
+
+    return _shown(MODEL) if MODEL.is_dir() else "MODEL"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[Check]:
+    from fluxion_sglang.sglang import compat
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Check("python", OK, f"{python} ({sys.executable})")
+    yield Check(_NAME, OK, _version(_NAME) or "not installed, run from a checkout")
+    sglang = _version("sglang")
+    if sglang is None:
+        yield Check("sglang", FAIL, "not installed", "install a supported version", _install(_SGLANG))
+    elif (problem := compat.version_problem(sglang)) is not None:
+        yield Check("sglang", FAIL, sglang, problem, _install(_SGLANG))
+    else:
+        yield Check("sglang", OK, f"{sglang} (supported: {compat.SUPPORTED})")
+    for distribution, requirement in _NEEDED.items():
+        version = _version(distribution)
+        if version is None:
+            yield Check(distribution, FAIL, "not installed", "install it", _install(requirement))
+        else:
+            yield Check(distribution, OK, version)
+
+
+def _entry_points() -> Iterator[Check]:
+    for group in ("sglang.srt.platforms", "sglang.srt.plugins"):
+        names = [point.name for point in metadata.entry_points(group=group)]
+        if "fluxion" not in names:
+            yield Check(
+                "plug-in",
+                FAIL,
+                f"SGLang does not see it in {group}",
+                "install the package into this environment",
+                _reinstall(),
+            )
+            return
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    platform = os.environ.get("SGLANG_PLATFORM", "")
+    if allowed and "fluxion" not in [name.strip() for name in allowed.split(",")]:
+        yield Check(
+            "plug-in",
+            FAIL,
+            f"kept out by SGLANG_PLUGINS={allowed}",
+            "add fluxion to the list",
+            f"export SGLANG_PLUGINS={shlex.quote(allowed.strip(', ') + ',fluxion')}",
+        )
+    elif platform not in ("", "fluxion"):
+        yield Check(
+            "plug-in",
+            FAIL,
+            f"kept out by SGLANG_PLATFORM={platform}",
+            "unset it: SGLang finds its platform itself",
+            "unset SGLANG_PLATFORM",
+        )
+    else:
+        yield Check("plug-in", OK, "entry points found by SGLang")
+
+
+def _hooks() -> Iterator[Check]:
+    if _version("sglang") is None:
+        return
+    from fluxion_sglang.sglang import compat
+
+    # What every process of a server does; activation leaves its failure in `compat`.
+    import_problem = compat.import_sglang()
+    problems = [import_problem] if import_problem else list(compat.problems())
+    for problem in problems:
+        yield Check(
+            "hooks",
+            FAIL,
+            "this SGLang is not one that the plug-in fits",
+            problem,
+            _install(_SGLANG, again=True),
+        )
+    if not problems:
+        yield Check("hooks", OK, f"all {len(compat.NEEDS)} names of SGLang's are as expected")
+
+
+def _native() -> Iterator[Check]:
+    try:
+        from fluxion_sglang import native
+
+        native.library()
+    except Exception as error:
+        mend = "unset FLUXION_LIBRARY" if "FLUXION_LIBRARY" in os.environ else _reinstall()
+        yield Check("native library", FAIL, "does not load", str(error), mend)
+        return
+    yield Check("native library", OK, str(native.library_path()))
+    topology = native.topology()
+    for check in (_isa, _cores, _huge_pages, _memory):
+        yield check(topology)
+
+
+def _isa(topology: dict[str, Any]) -> Check:
+    chosen, available = topology.get("isa", ""), ", ".join(topology.get("isas", []))
+    if error := topology.get("isa_error", ""):
+        return Check("instruction set", FAIL, f"available: {available}", error, "unset FLUXION_ISA")
+    if chosen == "scalar":
+        return Check(
+            "instruction set",
+            WARN,
+            f"scalar (available: {available})",
+            "decoding will be slow: the kernels are written for AVX2 and AVX-512",
+        )
+    return Check("instruction set", OK, f"{chosen} (available: {available})")
+
+
+def _cores(topology: dict[str, Any]) -> Check:
+    cores, nodes = topology.get("cores", []), topology.get("numa", [])
+    found = f"{len(cores)} cores on {max(1, len(nodes))} NUMA node{'s' if len(nodes) > 1 else ''}"
+    if len(cores) < 2:
+        return Check("cores", WARN, found, "the engine shares its only core with the server; give the process more")
+    return Check("cores", OK, found)
+
+
+def _huge_pages(topology: dict[str, Any]) -> Check:
+    mode = topology.get("huge_pages", "unknown")
+    if mode in ("always", "madvise"):
+        return Check("huge pages", OK, mode)
+    return Check(
+        "huge pages",
+        WARN,
+        mode,
+        "reading the host pool costs more TLB misses; as root: "
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+    )
+
+
+def _memory(topology: dict[str, Any]) -> Check:
+    available, total = topology.get("available_bytes", 0), topology.get("mem_total_bytes", 0)
+    limit = topology.get("cgroup_limit_bytes", -1)
+    found = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    if limit >= 0:
+        found += f", limited to {limit / GIB:.1f} GiB by the control group"
+    if available < _LITTLE_MEMORY:
+        return Check(
+            "host memory",
+            WARN,
+            found,
+            "the host pool will be small: every token of every request lives in it",
+        )
+    return Check("host memory", OK, found)
+
+
+def _space() -> Iterator[Check]:
+    """Where models are downloaded to and servers write, and the memory that processes share."""
+    places = [Path(tempfile.gettempdir()), Path(os.environ.get("HF_HOME") or os.path.expanduser("~"))]
+    # One disk may be both places.
+    disks = {place.stat().st_dev: place for place in places if place.is_dir()}
+    free = {place: shutil.disk_usage(place).free for place in disks.values()}
+    found = ", ".join(f"{size / GIB:.1f} GiB free in {place}" for place, size in free.items())
+    if min(free.values(), default=0) < _LITTLE_DISK:
+        yield Check(
+            "disk", WARN, found, "a model or a server's files may not fit: make room, or set TMPDIR and HF_HOME"
+        )
+    else:
+        yield Check("disk", OK, found)
+    shared = Path("/dev/shm")
+    size = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    found = f"{size / GIB:.2f} GiB free in {shared}"
+    if size < _LITTLE_SHARED_MEMORY:
+        advice = "ranks of one server talk through it; a container gets more by docker run --shm-size 2g"
+        yield Check("shared memory", WARN, found, advice)
+    else:
+        yield Check("shared memory", OK, found)
+
+
+_NO_GPU = "none: the CPU is the device"
+
+
+def _gpu() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Check("gpu", OK, _NO_GPU)
+        return
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    hide = (
+        'hide it from the server and from this command: set CUDA_VISIBLE_DEVICES="" and add --device cpu to the server'
+    )
+    from fluxion_sglang.device import flashinfer
+    from fluxion_sglang.device.library import DeviceError, load
+
+    try:
+        library = load("cuda").info()
+    except DeviceError as error:
+        # Who has a CUDA compiler can build the library; who has none can serve on the CPU.
+        mend = f"FLUXION_CUDA=on {_reinstall()}" if shutil.which("nvcc") else 'export CUDA_VISIBLE_DEVICES=""'
+        yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}", mend)
+        return
+    yield Check("gpu", OK, f"{names}; compute capability {library['capability']}")
+    if flashinfer.module() is None:
+        yield Check(
+            "flashinfer",
+            WARN,
+            "not installed, or does not import",
+            "prefill attends by plain products, which is slow: pip install flashinfer-python",
+        )
+    else:
+        yield Check("flashinfer", OK, str(_version("flashinfer-python")))

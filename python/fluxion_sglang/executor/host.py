@@ -1,0 +1,61 @@
+"""The CPU as the device: every pass is computed where it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fluxion_sglang.executor.device import Appended, Device
+from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
+from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.policy.base import Policy
+
+
+class HostDevice(Device):
+    """Windows are in host memory, and the engine computes resident tokens and the middle together."""
+
+    def __init__(self, pool: HostPool, windows: Windows, engine: DecodeEngine) -> None:
+        self._pool, self._windows, self._engine = pool, windows, engine
+        self._requests: Sequence[ExtendRequest] = ()
+        self._appended: Appended | None = None
+
+    def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
+        self._windows.heal(row, n, pages)
+
+    def begin_decode(
+        self, rows: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, policies: Sequence[Policy] | None
+    ) -> None:
+        self._engine.begin_step(rows, lengths, pages, policies)
+
+    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._engine.decode(layer, q, k, v, scale)
+
+    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
+        self._requests, self._appended = requests, appended
+
+    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        assert self._appended is not None, "extend() before begin_extend()"
+        out = torch.empty_like(q)
+        for index, request in enumerate(self._requests):
+            tokens = request.tokens
+            if request.stop > request.start:
+                out[tokens] = extend_attention(self._pool, layer, request, q[tokens], k[tokens], v[tokens], scale)
+                self._pool.append(layer, request.pages, request.start, k[tokens], v[tokens])
+                self._appended(layer, index, q[request.last_queries], scale)
+            self._windows.fill(layer, request.row, request.stop, request.pages)
+        return out
+
+    def begin_dummy(self) -> None:
+        raise RuntimeError("The CPU runs no decode steps that are nobody's; leave cuda_graphs out.")
+
+    def finish(self) -> None:
+        pass  # everything was done when its call returned
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

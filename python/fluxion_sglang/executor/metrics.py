@@ -1,0 +1,231 @@
+"""Prometheus counters of what the decode engine did, on SGLang's own `/metrics` (`--enable-metrics`)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fluxion_sglang.executor.accounts import SAMPLED, Totals, block_name
+from fluxion_sglang.executor.phases import Part
+
+PUBLISH_S = 0.5
+"""How far the counters by layer, group and part may be behind the steps."""
+
+_TASKS = "tasks_"
+_TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
+_COUNTERS = {
+    "layers": ("layers", "Decode steps of one layer."),
+    "widened_tasks": ("widened_tasks", "Decode tasks that the guard rail made read more."),
+    "middle_tokens": (
+        "middle_tokens",
+        "Tokens of the middle that decode heads could have read, summed over query heads.",
+    ),
+    "tokens_read": ("read_tokens", "Tokens of the middle that decode heads attended to, summed over query heads."),
+    "tile_bytes": (
+        "tile_bytes",
+        "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, and what "
+        "requests read together counts once.",
+    ),
+    "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks."),
+    "shared_tasks": (
+        "shared_tasks",
+        "Decode tasks done together with those of requests that begin with the same pages.",
+    ),
+    "shared_tile_bytes": (
+        "shared_tile_bytes",
+        "Bytes of K and V that were not read again, because requests begin with the same pages.",
+    ),
+    "shared_metadata_bytes": ("shared_metadata_bytes", "The same of block metadata."),
+    "microbatches": ("microbatches", "Microbatches that decode tasks of policy psa have read."),
+    "device_layers": ("device_layers", "Decode steps of one layer for which a device took the CPU's part."),
+    "gpu_batches": ("gpu_batches", "Batches of decode tasks that the device was given."),
+    "gpu_late_batches": ("gpu_late_batches", "Batches that the device did not finish in time."),
+    "gpu_tile_bytes": ("gpu_tile_bytes", "Bytes of K and V that the device's decode tasks attended to."),
+    "gpu_link_bytes": ("gpu_link_bytes", "The part of it that the device read in host memory."),
+    "gpu_staged_tiles": ("gpu_staged_tiles", "Tiles that the device gathered before it attended to them."),
+    "gpu_hot_hits": ("gpu_hot_hits", "Tiles that the device read in its own memory."),
+    "gpu_hot_misses": ("gpu_hot_misses", "Tiles that it looked for there and did not find."),
+    "gpu_hot_evictions": ("gpu_hot_evictions", "Tiles that had to leave the device's memory for others."),
+}
+"""The engine's statistic -> name and text of its counter."""
+_SECONDS = {
+    "device_wait_ns": (
+        "device_wait_seconds",
+        "Time that the device waited for the CPU's part of layers: it stood idle.",
+    ),
+    "device_step_ns": (
+        "device_step_seconds",
+        "Time of decode steps on the device, from the first layer's queries to the last layer's attention.",
+    ),
+}
+"""A statistic in nanoseconds -> name and text of its counter."""
+_GAUGES = {
+    "host_pool_tokens": "Capacity of the host pool in tokens.",
+    "host_pool_bytes": "Bytes of the host pool: tiles, metadata and moments.",
+    "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
+}
+_ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "decode_steps": ("Decode steps.", ()),
+    "decode_tokens": ("Tokens that they decoded.", ()),
+    "group_read_bytes": (
+        "Bytes of K and V of the middle that decode steps read, by layer and KV head (group), without metadata; what "
+        f"requests read together counts for each. Of one step in {SAMPLED}.",
+        ("layer", "group"),
+    ),
+    "layer_middle_bytes": (
+        "Bytes of K and V that the same steps could have read in all groups of a layer: the whole middle.",
+        ("layer",),
+    ),
+    "sampled_groups": (
+        f"Groups by the block size of their plan; streaming ones read nothing. Of one step in {SAMPLED}.",
+        ("block",),
+    ),
+    "timed_steps": (
+        f"Decode steps that were timed: one in {SAMPLED}, if another one followed it directly.",
+        (),
+    ),
+    "step_seconds": (
+        "Time of the timed steps, by part. resident: attention to the residents and features, where a policy sees them "
+        "first. plan: the policy. tasks: from the start of a layer's queue to its last result, with the residents "
+        "where no policy sees them first. model: between the attention of layers. between: from the last layer's "
+        "attention to the next step, with sampling and SGLang's scheduler. A server with the option audit has none.",
+        ("part",),
+    ),
+}
+"""Name of a counter of `Totals` -> its text and labels."""
+_STATE = ("policy_state_bytes", "Memory that policies remember requests in.")
+
+
+def described() -> dict[str, str]:
+    """What every metric counts, by its name on `/metrics`."""
+    counters = {"tasks": _TASKS_TEXT, **dict(_COUNTERS.values()), **dict(_SECONDS.values())}
+    counters |= {name: text for name, (text, _) in _ACCOUNTS.items()}
+    gauges = {**_GAUGES, _STATE[0]: _STATE[1]}
+    return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
+        f"fluxion_{name}": text for name, text in gauges.items()
+    }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The accounts that a process keeps.
+
+    Attributes:
+        totals: what they have now; any thread may ask.
+        layers, groups: the model's numbers of the layers and groups of this process.
+        first: other processes have other parts of the same steps, and this one counts the steps and their tokens.
+    """
+
+    totals: Callable[[], Totals]
+    layers: Sequence[int]
+    groups: Sequence[int]
+    first: bool = True
+
+
+class EngineMetrics:
+    """Turns the engine's cumulative statistics into counters `fluxion_*_total` and gauges `fluxion_*`.
+
+    Processes of one server share the counters through prometheus_client's multiprocess directory, so tensor-parallel
+    ranks add up. Import and construct only after SGLang has set that directory.
+
+    Args:
+        kept: what is published by layer and group, at most every `PUBLISH_S` seconds by a thread of its own: there may
+            be hundreds of these counters, and a step must not wait for them.
+    """
+
+    def __init__(
+        self,
+        *,
+        host_pool_tokens: int,
+        host_pool_bytes: int,
+        resident_tokens_per_request: int,
+        kept: Kept | None = None,
+    ) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self._counters = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _COUNTERS.items()}
+        self._seconds = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _SECONDS.items()}
+        self._tasks = Counter("fluxion_tasks", _TASKS_TEXT, ["executor"])
+        values = {
+            "host_pool_tokens": host_pool_tokens,
+            "host_pool_bytes": host_pool_bytes,
+            "resident_tokens_per_request": resident_tokens_per_request,
+        }
+        for name, text in _GAUGES.items():
+            # Every rank has a pool of its own bytes; tokens are the same for all.
+            mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
+            Gauge(f"fluxion_{name}", text, multiprocess_mode=mode).set(values[name])
+        self._state = Gauge(f"fluxion_{_STATE[0]}", _STATE[1], multiprocess_mode="livesum")
+        self._last: dict[str, int] = {}
+        self._accounts = None if kept is None else _AccountMetrics(kept)
+
+    def update(self, stats: Mapping[str, int], state_bytes: int = 0) -> None:
+        """Publish the growth since the last call; `stats` are the engine's cumulative statistics."""
+        self._state.set(state_bytes)
+        for name, value in stats.items():
+            growth = value - self._last.get(name, 0)
+            if growth <= 0:
+                continue
+            if name.startswith(_TASKS):
+                self._tasks.labels(executor=name.removeprefix(_TASKS)).inc(growth)
+            elif name in self._counters:
+                self._counters[name].inc(growth)
+            elif name in self._seconds:
+                self._seconds[name].inc(growth * 1e-9)
+        self._last = dict(stats)
+        if self._accounts is not None:
+            self._accounts.changed()
+
+
+class _AccountMetrics:
+    """Publishes the growth of `Totals`."""
+
+    def __init__(self, kept: Kept) -> None:
+        from prometheus_client import Counter
+
+        self._kept = kept
+        self._counters = {name: Counter(f"fluxion_{name}", text, labels) for name, (text, labels) in _ACCOUNTS.items()}
+        self._last: dict[tuple[str, ...], float] = {}
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.publish()  # every group and part is there, also one that never reads anything
+
+    def changed(self) -> None:
+        """The totals have grown."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="fluxion-metrics", daemon=True)
+            self._thread.start()
+        if not self._changed.is_set():
+            self._changed.set()
+
+    def _main(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            self.publish()
+            time.sleep(PUBLISH_S)
+
+    def publish(self) -> None:
+        totals = self._kept.totals()
+        if self._kept.first:
+            self._grow("decode_steps", totals.steps)
+            self._grow("decode_tokens", totals.tokens)
+        for layer, groups in zip(self._kept.layers, totals.read_bytes, strict=True):
+            self._grow("layer_middle_bytes", totals.middle_bytes, str(layer))
+            for group, read in zip(self._kept.groups, groups, strict=True):
+                self._grow("group_read_bytes", read, str(layer), str(group))
+        for size, count in totals.blocks.items():
+            self._grow("sampled_groups", count, block_name(size))
+        self._grow("timed_steps", totals.timed_steps)
+        for part, seconds in zip(Part, totals.seconds, strict=True):
+            self._grow("step_seconds", seconds, part.name.lower())
+
+    def _grow(self, name: str, value: float, *labels: str) -> None:
+        growth = value - self._last.get((name, *labels), 0)
+        counter = self._counters[name].labels(*labels) if labels else self._counters[name]
+        if growth > 0:
+            counter.inc(growth)
+        self._last[name, *labels] = value

@@ -1,0 +1,170 @@
+"""hgca(beta, alpha): every head reads what it has attended to enough (Deng et al., "HGCA: Hybrid GPU-CPU Attention").
+
+While a token is resident, every head keeps a moving average of the weight it gives it; when the token leaves the
+window, it enters the head's *contextual set* if that average exceeds beta times the mean weight of the residents, and
+otherwise is not read any more. After a prefill, which puts most of the middle there at once, the whole middle is
+evaluated. So the set is known before a step begins, and nothing is ranked in it.
+
+From the paper's Algorithm 1 (line numbers in brackets), with what it leaves open:
+
+- A_gpu [8]: softmax of this step's scaled scores over the residents, sinks and window together, the step's own token
+  included. (The paper's device cache has no sinks: its first tokens leave like all others.) A token's average begins
+  with the first weight that it gets; the paper gives no start, and from 0 it would be too small for 1 / alpha steps.
+- Eviction [10 to 14]: pages leave as the window moves on; the step in which one leaves reads what is listed of it.
+- Salience [23, 24]: average > beta / size(A_gpu), the residents of the step before. All weights of one head are
+  compared with a threshold of its own mean, so nothing needs the paper's renormalisation of what is kept.
+- Append [19 to 22]: A_cpu is the softmax over the complete middle alone (Algorithm 2, line 4: either side normalises
+  within itself) of the last prefilled query; salient is what has more than beta / size(A_cpu). It is found when the
+  request first decodes. The residents' averages begin with that query's A_gpu [8]. The paper does not say which of the
+  append's queries it takes; more of them would make the set depend on how much of a prompt the radix tree had.
+- The sets are token masks over pages, in place of compacted copies: blocks leave in order, so the lists are sorted as
+  they grow, and a step's plan is a copy of them. Merged head tasks are the groups: a page is read once for all heads
+  of a group, and where the paper pads each head's set to its task's, here each attends to its own tokens.
+- The paper's GPU KV ratio is the option `window`.
+
+beta 0 keeps everything. The numbers are the native library's (`csrc/lab/hgca.h`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import function
+from fluxion_sglang.policy.base import LISTED, UNSEEN, DecodeStep, LayerPlan, Listed, Needs, Observed, Policy, World
+
+BETA: Final = 1.0
+"""The paper's typical value (section 3.2.2)."""
+
+ALPHA: Final = 0.1
+"""Share of the newest weight in a moving average. The paper names none."""
+
+
+class HgcaState:
+    """What is remembered of the requests in `rows` rows, in native memory.
+
+    A row takes [layers, Hq, residents] float32 from its first decode step on, and per layer and group its lists: at
+    most 4 + 2 G bytes a page of the middle. `release` frees it.
+
+    Args:
+        alpha: in [0, 1]. beta: at least 0.
+
+    Raises:
+        ValueError: another alpha or beta.
+    """
+
+    def __init__(self, world: World, alpha: float, beta: float) -> None:
+        placement = world.pool.placement
+        self.handle = function("hgca_create")(
+            world.pool.native.handle, world.q_heads, placement.window, world.rows, alpha, beta
+        )
+        self.heads, self.group = world.pool.shape.kv_heads, world.q_heads // world.pool.shape.kv_heads
+        self.slots = placement.slots
+
+    def establish(
+        self, layer: int, row: int, length: int, queries: torch.Tensor, pages: torch.Tensor, scale: float
+    ) -> None:
+        """Evaluate a request's middle and residents anew, by its last queries.
+
+        Args:
+            length: tokens of the request, all in the pool. queries: [m, Hq, D] of the last m of them, KV dtype,
+                1 <= m <= 32. pages: [>= ceil(length / 16)] int32.
+        """
+        function("hgca_establish")(self.handle, layer, row, length, queries, pages, scale)
+
+    def step(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        q: torch.Tensor,
+        windows: torch.Tensor | None,
+        scale: float,
+    ) -> Listed:
+        """A decode step of B requests whose tokens are in the pool, and in the windows; what their heads read.
+
+        A request that is not known, or of which tokens came and left unseen, is evaluated by this step's query.
+
+        Args:
+            rows, seq_lens: [B] int32. page_table: [B, M] int32. q: [B, Hq, D]. windows: the layer's (`Windows`); None:
+                the residents are read from the pool.
+        """
+        windows = torch.empty(0) if windows is None else windows
+        count = function("hgca_step")(self.handle, layer, rows, seq_lens, page_table, q, windows, scale)
+        listed = Listed(
+            torch.empty(rows.numel() * self.heads + 1, dtype=torch.int64),
+            torch.empty(count, dtype=torch.int32),
+            torch.empty(count, self.group, dtype=torch.uint16),
+        )
+        function("hgca_lists")(self.handle, *listed)
+        return listed
+
+    def averages(self, layer: int, row: int) -> torch.Tensor:
+        """[Hq, n] float32, the moving averages of a row's n residents by position; n is 0 for a row not known."""
+        out = torch.empty(self.heads * self.group, self.slots)
+        return out[:, : function("hgca_averages")(self.handle, layer, row, out)]
+
+    def release(self, row: int) -> None:
+        function("hgca_release")(self.handle, row)
+
+    @property
+    def nbytes(self) -> int:
+        return int(function("hgca_bytes")(self.handle))
+
+
+class HgcaPolicy(Policy):
+    """Every head reads its contextual set.
+
+    Args:
+        beta: at least 0: how many times the mean weight a token needs to be kept.
+        alpha: in [0, 1]: what the newest weight counts in a token's moving average.
+    """
+
+    needs = Needs.RESIDENTS
+    prefill_rows = 1
+
+    def __init__(self, beta: float = BETA, alpha: float = ALPHA) -> None:
+        self.beta, self.alpha = beta, alpha
+        self.state: HgcaState | None = None
+        self._noted: list[dict[int, tuple[int, torch.Tensor]]] = []  # of a layer, by row: length and last queries
+        self._step: DecodeStep | None = None
+
+    def bind(self, world: World) -> None:
+        super().bind(world)
+        self.state = HgcaState(world, self.alpha, self.beta)
+        self._noted = [{} for _ in range(world.pool.shape.layers)]
+
+    def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
+        self._noted[layer][row] = length, queries.clone()
+
+    def released(self, row: int) -> None:
+        if self.state is not None:
+            self.state.release(row)
+        for noted in self._noted:
+            noted.pop(row, None)
+
+    @property
+    def state_bytes(self) -> int:
+        notes = sum(queries.nbytes for noted in self._noted for _, queries in noted.values())
+        return notes + (0 if self.state is None else self.state.nbytes)
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self._step = step
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        step, state = self._step, self.state
+        assert step is not None and step.page_table is not None, "plan() before begin_step()"
+        assert state is not None and observed.scale is not None
+        noted = self._noted[layer]
+        if noted:
+            for row, pages in zip(step.rows.tolist(), step.page_table, strict=True):
+                if row in noted:
+                    state.establish(layer, row, *noted.pop(row), pages, observed.scale)
+        listed = state.step(layer, step.rows, step.seq_lens, step.page_table, q, observed.windows, observed.scale)
+        blk = torch.full((step.batch, step.kv_heads), LISTED, dtype=torch.int32)
+        # As V of a budget: twice the tokens that it makes the heads read, here at most.
+        value = listed.offsets.diff().view_as(blk).float() * (2 * PAGE * state.group)
+        return LayerPlan(blk, torch.ones(step.batch, step.q_heads), value, listed)

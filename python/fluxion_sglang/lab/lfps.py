@@ -1,0 +1,120 @@
+"""lfps(budget, alpha): candidates from where past attention went, and the exact best of these.
+
+LFPS (Learn From the Past for Sparse Indexing, arXiv 2506.15704), section 4.2 and appendix B. Every query head of every
+layer keeps two score tables of a request: *vertical*, by position, and *slash*, by the offset from the current token.
+
+- Prefill (Eq. 4). Both tables start from the attention weights of the last rows, summed by position and by offset.
+- Sparsity (Eq. 5 and 6). A head that gives the first tokens more than 0.85 of its attention is passed by: neither
+  looked at nor learnt from.
+- Candidates (Eq. 7 to 9). Positions above a threshold in either table; beside each, at -1, 0, 1 and 2, those above the
+  mean of either.
+- The k best of the candidates by exact q.k are attended to (`Listed`; k is the budget's share of the middle).
+- Update (Eq. 10). Both tables decay by 0.95 and get half of what the chosen weigh.
+
+Formulas are partly lost in the text of the paper at hand. Reconstructed, from what the prose says of them:
+
+- Eq. 4's coefficient is 1 / (2 m (1 - decay)) of m rows: a table then sums to 1 / (2 (1 - decay)), where Eq. 10, which
+  adds weights of the sum 1/2, keeps it (appendix B.2). m is 1 / (1 - decay) = 20, the memory of the update.
+- Eq. 6: sink / (sink + max(global, local)), with sink the weight of the first four tokens, local that of the last five
+  and global = n exp(mu + sigma^2 / 2), mu = q . mean key, sigma^2 = |q|^2 times the ratio of variance to squared norm
+  of the last prefilled query.
+- Eq. 8: threshold = mean + (alpha + 3 / kurtosis) sqrt(m4 / m2), where m2 and m4 are the central moments, and the
+  kurtosis is m4 / m2^2. sqrt(m4 / m2) is the height of the peaks in a table of equal peaks on flat ground. So the
+  threshold rises with alpha, falls with the kurtosis relative to the peaks, and does not fall with the length, as the
+  shares of candidates in the paper's table 4 say; a table without a pattern (a normal distribution, kurtosis 3) has 2%
+  of its entries above it.
+- What a head that is passed by gets: the mean value of the middle, weighing n exp(mu + sigma^2 / 2), beside the
+  residents.
+
+The paper keeps four tokens on the device, ours the sinks and the window. So candidates and k concern the middle alone;
+tables are the middle's part of the paper's: weights are normalised over all tokens but the sinks, the window's too.
+Nobody scores the window's tokens while they are in it, so the newest page of the middle is always a candidate, for the
+16 steps that it is. In the paper alpha is one number (0.2 or 0.3 in its tables); here each table may have its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
+from fluxion_sglang.predictor.features import PARTS
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """The last queries [m, Hq, D] of a request of `length` tokens, until it first decodes."""
+
+    length: int
+    queries: torch.Tensor
+
+
+class LfpsPolicy(Policy):
+    """Every head reads the best `budget` of the middle among its candidates.
+
+    Args:
+        budget: fraction of the middle in (0, 1]: at most so many of its tokens a head attends to.
+        options: the paper's constants.
+    """
+
+    needs = Needs.RESIDENTS
+    prefill_rows = 20
+
+    def __init__(self, budget: float, options: LfpsOptions | None = None) -> None:
+        self.budget = budget
+        self.options = options or LfpsOptions()
+        self.tables: LfpsTables | None = None
+        self._step: DecodeStep | None = None
+        self._prefilled: dict[tuple[int, int], Prefilled] = {}  # of (layer, row)
+        self._lengths: dict[tuple[int, int], int] = {}  # that tables of (layer, row) have seen
+        self._planned: tuple[LayerPlan, torch.Tensor, float] | None = None
+
+    def bind(self, world: World) -> None:
+        super().bind(world)
+        self.tables = LfpsTables(world.pool, world.rows, world.q_heads, self.options)
+        self._prefilled, self._lengths = {}, {}
+
+    def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
+        before = self._prefilled.get((layer, row))
+        # A chunk of few tokens goes on where the one before it ended.
+        if before is not None and before.length + len(queries) == length:
+            queries = torch.cat([before.queries, queries])
+        self._prefilled[layer, row] = Prefilled(length, queries[-self.prefill_rows :].clone())
+
+    def released(self, row: int) -> None:
+        assert self.tables is not None
+        self.tables.release(row)
+        for state in (self._prefilled, self._lengths):
+            for key in [key for key in state if key[1] == row]:
+                del state[key]
+
+    @property
+    def state_bytes(self) -> int:
+        if self.tables is None:
+            return 0
+        return self.tables.counts()["bytes"] + sum(noted.queries.nbytes for noted in self._prefilled.values())
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self._step = step
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        step, tables, scale, parts = self._step, self.tables, observed.scale, observed.parts
+        assert step is not None and step.page_table is not None, "plan() before begin_step()"
+        assert tables is not None and scale is not None and parts is not None
+        for b, (row, length) in enumerate(zip(step.rows.tolist(), step.seq_lens.tolist(), strict=True)):
+            noted = self._prefilled.pop((layer, row), None)
+            if noted is None and self._lengths.get((layer, row), length + 1) > length:
+                noted = Prefilled(length, q[b : b + 1])  # came without a prefill: this query has to do
+            if noted is not None:
+                tables.begin(layer, row, noted.length, step.page_table[b], noted.queries.contiguous(), scale)
+            self._lengths[layer, row] = length
+        plan = tables.plan(layer, step.rows, step.seq_lens, step.page_table, q, scale, self.budget)
+        self._planned = plan, parts[..., PARTS.index("lse_local")].contiguous(), scale
+        return plan
+
+    def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor | None) -> None:
+        assert self._planned is not None and self._step is not None and self.tables is not None
+        plan, local_lse, scale = self._planned
+        self.tables.update(layer, self._step.rows, self._step.seq_lens, plan, local_lse, scale)

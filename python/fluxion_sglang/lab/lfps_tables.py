@@ -1,0 +1,162 @@
+"""The score tables of LFPS, native: what `LfpsPolicy` keeps of every request, and the candidates they give.
+
+The algorithm, and what of it was reconstructed, stand in `lab/lfps.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import function
+from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record
+
+
+@dataclass(frozen=True)
+class LfpsOptions:
+    """The paper's constants.
+
+    Attributes:
+        alpha_vertical, alpha_slash: Eq. 8's, of either table; larger ones make fewer candidates.
+        decay: of the tables, a step (Eq. 10).
+        bypass: share of attention to the first tokens above which a head is passed by (Eq. 6); 1 passes none by.
+        expand: neighbours of candidates are candidates, too (Eq. 9).
+        renormalise: binary digits by which stored entries may outgrow the true ones; no choice depends on it.
+    """
+
+    alpha_vertical: float = 0.2
+    alpha_slash: float = 0.2
+    decay: float = 0.95
+    bypass: float = 0.85
+    expand: bool = True
+    renormalise: int = 40
+
+
+class LfpsTables:
+    """Two score tables for every query head of every request row and layer, over the tokens of a host pool.
+
+    Memory: 10 bytes a head, layer and token of the rows that are in use.
+
+    Raises:
+        ValueError: options or sizes that cannot be.
+    """
+
+    def __init__(self, pool: HostPool, rows: int, q_heads: int, options: LfpsOptions) -> None:
+        self._handle = function("lfps_create")(
+            pool.native.handle,
+            q_heads,
+            rows,
+            pool.placement.window,
+            options.decay,
+            options.alpha_vertical,
+            options.alpha_slash,
+            options.bypass,
+            options.expand,
+            options.renormalise,
+        )
+        self._begin, self._plan, self._update, self._release, self._counts = (
+            function(f"lfps_{name}") for name in ("begin", "plan", "update", "release", "counts")
+        )
+        self._heads, self._q_heads = pool.shape.kv_heads, q_heads
+        self._pages = torch.empty(0, dtype=torch.int32)
+        self._masks = torch.empty(0, q_heads // self._heads, dtype=torch.uint16)
+        self._scores = torch.empty(0, q_heads // self._heads, PAGE)
+
+    def begin(
+        self, layer: int, row: int, length: int, pages: torch.Tensor, queries: torch.Tensor, scale: float
+    ) -> None:
+        """Make the tables of a request anew (Eq. 4).
+
+        Args:
+            length: its tokens, all in the pool. pages: [>= ceil(length / 16)] int32.
+            queries: [m, Hq, D], KV dtype, contiguous: of its last m tokens. scale: multiplies q.k.
+
+        Raises:
+            ValueError: a size or page id that does not fit; nothing was written.
+        """
+        self._begin(self._handle, layer, row, length, pages, queries, scale)
+
+    def plan(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        q: torch.Tensor,
+        scale: float,
+        budget: float,
+    ) -> LayerPlan:
+        """The candidates of a step (Eq. 7 to 9), of requests whose tables have begun, and what heads are passed by.
+
+        Lists and record lie in memory of this object, and hold until the next plan.
+
+        Args:
+            rows, seq_lens: [B] int32; this step's token counts and is in the pool. page_table: [B, M] int32.
+            q: [B, Hq, D], KV dtype. budget: share of the middle that a head reads, of its candidates.
+
+        Raises:
+            ValueError: a size, row or page id that does not fit.
+        """
+        batch, dim = q.shape[0], q.shape[2]
+        # The longest middle is shorter than a row of the page table.
+        room = page_table.numel() * self._heads
+        if self._pages.numel() < room:
+            room += room // 2
+            self._pages = torch.empty(room, dtype=torch.int32)
+            self._masks = torch.empty(room, self._masks.shape[1], dtype=torch.uint16)
+        blk, value = torch.empty(batch, self._heads, dtype=torch.int32), torch.empty(batch, self._heads)
+        share = torch.empty(batch, self._q_heads)
+        offsets = torch.empty(batch * self._heads + 1, dtype=torch.int64)
+        given = Given(torch.empty(batch, self._q_heads, dim), torch.empty(batch, self._q_heads))
+        count = self._plan(
+            self._handle, layer, rows, seq_lens, page_table, q, scale, budget,
+            blk, share, value, offsets, self._pages, self._masks, *given,
+        )  # fmt: skip
+        listed = Listed(offsets, self._pages[:count], self._masks[:count])
+        if self._scores.shape[0] < count:
+            self._scores = torch.empty(count + count // 2, *self._scores.shape[1:])
+        record = Record(torch.zeros_like(listed.masks), self._scores[:count])
+        return LayerPlan(blk, share, value, listed, record, given)
+
+    def update(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        plan: LayerPlan,
+        local_lse: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Learn what the step attended to (Eq. 10).
+
+        Args:
+            rows, seq_lens: of the plan. plan: what `plan` gave, its record written.
+            local_lse: [B, Hq] float32, LSE over the window.
+
+        Raises:
+            ValueError: lists that are not a plan's of this step.
+        """
+        assert plan.listed is not None and plan.record is not None and plan.given is not None
+        self._update(
+            self._handle, layer, rows, seq_lens, plan.listed.offsets, plan.listed.pages, *plan.record,
+            plan.given.lse, local_lse, scale,
+        )  # fmt: skip
+
+    def release(self, row: int) -> None:
+        """Give the memory of a row back, in every layer."""
+        self._release(self._handle, row)
+
+    def counts(self) -> dict[str, int]:
+        """bytes of state now; heads planned, heads passed by, and candidates (tokens) of the others, cumulative."""
+        out = torch.empty(4, dtype=torch.int64)
+        self._counts(self._handle, out)
+        return dict(zip(("bytes", "planned", "passed", "candidates"), out.tolist(), strict=True))
+
+    def tables(self, layer: int, row: int, head: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a head's tables hold: [n] float32 by position, [n] by offset from the current token."""
+        vertical, slash = torch.empty(n), torch.empty(n)
+        function("lfps_tables")(self._handle, layer, row, head, vertical, slash)
+        return vertical, slash

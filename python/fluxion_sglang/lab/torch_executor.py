@@ -1,0 +1,234 @@
+"""The reference executor: tasks in plain torch, float32, straight from the definitions.
+
+It shares no code with the native kernels, neither for scores nor selection nor attention, and serves as their oracle;
+beside them on one queue it also shows that a task may be computed by anybody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
+from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, read_until
+from fluxion_sglang.policy.base import LISTED, Record
+
+
+def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
+    """Logical pages of every block of the middle, sinks and window cut away: the unit that budgets count.
+
+    Args:
+        middle: tokens of the middle. blk: tokens of a block; blocks are aligned to absolute positions.
+    """
+    span, stop = blk // PAGE, sink_pages + middle // PAGE
+    return [
+        range(max(b * span, sink_pages), min((b + 1) * span, stop)) for b in range(sink_pages // span, -(-stop // span))
+    ]
+
+
+def block_scores(q: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, spread: float) -> torch.Tensor:
+    """What blocks are ranked by: q at the center of each block's box, plus a share of what the half widths add.
+
+    With a `spread` of 1 it is Quest's upper bound of q.k, sum_d max(q_d min_d, q_d max_d) (arXiv 2406.10774). The
+    weights of minima and maxima are rounded to the metadata's dtype, as the kernels round them.
+
+    Args:
+        q: [G, D]. lo, hi: [n, D] in the KV dtype. spread: in (0, 1].
+
+    Returns:
+        [G, n] float32; float64 of a float64 q.
+    """
+    half, wide = q / 2, spread * q.abs() / 2
+    low, high = ((half + sign * wide).to(lo.dtype).to(q.dtype) for sign in (-1, 1))
+    return low @ lo.to(q.dtype).T + high @ hi.to(q.dtype).T
+
+
+def blocks_to_read(budget: float, middle: int, blk: int, blocks: int) -> int:
+    """Blocks that a budget buys: ceil(budget * middle / blk), at least one, at most all; a budget of 1 buys all.
+
+    The middle's first and last block may be cut, so there can be more blocks than middle / blk. A millionth is
+    forgiven, so that a budget which float32 rounds up (0.05) buys no block too many.
+    """
+    if budget >= 1:
+        return blocks
+    return min(blocks, max(1, math.ceil(budget * middle / blk * (1 - 1e-6))))
+
+
+def positions_of(pages: Iterable[int]) -> list[int]:
+    """Positions of the tokens of logical pages, in ascending order."""
+    return [page * PAGE + t for page in sorted(pages) for t in range(PAGE)]
+
+
+class TorchReferenceExecutor(Executor):
+    """Pulls tasks in the calling thread.
+
+    Args:
+        attend_union: what one head of a group chose, all of them attend to.
+    """
+
+    id = ExecutorId.TORCH
+
+    def __init__(self, pool: HostPool, attend_union: bool) -> None:
+        self.pool = pool
+        self.attend_union = attend_union
+
+    def drain(self, work: LayerWork) -> None:
+        while (task := work.pop(self.id)) is not None:
+            try:
+                result = self.compute(work, *work.request_and_head(task))
+            except Exception as error:  # a pulled task must be accounted for, or the layer would wait for it
+                work.native.task_failed(task, f"the torch executor failed: {error}")
+            else:
+                work.native.task_done(task, *result)
+
+    def compute(self, work: LayerWork, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
+        """What `NativeEngine.task_done` takes of the task of request `b` and KV head `h`: o [G, D] and lse [G],
+        float32, the tokens read, and the bytes of tiles and of metadata.
+
+        The metadata is what this executor scans, that of every page. The native engine needs less of it: one entry a
+        coarse block, and none where every head reads everything.
+        """
+        group = work.group
+        heads = slice(h * group, (h + 1) * group)
+        q = work.q[b, heads].float()
+        blk, again = int(work.plan.blk[b, h]), 0  # keys and values read beside those attended to, or once more
+        if blk == LISTED:
+            chosen, again = self.select_listed(work, b, h, q)
+        elif blk == 1:
+            chosen = self.select_tokens(work, b, h, q)
+        elif work.plan.stops(b, h):
+            chosen, again = self.select_until(work, b, h, q)
+        else:
+            chosen = self.select(work, b, h, q)
+        o = torch.zeros_like(q)
+        lse = torch.full((group,), -torch.inf)
+        for g, positions in enumerate(chosen):
+            if not positions:
+                continue
+            k, v = self.rows(work, b, h, positions)
+            scores = (k.float() @ q[g]) * work.scale
+            lse[g] = scores.logsumexp(0)
+            o[g] = (scores - lse[g]).exp() @ v.float()
+        pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
+        tile_bytes = len(set().union(*chosen)) * pair + again * pair // 2
+        metadata_bytes = 0 if blk in (1, LISTED) else int(work.step.middle[b]) // PAGE * pair
+        return o, lse, sum(map(len, chosen)), tile_bytes, metadata_bytes
+
+    def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens of a request, [n, D] each."""
+        at = torch.as_tensor(positions)
+        pages = work.page_table[b].long()[at // PAGE]
+        k, v = self.pool.tiles(work.layer)[h][pages, :, at % PAGE].unbind(1)
+        return k, v
+
+    def select_tokens(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
+        """Positions of the tokens with the largest q.k for each head of the group, of equal ones the earlier."""
+        middle, first = int(work.step.middle[b]), self.pool.placement.sinks
+        keys, _ = self.rows(work, b, h, range(first, first + middle))
+        order = torch.sort(q @ keys.float().T, dim=1, descending=True, stable=True).indices + first
+        budgets = work.plan.budget[b, h * work.group : (h + 1) * work.group].tolist()
+        counts = [blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0 for budget in budgets]
+        return [sorted(row[:count].tolist()) for row, count in zip(order, counts, strict=True)]
+
+    def select_listed(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
+        """Positions that each head of the group lists, or the best of them; how many keys were ranked for it."""
+        assert work.plan.listed is not None
+        offsets, pages, masks = work.plan.listed
+        group, middle = work.group, int(work.step.middle[b])
+        at = slice(*offsets[b * work.step.kv_heads + h :][:2].tolist())
+        rows = list(zip(pages[at].tolist(), masks[at].tolist(), strict=True))
+        chosen: list[list[int]] = []
+        ranked: set[int] = set()
+        for g, budget in enumerate(work.plan.budget[b, h * group : (h + 1) * group].tolist()):
+            listed = [page * PAGE + t for page, row in rows for t in range(PAGE) if row[g] >> t & 1]
+            count = blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0
+            if 0 < count < len(listed):
+                keys, _ = self.rows(work, b, h, listed)
+                best = torch.sort(keys.float() @ q[g], descending=True, stable=True).indices[:count]
+                ranked |= set(listed)
+                listed = sorted(listed[i] for i in best.tolist())
+            chosen.append(listed if count else [])
+        if work.plan.record is not None:
+            ranked |= self.record(work, b, h, q, work.plan.record, chosen)
+        return chosen, len(ranked)
+
+    def record(
+        self, work: LayerWork, b: int, h: int, q: torch.Tensor, record: Record, chosen: list[list[int]]
+    ) -> set[int]:
+        """Note what each head of the group chose from its list; positions whose keys this takes."""
+        assert work.plan.listed is not None
+        offsets, pages, masks = work.plan.listed
+        first, end = offsets[b * work.step.kv_heads + h :][:2].tolist()
+        budget = work.plan.budget[b, h * work.group : (h + 1) * work.group]
+        at = {page: i for i, page in enumerate(pages[first:end].tolist(), start=first)}
+        for g, positions in enumerate(chosen):
+            found = torch.zeros(end - first, dtype=torch.int32)
+            if positions:
+                keys, _ = self.rows(work, b, h, positions)
+                for position, score in zip(positions, (keys.float() @ q[g]).tolist(), strict=True):
+                    page, t = divmod(position, PAGE)
+                    found[at[page] - first] |= 1 << t
+                    record.scores[at[page], g, t] = score
+            record.chosen[first:end, g] = found.to(torch.uint16)
+        scored = masks[first:end].to(torch.int32)[:, (budget > 0) & (budget < 1)].tolist()
+        return {
+            page * PAGE + t
+            for page, i in at.items()
+            for mask in scored[i - first]
+            for t in range(PAGE)
+            if mask >> t & 1
+        }
+
+    def select(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> list[list[int]]:
+        """Positions of the blocks that each head of the group attends to, in ascending order."""
+        blocks, scores, counts = self.ranked(work, b, h, q, self.pool.spread)
+        chosen: list[set[int]] = []
+        for row, count in zip(scores, counts, strict=True):
+            best = torch.sort(row, descending=True, stable=True).indices[:count]
+            chosen.append({page for i in best.tolist() for page in blocks[i]})
+        if self.attend_union:
+            union = set().union(*chosen)
+            chosen = [union] * work.group
+        return [positions_of(pages) for pages in chosen]
+
+    def select_until(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
+        """Positions of the blocks that each head attends to before the group has enough; how many keys and values were
+        read once more, because heads came to them in different microbatches."""
+        assert work.plan.stop is not None
+        spread = 1.0 if work.plan.spread is None else float(work.plan.spread[b, h])
+        blocks, scores, counts = self.ranked(work, b, h, q, spread)
+        middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
+        logits = work.scale * (q @ self.rows(work, b, h, range(n))[0].float().T)
+        found = read_until(
+            scores,
+            [logits[:, positions_of(pages)] for pages in blocks],
+            torch.cat([logits[:, : placement.sinks], logits[:, placement.sinks + middle :]], dim=1),
+            float(work.plan.stop[b, h]),
+            least=max(1, MICROBATCH_PAGES * PAGE // int(work.plan.blk[b, h])),
+            union=self.attend_union,
+            limits=counts,
+        )
+        chosen = [positions_of(page for i in read for page in blocks[i]) for read in found.read]
+        read = sum(len(blocks[i]) for batch in found.microbatches for i in batch) * PAGE
+        return chosen, 2 * (read - len(set().union(*chosen)))
+
+    def ranked(
+        self, work: LayerWork, b: int, h: int, q: torch.Tensor, spread: float
+    ) -> tuple[list[range], torch.Tensor, list[int]]:
+        """Pages of the middle's blocks, their scores [G, n], and how many of them each head may read."""
+        group, blk, middle = work.group, int(work.plan.blk[b, h]), int(work.step.middle[b])
+        blocks = block_pages(middle, blk, self.pool.placement.sink_pages)
+        pages = work.page_table[b].long()
+        lo, hi = self.pool.page_metadata(work.layer)[h].unbind(1)
+        scores = block_scores(
+            q,
+            torch.stack([lo[pages[list(block)]].amin(0) for block in blocks]),
+            torch.stack([hi[pages[list(block)]].amax(0) for block in blocks]),
+            spread,
+        )
+        budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
+        return blocks, scores, [blocks_to_read(x, middle, blk, len(blocks)) if x > 0 else 0 for x in budgets]

@@ -1,0 +1,1 @@
+"""`fluxion train`: from sequences to a predictor."""

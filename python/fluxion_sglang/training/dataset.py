@@ -1,0 +1,185 @@
+"""What a predictor is trained on: sequences, which of their tokens are taken as decode steps, and what was recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from fluxion_sglang.predictor.features import BUDGETS, COUNT
+from fluxion_sglang.training import recorder
+from fluxion_sglang.training.line import fit_line
+
+SEGMENT: Final = 4096
+STEPS: Final = 8
+"""Of a text, so many random steps are taken from every segment of so many tokens (Fluxion, section 7)."""
+
+ANSWER_STEPS: Final = 24
+"""Steps taken from an answer at most."""
+
+Encode = Callable[[str], list[int]]
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message is one sentence that says where and why."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A sequence of the training data.
+
+    Attributes:
+        tokens: token ids, the answer's included.
+        answer: how many of them, at the end, are an answer; 0 for a text.
+    """
+
+    tokens: tuple[int, ...]
+    answer: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Samples of one tau, one a head; S of them.
+
+    Attributes:
+        features: [S, 41] float32. bgt0, k: [S] float32, Eq. 1 fitted to `budgets`. streaming: [S] bool.
+        budgets: [S, 4] float32, least budgets for blocks of 16, 32, 64 and 128 tokens.
+        sequence: [S] int64, index of the sequence: what is held out is whole sequences.
+        lse_middle: [S] float32, exact.
+    """
+
+    features: torch.Tensor
+    bgt0: torch.Tensor
+    k: torch.Tensor
+    streaming: torch.Tensor
+    budgets: torch.Tensor
+    sequence: torch.Tensor
+    lse_middle: torch.Tensor
+
+
+def read_sequences(path: Path, encode: Encode, room: int) -> list[TokenSequence]:
+    """The sequences of a JSONL file.
+
+    A line is an object with `input_ids` or `text`, and, where the end is an answer, `answer_ids` or `answer`; or a line
+    of LongBench-V2 (`context`, `question`, `choice_A` to `choice_D`, `answer`), which becomes a text. Texts are cut at
+    `room` tokens.
+
+    Raises:
+        DataError: the file is missing, a line is none of these, or one with an answer has more than `room` tokens.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); give a JSONL file, one sequence a line.") from None
+    found = [_sequence(line, f"{path}:{number}", encode, room) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise DataError(f"{path} has no sequences; give a JSONL file, one sequence a line.")
+    return found
+
+
+def _sequence(line: str, where: str, encode: Encode, room: int) -> TokenSequence:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON ({error.msg}); write one object a line.") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is no object; write one with `text` or `input_ids`.")
+    if "choice_A" in row and "context" in row:
+        choices = "\n".join(f"({letter}) {row.get('choice_' + letter, '')}" for letter in "ABCD")
+        return TokenSequence(tuple(encode(f"{row['context']}\n\n{row.get('question', '')}\n{choices}"))[:room])
+    prompt = _tokens(row, "input_ids", "text", where, encode)
+    if prompt is None:
+        raise DataError(f"{where} has neither `text` nor `input_ids`; give one of the two.")
+    answer = _tokens(row, "answer_ids", "answer", where, encode) or ()
+    if answer and len(prompt) + len(answer) > room:
+        raise DataError(
+            f"{where} has {len(prompt) + len(answer)} tokens, its answer included, and the model has room for {room}; "
+            "shorten the prompt or leave the line out."
+        )
+    return TokenSequence((*prompt, *answer)[:room], len(answer))
+
+
+def _tokens(row: dict[str, Any], ids: str, text: str, where: str, encode: Encode) -> tuple[int, ...] | None:
+    if ids in row:
+        value = row[ids]
+        if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+            raise DataError(f"{where}: `{ids}` is no list of token ids.")
+        return tuple(value)
+    if text in row:
+        if not isinstance(row[text], str):
+            raise DataError(f"{where}: `{text}` is no string.")
+        return tuple(encode(row[text]))
+    return None
+
+
+def choose_steps(sequence: TokenSequence, seed: int, resident: int) -> list[tuple[int, list[int]]]:
+    """Anchors and the steps that follow each: positions of tokens, in rising order.
+
+    Of an answer: its steps, with the prompt's last token as the anchor. Of the rest: `STEPS` random ones of every
+    segment of `SEGMENT` tokens, with the segment's first token as the anchor (Fluxion, section 7).
+
+    Args:
+        resident: tokens that are on the device anyway; earlier steps have nothing to decide.
+    """
+    rng = np.random.default_rng([seed, len(sequence.tokens)])
+    prompt = len(sequence.tokens) - sequence.answer
+    chosen = []
+    for start in range(0, prompt, SEGMENT):
+        first, stop = max(start, resident) + 1, min(start + SEGMENT, prompt)
+        if stop - first >= STEPS:
+            steps = rng.choice(np.arange(first, stop), STEPS, replace=False)
+            chosen.append((max(start, resident), sorted(int(step) for step in steps)))
+    # The last token of an answer is not decoded from.
+    answer = np.arange(max(prompt, resident + 1), len(sequence.tokens) - 1)
+    if sequence.answer and len(answer):
+        steps = rng.choice(answer, min(ANSWER_STEPS, len(answer)), replace=False)
+        chosen.append((prompt - 1, sorted(int(step) for step in steps)))
+    return chosen
+
+
+def with_steps(sequences: Sequence[TokenSequence], resident: int) -> list[int]:
+    """Indices of the sequences that have a step to take; whether one has does not depend on the seed."""
+    return [i for i, sequence in enumerate(sequences) if choose_steps(sequence, 0, resident)]
+
+
+def samples(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tuple[int, recorder.Samples]]:
+    """What was recorded of some sequences: index and samples, a layer at a time."""
+    for sequence in sequences:
+        for layer in range(layers):
+            if recorder.path(folder, sequence, layer).exists():
+                yield sequence, recorder.read(folder, sequence, layer)
+
+
+def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Table:
+    """The training table of one tau, out of what was recorded.
+
+    Raises:
+        DataError: nothing was recorded.
+    """
+    at = recorder.TAUS.index(tau)
+    parts: list[list[torch.Tensor]] = []
+    for sequence, found in samples(folder, sequences, layers):
+        features = torch.from_numpy(found.features.copy())
+        # Recorded under the first criterion; these are the columns that depend on it.
+        features[..., BUDGETS] = torch.from_numpy(found.anchor_budgets[..., at, 1:])
+        budgets = torch.from_numpy(found.budgets[..., at, :].copy()).reshape(-1, 5)
+        bgt0, k = fit_line(budgets)
+        parts.append(
+            [
+                features.reshape(-1, COUNT),
+                bgt0,
+                k,
+                budgets[:, 1] == 0,
+                budgets[:, 1:],
+                torch.full((len(budgets),), sequence),
+                torch.from_numpy(found.lse_middle.copy()).reshape(-1),
+            ]
+        )
+    if not parts:
+        raise DataError("no steps were recorded; the sequences are shorter than sinks and window together.")
+    return Table(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

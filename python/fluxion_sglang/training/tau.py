@@ -1,0 +1,116 @@
+"""Which tau is a predictor's default: held-out sequences are served with each, and the errors are held against targets.
+
+The ends of the sequences are decoded with the true tokens forced, so that all policies are asked about the same
+contexts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from tqdm import tqdm
+
+from fluxion_quality.kl import divergence
+from fluxion_quality.serve import Request, Server
+from fluxion_sglang.training.dataset import TokenSequence
+
+NAME: Final = "calibration.json"
+"""The file beside the predictor that says what every tau did, and which became the default."""
+
+FORCED: Final = 64
+"""Tokens at the end of a text that are decoded."""
+
+End = tuple[TokenSequence, int]
+"""A sequence and how many tokens of its end are decoded."""
+
+
+def ends(sequences: Iterable[TokenSequence]) -> list[End]:
+    """What to decode of sequences: answers whole, of texts the end.
+
+    A sequence with fewer than two such tokens is left out: the first comes from the prefill, which is exact.
+    """
+    found = [(sequence, sequence.answer or min(FORCED, len(sequence.tokens) // 8)) for sequence in sequences]
+    return [(sequence, count) for sequence, count in found if count >= 2]
+
+
+def measure(server: Server, ends: Sequence[End], taus: Sequence[float]) -> list[dict[str, Any]]:
+    """Serve the ends with every tau; there is at least one.
+
+    Returns:
+        Rows for `full` and every tau: kl, nats a token; right, share of answers whose every token is the most
+        probable (None: texts only); read, bytes over those of the middle; error_mean and error_p99 of heads; beyond,
+        share of heads and steps whose error exceeds tau (None for full).
+
+    Raises:
+        RequestFailed: the engine did not serve a sequence.
+    """
+    policies: dict[str, float | None] = {"full": None, **{f"fluxion:{tau:g}": tau for tau in taus}}
+    kl: dict[str, list[float]] = {policy: [] for policy in policies}
+    right: dict[str, list[bool]] = {policy: [] for policy in policies}
+    audits: dict[str, list[Any]] = {policy: [] for policy in policies}
+    for sequence, count in tqdm(ends, desc="calibrating", unit="seq"):
+        prompt, targets = sequence.tokens[:-count], sequence.tokens[-count:]
+        reference = None
+        for policy in policies:
+            (reply,) = server.generate([Request(prompt, policy, count, targets)])
+            audits[policy] += server.audited()
+            reference = reference or reply
+            pairs = list(zip(reference.steps, reply.steps, strict=True))[1:]
+            kl[policy] += [divergence(full, other) for full, other in pairs]
+            if sequence.answer:
+                named = tuple(int(step.ids[step.logprobs.argmax()]) for step in reply.steps)
+                right[policy].append(named == targets)
+    rows = []
+    for policy, tau in policies.items():
+        records = np.concatenate(audits[policy])
+        read = (records["tile_bytes"].sum() + records["metadata_bytes"].sum()) / records["kv_bytes"].sum()
+        rows.append(
+            {
+                "policy": policy,
+                "tau": tau,
+                "kl": float(np.mean(kl[policy])),
+                "right": float(np.mean(right[policy])) if right[policy] else None,
+                "read": float(read),
+                "error_mean": float(records["error"].mean()),
+                "error_p99": float(np.quantile(records["error"], 0.99)),
+                "beyond": None if tau is None else float((records["error"] > tau).mean()),
+            }
+        )
+        print(json.dumps(rows[-1]))
+    return rows
+
+
+def outcome(rows: Sequence[dict[str, Any]], kl: float, accuracy: float) -> dict[str, Any]:
+    """The content of `NAME`: tau, the default; met, whether it keeps the targets; the targets; the rows.
+
+    The default is the largest tau that keeps both targets, and where none does the smallest.
+
+    Args:
+        rows: of `measure`, `full` first.
+        kl: nats a token, at most. accuracy: share of answers that may be lost.
+    """
+    full, *others = rows
+    fitting = [
+        row["tau"]
+        for row in others
+        if row["kl"] <= kl and (full["right"] is None or row["right"] >= full["right"] - accuracy)
+    ]
+    tau = max(fitting) if fitting else min(row["tau"] for row in others)
+    return {"tau": tau, "met": bool(fitting), "kl": kl, "accuracy": accuracy, "rows": list(rows)}
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """One sentence on an `outcome`; files of earlier versions do not say whether the targets were kept."""
+    tau = f"tau {found['tau']:g}"
+    if "met" not in found:
+        return f"{tau} is the default."
+    targets = f"--kl {found['kl']:g} and --accuracy {found['accuracy']:g}"
+    if found["met"]:
+        return f"{tau} is the default, the largest that keeps {targets}."
+    return (
+        f"No tau keeps {targets}; {found['tau']:g}, the smallest, is the default: use more data, smaller --taus, or "
+        "serve full."
+    )

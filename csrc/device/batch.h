@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "device/device_api.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace fluxion {
 

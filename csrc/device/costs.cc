@@ -17,7 +17,7 @@ int64_t whole_bytes(double bytes) {
 double stage_launch(const Rates& rates) { return std::max(rates.stage_s, rates.launch_s); }
 
 // link, launch_s: of the way in which tiles in host memory are read.
-double share_of(const DeviceLoad& load, const Rates& rates, double hit_share, double link, double launch_s) {
+double share_of(const ForeignLoad& load, const Rates& rates, double hit_share, double link, double launch_s) {
   // Of nothing, and at no rate, no time is finite: then the comparisons below say no.
   const auto seconds = [](double bytes, double rate) { return bytes > 0 ? bytes / rate : 0.0; };
   const double tiles = static_cast<double>(load.tile_bytes);
@@ -34,7 +34,7 @@ double share_of(const DeviceLoad& load, const Rates& rates, double hit_share, do
 
 }  // namespace
 
-double device_share(const DeviceLoad& load, const Rates& rates, double hit_share) {
+double device_share(const ForeignLoad& load, const Rates& rates, double hit_share) {
   const double in_place = share_of(load, rates, hit_share, rates.link, rates.launch_s);
   if (!(rates.stage > 0)) return in_place;
   return std::max(in_place, share_of(load, rates, hit_share, rates.stage, stage_launch(rates)));

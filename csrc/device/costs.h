@@ -1,7 +1,7 @@
 // How much of a layer a device takes, so that it and the CPU are done at the same time.
 #pragma once
 
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace fluxion {
 
@@ -21,9 +21,9 @@ struct Rates {
 //   T_gpu(f) = launch + f * max(missed / link + hit / hot, metadata / scan) for f > 0:
 // the dispatcher ranks the next tasks while the device attends to the last ones. hit_share: of the tile
 // bytes, those expected in hot slots. Tiles are read in place or staged, whichever leaves the device more.
-double device_share(const DeviceLoad& load, const Rates& rates, double hit_share);
+double device_share(const ForeignLoad& load, const Rates& rates, double hit_share);
 
-// DeviceLoad::bytes() up to which the share is 0, at most 2^62.
+// ForeignLoad::bytes() up to which the share is 0, at most 2^62.
 int64_t least_bytes(const Rates& rates);
 
 // Bytes of tiles in host memory, in a batch, from which it is done sooner with a stage, at most 2^62: never.

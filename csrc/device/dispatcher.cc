@@ -159,7 +159,7 @@ void Dispatcher::publish_hot_stats() {
 }
 
 void Dispatcher::begin_layer() {
-  load_ = engine_.device_load();
+  load_ = engine_.load();
   feeding_ = load_.own + load_.tasks > 0;
   const bool fits = load_.longest <= config_.entries && !is_lost_.load(std::memory_order_relaxed);
   const double share = device_share(load_, rates_of_layer(), hit_share_);

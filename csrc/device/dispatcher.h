@@ -14,7 +14,7 @@
 #include "device/device_api.h"
 #include "device/hot_tiles.h"
 #include "device/costs.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace fluxion {
 
@@ -132,7 +132,7 @@ class Dispatcher {
   DeviceMemory looks_;  // a word that signals of no meaning go to
   int last_layer_ = -1;
 
-  DeviceLoad load_;
+  ForeignLoad load_;
   bool feeding_ = false;  // the open layer may have more tasks for the device
   int64_t left_ = 0;      // bytes of tiles that it may still take of those for anyone
   double hit_share_ = 0;  // of tile bytes, lately

@@ -40,7 +40,7 @@ Dispatcher::Dispatcher(Engine* engine, const DeviceApi* api, const DispatcherCon
     release();
     throw;
   }
-  engine_.attach_device(least_bytes(config_.rates));
+  engine_.attach(least_bytes(config_.rates));
   // Signals belong to the threads Python knows.
   sigset_t all, before;
   sigfillset(&all);
@@ -124,7 +124,7 @@ void Dispatcher::release() {
 void Dispatcher::stop() {
   const std::lock_guard lock(stop_mutex_);
   if (!thread_.joinable()) return;
-  engine_.detach_device();
+  engine_.detach();
   stop_.store(true, std::memory_order_release);
   engine_.wake();
   thread_.join();

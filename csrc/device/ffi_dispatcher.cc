@@ -80,7 +80,7 @@ int64_t dispatcher_times(DispatcherRef ref, TensorView out) {
 
 double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, TensorView rates,
              double hit_share) {
-  DeviceLoad load;
+  ForeignLoad load;
   load.tile_bytes = tile_bytes;
   load.metadata_bytes = metadata_bytes;
   load.cpu_bytes = cpu_bytes;

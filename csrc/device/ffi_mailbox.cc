@@ -69,7 +69,7 @@ bool mailbox_fail(MailboxRef ref, int64_t sequence) {
 }
 
 bool mailbox_finish(MailboxRef ref, EngineRef engine, int64_t sequence, int64_t planned_ns) {
-  guarded([&] { engine->engine->layer_finish(); });
+  guarded([&] { engine->engine->finish(); });
   return ref->mailbox->answer(static_cast<uint32_t>(sequence), planned_ns);
 }
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "ffi/objects.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace fluxion {
 

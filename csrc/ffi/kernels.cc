@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "kernels/feature_index.h"
 #include "kernels/table.h"
 
 namespace fluxion {
@@ -324,50 +323,6 @@ double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView
 }
 
 // isa "": the best one.
-void k_features(const String& isa, TensorView q, TensorView parts, TensorView rows, TensorView seq_lens,
-                TensorView anchor, TensorView anchor_q, TensorView mean_k, int64_t layer, int64_t first_head,
-                int64_t sinks, int64_t window, double scale, TensorView out) {
-  const Argument queries{"q", q}, lengths{"seq_lens", seq_lens}, requests{"rows", rows},
-      means{"mean_k", mean_k};
-  const DType dtype = queries.kv_dtype();
-  const int D = queries.head_dim();
-  queries.require(dl_dtype(dtype), {-1, -1, D}, /*any_rows=*/true);
-  const int B = queries.count();
-  const int64_t Hq = q.size(1);
-  means.require(kFloat32, {-1, -1, D});
-  const int64_t R = mean_k.size(0), Hk = mean_k.size(1);
-  if (Hk < 1 || Hq % Hk != 0) {
-    TVM_FFI_THROW(ValueError) << "q has " << Hq << " heads and mean_k has " << Hk
-                              << "; the first must be a multiple of the second.";
-  }
-  Argument{"parts", parts}.require(kFloat32, {B, Hq, kParts});
-  requests.require(kInt32, {B}).ids(R);
-  lengths.require(kInt32, {B});
-  for (int b = 0; b < B; ++b) {
-    if (lengths.data<int32_t>()[b] < 1) {
-      TVM_FFI_THROW(ValueError) << "seq_lens holds " << lengths.data<int32_t>()[b] << " at index " << b
-                                << "; a request has at least 1 token.";
-    }
-  }
-  Argument{"anchor", anchor}.require(kFloat32, {R, Hq, kAnchorFeatures});
-  Argument{"anchor_q", anchor_q}.require(dl_dtype(dtype), {R, Hq, D});
-  Argument{"out", out}.require(kFloat32, {B, Hq, kFeatures});
-  for (int64_t tokens : {sinks, window}) {
-    if (tokens < 0 || tokens % kPage != 0 || tokens > INT32_MAX) {
-      TVM_FFI_THROW(ValueError) << "sinks is " << sinks << " and window is " << window
-                                << "; both must be multiples of 16.";
-    }
-  }
-  const int64_t element = dtype == DType::kBF16 ? 2 : 4;
-  const KernelTable& table = isa.size() == 0 ? *best_kernel_table(dtype) : table_of(isa, dtype);
-  table.features({B, static_cast<int>(Hq), static_cast<int>(Hk), D, static_cast<int>(layer),
-                  static_cast<int>(first_head), static_cast<int>(sinks), static_cast<int>(window),
-                  static_cast<float>(scale), q.data_ptr(), q.stride(0) * element,
-                  static_cast<float*>(parts.data_ptr()), requests.data<int32_t>(), lengths.data<int32_t>(),
-                  static_cast<float*>(anchor.data_ptr()), anchor_q.data_ptr(), means.data<float>(),
-                  static_cast<float*>(out.data_ptr())});
-}
-
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isas, [] { return String(isas()); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, [] {
   try {
@@ -390,7 +345,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_state, k_merge_state);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_features, k_features);
 
 }  // namespace
 }  // namespace fluxion

@@ -41,6 +41,13 @@ inline DLDataType kv_type(const HostPool& pool) {
   return pool.shape().dtype == DType::kBF16 ? kBFloat16 : kFloat32;
 }
 
+// Keys or values [tokens, heads, D], D contiguous.
+inline TokenView token_view(const HostPool& pool, const TensorView& t, const char* name, int64_t tokens) {
+  const PoolShape& s = pool.shape();
+  expect(t, name, kv_type(pool), {tokens, s.kv_heads, s.head_dim}, 1);
+  return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
+}
+
 // Windows of one layer as the engine has them: [kv_heads, rows * slot pages, 2, 16, D].
 inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {
   const PoolShape& s = pool.shape();

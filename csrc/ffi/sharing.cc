@@ -1,11 +1,11 @@
-// The C ABI of runtime/sharing.h, for tests.
+// The C ABI of engine/sharing.h, for tests.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include <cstdint>
 
 #include "ffi/objects.h"
-#include "runtime/sharing.h"
+#include "engine/sharing.h"
 
 namespace fluxion {
 namespace {

@@ -249,42 +249,6 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
   for (int p = job.first; p < job.full; ++p) tag_blocks(layer, pages, p);
 }
 
-void HostPool::append_decode(int layer, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
-                             int64_t columns, int batch, TokenView k, TokenView v) {
-  check_layer(layer);
-  for (int b = 0; b < batch; ++b) {
-    if (seq_lens[b] < 1 || seq_lens[b] > columns * kPage) {
-      refuse("Request " + std::to_string(b) + " has " + std::to_string(seq_lens[b]) +
-             " tokens, but its row of the page table holds 1 to " + std::to_string(columns * kPage) + ".");
-    }
-    const std::string wrong = check_pages(table + b * table_stride, (seq_lens[b] + kPage - 1) / kPage);
-    if (!wrong.empty()) refuse("Request " + std::to_string(b) + " cannot be appended to: " + wrong + ".");
-  }
-  struct Job {
-    const HostPool* pool;
-    int layer;
-    const int32_t *seq_lens, *table;
-    int64_t stride;
-    int batch;
-    TokenView k, v;
-  } job{this, layer, seq_lens, table, table_stride, batch, k, v};
-  const auto head_body = [](void* arg, int h) {
-    const Job& j = *static_cast<Job*>(arg);
-    for (int b = 0; b < j.batch; ++b) {
-      const int32_t* pages = j.table + b * j.stride;
-      const int logical = (j.seq_lens[b] - 1) / kPage, offset = (j.seq_lens[b] - 1) % kPage;
-      j.pool->write_token(j.layer, h, pages[logical], offset, j.k.at(b, h), j.v.at(b, h));
-      if (offset != kPage - 1) continue;
-      j.pool->seal_page(j.layer, h, pages, logical);
-      j.pool->seal_blocks(j.layer, h, pages, logical);
-    }
-  };
-  workers_->parallel_for(shape_.kv_heads, head_body, &job);
-  for (int b = 0; b < batch; ++b) {
-    if (seq_lens[b] % kPage == 0) tag_blocks(layer, table + b * table_stride, seq_lens[b] / kPage - 1);
-  }
-}
-
 void HostPool::fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
                            int64_t n_pages) {
   check_layer(layer);

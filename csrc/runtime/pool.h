@@ -82,8 +82,8 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // set apart.) A stale tag is never believed: a block is looked up by a page that is full and last of it on
 // the request's path, and such a page rewrote the entry when it became full.
 //
-// append, adopt and append_decode must not run together with readers of the same layer. The engine, which
-// appends and reads in one step, uses the three parts below them.
+// append and adopt must not run together with readers of the same layer. The engine, which appends and reads in
+// one step, uses the three parts below them.
 class HostPool {
  public:
   // spread: how blocks are scored (KernelTable::score). isa: a name of available_isas(), or "" for the best
@@ -124,10 +124,6 @@ class HostPool {
   void adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count);
   // Throws std::invalid_argument where append would, whatever the layer.
   void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
-  // Writes the last token of each of `batch` requests: request b has seq_lens[b] tokens and the pages
-  // table[b * table_stride ..]. Same errors.
-  void append_decode(int layer, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
-                     int64_t columns, int batch, TokenView k, TokenView v);
   // Copies the resident tiles (sinks and window) of a request of n tokens into a row of the windows.
   void fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
                    int64_t n_pages);

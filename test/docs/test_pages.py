@@ -120,8 +120,8 @@ def test_file_names_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
-        ("csrc/runtime/engine.h", False),
-        ("runtime/engine.h", False),
+        ("csrc/engine/engine.h", False),
+        ("engine/engine.h", False),
         ("engine.h", False),
         ("csrc/runtime/no_such.h", True),
         ("no_such.py", True),

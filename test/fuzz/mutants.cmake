@@ -50,29 +50,29 @@ mutant(parts_over_o csrc/device/layout.h
   [==[at.o = at.parts + mailbox_round(heads * kMailboxParts * 4)]==]
   [==[at.o = at.parts]==])
 
-mutant(no_round_in_a_claim csrc/runtime/task_queue.h
+mutant(no_round_in_a_claim csrc/engine/task_queue.h
   [==[seen >> 8 != static_cast<uint64_t>(claim) >> kBits || ]==]
   [==[]==])
 
-mutant(no_round_in_a_state csrc/runtime/task_queue.h
+mutant(no_round_in_a_state csrc/engine/task_queue.h
   [==[round_ = round_ == kRoundMask ? 1 : round_ + 1;]==]
   [==[round_ = 1;]==])
 
-mutant(settled_without_the_lock csrc/runtime/task_queue.h
+mutant(settled_without_the_lock csrc/engine/task_queue.h
   [==[bool settle(Queue& queue, Mutex& mutex, int64_t claim, Write write) {
   const std::lock_guard lock(mutex);]==]
   [==[bool settle(Queue& queue, Mutex&, int64_t claim, Write write) {]==])
 
-mutant(revoked_without_the_lock csrc/runtime/task_queue.h
+mutant(revoked_without_the_lock csrc/engine/task_queue.h
   [==[void revoke_rest(Queue& queue, Mutex& mutex, Lost lost) {
   const std::lock_guard lock(mutex);]==]
   [==[void revoke_rest(Queue& queue, Mutex&, Lost lost) {]==])
 
-mutant(revoke_leaves_claims csrc/runtime/task_queue.h
+mutant(revoke_leaves_claims csrc/engine/task_queue.h
   [==[while ((seen & 15) == kReady || (seen & 15) == kClaimed) {]==]
   [==[while ((seen & 15) == kReady) {]==])
 
-mutant(pop_without_taking csrc/runtime/task_queue.h
+mutant(pop_without_taking csrc/engine/task_queue.h
   [==[head = word.fetch_add(1, std::memory_order_acq_rel);]==]
   [==[word.store(head + 1, std::memory_order_release);]==])
 

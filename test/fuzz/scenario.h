@@ -1,5 +1,5 @@
 // What is fuzzed: the code of a device, a layer server, its worker, a dispatcher and somebody who cancels,
-// over csrc/device/protocol.h and csrc/runtime/task_queue.h, with numbers in place of attention.
+// over csrc/device/protocol.h and csrc/engine/task_queue.h, with numbers in place of attention.
 //
 // Sync is what they synchronise with and what chooses for them: `Simulated` (fuzz.cc) or real threads
 // (stress.cc).
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "device/protocol.h"
-#include "runtime/task_queue.h"
+#include "engine/task_queue.h"
 
 namespace fuzz {
 

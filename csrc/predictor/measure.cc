@@ -1,4 +1,4 @@
-#include "runtime/measure.h"
+#include "predictor/measure.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/block_scores.h"
-#include "runtime/resident.h"
+#include "engine/block_scores.h"
+#include "engine/resident_parts.h"
 
 namespace fluxion {
 

@@ -45,7 +45,7 @@ struct MeasureArgs {
   float* budgets;  // [N][Hq][C][5]: least budget for blocks of 1, 16, 32, 64, 128 tokens
 };
 
-// The budget with which blocks_of_budget() buys exactly `count` of the blocks; 1 for all of them alone.
+// The budget with which units_of_budget() buys exactly `count` of the blocks; 1 for all of them alone.
 float budget_of_blocks(int count, int tokens, int blk, int blocks);
 
 // Blocks are tried in the order in which the engine selects them without attend_union: none, then the best,

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ffi/objects.h"
-#include "runtime/predictor.h"
+#include "predictor/network.h"
 
 namespace fluxion {
 namespace {

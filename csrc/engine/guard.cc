@@ -1,4 +1,4 @@
-#include "runtime/guard.h"
+#include "engine/guard.h"
 
 #include <bit>
 #include <cmath>

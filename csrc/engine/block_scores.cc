@@ -1,4 +1,4 @@
-#include "runtime/block_scores.h"
+#include "engine/block_scores.h"
 
 #include <cstring>
 

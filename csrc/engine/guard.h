@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kernels/table.h"
-#include "runtime/block_scores.h"
+#include "engine/block_scores.h"
 
 namespace fluxion {
 

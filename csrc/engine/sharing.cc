@@ -1,4 +1,4 @@
-#include "runtime/sharing.h"
+#include "engine/sharing.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,11 +1,11 @@
-// The C ABI of runtime/measure.h.
+// The C ABI of predictor/measure.h.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include <cstdint>
 
 #include "ffi/objects.h"
-#include "runtime/measure.h"
+#include "predictor/measure.h"
 
 namespace fluxion {
 namespace {

@@ -3,20 +3,18 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace fluxion {
 
-int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
-
 int64_t Engine::pop(Executor executor, bool own_lane) {
-  if (!own_lane) return pop(executor);
+  if (!own_lane) return claim_next(queue_, foreign_mutex_, executor);
   const std::lock_guard lock(foreign_mutex_);
   return queue_.pop(executor, executor);
 }
 
 // Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
-// selection_mutex_, both of which layer_begin takes to open a layer and drain to close it.
+// selection_mutex_, both of which begin takes to open a layer and drain to close it.
 int Engine::resolve(int64_t claim_or_index) const {
   const int i = TaskQueue::task_of(claim_or_index);
   Executor executor;
@@ -31,40 +29,41 @@ int Engine::resolve(int64_t claim_or_index) const {
 
 int Engine::task(int64_t claim_or_index) {
   const std::lock_guard lock(foreign_mutex_);
-  const Task& t = tasks_[resolve(claim_or_index)];
-  return t.request * shape_.kv_heads + t.head;
+  return layer_.index(tasks_[resolve(claim_or_index)]);
 }
 
 bool Engine::deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads) {
-  // The layer stays open until the claim is finished: args_ is alive.
-  return settle(queue_, foreign_mutex_, claim, [&](int task, Executor executor) {
-    const Task& t = tasks_[task];
-    const int64_t at = state_at(t.request, t.head);
-    std::copy_n(o, static_cast<int64_t>(group_) * shape_.head_dim, &mid_o_[at * shape_.head_dim]);
-    std::copy_n(lse, group_, &mid_lse_[at]);
+  // The layer stays open until the claim is finished: what it points to is alive.
+  return settle(queue_, foreign_mutex_, claim, [&](int i, Executor executor) {
+    const Task& task = tasks_[i];
+    std::copy_n(o, static_cast<int64_t>(layer_.group) * shape_.head_dim, layer_.middle_o(task));
+    std::copy_n(lse, layer_.group, layer_.middle_lse(task));
     totals_[kStatTasksCpu + static_cast<int>(executor)].fetch_add(1, std::memory_order_relaxed);
     totals_[kStatTokensRead].fetch_add(tokens, std::memory_order_relaxed);
     totals_[kStatTileBytes].fetch_add(reads.tile_bytes, std::memory_order_relaxed);
     totals_[kStatMetadataBytes].fetch_add(reads.metadata_bytes, std::memory_order_relaxed);
-    reads_[t.request * shape_.kv_heads + t.head] = reads;
-    if (merges_itself()) part_done(t.request, t.head);
+    reads_[layer_.index(task)] = reads;
+    part_done(task);
   });
 }
 
 bool Engine::fail(int64_t claim, const std::string& message) {
-  return settle(queue_, foreign_mutex_, claim, [&](int task, Executor executor) {
-    const Task& t = tasks_[task];
+  return settle(queue_, foreign_mutex_, claim, [&](int i, Executor executor) {
+    const Task& task = tasks_[i];
     record_failure("The executor \"" + std::string(kExecutorNames[static_cast<int>(executor)]) +
-                   "\" failed on request " + std::to_string(t.request) + ", KV head " +
-                   std::to_string(t.head) + ": " + message);
+                   "\" failed on request " + std::to_string(task.request) + ", KV head " +
+                   std::to_string(task.head) + ": " + message);
     totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
   });
 }
 
 // The caller holds selection_mutex_.
-Selection Engine::select_foreign(int task, int32_t* pages, uint16_t* masks, int max) {
+Selection Engine::select_foreign(int i, int32_t* pages, uint16_t* masks, int max) {
   Scratch* s = &selection_scratch_;
-  const Selection chosen = select(tasks_[task], s);
+  const Task& task = tasks_[i];
+  const TaskKind* kind = kinds_[layer_.index(task)];
+  const Selection chosen =
+      kind != nullptr ? kind->select(layer_, task, s) : select_blocks(layer_, task, s);
   if (chosen.count > max) {
     throw std::invalid_argument("The selection has " + std::to_string(chosen.count) +
                                 " pages and room was given for " + std::to_string(max) +
@@ -72,9 +71,9 @@ Selection Engine::select_foreign(int task, int32_t* pages, uint16_t* masks, int 
   }
   std::copy_n(s->pages.data(), chosen.count, pages);
   if (chosen.masked) {
-    std::copy_n(s->masks.data(), chosen.count * group_, masks);
+    std::copy_n(s->masks.data(), chosen.count * layer_.group, masks);
   } else {
-    std::fill_n(masks, chosen.count * group_, uint16_t{0xffff});
+    std::fill_n(masks, chosen.count * layer_.group, uint16_t{0xffff});
   }
   return chosen;
 }
@@ -87,9 +86,9 @@ int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, i
 ForeignTask Engine::foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q) {
   const std::lock_guard lock(selection_mutex_);
   const int i = resolve(claim);
-  const Task& t = tasks_[i];
-  std::memcpy(q, query(t.request, t.head), group_ * shape_.token_bytes());
-  return {args_.layer, t.head, args_.scale, select_foreign(i, pages, masks, max)};
+  const Task& task = tasks_[i];
+  std::memcpy(q, layer_.query(task), layer_.group * shape_.token_bytes());
+  return {layer_.in.layer, task.head, layer_.in.scale, select_foreign(i, pages, masks, max)};
 }
 
 void Engine::wake() {
@@ -97,30 +96,9 @@ void Engine::wake() {
   opened_.notify_all();
 }
 
-// While the layer is made; read under foreign_mutex_ once it is open.
-void Engine::add_load(int lane, int pages, int64_t tile_bytes, int64_t metadata_bytes) {
-  if (lane == static_cast<int>(Executor::kGpu) || lane == static_cast<int>(Executor::kAny))
-    load_.longest = std::max(load_.longest, pages);
-  switch (static_cast<Executor>(lane)) {
-    case Executor::kCpu:
-      load_.cpu_bytes += tile_bytes + metadata_bytes;
-      break;
-    case Executor::kGpu:
-      load_.own += 1;
-      break;
-    case Executor::kAny:
-      load_.tasks += 1;
-      load_.tile_bytes += tile_bytes;
-      load_.metadata_bytes += metadata_bytes;
-      break;
-    default:
-      break;
-  }
-}
-
-DeviceLoad Engine::device_load() {
+ForeignLoad Engine::load() {
   const std::lock_guard lock(foreign_mutex_);
-  return open_.load(std::memory_order_acquire) ? load_ : DeviceLoad{};
+  return open_.load(std::memory_order_acquire) ? load_ : ForeignLoad{};
 }
 
 }  // namespace fluxion

@@ -1,4 +1,4 @@
-#include "runtime/resident.h"
+#include "engine/resident_parts.h"
 
 #include <algorithm>
 #include <cmath>

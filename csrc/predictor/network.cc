@@ -1,4 +1,4 @@
-#include "runtime/predictor.h"
+#include "predictor/network.h"
 
 #include <algorithm>
 #include <atomic>

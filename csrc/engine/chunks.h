@@ -1,0 +1,32 @@
+// The two stages of a task, scan and attention, in chunks that idle workers can take.
+//
+// Nothing but the sizes of a task decides where it is cut, and its owner merges the chunks in their order. So
+// neither the number of workers nor their timing changes a bit of the result.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/layer.h"
+#include "engine/scratch.h"
+
+namespace fluxion {
+
+// Attention of a group to what the scratch lists. Written: o [G][D], lse [G].
+void attend(const Layer& layer, const Task& task, const Selection& selection, Scratch* scratch, float* o,
+            float* lse);
+// The same of `heads` queries over any pages of a KV head, with masks if the selection is masked. The scratch
+// has room for the parts. page_lse: as for KernelTable::attend_pages, or nullptr.
+void attend(const Layer& layer, const char* q, int heads, int kv_head, const Selection& selection,
+            const int32_t* pages, const uint16_t* masks, Scratch* scratch, float* o, float* lse,
+            float* page_lse = nullptr);
+
+// Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata
+// read.
+int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, const char* q, int heads,
+                     float spread, float* scores, int64_t stride, Scratch* scratch);
+// Scores of all tokens of `count` physical pages into the scratch.
+void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
+// Scores of the scratch's tokens, `count` of them, into the scratch.
+void score_rows(const Layer& layer, const Task& task, int count, Scratch* scratch);
+
+}  // namespace fluxion

@@ -1,0 +1,462 @@
+#include "engine/engine.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <stdexcept>
+
+#include "kernels/feature_index.h"
+
+namespace fluxion {
+
+const char* const kStatNames =
+    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,middle_tokens,"
+    "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes,"
+    "microbatches";
+
+namespace {
+
+// A layer with so many chunks wakes workers that sleep. They would come too late for fewer.
+constexpr int kWakeChunks = 3;
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+
+[[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", value);
+  return text;
+}
+
+double task_timeout() {
+  const char* text = std::getenv("FLUXION_TASK_TIMEOUT_S");
+  if (text == nullptr || *text == '\0') return 60.0;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (*end != '\0' || !(seconds > 0)) {
+    refuse("FLUXION_TASK_TIMEOUT_S is \"" + std::string(text) +
+           "\"; it must be a number of seconds above 0.");
+  }
+  return seconds;
+}
+
+[[noreturn]] void throw_busy() {
+  throw std::runtime_error("The workers run another layer; finish it before this one begins.");
+}
+
+// Before anything is made of it.
+const EngineConfig& checked(const EngineConfig& config, const PoolShape& shape) {
+  if (config.q_heads < 1 || config.q_heads % shape.kv_heads != 0 ||
+      config.q_heads / shape.kv_heads > kMaxGroup) {
+    refuse("The model has " + std::to_string(config.q_heads) + " query heads and " +
+           std::to_string(shape.kv_heads) + " KV heads; the first must be 1 to 16 times the second.");
+  }
+  if (config.sinks != shape.sink_pages * kPage) {
+    refuse("sinks is " + std::to_string(config.sinks) + ", but the pool's metadata leaves out " +
+           std::to_string(shape.sink_pages * kPage) + " tokens; give both the same number.");
+  }
+  if (config.window < kPage || config.window % kPage != 0) {
+    refuse("window is " + std::to_string(config.window) + "; it must be a multiple of 16, at least 16.");
+  }
+  if (config.max_requests < 1 || config.max_pages < 1) {
+    refuse("max_requests and max_pages must be at least 1.");
+  }
+  if (!(config.guard >= 0) || std::isinf(config.guard)) {
+    refuse("guard is " + number(config.guard) +
+           "; it must be a share of attention above 0, or 0 for no guard.");
+  }
+  return config;
+}
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config)
+    : pool_(std::move(pool)),
+      config_(checked(config, pool_->shape())),
+      shape_(pool_->shape()),
+      timeout_s_(task_timeout()),
+      step_(*pool_, config.window),
+      layer_(*pool_, config_, step_),
+      scratch_(pool_->workers().size()),
+      worker_ns_(scratch_.size()),
+      worker_helped_(scratch_.size()) {
+  selection_scratch_.looks_on = true;
+  reserve(config.max_requests, config.max_pages);
+}
+
+Engine::~Engine() { abandon(); }
+
+void Engine::abandon() {
+  drain(/*abandoned=*/true);
+  held_layer_ = written_layer_ = -1;
+}
+
+// ---- room
+
+void Engine::reserve(int requests, int pages) {
+  if (requests <= step_.max_requests() && pages <= step_.max_pages()) return;
+  if (static_cast<int64_t>(requests) * shape_.kv_heads > TaskQueue::kMaxTasks) {
+    refuse(std::to_string(requests) + " requests with " + std::to_string(shape_.kv_heads) +
+           " KV heads make more tasks than one layer can hold (" + std::to_string(TaskQueue::kMaxTasks) +
+           ").");
+  }
+  const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
+  // By half more at a time, so that a request that grows by a page every 16 steps seldom pays for it.
+  const auto grown = [](int need, int have) { return need <= have ? have : std::max(need, have + have / 2); };
+  const int max_requests =
+      std::min<int>(grown(requests, step_.max_requests()), TaskQueue::kMaxTasks / shape_.kv_heads);
+  const int max_pages = grown(pages, step_.max_pages());
+  const size_t groups = static_cast<size_t>(max_requests) * shape_.kv_heads;
+  const size_t states = static_cast<size_t>(max_requests) * config_.q_heads;
+  skip_.resize(max_requests);
+  order_.resize(groups);
+  tasks_.resize(groups);
+  kinds_.resize(groups);
+  reads_.resize(groups);
+  bundles_.reserve(max_requests, shape_.kv_heads);
+  res_lse_.resize(states);
+  mid_lse_.resize(states);
+  res_o_.resize(states * shape_.head_dim);
+  mid_o_.resize(states * shape_.head_dim);
+  waits_ = std::make_unique<std::atomic<uint8_t>[]>(groups);
+  queue_.reserve(static_cast<int64_t>(groups));
+  resize_scratch(max_pages, ranked_tokens_);
+  layer_.res_o = res_o_.data();
+  layer_.res_lse = res_lse_.data();
+  // Last: where memory ran out half-way there is room for the old sizes, and only for these.
+  step_.reserve(max_requests, max_pages);
+}
+
+// Room for the open layer's kinds of tasks. That of a middle which is ranked token by token is 16 times that of
+// its pages, so it is there only where it was asked for.
+void Engine::reserve_tasks(int ranked_tokens) {
+  const bool grows = ranked_tokens > ranked_tokens_;
+  if (!grows && layer_.plan->kinds.empty()) return;
+  const std::lock_guard lock(selection_mutex_);
+  if (grows) {
+    const int tokens = std::max(ranked_tokens, ranked_tokens_ + ranked_tokens_ / 2);
+    resize_scratch(step_.max_pages(), tokens);
+    ranked_tokens_ = tokens;  // last, as in reserve()
+  }
+  for (const auto& kind : layer_.plan->kinds) {
+    for (Scratch& s : scratch_) kind->reserve(static_cast<int>(s.pages.size()), layer_.group, &s);
+    kind->reserve(static_cast<int>(selection_scratch_.pages.size()), layer_.group, &selection_scratch_);
+  }
+}
+
+void Engine::resize_scratch(int pages, int tokens) {
+  // The resident pages use the same arrays as the middle's.
+  const int most = std::max(pages, (config_.sinks + config_.window) / kPage + 1);
+  const Scratch::Room room{most,           tokens, layer_.group, shape_.head_dim, shape_.entry_bytes(),
+                           config_.guard > 0};
+  for (Scratch& s : scratch_) s.resize(room);
+  selection_scratch_.resize(room);
+}
+
+// ---- a step
+
+void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
+                  int64_t table_stride, int64_t columns) {
+  abandon();
+  finished_ = false;
+  step_.clear();
+  bundles_.clear_step();
+  int longest = 1;
+  for (int b = 0; b < batch; ++b) {
+    if (seq_lens[b] >= 1 && seq_lens[b] <= columns * kPage) longest = std::max(longest, seq_lens[b]);
+  }
+  reserve(batch, (longest + kPage - 1) / kPage);
+  step_.begin(rows, seq_lens, batch, table, table_stride, columns);
+  try {
+    bundles_.begin_step(layer_, &scratch_);
+  } catch (...) {
+    step_.clear();
+    bundles_.clear_step();
+    throw;
+  }
+}
+
+// ---- a layer
+
+void Engine::check_rows(const LayerInput& in) const {
+  if (in.window.data != nullptr && in.k.data != nullptr && !step_.rows_differ()) {
+    refuse("Two requests of the step have the same row; every request writes to a row of its own.");
+  }
+}
+
+void Engine::check_residents(const LayerInput& in, const LayerOutput& to, bool held) const {
+  if (to.on_device() || held || in.window.data != nullptr) return;
+  refuse("Layer " + std::to_string(in.layer) +
+         " has no residents; pass windows, or call layer_resident for this layer first.");
+}
+
+// What every phase of a layer begins with. Nobody computes.
+void Engine::open_input(const LayerInput& in) {
+  layer_.in = in;
+  layer_.to = {};
+  layer_.plan = nullptr;
+  held_ = false;
+  task_bytes_ = 0;
+  next_item_.store(0, std::memory_order_relaxed);
+}
+
+void Engine::skip_bad_requests() {
+  failure_ = step_.failure();
+  const WindowView& window = layer_.in.window;
+  for (int b = 0; b < step_.batch(); ++b) {
+    const Request& r = step_.request(b);
+    skip_[b] = !r.good;
+    if (!r.good || window.data == nullptr || (r.row >= 0 && r.row < window.rows)) continue;
+    skip_[b] = true;
+    record_failure("Request " + std::to_string(b) + " has the row " + std::to_string(r.row) +
+                   ", and the windows have the rows 0 to " + std::to_string(window.rows - 1) + ".");
+  }
+}
+
+// False when the workers are taken. Those that sleep are left alone where they would come too late to be of
+// use.
+bool Engine::launch(WorkerPool::Fn work) {
+  const bool residents = layer_.in.window.data != nullptr && !held_;
+  const int64_t resident_bytes = step_.resident_pages() * shape_.kv_heads * shape_.tile_bytes();
+  const int64_t bytes = task_bytes_ + (residents ? resident_bytes : 0);
+  return pool_->workers().launch(work, this, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
+}
+
+// All items, to their end.
+void Engine::run_items(WorkerPool::Fn work) {
+  skip_bad_requests();
+  appended_ = layer_.in.k.data != nullptr;
+  items_ = step_.batch() * shape_.kv_heads;
+  if (items_ == 0) return;
+  if (!launch(work)) throw_busy();
+  pool_->workers().join();
+}
+
+void Engine::residents(const LayerInput& in, float* parts) {
+  abandon();
+  finished_ = false;
+  pool_->check_layer(in.layer);
+  check_rows(in);
+  open_input(in);
+  parts_out_ = parts;
+  run_items(&Engine::parts_main);
+  held_layer_ = in.layer;
+}
+
+void Engine::append(int layer, const TokenView& k, const TokenView& v) {
+  abandon();
+  finished_ = false;
+  pool_->check_layer(layer);
+  LayerInput in{};
+  in.layer = layer;
+  in.k = k;
+  in.v = v;
+  open_input(in);
+  run_items(&Engine::append_main);
+  written_layer_ = layer;
+}
+
+// The residents' LSE from what a device says of sinks and window, as resident_parts() has it.
+void Engine::take_parts(const float* parts) {
+  alignas(64) float nothing[16] = {}, merged[16];
+  for (int64_t i = 0; i < static_cast<int64_t>(step_.batch()) * config_.q_heads; ++i, parts += kParts) {
+    res_lse_[i] =
+        layer_.exact.merge_state(nothing, parts[kPartLseSink], nothing, parts[kPartLseLocal], 16, merged);
+  }
+}
+
+int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<const LayerPlan> plan) {
+  const bool bare = in.k.data == nullptr && in.window.data == nullptr;
+  const bool held = held_layer_ == in.layer && bare && !to.on_device();
+  const bool written = written_layer_ == in.layer && bare && to.on_device();
+  abandon();
+  finished_ = false;
+  pool_->check_layer(in.layer);
+  check_rows(in);
+  check_residents(in, to, held);
+  open_input(in);
+  layer_.to = to;
+  layer_.plan = std::move(plan);
+  held_ = held;
+  // Of a held layer, these are as residents() left them.
+  if (!held) {
+    skip_bad_requests();
+    appended_ = written || in.k.data != nullptr;
+  }
+  layer_.mid_o = to.on_device() ? to.o : mid_o_.data();
+  layer_.mid_lse = to.on_device() ? to.lse : mid_lse_.data();
+  layer_.residents_known = held || to.parts != nullptr;
+  if (to.parts != nullptr) take_parts(to.parts);
+  // A group without a task reads nothing and merges with nothing.
+  const int groups = step_.batch() * shape_.kv_heads;
+  std::fill_n(reads_.data(), groups, Reads{});
+  std::fill_n(layer_.mid_lse, static_cast<size_t>(step_.batch()) * config_.q_heads, kMinusInf);
+  const Lanes lanes = make_tasks();
+  items_ = held || !bare ? groups : 0;
+  owners_.store(0, std::memory_order_relaxed);
+  {
+    const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
+    queue_.open(lanes);
+    open_.store(true, std::memory_order_release);
+  }
+  const int64_t least = least_load_.load(std::memory_order_relaxed);
+  if (load_.own > 0 || (load_.tasks > 0 && load_.bytes() >= least)) wake();
+  launched_ = queue_.count() + items_ > 0;
+  if (launched_ && !launch(&Engine::worker_main)) {
+    launched_ = false;
+    abandon();
+    throw_busy();
+  }
+  return queue_.count();
+}
+
+void Engine::finish() {
+  if (!open_.load(std::memory_order_acquire)) {
+    throw std::runtime_error("layer_finish was called without layer_begin; begin a layer first.");
+  }
+  drain(/*abandoned=*/false);
+  totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
+  if (layer_.to.on_device()) {
+    for (int i = 0; i < step_.batch() * shape_.kv_heads; ++i) take_given(layer_.task(i));
+  }
+  if (!failure_.empty())
+    throw std::runtime_error("Layer " + std::to_string(layer_.in.layer) + ": " + failure_);
+  finished_ = true;
+}
+
+void Engine::check_finished() const {
+  if (finished_) return;
+  throw std::runtime_error(
+      "There is no result: no layer of this step was finished, or the last one failed; ask after a "
+      "layer_finish that threw nothing.");
+}
+
+const Reads* Engine::reads() const {
+  check_finished();
+  return reads_.data();
+}
+
+void Engine::result(float* out) const {
+  check_finished();
+  if (layer_.to.on_device()) {
+    throw std::runtime_error("There is no result: the layer's residents are a device's, which merges them.");
+  }
+  const int64_t D = shape_.head_dim, states = static_cast<int64_t>(step_.batch()) * config_.q_heads;
+  for (int64_t i = 0; i < states; ++i) {
+    layer_.exact.merge_state(&res_o_[i * D], res_lse_[i], &mid_o_[i * D], mid_lse_[i], shape_.head_dim,
+                             out + i * D);
+  }
+}
+
+// ---- the end of a layer
+
+// Ends the open layer, if there is one: afterwards nobody reads or writes what layer_ points to. An abandoned
+// layer starts no work that it has not started: its pages and rows may belong to somebody else by now.
+void Engine::drain(bool abandoned) {
+  if (!open_.load(std::memory_order_acquire)) return;
+  if (abandoned) {
+    next_item_.store(items_, std::memory_order_relaxed);
+    const std::lock_guard lock(foreign_mutex_);
+    queue_.close();
+  }
+  if (launched_) pool_->workers().join();
+  launched_ = false;
+  wait_or_revoke(!abandoned);
+  {
+    const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
+    queue_.close();
+    open_.store(false, std::memory_order_release);
+  }
+  if (!abandoned) seal_coarse();
+  for (size_t w = 0; w < scratch_.size(); ++w) {
+    Scratch& s = scratch_[w];
+    worker_ns_[w].fetch_add(s.busy_ns, std::memory_order_relaxed);
+    worker_helped_[w].fetch_add(s.helped_chunks, std::memory_order_relaxed);
+    s.busy_ns = s.helped_chunks = 0;
+    for (int i = 0; i < kStatCount; ++i) {
+      if (s.stats[i] == 0) continue;
+      totals_[i].fetch_add(s.stats[i], std::memory_order_relaxed);
+      s.stats[i] = 0;
+    }
+  }
+}
+
+void Engine::wait_or_revoke(bool wait) {
+  using Clock = std::chrono::steady_clock;
+  for (int i = 0; wait && i < 2000 && !queue_.all_done(); ++i) cpu_pause();
+  if (queue_.all_done()) return;
+  const auto start = Clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  while (wait && !queue_.all_done()) {
+    const double seconds = elapsed();
+    if (seconds >= timeout_s_) break;
+    if (seconds < 1e-3) {
+      sched_yield();
+    } else {
+      const timespec pause{0, 20'000};
+      nanosleep(&pause, nullptr);
+    }
+  }
+  revoke_rest(queue_, foreign_mutex_, [&](int i, Executor executor) {
+    if (!wait) return;
+    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+    record_failure("Task " + std::to_string(i) + " (request " + std::to_string(tasks_[i].request) +
+                   ", KV head " + std::to_string(tasks_[i].head) + ") belongs to the executor \"" +
+                   kExecutorNames[static_cast<int>(executor)] + "\" and was not delivered within " +
+                   number(timeout_s_) +
+                   " s; look for that executor's error, or raise FLUXION_TASK_TIMEOUT_S.");
+  });
+}
+
+// Half of the full pages end no coarse block.
+bool Engine::ends_coarse(int b) const { return !skip_[b] && step_.request(b).length % (2 * kPage) == 0; }
+
+void Engine::seal_coarse() {
+  if (!appended_) return;
+  const int batch = step_.batch();
+  bool any = false;
+  for (int b = 0; b < batch; ++b) any |= ends_coarse(b);
+  if (!any) return;
+  // Every head seals in the order of requests, in which they are tagged: where two share a place, entries and
+  // tag are of the last one.
+  const auto seal_head = [](void* self, int h) {
+    const Engine& e = *static_cast<Engine*>(self);
+    for (int b = 0; b < e.step_.batch(); ++b) {
+      if (!e.ends_coarse(b)) continue;
+      e.pool_->seal_blocks(e.layer_.in.layer, h, e.step_.pages(b), e.step_.request(b).length / kPage - 1);
+    }
+  };
+  pool_->workers().parallel_for(shape_.kv_heads, seal_head, this, /*wake=*/false);
+  for (int b = 0; b < batch; ++b) {
+    if (ends_coarse(b)) pool_->tag_blocks(layer_.in.layer, step_.pages(b), step_.request(b).length / kPage - 1);
+  }
+}
+
+void Engine::record_failure(const std::string& sentence) {
+  const std::lock_guard lock(failure_mutex_);
+  if (failure_.empty()) failure_ = sentence;
+}
+
+void Engine::fail_task(const Task& task, const std::string& what) {
+  record_failure("Request " + std::to_string(task.request) + ", KV head " + std::to_string(task.head) + " " +
+                 what + ".");
+}
+
+void Engine::stats(int64_t* out) const {
+  for (int i = 0; i < kStatCount; ++i) out[i] = totals_[i].load(std::memory_order_relaxed);
+}
+
+void Engine::worker_counts(int64_t* ns, int64_t* helped_chunks) const {
+  for (size_t w = 0; w < worker_ns_.size(); ++w) {
+    ns[w] = worker_ns_[w].load(std::memory_order_relaxed);
+    helped_chunks[w] = worker_helped_[w].load(std::memory_order_relaxed);
+  }
+}
+
+}  // namespace fluxion

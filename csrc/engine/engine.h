@@ -1,0 +1,214 @@
+// One decode step, layer by layer: resident attention, the task queue, the merge.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/bundle.h"
+#include "engine/layer.h"
+#include "engine/task_kind.h"
+#include "engine/task_queue.h"
+#include "runtime/worker_pool.h"
+
+namespace fluxion {
+
+// What the open layer has for foreign executors, by the sizes of the plan: what the tasks will read, about.
+struct ForeignLoad {
+  int own = 0;                                 // tasks for such an executor alone
+  int tasks = 0;                               // tasks that it may take
+  int64_t tile_bytes = 0, metadata_bytes = 0;  // of these
+  int64_t cpu_bytes = 0;                       // tiles and metadata of the CPU's own tasks
+  int longest = 0;                             // most pages that a task of the first two may read
+
+  int64_t bytes() const { return tile_bytes + metadata_bytes + cpu_bytes; }
+};
+
+// A task as a foreign executor needs it, beside its query and what it reads.
+struct ForeignTask {
+  int layer, head;
+  float scale;
+  Selection chosen;
+};
+
+// Threads: step, residents, append, begin and finish belong to one thread at a time. The foreign functions may
+// be called from any thread at any time.
+//
+// Who does what. A worker takes the residents of a group or a task, and has it until it is done: the task's
+// scan, selection, attention and merge use its scratch. Scan and attention are stages of chunks (chunks.h): a
+// worker that finds the queue dry helps with those of the others.
+//
+// Phases of a layer. Between begin and finish each page that fills gets its own metadata and moments
+// (seal_page) from the item that appends to it: nobody reads that page, because it is in no request's middle
+// yet. Coarse entries and tags are direct-mapped, so the entry of a block that completes now may be the one
+// another request's task reads; therefore they are read-only until the last task is done, and finish writes
+// them (seal_blocks) then.
+class Engine {
+ public:
+  // Throws std::invalid_argument for a geometry that does not fit the pool. FLUXION_TASK_TIMEOUT_S (default
+  // 60): how long finish waits for foreign executors.
+  Engine(std::shared_ptr<HostPool> pool, const EngineConfig& config);
+  ~Engine();
+
+  // As Step::begin. A request with a bad length or page id fails every layer of the step; the other requests
+  // are computed.
+  void step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
+            int64_t table_stride, int64_t columns);
+  int batch() const { return step_.batch(); }
+
+  // Appends the step's token and computes the resident attention of a layer, before anything is planned. The
+  // begin that comes next uses both if it is of the same layer and brings neither k nor a window, and
+  // otherwise drops the attention; so do step() and abandon(). parts: [B][Hq][kParts]
+  // (kernels/feature_index.h), written; of bad requests -inf and 0: they fail the layer in finish(). Throws as
+  // begin() does, and abandons an open layer as it does.
+  void residents(const LayerInput& in, float* parts);
+  // Appends the step's token to the host alone, for a plan that needs it there. The begin that comes next, of
+  // the same layer and with its residents on a device, brings neither k nor v.
+  void append(int layer, const TokenView& k, const TokenView& v);
+  // Returns the number of tasks. A layer that was begun and not finished is abandoned first. Throws
+  // std::invalid_argument where nobody has computed the residents, or computes them; nothing was begun.
+  int begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<const LayerPlan> plan);
+  // Throws std::runtime_error with the layer's first failure; the engine is ready for the next layer either
+  // way.
+  void finish();
+  // Of the last layer: its output before it was rounded to the KV dtype, [B][Hq][D], and what each task read,
+  // [B][Hk] (0 where there was none). They throw std::runtime_error unless the layer was finished without a
+  // failure, and no step or layer was begun since; result() also for a layer on a device.
+  void result(float* out) const;
+  const Reads* reads() const;
+  // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
+  void abandon();
+
+  // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
+  // own_lane: only what is for this executor alone.
+  int64_t pop(Executor executor, bool own_lane = false);
+  int task(int64_t claim_or_index);  // b * Hk + h
+  // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how
+  // many it read, summed over the heads.
+  bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads);
+  bool fail(int64_t claim, const std::string& message);
+  // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
+  int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
+  // The same with all it takes to compute the task. q: [G][D] KV dtype, a copy, because the step's queries are
+  // somebody else's once the layer ends. The CPU's workers take none of the locks here.
+  ForeignTask foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q);
+
+  // For an executor with a thread of its own. While one is attached, tasks that are no runs of blocks go to
+  // the CPU's lane: their ranking reads keys, or depends on what they read. least: bytes of all tasks from
+  // which on a layer is worth its while. Between two layers.
+  void attach(int64_t least) { least_load_.store(least, std::memory_order_relaxed); }
+  void detach() { least_load_.store(-1, std::memory_order_relaxed); }
+  // Changes whenever a layer opens that is worth its while, or has tasks for it alone; with wake(), too.
+  uint32_t opened() const { return opened_.load(std::memory_order_acquire); }
+  // Until opened() is not `seen`: sleeps.
+  void wait_opened(uint32_t seen) const { opened_.wait(seen, std::memory_order_acquire); }
+  void wake();
+  ForeignLoad load();
+  double timeout_s() const { return timeout_s_; }
+
+  void stats(int64_t* out) const;  // [kStatCount], cumulative
+  // [workers], cumulative, of finished layers: the time that each worker has computed, and the chunks it did
+  // of tasks of others. These alone depend on timing.
+  void worker_counts(int64_t* ns, int64_t* helped_chunks) const;
+  int last_tasks() const { return queue_.count(); }
+  int owner(int i) const { return queue_.owner(i); }
+
+  const HostPool& pool() const { return *pool_; }
+  const std::shared_ptr<HostPool>& shared_pool() const { return pool_; }
+  const EngineConfig& config() const { return config_; }
+  int group() const { return layer_.group; }
+
+ private:
+  using Lanes = std::array<int, kLanes>;
+
+  void reserve(int requests, int pages);
+  void reserve_tasks(int ranked_tokens);
+  void resize_scratch(int pages, int tokens);
+  void check_finished() const;
+  void check_rows(const LayerInput& in) const;
+  void check_residents(const LayerInput& in, const LayerOutput& to, bool held) const;
+  void open_input(const LayerInput& in);
+  void skip_bad_requests();
+  void take_parts(const float* parts);
+
+  // make_tasks.cc
+  Lanes make_tasks();
+  const TaskKind* kind_of(const Task& task) const;
+  bool make_task(const Task& task, bool attached, int* lane, int* ranked_tokens);
+  void add_load(int lane, const Task& task, int64_t tile_bytes);
+  void sort_tasks(int count);
+
+  bool launch(WorkerPool::Fn work);
+  void run_items(WorkerPool::Fn work);
+  static void worker_main(void* self, int worker);
+  static void parts_main(void* self, int worker);
+  static void append_main(void* self, int worker);
+  void work(int worker);
+  void help(int worker);
+  void resident_item(const Task& task, Scratch* scratch);
+  void run_task(int i, Scratch* scratch);
+  void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
+  void part_done(const Task& task);
+  void take_given(const Task& task);
+  void merge(const Task& task);
+
+  void drain(bool abandoned);
+  void wait_or_revoke(bool wait);
+  bool ends_coarse(int b) const;
+  void seal_coarse();
+  void record_failure(const std::string& sentence);
+  void fail_task(const Task& task, const std::string& what);
+  int resolve(int64_t claim_or_index) const;
+  Selection select_foreign(int task, int32_t* pages, uint16_t* masks, int max);
+
+  std::shared_ptr<HostPool> pool_;
+  EngineConfig config_;
+  const PoolShape shape_;
+  double timeout_s_;
+  Step step_;
+  Layer layer_;
+  int ranked_tokens_ = 0;  // the scratch has room for the scores of so many; 0 until a layer asks for them
+
+  // This layer.
+  std::atomic<bool> open_{false};
+  bool launched_ = false;
+  int held_layer_ = -1;     // whose residents residents() left in res_o_, res_lse_
+  int written_layer_ = -1;  // whose token append() wrote
+  bool held_ = false;       // this layer began with it
+  bool appended_ = false;   // this layer wrote the step's token
+  bool finished_ = false;   // the last layer, without a failure
+  float* parts_out_ = nullptr;
+  std::vector<uint8_t> skip_;  // [B]: a bad request
+  std::vector<uint64_t> order_;
+  std::vector<Task> tasks_;
+  std::vector<const TaskKind*> kinds_;  // [B][H], of the tasks: nullptr: blocks
+  Bundles bundles_;
+  std::vector<Reads> reads_;  // [B][H]
+  std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
+  std::unique_ptr<std::atomic<uint8_t>[]> waits_;         // [B][H]: results a group still waits for
+  int items_ = 0;                                         // resident items: B * H, or 0
+  int64_t task_bytes_ = 0;                                // that the tasks read, at most about
+  alignas(64) std::atomic<int> next_item_{0};
+  TaskQueue queue_;
+  alignas(64) std::atomic<int> owners_{0};  // workers that have a task or may yet get one
+
+  std::vector<Scratch> scratch_;  // one a worker
+  std::mutex failure_mutex_;
+  std::string failure_;
+
+  std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
+  std::mutex selection_mutex_;  // selection_scratch_
+  Scratch selection_scratch_;
+  ForeignLoad load_;
+  std::atomic<int64_t> least_load_{-1};
+  alignas(64) std::atomic<uint32_t> opened_{0};
+
+  std::atomic<int64_t> totals_[kStatCount] = {};
+  std::vector<std::atomic<int64_t>> worker_ns_, worker_helped_;
+};
+
+}  // namespace fluxion

@@ -1,0 +1,106 @@
+// The open layer, as its tasks see it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/plan.h"
+#include "engine/step.h"
+#include "engine/task.h"
+#include "runtime/pool.h"
+
+namespace fluxion {
+
+// A stage of a task (its scan, its attention) reads this much at a time, and idle workers help with the rest:
+// 20 to 40 us on one core, a hundred times what it costs to claim a chunk and to merge its result.
+inline constexpr int64_t kChunkBytes = 512 << 10;
+
+struct EngineConfig {
+  int q_heads;
+  int sinks;         // tokens, a multiple of 16; equal to the pool's sink_pages * 16
+  int window;        // tokens, a multiple of 16
+  int max_requests;  // capacities to start with: step() grows them
+  int max_pages;     // of the longest request
+  bool attend_union;
+  double guard;         // share of a head's attention that may be left out before it reads more; 0: no guard
+  int64_t chunk_bytes;  // what a stage of a task reads at a time
+  bool share_prefixes;  // see Bundle
+  int64_t cached_bytes;  // of tiles that the last cache keeps from one request to the next
+};
+
+// What a layer of B requests computes with. Everything pointed to lives until the layer ends.
+struct LayerInput {
+  int layer;
+  const char* q;      // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t q_stride;   // bytes
+  TokenView k, v;     // [B][Hk][D]: the token at position n-1 of each request; data nullptr: it is written
+  WindowView window;  // data nullptr: the residents are attended to already, or a device's
+  float scale;        // multiplies q.k
+};
+
+// Where the result goes: to `out`, merged with the residents, or to o and lse, the middle's alone, where the
+// residents are a device's. Then k and v go to the host alone.
+struct LayerOutput {
+  char* out = nullptr;    // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t out_stride = 0;  // bytes
+  float* o = nullptr;    // [B][Hq][D]; written where lse is not -inf
+  float* lse = nullptr;  // [B][Hq], natural log
+  // What the device found of the residents (layout of Engine::residents), for early exit and the guard; copied.
+  // nullptr: it is not known.
+  const float* parts = nullptr;
+
+  bool on_device() const { return lse != nullptr; }
+};
+
+struct Layer {
+  Layer(const HostPool& pool, const EngineConfig& config, const Step& step)
+      : pool(pool),
+        shape(pool.shape()),
+        config(config),
+        step(step),
+        kernels(pool.kernels()),
+        exact(*kernel_table(kernels.isa, DType::kF32)),
+        group(config.q_heads / shape.kv_heads) {}
+
+  const HostPool& pool;
+  const PoolShape& shape;
+  const EngineConfig& config;
+  const Step& step;
+  const KernelTable& kernels;
+  const KernelTable& exact;  // the same ISA's of float32
+  const int group;           // G
+
+  LayerInput in{};
+  LayerOutput to;
+  std::shared_ptr<const LayerPlan> plan;
+  // Results of the residents and of the middle: [B][Hq][D], [B][Hq].
+  float *res_o = nullptr, *res_lse = nullptr, *mid_o = nullptr, *mid_lse = nullptr;
+  bool residents_known = false;  // res_lse is there before the tasks begin
+
+  int index(const Task& task) const { return task.request * shape.kv_heads + task.head; }
+  Task task(int i) const { return {i / shape.kv_heads, i % shape.kv_heads}; }
+  const char* query(const Task& task) const {
+    return in.q + task.request * in.q_stride + int64_t{task.head} * group * shape.token_bytes();
+  }
+  // First of the group's states in res_lse and mid_lse; times D in the o's.
+  int64_t state(const Task& task) const {
+    return static_cast<int64_t>(task.request) * config.q_heads + int64_t{task.head} * group;
+  }
+  float* middle_o(const Task& task) const { return mid_o + state(task) * shape.head_dim; }
+  float* middle_lse(const Task& task) const { return mid_lse + state(task); }
+
+  const int32_t* pages(const Task& task) const { return step.pages(task.request); }
+  int blk(const Task& task) const { return plan->blk[index(task)]; }
+  const float* budget(const Task& task) const { return plan->budget + state(task); }
+  const char* tiles(const Task& task) const { return pool.tiles(in.layer, task.head); }
+
+  // Merges a second part of `heads` heads into o and lse.
+  void merge(int heads, float* o, float* lse, const float* more_o, const float* more_lse) const {
+    const int D = shape.head_dim;
+    for (int g = 0; g < heads; ++g)
+      lse[g] = exact.merge_state(o + g * D, lse[g], more_o + g * D, more_lse[g], D, o + g * D);
+  }
+};
+
+}  // namespace fluxion

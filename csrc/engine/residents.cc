@@ -1,0 +1,93 @@
+#include "engine/residents.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "engine/resident_parts.h"
+
+namespace fluxion {
+
+namespace {
+
+// Where the residents of a request lie in its window, and how many tokens the last page has.
+struct Resident {
+  int sinks, local;  // pages: those in the scratch, sinks first
+  int tokens;        // of the last page
+};
+
+Resident list_residents(const Layer& layer, const Task& task, Scratch* s) {
+  const Request& r = layer.step.request(task.request);
+  const WindowView& w = layer.in.window;
+  const int end = (r.length - 1) / kPage + 1;
+  int32_t* pages = s->pages.data();
+  const auto list = [&](int first, int last) {
+    for (int p = first; p < last; ++p) *pages++ = static_cast<int32_t>(w.slot(r.row, p));
+    return std::max(last - first, 0);
+  };
+  Resident found;
+  found.sinks = list(0, std::min(end, w.sink_pages));
+  found.local = list(r.window_page, end);
+  found.tokens = (r.length - 1) % kPage + 1;
+  return found;
+}
+
+const char* window_tiles(const Layer& layer, const Task& task) {
+  return layer.in.window.data + task.head * layer.in.window.head_stride;
+}
+
+}  // namespace
+
+void append_token(const Layer& layer, const HostPool& pool, const Task& task) {
+  if (layer.in.k.data == nullptr) return;
+  const auto [b, h] = task;
+  const Request& r = layer.step.request(b);
+  const int position = r.length - 1, logical = position / kPage, offset = position % kPage;
+  const char *k = layer.in.k.at(b, h), *v = layer.in.v.at(b, h);
+  const int32_t* pages = layer.pages(task);
+  pool.write_token(layer.in.layer, h, pages[logical], offset, k, v);
+  if (offset == kPage - 1) pool.seal_page(layer.in.layer, h, pages, logical);
+  const WindowView& w = layer.in.window;
+  if (w.data == nullptr) return;
+  const int64_t bytes = layer.shape.token_bytes();
+  char* to =
+      w.data + h * w.head_stride + w.slot(r.row, logical) * layer.shape.tile_bytes() + offset * bytes;
+  std::memcpy(to, k, bytes);
+  std::memcpy(to + kPage * bytes, v, bytes);
+}
+
+void attend_residents(const Layer& layer, const Task& task, Scratch* s) {
+  const Resident found = list_residents(layer, task, s);
+  const int count = found.sinks + found.local, G = layer.group;
+  const uint16_t* masks = nullptr;
+  if (found.tokens != kPage) {
+    std::fill_n(s->masks.data(), (count - 1) * G, uint16_t{0xffff});
+    std::fill_n(s->masks.data() + (count - 1) * G, G, static_cast<uint16_t>((1u << found.tokens) - 1));
+    masks = s->masks.data();
+  }
+  const int64_t at = layer.state(task);
+  layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale, window_tiles(layer, task),
+                       s->pages.data(), masks, count, 0, &layer.res_o[at * layer.shape.head_dim],
+                       &layer.res_lse[at]);
+}
+
+void attend_parts(const Layer& layer, const Task& task, Scratch* s, float* parts) {
+  const Resident found = list_residents(layer, task, s);
+  const char* tiles = window_tiles(layer, task);
+  const int32_t* pages = s->pages.data();
+  const int64_t at = layer.state(task);
+  resident_parts(layer.kernels, layer.exact, layer.query(task), layer.group, layer.shape.head_dim,
+                 layer.in.scale, {tiles, pages, found.sinks, found.local > 0 ? kPage : found.tokens},
+                 {tiles, pages + found.sinks, found.local, found.tokens}, s->masks.data(),
+                 &layer.res_o[at * layer.shape.head_dim], &layer.res_lse[at], parts);
+}
+
+void no_parts(const Layer& layer, float* parts) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  for (int g = 0; g < layer.group; ++g, parts += kParts) {
+    std::fill_n(parts, kParts, 0.0f);
+    parts[kPartLseSink] = parts[kPartLseLocal] = kNone;
+  }
+}
+
+}  // namespace fluxion

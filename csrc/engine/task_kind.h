@@ -1,0 +1,55 @@
+// How a task is done: what it reads, and attention to that.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "engine/layer.h"
+#include "engine/scratch.h"
+
+namespace fluxion {
+
+// Blocks are the engine's own kind (blocks.h), in bundles where requests begin alike (bundle.h). Every other
+// kind comes with a plan: an object of it holds what the plan says of its tasks, and its scratch is its own
+// (Scratch::own). The methods are called from many threads at once; nothing changes while a layer is open.
+class TaskKind {
+ public:
+  virtual ~TaskKind() = default;
+
+  // Throws std::invalid_argument unless its part of a plan has the shape of the plan.
+  virtual void check_shape(const LayerPlan& plan) const = 0;
+  // Whether a task is of this kind.
+  virtual bool takes(const Layer& layer, const Task& task) const = 0;
+  // What is wrong with a task that it takes ("has ...", completes the name of a request and head), or "":
+  // then it may be done.
+  virtual std::string wrong(const Layer& layer, const Task& task) const = 0;
+  // Bytes that the task reads, at most about; 0: nothing, there is no task.
+  virtual int64_t bytes(const Layer& layer, const Task& task) const = 0;
+  // Tokens whose scores it needs room for; 0: the blocks' room is enough.
+  virtual int ranked_tokens(const Layer& layer, const Task& task) const = 0;
+  // Makes its own room in a scratch that has room for so many pages. May throw std::bad_alloc.
+  virtual void reserve(int pages, int group, Scratch* scratch) const;
+
+  // What the task reads, into the scratch.
+  virtual Selection select(const Layer& layer, const Task& task, Scratch* scratch) const = 0;
+  // Does the task. Written: o [G][D], lse [G].
+  virtual Selection run(const Layer& layer, const Task& task, Scratch* scratch, float* o, float* lse) const;
+};
+
+// Heads of a group that read something, that read everything, and that choose by scores; how many units
+// (blocks, tokens) each wants.
+struct Wanted {
+  uint16_t active = 0;
+  uint16_t whole = 0;
+  uint16_t ranked = 0;
+  int count[kMaxGroup];
+};
+
+// Units that a head reads of `units`, which hold `tokens` tokens in units of `size`: ceil(budget * tokens /
+// size), at least one, at most all. A millionth is forgiven, so that a budget which float32 rounds up (0.05)
+// buys none too many.
+int units_of_budget(float budget, int tokens, int size, int units);
+// ranked is left 0.
+Wanted wanted_of(const Layer& layer, const Task& task, int tokens, int size, int units);
+
+}  // namespace fluxion

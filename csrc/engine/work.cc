@@ -1,0 +1,138 @@
+// What the workers do in a layer: resident items, then tasks from the queue.
+#include <algorithm>
+
+#include "engine/engine.h"
+#include "engine/residents.h"
+#include "kernels/feature_index.h"
+
+namespace fluxion {
+
+void Engine::worker_main(void* self, int worker) { static_cast<Engine*>(self)->work(worker); }
+
+void Engine::work(int worker) {
+  Scratch* scratch = &scratch_[worker];
+  const int64_t start = now_ns();
+  for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items_;)
+    resident_item(layer_.task(i), scratch);
+  // Before the first pop: whoever finds the queue dry then knows of all who have a task.
+  owners_.fetch_add(1, std::memory_order_relaxed);
+  for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
+    run_task(TaskQueue::task_of(claim), scratch);
+    queue_.finish(claim);
+  }
+  owners_.fetch_sub(1, std::memory_order_release);
+  scratch->busy_ns += now_ns() - start;
+  help(worker);
+}
+
+// Until no task that is begun can open a stage any more.
+void Engine::help(int worker) {
+  constexpr int kPauses = 16;  // about a microsecond between two rounds of looks
+  const int workers = static_cast<int>(scratch_.size());
+  Scratch* own = &scratch_[worker];
+  for (Backoff backoff; owners_.load(std::memory_order_acquire) > 0;) {
+    int helped = 0;
+    const int64_t start = now_ns();
+    for (int i = 1; i < workers; ++i) helped += scratch_[(worker + i) % workers].stage.help(own);
+    if (helped > 0) {
+      own->busy_ns += now_ns() - start;
+      own->helped_chunks += helped;
+      backoff = {};
+    } else {
+      backoff.wait(kPauses);
+    }
+  }
+}
+
+// Of residents().
+void Engine::parts_main(void* self_ptr, int worker) {
+  Engine* self = static_cast<Engine*>(self_ptr);
+  Scratch* scratch = &self->scratch_[worker];
+  const Layer& layer = self->layer_;
+  const int64_t start = now_ns();
+  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
+    const Task task = layer.task(i);
+    float* parts = self->parts_out_ + layer.state(task) * kParts;
+    if (self->skip_[task.request]) {
+      no_parts(layer, parts);
+      continue;
+    }
+    append_token(layer, *self->pool_, task);
+    attend_parts(layer, task, scratch, parts);
+  }
+  scratch->busy_ns += now_ns() - start;
+}
+
+// Of append().
+void Engine::append_main(void* self_ptr, int) {
+  Engine* self = static_cast<Engine*>(self_ptr);
+  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
+    const Task task = self->layer_.task(i);
+    if (!self->skip_[task.request]) append_token(self->layer_, *self->pool_, task);
+  }
+}
+
+// Where residents() did both, the item only takes its turn in the merge.
+void Engine::resident_item(const Task& task, Scratch* scratch) {
+  if (skip_[task.request]) return;
+  if (!held_) {
+    append_token(layer_, *pool_, task);
+    if (layer_.in.window.data == nullptr) return;
+    attend_residents(layer_, task, scratch);
+  }
+  part_done(task);
+}
+
+void Engine::run_task(int n, Scratch* scratch) {
+  const Task& task = tasks_[n];
+  const int i = layer_.index(task);
+  if (const Bundle* bundle = bundles_.of(i)) {
+    if (bundle->tasks[0] != i) return;
+    const auto done = [&](const Task& member, const Selection& chosen) { task_done(member, chosen, scratch); };
+    return run_bundle(layer_, *bundle, scratch, done);
+  }
+  float *o = layer_.middle_o(task), *lse = layer_.middle_lse(task);
+  const TaskKind* kind = kinds_[i];
+  task_done(task,
+            kind != nullptr ? kind->run(layer_, task, scratch, o, lse)
+                            : run_blocks(layer_, task, scratch, o, lse),
+            scratch);
+}
+
+void Engine::task_done(const Task& task, const Selection& chosen, Scratch* scratch) {
+  scratch->stats[kStatTasksCpu] += 1;
+  scratch->stats[kStatTokensRead] += chosen.tokens;
+  scratch->stats[kStatTileBytes] += chosen.reads.tile_bytes;
+  scratch->stats[kStatMetadataBytes] += chosen.reads.metadata_bytes;
+  scratch->stats[kStatMicrobatches] += chosen.microbatches;
+  reads_[layer_.index(task)] = chosen.reads;
+  part_done(task);
+}
+
+// The later of a group's resident item and task merges the two. A device merges for itself.
+void Engine::part_done(const Task& task) {
+  if (layer_.to.on_device()) return;
+  if (waits_[layer_.index(task)].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(task);
+}
+
+// Into the middle's state of a group, whose task is done.
+void Engine::take_given(const Task& task) {
+  const LayerPlan& plan = *layer_.plan;
+  if (plan.given_lse == nullptr) return;
+  const int64_t at = layer_.state(task);
+  layer_.merge(layer_.group, layer_.middle_o(task), layer_.middle_lse(task),
+               plan.given_o + at * shape_.head_dim, plan.given_lse + at);
+}
+
+void Engine::merge(const Task& task) {
+  take_given(task);
+  const int64_t at = layer_.state(task), D = shape_.head_dim, bytes = shape_.token_bytes();
+  char* out =
+      layer_.to.out + task.request * layer_.to.out_stride + int64_t{task.head} * layer_.group * bytes;
+  for (int64_t i = at; i < at + layer_.group; ++i, out += bytes) {
+    layer_.kernels.merge_state(&layer_.res_o[i * D], layer_.res_lse[i], &layer_.mid_o[i * D],
+                               layer_.mid_lse[i], shape_.head_dim, out);
+  }
+}
+
+}  // namespace fluxion

@@ -1,0 +1,163 @@
+// The C ABI of workers and pool. Argument checks live here: what the classes below it receive has the right
+// shape and dtype.
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ffi/objects.h"
+#include "runtime/pool.h"
+#include "runtime/topology.h"
+#include "runtime/worker_pool.h"
+
+namespace fluxion {
+namespace {
+
+// Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares it.
+constexpr int64_t kAbiVersion = 19;
+
+PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
+                     int64_t sink_pages) {
+  for (int64_t v : {layers, kv_heads, pages, head_dim, sink_pages}) {
+    if (v < 0 || v > INT32_MAX) Raise("ValueError") << "A size of the pool is " << v << ", which cannot be.";
+  }
+  return {static_cast<int>(layers),   static_cast<int>(kv_heads), static_cast<int>(pages),
+          static_cast<int>(head_dim), static_cast<DType>(dtype),  static_cast<int>(sink_pages)};
+}
+
+int64_t abi_version() { return kAbiVersion; }
+
+ffi::String topology() {
+  return guarded([] { return ffi::String(topology_json()); });
+}
+
+Workers workers_create(int64_t n, TensorView cores) {
+  expect(cores, "cores", kInt32, {-1}, 1);
+  return guarded([&] {
+    const int32_t* c = data<int32_t>(cores);
+    const int threads = static_cast<int>(std::clamp<int64_t>(n, -1, 1 << 20));
+    return Workers(ffi::make_object<WorkersObj>(
+        std::make_shared<WorkerPool>(threads, std::vector<int>(c, c + cores.numel()))));
+  });
+}
+
+ffi::String workers_cores(Workers workers) {
+  std::string out;
+  for (int c : workers->pool->cores()) out += (out.empty() ? "" : ",") + std::to_string(c);
+  return out;
+}
+
+int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype) {
+  return guarded([&] { return pool_bytes(pool_shape(layers, kv_heads, pages, head_dim, dtype, 0)); });
+}
+
+Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim,
+                 int64_t dtype, int64_t sink_pages, double spread, ffi::String isa) {
+  return guarded([&] {
+    const PoolShape shape = pool_shape(layers, kv_heads, pages, head_dim, dtype, sink_pages);
+    return Pool(ffi::make_object<PoolObj>(
+        std::make_shared<HostPool>(workers->pool, shape, static_cast<float>(spread), std::string(isa))));
+  });
+}
+
+ffi::String pool_isa(Pool pool) { return ffi::String(pool->pool->kernels().isa); }
+
+// A tensor over the pool's memory, which lives as long as the tensor.
+struct PoolMemory {
+  std::shared_ptr<HostPool> pool;
+  void* at;
+  void AllocData(DLTensor* t) { t->data = at; }
+  void FreeData(DLTensor*) {}
+};
+
+ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
+  const std::string name(name_ref);
+  const HostPool& pool = *pool_ref->pool;
+  const PoolShape& s = pool.shape();
+  const int l = static_cast<int>(std::clamp<int64_t>(layer, -1, INT32_MAX));
+  guarded([&] { pool.check_layer(l); });
+  const auto view = [&](void* at, std::initializer_list<int64_t> shape, DLDataType dtype) {
+    return ffi::Tensor::FromNDAlloc(PoolMemory{pool_ref->pool, at},
+                                    ffi::ShapeView(shape.begin(), shape.size()), dtype, DLDevice{kDLCPU, 0});
+  };
+  if (name == "memory") {  // whole small pages: what follows the last byte belongs to the mapping
+    const HostMemory& memory = pool.memory();
+    return view(memory.data(), {round_up(memory.bytes(), kSmallPage)}, DLDataType{kDLUInt, 8, 1});
+  }
+  if (name == "tiles")
+    return view(pool.tiles_base(l), {s.kv_heads, s.pages, 2, kPage, s.head_dim}, kv_type(pool));
+  if (name == "moments") return view(pool.moments_base(l), {s.kv_heads, s.pages, s.moments_len()}, kFloat64);
+  for (int j = 0; j < kLevels; ++j) {
+    const std::string level = std::to_string(j);
+    if (name == "meta" + level)
+      return view(pool.meta_base(l, j), {s.kv_heads, s.entries(j), 2, s.head_dim}, kv_type(pool));
+    if (j > 0 && name == "tag" + level) return view(pool.tags(l, j), {s.entries(j)}, kInt32);
+  }
+  Raise("ValueError") << "The pool has no tensor \"" << name
+                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3, moments or memory.";
+  TVM_FFI_UNREACHABLE();
+}
+
+void pool_append(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, TensorView k, TensorView v) {
+  HostPool& pool = *pool_ref->pool;
+  expect(pages, "pages", kInt32, {-1}, 1);
+  const TokenView keys = token_view(pool, k, "k", -1), values = token_view(pool, v, "v", k.size(0));
+  guarded([&] {
+    pool.append(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, k.size(0), keys, values);
+  });
+}
+
+void pool_check(Pool pool, TensorView pages, int64_t start, int64_t count) {
+  expect(pages, "pages", kInt32, {-1}, 1);
+  guarded([&] { pool->pool->check_tokens(data<int32_t>(pages), pages.size(0), start, count); });
+}
+
+void pool_adopt(Pool pool, int64_t layer, TensorView pages, int64_t start, int64_t count) {
+  expect(pages, "pages", kInt32, {-1}, 1);
+  guarded(
+      [&] { pool->pool->adopt(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, count); });
+}
+
+void pool_fill_window(Pool pool_ref, int64_t layer, TensorView window, int64_t row, int64_t n,
+                      TensorView pages, int64_t sinks, int64_t window_tokens) {
+  HostPool& pool = *pool_ref->pool;
+  expect(pages, "pages", kInt32, {-1}, 1);
+  const WindowView view = window_view(pool, window, sinks, window_tokens);
+  guarded([&] {
+    pool.fill_window(static_cast<int>(layer), view, static_cast<int>(row), static_cast<int>(n),
+                     data<int32_t>(pages), pages.size(0));
+  });
+}
+
+void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, TensorView v) {
+  HostPool& pool = *pool_ref->pool;
+  const PoolShape& s = pool.shape();
+  expect(pages, "pages", kInt32, {-1}, 1);
+  for (auto [t, name] : {std::pair{&k, "out_k"}, std::pair{&v, "out_v"}}) {
+    expect(*t, name, kv_type(pool), {s.kv_heads, pages.size(0) * kPage, s.head_dim}, 2);
+  }
+  guarded([&] {
+    pool.gather(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), data<char>(k),
+                k.stride(0) * s.element(), data<char>(v), v.stride(0) * s.element());
+  });
+}
+
+}  // namespace
+}  // namespace fluxion
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, fluxion::abi_version);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topology_json, fluxion::topology);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_create, fluxion::workers_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_cores, fluxion::workers_cores);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_bytes, fluxion::pool_bytes_of);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_create, fluxion::pool_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_isa, fluxion::pool_isa);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_tensor, fluxion::pool_tensor);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append, fluxion::pool_append);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_check, fluxion::pool_check);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_adopt, fluxion::pool_adopt);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_fill_window, fluxion::pool_fill_window);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_gather, fluxion::pool_gather);

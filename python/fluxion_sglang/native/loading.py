@@ -1,0 +1,133 @@
+"""Loading the native library.
+
+The library does not know torch: tensors cross as DLPack through apache-tvm-ffi.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tvm_ffi
+
+ABI_VERSION = 19
+"""What `abi_version` of a library that fits this file returns."""
+
+_LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
+
+# These wait for other threads, or run long: Python threads go on meanwhile. The others return within
+# microseconds, and giving the lock away could cost them a whole switch interval.
+_BLOCKING = frozenset(
+    {
+        "workers_create",
+        "pool_create",
+        "pool_append",
+        "pool_adopt",
+        "pool_fill_window",
+        "pool_gather",
+        "measure",
+        "hgca_establish",
+        "hgca_step",
+        "host_memory",
+        "probe_read",
+        "probe_attend",
+        "probe_score",
+        "probe_select",
+        "engine_step",
+        "engine_layer_resident",
+        "engine_layer_append",
+        "engine_layer_finish",
+        "engine_selection",
+        "dispatcher_create",
+        "dispatcher_stop",
+        "time_attend",
+        "mailbox_wait",
+        "mailbox_finish",
+    }
+)
+
+
+class NativeLibraryError(RuntimeError):
+    """The native library is missing, cannot be loaded, or belongs to another version of this package."""
+
+
+def library_path() -> Path:
+    """Where the library is: FLUXION_LIBRARY, or beside this file."""
+    return Path(os.environ.get("FLUXION_LIBRARY") or _LIBRARY)
+
+
+def check_complete(path: Path) -> None:
+    """Raises OSError unless an ELF file has all its segments: a truncated one kills the loader (SIGBUS)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            raise OSError("it is no 64-bit ELF library")
+        (table,) = struct.unpack_from("<Q", header, 32)
+        entry, count = struct.unpack_from("<HH", header, 54)
+        file.seek(table)
+        segments = file.read(entry * count)
+    if len(segments) < entry * count:
+        raise OSError("it is truncated")
+    for at in range(0, entry * count, entry):
+        (offset,) = struct.unpack_from("<Q", segments, at + 8)
+        (length,) = struct.unpack_from("<Q", segments, at + 32)
+        if offset + length > size:
+            raise OSError("it is truncated")
+
+
+@cache
+def library() -> tvm_ffi.Module:
+    """The loaded library.
+
+    Raises:
+        NativeLibraryError: missing, unloadable, or of another ABI version.
+    """
+    path = library_path()
+    if not path.is_file():
+        raise NativeLibraryError(
+            f"The native library {path} does not exist; reinstall fluxion-sglang, or set FLUXION_LIBRARY to "
+            "a built libfluxion.so."
+        )
+    try:
+        check_complete(path)
+        module = tvm_ffi.load_module(path)
+        version = int(module.get_function("abi_version")())
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise NativeLibraryError(
+            f"The native library {path} cannot be loaded ({reason}); reinstall fluxion-sglang on this "
+            "machine, or unset FLUXION_LIBRARY."
+        ) from error
+    if version != ABI_VERSION:
+        raise NativeLibraryError(
+            f"The native library {path} has ABI version {version} and this package needs {ABI_VERSION}; "
+            "reinstall fluxion-sglang so that both come from the same version, or unset FLUXION_LIBRARY."
+        )
+    return module
+
+
+@cache
+def function(name: str) -> Callable[..., Any]:
+    """A function of the library; blocking ones release the GIL."""
+    bound = library().get_function(name)
+    bound.release_gil = name in _BLOCKING
+    return bound  # type: ignore[no-any-return]
+
+
+def topology() -> dict[str, Any]:
+    """What this process may use of the machine.
+
+    Returns:
+        cores (list[int], best first), numa (list of {id, cores}), huge_pages ("always", "madvise", "never",
+        "unknown"), cgroup_version (0, 1, 2), cgroup_limit_bytes and cgroup_available_bytes (-1: unlimited),
+        mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas (list[str], best
+        last), isa (the one in use) and isa_error (why none is, or "").
+    """
+    report: dict[str, Any] = json.loads(str(function("topology_json")()))
+    return report

@@ -1,0 +1,169 @@
+"""The native pool and its workers. CPU tensors go in and out; nothing copies them."""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.native.loading import function
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of host memory that a NativePool of this shape maps; `pages` counts page 0.
+
+    Raises:
+        ValueError: a shape or dtype that the kernels do not serve.
+    """
+    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _dtype_id(dtype)))
+
+
+def _dtype_id(dtype: torch.dtype) -> int:
+    if dtype not in _DTYPES:
+        raise ValueError(f"The KV dtype is {dtype}; the kernels serve torch.bfloat16 and torch.float32.")
+    return _DTYPES[dtype]
+
+
+class Workers:
+    """Persistent threads that compute; the calling thread is one of them and is never pinned.
+
+    Args:
+        count: threads, the caller included.
+        cores: int32 core numbers for the others, thread w on cores[w % len]; None: every core this process
+            may use.
+
+    Raises:
+        ValueError: a bad count, or a core this process may not run on.
+        RuntimeError: the threads cannot be started.
+    """
+
+    def __init__(self, count: int, cores: torch.Tensor | None = None) -> None:
+        empty = torch.empty(0, dtype=torch.int32)
+        self.handle = function("workers_create")(count, empty if cores is None else cores)
+        self.count = count
+
+    @property
+    def cores(self) -> list[int]:
+        """The cores that threads are dealt to."""
+        return [int(core) for core in str(function("workers_cores")(self.handle)).split(",")]
+
+
+class NativePool:
+    """Tiles, metadata and moments of every layer in one mapping (layouts: `tensor`).
+
+    Args:
+        pages: page ids 0..pages-1; page 0 is padding.
+        dtype: torch.bfloat16 or torch.float32.
+        sink_pages: logical pages below this number count into no coarse entry and no moments.
+        spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
+        isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
+
+    Raises:
+        ValueError: a shape the kernels do not serve.
+        RuntimeError: the memory is not there.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        layers: int,
+        kv_heads: int,
+        pages: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        sink_pages: int,
+        spread: float = 1.0,
+        isa: str | None = None,
+    ) -> None:
+        self.workers = workers
+        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
+        self.handle = function("pool_create")(
+            workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, spread, isa or ""
+        )
+        self._append = function("pool_append")
+        self._check = function("pool_check")
+        self._adopt = function("pool_adopt")
+        self._fill_window = function("pool_fill_window")
+        self._gather = function("pool_gather")
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+
+    @property
+    def isa(self) -> str:
+        """The kernels in use."""
+        return str(function("pool_isa")(self.handle))
+
+    def tensor(self, name: str, layer: int) -> torch.Tensor:
+        """A view of a layer's memory, which stays mapped as long as the view lives.
+
+        Args (H KV heads, P pages, D head_dim):
+            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page.
+                "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of
+                2^j pages; coarse levels live at [last page >> j].
+                "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
+                "moments" [H, P, 2 D + 8] float64: sums along the path of k, v, |k|^1..4, |v|^1..4.
+            "memory" [bytes] uint8: all of the above, of all layers; whole pages of 4096 bytes.
+        """
+        view = self._views.get((name, layer))
+        if view is None:
+            view = self._views[name, layer] = torch.from_dlpack(function("pool_tensor")(self.handle, name, layer))
+        return view
+
+    def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write tokens start..start+T-1 of a request, and what is derived from every page that this fills.
+
+        Args:
+            pages: [>= ceil((start + T) / 16)] int32, the request's pages from its first.
+            k, v: [T, H, D], KV dtype; any strides, D contiguous.
+
+        Raises:
+            ValueError: a page id or position out of range; nothing was written.
+        """
+        self._append(self.handle, layer, pages, start, k, v)
+
+    def check(self, pages: torch.Tensor, start: int, count: int) -> None:
+        """Raise ValueError where `append` of so many tokens would."""
+        self._check(self.handle, pages, start, count)
+
+    def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int) -> None:
+        """`append` of tokens that a device wrote (`DeviceLibrary.write_pages`): what follows from their path.
+
+        Once for every write, when it is done and before anybody reads what it wrote.
+
+        Raises:
+            ValueError: as in `append`.
+        """
+        self._adopt(self.handle, layer, pages, start, count)
+
+    def fill_window(
+        self,
+        layer: int,
+        windows: torch.Tensor,
+        row: int,
+        n: int,
+        pages: torch.Tensor,
+        sinks: int,
+        window: int,
+    ) -> None:
+        """Copy the sinks and window of a request of n tokens into a row of the device windows.
+
+        Args:
+            windows: [H, rows * S / 16, 2, 16, D], KV dtype, S = sinks + window + 16.
+            pages: [>= ceil(n / 16)] int32.
+            sinks, window: tokens, multiples of 16.
+
+        Raises:
+            ValueError: a row, length or page id out of range; nothing was written.
+        """
+        self._fill_window(self.handle, layer, windows, row, n, pages, sinks, window)
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the K and V of m pages (int32 ids) out of the tiles: two tensors [H, 16 m, D].
+
+        Raises:
+            ValueError: a page id out of range.
+        """
+        size = (self.kv_heads, pages.numel() * 16, self.head_dim)
+        k, v = torch.empty(size, dtype=self.dtype), torch.empty(size, dtype=self.dtype)
+        self._gather(self.handle, layer, pages, k, v)
+        return k, v

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-CXX_FILES := $(filter %.h %.cc,$(SOURCES)) $(wildcard test/fuzz/*.h test/fuzz/*.cc)
+CXX_FILES := $(filter %.h %.cc %.cuh %.cu,$(SOURCES) $(shell find test/fuzz test/native -type f 2>/dev/null))
 TESTS := test/engine test/models test/unit test/gpu test/docs test/wheel
 # A file is one process's, because its tests share a server; the files with servers come first.
 PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder

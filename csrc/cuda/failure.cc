@@ -27,11 +27,7 @@ void enter_device() {
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // what can be forgotten is forgotten: the next call's error is its own
-#if defined(FLUXION_SIMULATED)
-  const char* where = "the simulated device";
-#else
-  const char* where = "CUDA";
-#endif
+  const char* where = kSimulated ? "the simulated device" : "CUDA";
   std::string remedy;
   if (error == cudaErrorMemoryAllocation) {
     remedy = "; leave more memory free, on the device and of what may be pinned";

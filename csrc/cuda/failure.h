@@ -4,11 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(FLUXION_SIMULATED)
-#include "cuda/emulate/runtime.h"
-#else
-#include <cuda_runtime_api.h>
-#endif
+#include "cuda/backend.h"
 
 namespace fluxion::device {
 

@@ -15,13 +15,7 @@ namespace {
 // Raised by one whenever a function's signature changes; library.py compares it.
 constexpr int64_t kAbiVersion = 2;
 
-#if defined(FLUXION_SIMULATED)
-constexpr int kDeviceType = kDLCPU;
-constexpr const char* kBackend = "simulated";
-#else
-constexpr int kDeviceType = kDLCUDA;
-constexpr const char* kBackend = "cuda";
-#endif
+constexpr int kDeviceType = kSimulated ? kDLCPU : kDLCUDA;
 
 class PortObj : public ffi::Object {
  public:
@@ -173,10 +167,10 @@ ffi::String device_info() {
       if (*c != '"' && *c != '\\') name += *c;
     }
     std::ostringstream out;
-    out << "{\"backend\": \"" << kBackend << "\", \"device\": " << device << ", \"name\": \"" << name
-        << "\", \"multiprocessors\": " << about.multiProcessorCount << ", \"capability\": \"" << about.major
-        << "." << about.minor << "\", \"memory_bytes\": " << total << ", \"free_bytes\": " << free
-        << ", \"driver\": " << driver << ", \"runtime\": " << runtime << "}";
+    out << "{\"backend\": \"" << (kSimulated ? "simulated" : "cuda") << "\", \"device\": " << device
+        << ", \"name\": \"" << name << "\", \"multiprocessors\": " << about.multiProcessorCount
+        << ", \"capability\": \"" << about.major << "." << about.minor << "\", \"memory_bytes\": " << total
+        << ", \"free_bytes\": " << free << ", \"driver\": " << driver << ", \"runtime\": " << runtime << "}";
     return ffi::String(out.str());
   });
 }
@@ -184,18 +178,6 @@ ffi::String device_info() {
 void device_select(int64_t device) {
   const int number = narrow(device, 0, 1 << 16, "device");
   guard([&] { select_device(number); });
-}
-
-void inject(ffi::String kind, int64_t after) {
-#if defined(FLUXION_SIMULATED)
-  if (!emulate::inject(kind.c_str(), after)) {
-    Raise("ValueError") << "There is no failure \"" << kind.c_str()
-                        << "\"; choose memory, launch, lost or none.";
-  }
-#else
-  (void)kind, (void)after;
-  Raise("ValueError") << "Only the simulated device fails on request.";
-#endif
 }
 
 // ---- host memory
@@ -598,7 +580,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_abi, fluxion::device::device_abi);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_api, fluxion::device::api_address);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_info, fluxion::device::device_info);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_select, fluxion::device::device_select);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(inject, fluxion::device::inject);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_register, fluxion::device::host_register);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_unregister, fluxion::device::host_unregister);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pinned_empty, fluxion::device::pinned_empty);

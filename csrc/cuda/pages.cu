@@ -1,7 +1,7 @@
 // A chunk goes to the host pool: write_pages. A page that it fills says of itself what
 // HostPool::describe_page would, bit for bit: the expressions and the order of additions are those of
 // kernels/metadata.h.
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 #include "cuda/kernels.h"
 
 namespace fluxion::device {

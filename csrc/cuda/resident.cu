@@ -1,7 +1,7 @@
 // Attention to sinks and window, and what the CPU's policies see of it.
-#include "cuda/attention.h"
+#include "cuda/attention.cuh"
 #include "cuda/kernels.h"
-#include "cuda/words.h"
+#include "cuda/words.cuh"
 #include "kernels/feature_index.h"
 
 namespace fluxion::device {

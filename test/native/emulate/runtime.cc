@@ -1,4 +1,4 @@
-#include "cuda/emulate/runtime.h"
+#include "emulate/runtime.h"
 
 #include <unistd.h>
 
@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/emulate/fibers.h"
+#include "emulate/fibers.h"
 
 namespace fluxion::emulate {
 

@@ -1,5 +1,5 @@
 // Attention of tasks to tiles in host memory, read in place, and in hot slots (DeviceApi::attend).
-#include "cuda/attention.h"
+#include "cuda/attention.cuh"
 #include "cuda/kernels.h"
 
 namespace fluxion::device {

@@ -1,4 +1,4 @@
-#include "cuda/emulate/fibers.h"
+#include "emulate/fibers.h"
 
 #include <sys/mman.h>
 #include <unistd.h>

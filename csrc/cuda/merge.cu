@@ -1,5 +1,5 @@
 // Attention to two sets of tokens becomes attention to both: merge.
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 #include "cuda/kernels.h"
 
 namespace fluxion::device {

@@ -1,7 +1,7 @@
 // A layer goes to the CPU: publish.
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 #include "cuda/kernels.h"
-#include "cuda/words.h"
+#include "cuda/words.cuh"
 
 namespace fluxion::device {
 

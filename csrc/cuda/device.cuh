@@ -11,14 +11,11 @@
 #include <tuple>
 #include <utility>
 
-#if defined(FLUXION_SIMULATED)
-#include "cuda/emulate/runtime.h"
-#else
-#include <cuda_runtime.h>
-#endif
-
 #include "cuda/failure.h"
 #include "cuda/limits.h"
+#if defined(FLUXION_SIMULATED)
+#include "emulate/device.h"
+#endif
 
 namespace fluxion::device {
 
@@ -29,23 +26,9 @@ struct BF16 {
   uint16_t bits;
 };
 
+#if !defined(FLUXION_SIMULATED)
+
 // ---- launches
-
-#if defined(FLUXION_SIMULATED)
-
-template <class... P, class... A>
-void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
-            cudaStream_t stream, const A&... arguments) {
-  std::tuple<P...> values(arguments...);
-  check(emulate::launch(grid, block, shared_bytes, stream, [=] { std::apply(kernel, values); }), name);
-}
-
-template <class T>
-T& shared() {
-  return *static_cast<T*>(emulate::shared_memory());
-}
-
-#else
 
 // shared_bytes: of what the kernel's shared<T>() gives, at most 48 KiB.
 template <class... P, class... A>
@@ -68,22 +51,7 @@ __device__ __forceinline__ T& shared() {
   return *reinterpret_cast<T*>(fluxion_shared);
 }
 
-#endif
-
 // ---- order of memory
-
-#if defined(FLUXION_SIMULATED)
-
-inline uint32_t load_acquire(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-inline void store_release(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-template <class T>
-T load_fresh(const T* at) {
-  return *at;
-}
-inline uint64_t nanoseconds() { return emulate::nanoseconds(); }
-inline void pause() { emulate::pause(); }
-
-#else
 
 // Of the whole system: the other side may be the host.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {

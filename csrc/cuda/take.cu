@@ -1,7 +1,7 @@
 // The CPU's part of a layer comes back: take.
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 #include "cuda/kernels.h"
-#include "cuda/words.h"
+#include "cuda/words.cuh"
 
 namespace fluxion::device {
 

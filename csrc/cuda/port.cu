@@ -1,8 +1,7 @@
-#include "cuda/port.h"
-
 #include <algorithm>
 
-#include "cuda/device.h"
+#include "cuda/device.cuh"
+#include "cuda/port.h"
 #include "device/protocol.h"
 
 namespace fluxion::device {

@@ -1,5 +1,5 @@
 // Copies between the host pool and a device: fill_window, gather, copy_tiles; and signal.
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 #include "cuda/kernels.h"
 
 namespace fluxion::device {

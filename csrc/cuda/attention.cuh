@@ -8,7 +8,7 @@
 // (Split) follows from its length alone.
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 
 namespace fluxion::device {
 

@@ -1,7 +1,7 @@
 // The device's access to a mailbox's words, for the moves of device/protocol.h.
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/device.cuh"
 #include "cuda/port.h"
 #include "device/protocol.h"
 

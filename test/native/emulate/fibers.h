@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/emulate/runtime.h"
+#include "emulate/runtime.h"
 
 namespace fluxion::emulate {
 

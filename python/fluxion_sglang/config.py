@@ -284,14 +284,6 @@ class FluxionConfig:
         ]
 
     def _check_policy(self) -> None:
-        # Imported late: policies bring torch, and this module is read where that would cost seconds.
-        from fluxion_sglang.policy import AUTO, check_spec
-
-        try:
-            if self.policy != AUTO:
-                check_spec(self.policy)
-        except ValueError as error:
-            raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
         if self.tau is not None and not 0 < self.tau <= 1:
             raise ConfigError(
                 f"tau is {self.tau:g}, but it is the error that a head may make, as a share of the layer's largest "

@@ -500,7 +500,7 @@ def test_ranks_divide_the_cores_that_are_named() -> None:
 def test_hooks_that_are_not_there_are_an_error() -> None:
     # No configuration with the flag was installed in this process.
     with pytest.raises(CompatError, match="could not hook"):
-        compat.assert_hooks_applied()
+        plugin.assert_hooks_applied()
 
 
 def test_hooks_go_in_once_and_a_taken_target_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,22 +201,6 @@ def is_applied(need: Need, hook: Callable[..., Any]) -> bool:
     return False
 
 
-def assert_hooks_applied() -> None:
-    """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
-    from fluxion_sglang.sglang.plugin import BACKEND, HOOKS
-
-    for need, hook in HOOKS.items():
-        if not is_applied(need, hook):
-            raise CompatError(
-                f"--enable-fluxion could not hook {need.path}, which another plug-in may have taken first; "
-                "see the log for 'Failed to apply hooks', and name the plug-ins to load in SGLANG_PLUGINS."
-            )
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    if BACKEND not in ATTENTION_BACKENDS:
-        raise CompatError(f"--enable-fluxion could not register the attention backend {BACKEND!r}; see the log.")
-
-
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents

@@ -7,11 +7,12 @@ import difflib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.kv.placement import PAGE, Placement
 
 EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
 SCHEDULERS = ("priority", "none", "uniform", "length")
@@ -21,8 +22,13 @@ class ConfigError(ValueError):
     """A wrong option. The message is one sentence: what is wrong, why, and what to give instead."""
 
 
-def _option(default: Any, doc: str, example: str) -> Any:
-    return field(default=default, metadata={"doc": doc, "example": example})
+def _option(default: Any, doc: str, example: str, legal: Callable[[Any], bool] | None = None, why: str = "") -> Any:
+    """A key. `legal` says which values it may have; `why` completes "KEY is VALUE, but" for any other."""
+    return field(default=default, metadata={"doc": doc, "example": example, "legal": legal, "why": why})
+
+
+def _one_of(words: tuple[str, ...]) -> str:
+    return f"it is one of a few words; use one of {', '.join(map(json.dumps, words))}."
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,9 @@ class FluxionConfig:
         "Error of a head that budgets aim to stay within, of the layer's largest output: for fluxion one of the "
         "predictor's (by default the calibrated one), for anchor any (by default 0.10).",
         "0.10",
+        lambda tau: 0 < tau <= 1,
+        "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "
+        "up to 1, such as 0.10.",
     )
     predictor: str | None = _option(
         None,
@@ -67,6 +76,9 @@ class FluxionConfig:
         None,
         "Size of the host pool in GiB, instead of host_tokens; all ranks of a host divide it.",
         "64",
+        lambda gib: gib > 0,
+        "the host pool needs memory; give a positive number of GiB or leave the key out to size the pool from the "
+        "free host memory.",
     )
     sinks: int = _option(64, "First tokens of a request that stay on the device; a multiple of 16.", "64")
     window: int = _option(256, "Most recent tokens that stay on the device; a multiple of 16.", "256")
@@ -86,15 +98,24 @@ class FluxionConfig:
         "How blocks are ranked: by the score of the center of the box of their keys' minima and maxima, plus this "
         "share of what the half widths add, in (0, 1]; 1 is Quest's upper bound.",
         "0.5",
+        lambda spread: 0 < spread <= 1,
+        "it is the share of a box's half width that counts; give a number above 0 and at most 1, such as 0.5.",
     )
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
         "in the same step; by default none does. With executors cpu alone.",
         "0.3",
+        lambda guard: 0 < guard < 1,
+        "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "
+        "below 1, such as 0.3, or leave the key out for no guard.",
     )
     workers: int | None = _option(
-        None, "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank.", "16"
+        None,
+        "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank.",
+        "16",
+        lambda workers: workers >= 1,
+        "the calling thread itself is one; give 1 or more, or leave the key out for one thread a core.",
     )
     cores: str | None = _option(
         None,
@@ -107,12 +128,16 @@ class FluxionConfig:
         "Who computes tasks: cpu (what auto means); cpu+gpu, where a device takes as much of a layer as lets both be "
         "done at once; or cpu+torch, which adds a slow reference executor for tests.",
         '"cpu"',
+        lambda word: word in EXECUTORS,
+        _one_of(EXECUTORS),
     )
     hot_tiles_gb: float = _option(
         0.0,
         "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Only with executors "
         "cpu+gpu.",
         "4",
+        lambda gib: gib >= 0,
+        "it is an amount of memory; give 0 for none, or a number of GiB.",
     )
     cuda_graphs: bool = _option(
         False,
@@ -123,6 +148,8 @@ class FluxionConfig:
         SCHEDULERS[0],
         f"How tasks come to executors: {', '.join(SCHEDULERS)}; all but the first are there to be compared with it.",
         '"uniform"',
+        lambda word: word in SCHEDULERS,
+        _one_of(SCHEDULERS),
     )
     audit: str | None = _option(
         None,
@@ -147,16 +174,7 @@ class FluxionConfig:
             return cls().validate()
         source = "--fluxion-config"
         if text.startswith("@"):
-            source = text[1:]
-            try:
-                text = Path(os.path.expanduser(source)).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                # ValueError: bytes that are no UTF-8 text, or a path that no file can have.
-                reason = getattr(error, "strerror", None) or str(error)
-                raise ConfigError(
-                    f"--fluxion-config names the file {source!r}, which cannot be read ({reason}); "
-                    "give the path of a JSON file after the @, or the JSON object itself."
-                ) from None
+            text, source = _file_text(text[1:]), text[1:]
         return cls.from_dict(_load_object(text, source))
 
     @classmethod
@@ -171,74 +189,36 @@ class FluxionConfig:
         return cls(**{key: _checked(cls, key, value) for key, value in values.items()}).validate()
 
     def validate(self) -> FluxionConfig:
-        """Check values against each other and return self; raises ConfigError."""
-        for key in ("sinks", "window"):
-            size = getattr(self, key)
-            if size < PAGE or size % PAGE:
-                raise ConfigError(
-                    f"{key} is {size}, but it is kept in whole pages of {PAGE} tokens and needs at least "
-                    f"one; give a multiple of {PAGE} such as {max(PAGE, round(size / PAGE) * PAGE)}."
-                )
-        if self.host_tokens is not None and self.host_memory_gb is not None:
-            raise ConfigError(
-                "host_tokens and host_memory_gb both give the size of the host pool; keep one of the two."
-            )
-        least = self.sinks + self.window + PAGE
-        if self.host_tokens is not None and self.host_tokens < least:
-            raise ConfigError(
-                f"host_tokens is {self.host_tokens}, less than the {least} tokens of one request's sinks, "
-                f"window and page in progress; give at least {least} (every token of every request lives in "
-                "this pool)."
-            )
-        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
-            raise ConfigError(
-                f"host_memory_gb is {self.host_memory_gb:g}, but the host pool needs memory; give a positive "
-                "number of GiB or leave the key out to size the pool from the free host memory."
-            )
-        if not 0 < self.spread <= 1:
-            raise ConfigError(
-                f"spread is {self.spread:g}, but it is the share of a box's half width that counts; give a number "
-                "above 0 and at most 1, such as 0.5."
-            )
-        if self.guard is not None and not 0 < self.guard < 1:
-            raise ConfigError(
-                f"guard is {self.guard:g}, but it is the share of its attention that a head may leave out before it "
-                "reads more; give a number above 0 and below 1, such as 0.3, or leave the key out for no guard."
-            )
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(
-                f"workers is {self.workers}, but the calling thread itself is one; give 1 or more, or leave "
-                "the key out for one thread a core."
-            )
+        """Check values, each by itself and against each other, and return self; raises ConfigError."""
+        for f in dataclasses.fields(self):
+            legal, value = f.metadata["legal"], getattr(self, f.name)
+            if legal is not None and value is not None and not legal(value):
+                shown = f"{value:g}" if isinstance(value, float) else repr(value)
+                raise ConfigError(f"{f.name} is {shown}, but {f.metadata['why']}")
+        self._check_size()
         cores = self.core_list()
         if self.workers is not None and cores and self.workers > len(cores):
             raise ConfigError(
-                f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them "
-                f"to; give at most {len(cores)} workers or name more cores."
+                f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them to; "
+                f"give at most {len(cores)} workers or name more cores."
             )
-        if self.executors not in EXECUTORS:
-            raise ConfigError(f"executors is {self.executors!r}; use one of {_quoted(EXECUTORS)}.")
-        if self.guard is not None and self.executors in ("cpu+gpu", "cpu+torch"):
+        if self.guard is not None and self.executors not in ("auto", "cpu"):
             raise ConfigError(
                 f"guard does not work with executors {self.executors!r}, because only the CPU's own tasks are given "
                 'what a guard estimates by; use executors "cpu" or leave guard out.'
-            )
-        if self.hot_tiles_gb < 0:
-            raise ConfigError(
-                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but it is an amount of memory; give 0 for none, or a number "
-                "of GiB."
             )
         if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu":
             raise ConfigError(
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
                 'use executors "cpu+gpu" or leave hot_tiles_gb out.'
             )
-        if self.scheduler not in SCHEDULERS:
-            raise ConfigError(f"scheduler is {self.scheduler!r}; use one of {_quoted(SCHEDULERS)}.")
-        self._check_policy()
-        self._check_audit()
-        self._check_record()
+        self._check_files()
         return self
+
+    def path(self, key: str) -> Path | None:
+        """The file or folder that a key names; None where it is not set."""
+        value: str | None = getattr(self, key)
+        return None if value is None else Path(os.path.expanduser(value))
 
     def core_list(self) -> list[int]:
         """The ids in `cores`, in the order given; [] when it is not set. Raises ConfigError."""
@@ -283,35 +263,35 @@ class FluxionConfig:
             for f in dataclasses.fields(cls)
         ]
 
-    def _check_policy(self) -> None:
-        # Imported late: policies bring torch, and this module is read where that would cost seconds.
-        from fluxion_sglang.policy import AUTO, check_spec
-
-        try:
-            if self.policy != AUTO:
-                check_spec(self.policy)
-        except ValueError as error:
-            raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
-        if self.tau is not None and not 0 < self.tau <= 1:
+    def _check_size(self) -> None:
+        for key in ("sinks", "window"):
+            size = getattr(self, key)
+            if size < PAGE or size % PAGE:
+                raise ConfigError(
+                    f"{key} is {size}, but it is kept in whole pages of {PAGE} tokens and needs at least "
+                    f"one; give a multiple of {PAGE} such as {max(PAGE, round(size / PAGE) * PAGE)}."
+                )
+        if self.host_tokens is not None and self.host_memory_gb is not None:
             raise ConfigError(
-                f"tau is {self.tau:g}, but it is the error that a head may make, as a share of the layer's largest "
-                "output; give a number above 0 and up to 1, such as 0.10."
+                "host_tokens and host_memory_gb both give the size of the host pool; keep one of the two."
+            )
+        least = Placement(self.sinks, self.window).slots
+        if self.host_tokens is not None and self.host_tokens < least:
+            raise ConfigError(
+                f"host_tokens is {self.host_tokens}, less than the {least} tokens of one request's sinks, window and "
+                f"page in progress; give at least {least} (every token of every request lives in this pool)."
             )
 
-    def _check_audit(self) -> None:
-        if self.audit is None:
-            return
-        path = Path(os.path.expanduser(self.audit))
-        if not self.audit or path.is_dir() or not path.parent.is_dir():
+    def _check_files(self) -> None:
+        path = self.path("audit")
+        if path is not None and (not self.audit or path.is_dir() or not path.parent.is_dir()):
             what = "is a folder" if self.audit and path.is_dir() else "is in no folder that exists"
             raise ConfigError(
                 f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
             )
-
-    def _check_record(self) -> None:
-        if self.record is None:
+        path = self.path("record")
+        if path is None:
             return
-        path = Path(os.path.expanduser(self.record))
         there = next(place for place in (path, *path.parents) if os.path.exists(place))
         folder = bool(self.record) and os.path.isdir(there)
         if not folder or not os.access(there, os.W_OK | os.X_OK):
@@ -319,6 +299,17 @@ class FluxionConfig:
             raise ConfigError(
                 f"record is {self.record!r}, which {what}; give a folder that can be written, such as /tmp/samples."
             )
+
+
+def _file_text(name: str) -> str:
+    try:
+        return Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # bytes that are no UTF-8 text, or a path that no file can have
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"--fluxion-config names the file {name!r}, which cannot be read ({reason}); "
+            "give the path of a JSON file after the @, or the JSON object itself."
+        ) from None
 
 
 def _load_object(text: str, source: str) -> dict[str, Any]:
@@ -376,10 +367,6 @@ def _finite(key: str, value: int) -> float:
         return float(value)
     except OverflowError:
         raise ConfigError(f"{key} has {len(str(value))} digits; give a number that a machine can hold.") from None
-
-
-def _quoted(words: tuple[str, ...]) -> str:
-    return ", ".join(f'"{word}"' for word in words)
 
 
 _JSON_NAMES: dict[type, str] = {

@@ -267,13 +267,13 @@ def test_servers_have_the_options_that_pages_give() -> None:
     """SGLang's own parser, with the plug-in's options, and the plug-in's for --fluxion-config."""
     code = """
 import argparse, json, sys
-from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.sglang.options import options_of
 from sglang.srt.server_args import ServerArgs
 for words in json.load(sys.stdin):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     found = parser.parse_args(words)
-    FluxionConfig.parse(found.fluxion_config)
+    options_of(found)
     assert found.enable_fluxion, words
 """
     launched = [list(command.words[3:]) for command in of("python", "-m", "sglang.launch_server")]

@@ -19,6 +19,8 @@ import requests
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDLE = str(ROOT / "models" / "needle")
+PLUGINS = ROOT / "test" / "plugins"
+"""Packages that a server finds if this is on its PYTHONPATH: policies that fail."""
 
 START_TIMEOUT_S = 1800
 """A loaded machine takes minutes; a server that died is noticed at once."""

@@ -1,13 +1,12 @@
 """A real SGLang server whose passes run on the simulated device: what the GPU side does, on a CPU.
 
 One server, under pressure: mixed chunks, a host pool that holds few of the prompts, a request retracted every third
-step that has more than one, one pass that fails and, later, one whose CPU half keeps the device waiting too long. In
-full mode tokens are those of plain SGLang all the same. SGLang's leak check stays on.
+step that has more than one, one pass that fails and, later, one whose CPU half keeps the device waiting too long. The
+server's policy reads everything, so tokens are those of plain SGLang all the same. SGLang's leak check stays on.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -17,36 +16,15 @@ from typing import Any
 import cases
 import pytest
 import requests
-from server import PATIENCE_S, Completion, Server
+from policy_example import search_path
+from server import PATIENCE_S, PLUGINS, Completion, Server
 from test_exact import assert_same, check_group
 
 ALL = cases.all_cases()
 CHUNK, POOL = 256, 6400
-FAULT = 2000 // CHUNK + 1 + 20
-"""The pass that fails: the 20th decode step of the first request."""
+FAULT = 20
+"""The decode step of the first request that fails."""
 TIMEOUT_S = 8
-
-SLEEPER = f"""
-import time
-from fluxion_sglang.policy import StreamingPolicy
-
-class SleeperPolicy(StreamingPolicy):
-    def plan(self, layer, q, *observed):
-        time.sleep({TIMEOUT_S + 4} if layer == 1 else 0)
-        return super().plan(layer, q, *observed)
-"""
-
-
-@pytest.fixture(scope="module")
-def plugins(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a policy of another package: it keeps the device waiting."""
-    folder = tmp_path_factory.mktemp("plugins")
-    (folder / "sleeper.py").write_text(SLEEPER)
-    info = folder / "sleeper-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sleeper\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fluxion_policies]\nsleeper = sleeper:SleeperPolicy\n")
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +34,13 @@ def failed() -> list[Completion]:
 
 
 @pytest.fixture(scope="module")
-def server(reference: dict[str, Completion], logs: Path, plugins: str, failed: list[Completion]) -> Iterator[Server]:
-    path = os.pathsep.join(filter(None, [plugins, os.environ.get("PYTHONPATH")]))
+def server(reference: dict[str, Completion], logs: Path, failed: list[Completion]) -> Iterator[Server]:
     with Server(
         "--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk",
-        fluxion=f'{{"policy": "full", "host_tokens": {POOL}, "executors": "cpu+gpu", "hot_tiles_gb": 0.01}}',
+        fluxion=f'{{"policy": "faulty:{FAULT}", "host_tokens": {POOL}, "executors": "cpu+gpu", "hot_tiles_gb": 0.01}}',
         env={
-            "FLUXION_DEVICE": "sim", "FLUXION_FAULT_PASS": str(FAULT), "FLUXION_TASK_TIMEOUT_S": str(TIMEOUT_S),
-            "SGLANG_TEST_RETRACT": "1", "PYTHONPATH": path,
+            "FLUXION_DEVICE": "sim", "FLUXION_TASK_TIMEOUT_S": str(TIMEOUT_S), "SGLANG_TEST_RETRACT": "1",
+            "PYTHONPATH": search_path(PLUGINS),
         },
         log=logs / "device.log",
     ) as server:  # fmt: skip
@@ -168,7 +145,7 @@ def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, 
 
 def test_a_cpu_that_keeps_the_device_waiting(server: Server, reference: dict[str, Completion]) -> None:
     ids, new = ALL["length-300"][0] * 2, 8
-    late = ask(server, ids, new, "sleeper")
+    late = ask(server, ids, new, f"sleeper:{TIMEOUT_S + 4}")
     assert "waited too long" in str(late.finish), late.finish
     for _ in range(2):
         assert_same(server.generate(*ALL["length-2000"]), reference["length-2000"])

@@ -13,7 +13,8 @@ from pathlib import Path
 import cases
 import pytest
 import requests
-from server import NEEDLE, PATIENCE_S, Completion, Server
+from policy_example import search_path
+from server import NEEDLE, PATIENCE_S, PLUGINS, Completion, Server
 
 Reference = dict[str, Completion]
 ALL = cases.all_cases()
@@ -218,14 +219,13 @@ class TestTensorParallel:
 
 @pytest.mark.full
 class TestFailure:
-    """One forward pass of the server fails: its request gets an error, nothing of it is kept, the server goes on."""
+    """The 26th decode step fails: its request gets an error, nothing of it is kept, the server goes on."""
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
-        # Four chunks of prefill, then the fault hits the 26th decode step.
         with Server(
-            "--chunked-prefill-size", "512", fluxion='{"policy": "full", "host_tokens": 20000}',
-            env={"FLUXION_FAULT_PASS": "30"}, log=logs / "failure.log",
+            "--chunked-prefill-size", "512", fluxion='{"policy": "faulty:26", "host_tokens": 20000}',
+            env={"PYTHONPATH": search_path(PLUGINS)}, log=logs / "failure.log",
         ) as server:  # fmt: skip
             yield server
             assert server.process.poll() is None

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.predictor import artifact
-from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor, Trained
+from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor
 from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.predictor.network import HeadPredictor
 from fluxion_sglang.sglang.predictors import fingerprint
+from fluxion_sglang.training import artifact_writer
 
 TAU, THRESHOLD = 0.1, 0.6
 TYPICAL = {
@@ -72,6 +72,6 @@ def build(folder: Path, model: str) -> str:
         window=options.window,
         spread=options.spread,
     )
-    trained = {TAU: Trained(found.network, found.threshold, found.margins, found.metrics)}
-    artifact.save(folder, trained, identity=identity, features=NAMES, calibrated=TAU)
+    trained = {TAU: artifact_writer.Trained(found.network, found.threshold, found.margins, found.metrics)}
+    artifact_writer.save(folder, trained, identity=identity, features=NAMES, calibrated=TAU)
     return str(folder)

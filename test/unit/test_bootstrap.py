@@ -108,7 +108,7 @@ def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
 
     from sglang.srt.runtime_context import get_context, publish
 
-    from fluxion_sglang.sglang.plugin import HOOKS
+    from fluxion_sglang.sglang.plugin import HOOKS, assert_hooks_applied
 
     def targets() -> list[Any]:
         return [pkgutil.resolve_name(need.path) for need in HOOKS]
@@ -123,7 +123,7 @@ def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
         "hooked without": get_context().config_bag("fluxion").hooked,
     }
     publish(with_flag, role="scheduler")
-    compat.assert_hooks_applied()
+    assert_hooks_applied()
     answer |= {
         "record": [with_flag.enable_fluxion, with_flag.fluxion_config],
         "hooked with": get_context().config_bag("fluxion").hooked,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.workers import create_workers, share_of
 from fluxion_sglang.native import topology
 from fluxion_sglang.sglang import capacity
+from fluxion_sglang.sglang.options import options_of, rank_options
 
 
 def args(**changes: Any) -> Any:
@@ -37,18 +40,32 @@ def test_ranks_share_the_host(changes: dict[str, int], ranks: int, monkeypatch: 
     )
     assert capacity.ranks_on_host(args(**changes)) == ranks
     assert capacity.available_bytes(args(**changes)) == 1200 // ranks
-    gb = capacity.rank_config(args(fluxion_config='{"host_memory_gb": 24}', **changes)).host_memory_gb
+    gb = rank_options(args(fluxion_config='{"host_memory_gb": 24}', **changes)).host_memory_gb
     assert gb == pytest.approx(24 / ranks)
 
 
 def test_max_total_tokens_is_the_default_capacity() -> None:
-    assert capacity.rank_config(args()).host_tokens is None
-    assert capacity.rank_config(args(max_total_tokens=40000)).host_tokens == 40000
+    assert rank_options(args()).host_tokens is None
+    assert rank_options(args(max_total_tokens=40000)).host_tokens == 40000
     both = args(max_total_tokens=40000, fluxion_config='{"host_tokens": 90000}')
-    assert capacity.rank_config(both).host_tokens == 90000
-    assert (
-        capacity.rank_config(args(max_total_tokens=40000, fluxion_config='{"host_memory_gb": 1}')).host_tokens is None
-    )
+    assert rank_options(both).host_tokens == 90000
+    assert rank_options(args(max_total_tokens=40000, fluxion_config='{"host_memory_gb": 1}')).host_tokens is None
+
+
+def test_a_file_is_read_once_until_the_next_server(tmp_path: Path) -> None:
+    path = tmp_path / "fluxion.json"
+    server = args(fluxion_config=f"@{path}")
+    for window in (256, 512):
+        path.write_text(json.dumps({"window": window}))
+        assert options_of(server, again=True).window == window
+        path.write_text('{"window": 1024}')
+        assert options_of(server) is options_of(server) and rank_options(server).window == window
+
+
+def test_a_policy_that_is_none_is_refused_with_the_options() -> None:
+    with pytest.raises(ConfigError, match=r"""^policy 'ful' is not one .*; or "auto"\.$"""):
+        options_of(args(fluxion_config='{"policy": "ful"}'))
+    assert options_of(args(fluxion_config='{"policy": "auto"}')) == FluxionConfig()
 
 
 @pytest.mark.parametrize(

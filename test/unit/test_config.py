@@ -120,7 +120,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"executors": "cpu+torch", "guard": 0.05}', ["guard does not work", 'executors "cpu"', "leave guard out"]),
         ('{"scheduler": "fifo"}', ["scheduler is 'fifo'", '"priority", "none", "uniform", "length"']),
         ('{"scheduler": null}', ["scheduler is null", "string"]),
-        ('{"policy": "ful"}', ["'ful'", 'or "auto"']),
         ('{"tau": 0}', ["tau is 0", "such as 0.10"]),
         ('{"tau": 1.5}', ["tau is 1.5", "up to 1"]),
         ('{"predictor": 1}', ["predictor is 1", "string or null"]),

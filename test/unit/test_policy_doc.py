@@ -31,14 +31,16 @@ def test_the_example_passes_its_tests(installed: Path) -> None:
 def test_another_process_knows_its_name(installed: Path) -> None:
     """A configuration that names it is legal, and gives it its arguments; what its class refuses is said."""
     code = """
-from fluxion_sglang.config import ConfigError, FluxionConfig
+from types import SimpleNamespace
+from fluxion_sglang.config import ConfigError
 from fluxion_sglang.policy import parse_spec
-config = FluxionConfig.parse('{"policy": "taper:0.4:0.1"}')
+from fluxion_sglang.sglang.options import options_of
+config = options_of(SimpleNamespace(fluxion_config='{"policy": "taper:0.4:0.1"}'))
 policy = parse_spec(config.policy)
 print(type(policy).__name__, policy.spec, policy.first, policy.last)
 for spec in ("taper:2", "taper:1:1:1:1", "taper:x"):
     try:
-        FluxionConfig.parse('{"policy": "%s"}' % spec)
+        options_of(SimpleNamespace(fluxion_config='{"policy": "%s"}' % spec))
     except ConfigError as error:
         print(error)
 """

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fluxion_sglang.predictor import artifact
-from fluxion_sglang.predictor.artifact import Identity, PredictorError, Trained
+from fluxion_sglang.predictor.artifact import Identity, PredictorError
 from fluxion_sglang.predictor.network import HeadPredictor
+from fluxion_sglang.training import artifact_writer
+from fluxion_sglang.training.artifact_writer import Trained
 
 NAMES = [f"feature{i}" for i in range(41)]
 IDENTITY = Identity(
@@ -55,7 +57,7 @@ def save(folder: Path, **changes: Any) -> None:
         0.05: Trained(network(1), 0.25, margins(1), {"auc": None}),
     }
     options: dict[str, Any] = {"identity": IDENTITY, "features": NAMES, "calibrated": 0.1, **changes}
-    artifact.save(folder, options.pop("trained", trained), **options)
+    artifact_writer.save(folder, options.pop("trained", trained), **options)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -208,7 +209,7 @@ def resolved(**changes: Any) -> Any:
 
 
 def test_resolution_as_declared_is_accepted() -> None:
-    validation.check_resolved(resolved())
+    validation.check_resolved(resolved(), FluxionConfig())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_resolution_as_declared_is_accepted() -> None:
 )
 def test_a_model_that_decides_otherwise_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validation.check_resolved(resolved(**changes))
+        validation.check_resolved(resolved(**changes), FluxionConfig())
     assert words in str(caught.value)
 
 
@@ -232,7 +233,7 @@ def test_graphs_turned_on_again_are_refused(phase: str) -> None:
     args = resolved()
     args.cuda_graph_config[phase].backend = "full"
     with pytest.raises(ConfigError, match=f"--cuda-graph-backend-{phase} disabled"):
-        validation.check_resolved(args)
+        validation.check_resolved(args, FluxionConfig())
 
 
 def test_graphs_that_were_asked_for_are_accepted() -> None:
@@ -249,12 +250,12 @@ def test_graphs_that_were_asked_for_are_accepted() -> None:
 
 @pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}])
 def test_ranks_on_a_cpu_need_a_version_that_has_them(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    validation.check_resolved(resolved(**ranks))
+    validation.check_resolved(resolved(**ranks), FluxionConfig())
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
-    validation.check_resolved(resolved())
-    validation.check_resolved(resolved(device="cuda", **ranks))
+    validation.check_resolved(resolved(), FluxionConfig())
+    validation.check_resolved(resolved(device="cuda", **ranks), FluxionConfig())
     with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 cannot divide .* install sglang 0\.5\.23"):
-        validation.check_resolved(resolved(**ranks))
+        validation.check_resolved(resolved(**ranks), FluxionConfig())
 
 
 # --- models
@@ -285,15 +286,15 @@ def test_the_model_of_the_demo_is_accepted(needle: Any) -> None:
 
 
 def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -> None:
-    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     args = server_args(model_path=NEEDLE)
-    validation.check_model(needle, args)
+    validation.check_model(needle, resolving_view(args))
     declare_resolution(args, "test", tp_size=3)  # 8 // 3 = 2 query heads and 1 KV head a rank
-    validation.check_model(needle, args)
+    validation.check_model(needle, resolving_view(args))
     declare_resolution(args, "test", kv_cache_dtype="bfloat16")
     with pytest.raises(ConfigError, match="--kv-cache-dtype"):
-        validation.check_model(changed(needle, dtype=torch.float32), args)
+        validation.check_model(changed(needle, dtype=torch.float32), resolving_view(args))
 
 
 @pytest.mark.parametrize(
@@ -444,6 +445,16 @@ def test_other_versions_are_refused(version: str) -> None:
     assert "0.5.22 to 0.5.23" in problem
 
 
+def test_every_page_names_the_versions_that_are_checked() -> None:
+    root = Path(NEEDLE).parents[1]
+    text = {page: page.read_text() for page in (root / "pyproject.toml", *root.glob("*.md"), *root.glob("docs/*.md"))}
+    required = [found for page in text.values() for found in re.findall(r"sglang>=[0-9.,<]+", page)]
+    assert set(required) == {compat.REQUIREMENT} and compat.REQUIREMENT in text[root / "pyproject.toml"]
+    for name in ("README.md", "docs/serving.md"):
+        assert compat.SUPPORTED.replace(" to ", " and ") in text[root / name]
+    assert compat.SUPPORTED in text[root / "docs" / "commands.md"]
+
+
 def test_the_installed_sglang_has_every_name() -> None:
     assert list(compat.problems()) == []
     compat.check()
@@ -500,7 +511,7 @@ def test_ranks_divide_the_cores_that_are_named() -> None:
 def test_hooks_that_are_not_there_are_an_error() -> None:
     # No configuration with the flag was installed in this process.
     with pytest.raises(CompatError, match="could not hook"):
-        compat.assert_hooks_applied()
+        plugin.assert_hooks_applied()
 
 
 def test_hooks_go_in_once_and_a_taken_target_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ _LITTLE_DISK = 2 * GIB
 _LITTLE_SHARED_MEMORY = GIB // 4
 
 _NAME = "fluxion-sglang"
-_SGLANG = "sglang>=0.5.22,<0.5.24"
 _NEEDED = {"torch": "torch", "apache-tvm-ffi": "apache-tvm-ffi>=0.1.11,<0.2"}
 
 
@@ -195,9 +194,9 @@ def _versions() -> Iterator[Check]:
     yield Check(_NAME, OK, _version(_NAME) or "not installed, run from a checkout")
     sglang = _version("sglang")
     if sglang is None:
-        yield Check("sglang", FAIL, "not installed", "install a supported version", _install(_SGLANG))
+        yield Check("sglang", FAIL, "not installed", "install a supported version", _install(compat.REQUIREMENT))
     elif (problem := compat.version_problem(sglang)) is not None:
-        yield Check("sglang", FAIL, sglang, problem, _install(_SGLANG))
+        yield Check("sglang", FAIL, sglang, problem, _install(compat.REQUIREMENT))
     else:
         yield Check("sglang", OK, f"{sglang} (supported: {compat.SUPPORTED})")
     for distribution, requirement in _NEEDED.items():
@@ -256,7 +255,7 @@ def _hooks() -> Iterator[Check]:
             FAIL,
             "this SGLang is not one that the plug-in fits",
             problem,
-            _install(_SGLANG, again=True),
+            _install(compat.REQUIREMENT, again=True),
         )
     if not problems:
         yield Check("hooks", OK, f"all {len(compat.NEEDS)} names of SGLang's are as expected")

@@ -17,55 +17,36 @@ PUBLISH_S = 0.5
 _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
 _COUNTERS = {
-    "layers": ("layers", "Decode steps of one layer."),
-    "widened_tasks": ("widened_tasks", "Decode tasks that the guard rail made read more."),
-    "middle_tokens": (
-        "middle_tokens",
-        "Tokens of the middle that decode heads could have read, summed over query heads.",
-    ),
-    "tokens_read": ("read_tokens", "Tokens of the middle that decode heads attended to, summed over query heads."),
-    "tile_bytes": (
-        "tile_bytes",
-        "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, and what "
-        "requests read together counts once.",
-    ),
-    "metadata_bytes": ("metadata_bytes", "Bytes of block metadata read by decode tasks."),
-    "shared_tasks": (
-        "shared_tasks",
-        "Decode tasks done together with those of requests that begin with the same pages.",
-    ),
-    "shared_tile_bytes": (
-        "shared_tile_bytes",
-        "Bytes of K and V that were not read again, because requests begin with the same pages.",
-    ),
-    "shared_metadata_bytes": ("shared_metadata_bytes", "The same of block metadata."),
-    "microbatches": ("microbatches", "Microbatches that decode tasks of policy psa have read."),
-    "device_layers": ("device_layers", "Decode steps of one layer for which a device took the CPU's part."),
-    "gpu_batches": ("gpu_batches", "Batches of decode tasks that the device was given."),
-    "gpu_late_batches": ("gpu_late_batches", "Batches that the device did not finish in time."),
-    "gpu_tile_bytes": ("gpu_tile_bytes", "Bytes of K and V that the device's decode tasks attended to."),
-    "gpu_link_bytes": ("gpu_link_bytes", "The part of it that the device read in host memory."),
-    "gpu_staged_tiles": ("gpu_staged_tiles", "Tiles that the device gathered before it attended to them."),
-    "gpu_hot_hits": ("gpu_hot_hits", "Tiles that the device read in its own memory."),
-    "gpu_hot_misses": ("gpu_hot_misses", "Tiles that it looked for there and did not find."),
-    "gpu_hot_evictions": ("gpu_hot_evictions", "Tiles that had to leave the device's memory for others."),
+    "layers": "Decode steps of one layer.",
+    "widened_tasks": "Decode tasks that the guard rail made read more.",
+    "middle_tokens": "Tokens of the middle that decode heads could have read, summed over query heads.",
+    "tokens_read": "Tokens of the middle that decode heads attended to, summed over query heads.",
+    "tile_bytes": "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, "
+    "and what requests read together counts once.",
+    "metadata_bytes": "Bytes of block metadata read by decode tasks.",
+    "shared_tasks": "Decode tasks done together with those of requests that begin with the same pages.",
+    "shared_tile_bytes": "Bytes of K and V that were not read again, because requests begin with the same pages.",
+    "shared_metadata_bytes": "The same of block metadata.",
+    "microbatches": "Microbatches that decode tasks of policy psa have read.",
+    "device_layers": "Decode steps of one layer for which a device took the CPU's part.",
+    "gpu_batches": "Batches of decode tasks that the device was given.",
+    "gpu_late_batches": "Batches that the device did not finish in time.",
+    "gpu_tile_bytes": "Bytes of K and V that the device's decode tasks attended to.",
+    "gpu_link_bytes": "The part of it that the device read in host memory.",
+    "gpu_staged_tiles": "Tiles that the device gathered before it attended to them.",
+    "gpu_hot_hits": "Tiles that the device read in its own memory.",
+    "gpu_hot_misses": "Tiles that it looked for there and did not find.",
+    "gpu_hot_evictions": "Tiles that had to leave the device's memory for others.",
+    "device_wait_ns": "Time that the device waited for the CPU's part of layers: it stood idle.",
+    "device_step_ns": "Time of decode steps on the device, from the first layer's queries to the last layer's "
+    "attention.",
 }
-"""The engine's statistic -> name and text of its counter."""
-_SECONDS = {
-    "device_wait_ns": (
-        "device_wait_seconds",
-        "Time that the device waited for the CPU's part of layers: it stood idle.",
-    ),
-    "device_step_ns": (
-        "device_step_seconds",
-        "Time of decode steps on the device, from the first layer's queries to the last layer's attention.",
-    ),
-}
-"""A statistic in nanoseconds -> name and text of its counter."""
+"""The engine's statistic -> text of its counter."""
 _GAUGES = {
     "host_pool_tokens": "Capacity of the host pool in tokens.",
     "host_pool_bytes": "Bytes of the host pool: tiles, metadata and moments.",
     "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
+    "policy_state_bytes": "Memory that policies remember requests in.",
 }
 _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "decode_steps": ("Decode steps.", ()),
@@ -83,10 +64,7 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"Groups by the block size of their plan; streaming ones read nothing. Of one step in {SAMPLED}.",
         ("block",),
     ),
-    "timed_steps": (
-        f"Decode steps that were timed: one in {SAMPLED}, if another one followed it directly.",
-        (),
-    ),
+    "timed_steps": (f"Decode steps that were timed: one in {SAMPLED}, if another one followed it directly.", ()),
     "step_seconds": (
         "Time of the timed steps, by part. resident: attention to the residents and features, where a policy sees them "
         "first. plan: the policy. tasks: from the start of a layer's queue to its last result, with the residents "
@@ -96,17 +74,20 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Name of a counter of `Totals` -> its text and labels."""
-_STATE = ("policy_state_bytes", "Memory that policies remember requests in.")
 
 
 def described() -> dict[str, str]:
     """What every metric counts, by its name on `/metrics`."""
-    counters = {"tasks": _TASKS_TEXT, **dict(_COUNTERS.values()), **dict(_SECONDS.values())}
+    counters = {"tasks": _TASKS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
     counters |= {name: text for name, (text, _) in _ACCOUNTS.items()}
-    gauges = {**_GAUGES, _STATE[0]: _STATE[1]}
     return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
-        f"fluxion_{name}": text for name, text in gauges.items()
+        f"fluxion_{name}": text for name, text in _GAUGES.items()
     }
+
+
+def _name(stat: str) -> str:
+    """What the counter of a statistic is called; nanoseconds are published as seconds."""
+    return "read_tokens" if stat == "tokens_read" else stat.replace("_ns", "_seconds")
 
 
 @dataclass(frozen=True)
@@ -146,19 +127,20 @@ class EngineMetrics:
     ) -> None:
         from prometheus_client import Counter, Gauge
 
-        self._counters = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _COUNTERS.items()}
-        self._seconds = {stat: Counter(f"fluxion_{name}", text) for stat, (name, text) in _SECONDS.items()}
+        self._counters = {stat: Counter(f"fluxion_{_name(stat)}", text) for stat, text in _COUNTERS.items()}
         self._tasks = Counter("fluxion_tasks", _TASKS_TEXT, ["executor"])
         values = {
             "host_pool_tokens": host_pool_tokens,
             "host_pool_bytes": host_pool_bytes,
             "resident_tokens_per_request": resident_tokens_per_request,
         }
+        gauges = {}
         for name, text in _GAUGES.items():
-            # Every rank has a pool of its own bytes; tokens are the same for all.
+            # Every rank has bytes of its own; tokens are the same for all.
             mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
-            Gauge(f"fluxion_{name}", text, multiprocess_mode=mode).set(values[name])
-        self._state = Gauge(f"fluxion_{_STATE[0]}", _STATE[1], multiprocess_mode="livesum")
+            gauges[name] = Gauge(f"fluxion_{name}", text, multiprocess_mode=mode)
+            gauges[name].set(values.get(name, 0))
+        self._state = gauges["policy_state_bytes"]
         self._last: dict[str, int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
 
@@ -172,9 +154,7 @@ class EngineMetrics:
             if name.startswith(_TASKS):
                 self._tasks.labels(executor=name.removeprefix(_TASKS)).inc(growth)
             elif name in self._counters:
-                self._counters[name].inc(growth)
-            elif name in self._seconds:
-                self._seconds[name].inc(growth * 1e-9)
+                self._counters[name].inc(growth * 1e-9 if name.endswith("_ns") else growth)
         self._last = dict(stats)
         if self._accounts is not None:
             self._accounts.changed()

@@ -7,12 +7,10 @@ the KV it describes.
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import NativePool, Workers, pool_bytes
 
@@ -20,12 +18,6 @@ GIB = 1 << 30
 
 MAX_PAGES = (1 << 27) - 1
 """Most pages of a pool: SGLang's request table holds slots, 16 to a page, as int32."""
-
-AUTO_FRACTION = 0.5
-"""Share of the available host memory that the pool takes when the user names no size."""
-
-EXPLICIT_FRACTION = 0.9
-"""Share of the available host memory that a size named by the user may take; the rest keeps the process alive."""
 
 
 @dataclass(frozen=True)
@@ -52,50 +44,6 @@ class KVShape:
         """Device bytes of one request row."""
         element = torch.empty((), dtype=self.dtype).element_size()
         return 2 * self.layers * self.kv_heads * placement.slots * self.head_dim * element
-
-
-def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
-    """Capacity of the host pool in tokens, a multiple of 16.
-
-    Args:
-        available: bytes of host memory this process may take (cgroup limits and other ranks on the host considered).
-
-    Raises:
-        ConfigError: the size asked for does not fit, or no useful pool fits; the sentence names the number that does.
-    """
-
-    def fitting(budget: float) -> int:
-        # Page 0 is padding, so a pool of n tokens has n / 16 + 1 pages; the native library says what they take.
-        return bisect.bisect_right(range(1, MAX_PAGES), budget, key=lambda p: shape.pool_bytes(p * PAGE)) * PAGE
-
-    most = fitting(available * EXPLICIT_FRACTION)
-    floor = Placement(config.sinks, config.window).slots
-    if config.host_tokens is not None:
-        tokens = config.host_tokens // PAGE * PAGE
-        asked = f"host_tokens={config.host_tokens}"
-        if tokens <= MAX_PAGES * PAGE:  # more the native library cannot count
-            asked += f" needs {shape.pool_bytes(tokens) / GIB:.2f} GiB of host memory"
-    elif config.host_memory_gb is not None:
-        tokens = fitting(config.host_memory_gb * GIB)
-        asked = f"host_memory_gb={config.host_memory_gb:g}"
-        if tokens < floor:
-            raise ConfigError(
-                f"{asked} holds only {tokens} tokens of this model, fewer than one request's sinks and window "
-                f"({floor}); pass at least {shape.pool_bytes(floor) / GIB:.3f}."
-            )
-    else:
-        tokens, asked = fitting(available * AUTO_FRACTION), "the default host pool"
-    if tokens > most:
-        raise ConfigError(
-            f"{asked}, but only {available / GIB:.2f} GiB are available to this process; "
-            f"pass host_tokens={most} or less."
-        )
-    if tokens < floor:
-        raise ConfigError(
-            f"{asked} would hold {tokens} tokens, fewer than one request's sinks and window ({floor}), because only "
-            f"{available / GIB:.2f} GiB of host memory are available; free memory, lower window, or use another model."
-        )
-    return tokens
 
 
 class HostPool:

@@ -13,14 +13,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors
 import torch
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.predictor.network import HeadPredictor
@@ -31,17 +29,16 @@ FORMAT = 2
 _READ = (1, 2)
 """Versions that can be read: 1 has no margins, and budgets are served as they are predicted."""
 
-_MARGINS = "margins"
+MARGINS = "margins"
 """Name of the margins among the tensors of a file."""
 
 _MOST = 1 << 16
 """Layers or heads of a model, by far."""
 
 JSON_NAME = "predictor.json"
-_KIND = "fluxion-predictor"
-_OPTIONS = ("sinks", "window", "spread")
+KIND = "fluxion-predictor"
+OPTIONS = ("sinks", "window", "spread")
 """The fields of an identity that are options of a server."""
-_VERSIONED = ("fluxion-sglang", "torch", "safetensors", "transformers")
 
 
 class PredictorError(ValueError):
@@ -78,16 +75,6 @@ class Identity:
     spread: float
 
 
-class Trained(NamedTuple):
-    """One tau of an artifact, to save: threshold is the streaming logit's, margins [layers, Hq, 4] float32 are what
-    budgets are multiplied with (`margins.py`), metrics hold plain JSON values."""
-
-    network: HeadPredictor
-    threshold: float
-    margins: torch.Tensor
-    metrics: Mapping[str, Any]
-
-
 class LoadedPredictor(NamedTuple):
     """One tau of an artifact, as loaded; network is in evaluation mode on the CPU."""
 
@@ -101,72 +88,6 @@ class LoadedPredictor(NamedTuple):
 def file_name(tau: float) -> str:
     """predictor-0.10.safetensors for 0.1; more digits where tau has them."""
     return f"predictor-{tau_key(tau)}.safetensors"
-
-
-def save(
-    folder: str | os.PathLike[str],
-    trained: Mapping[float, Trained],
-    *,
-    identity: Identity,
-    features: Sequence[str],
-    calibrated: float,
-) -> None:
-    """Write an artifact; files of the same names are replaced, predictor.json last.
-
-    Args:
-        folder: made where it is missing.
-        trained: by tau.
-        features: names of the 41 features in their order.
-        calibrated: the tau that is used where none is asked for; one of `trained`.
-
-    Raises:
-        PredictorError: nothing to save, or weights or margins that could not be loaded again.
-        OSError: the folder cannot be written.
-    """
-    if calibrated not in trained:
-        raise PredictorError(
-            f"The calibrated tau {calibrated:g} is not among those trained ({_listed(trained)}); train it too or "
-            "name one of them."
-        )
-    files: dict[str, dict[str, Any]] = {}
-    contents: dict[str, bytes] = {}  # all of them are right before one is written
-    for tau, entry in sorted(trained.items()):
-        if not (math.isfinite(tau) and tau > 0):
-            raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
-        state = {name: value.detach().cpu().contiguous() for name, value in entry.network.state_dict().items()}
-        state[_MARGINS] = entry.margins.float().cpu().contiguous()
-        if state[_MARGINS].shape != (wanted := (identity.layers, identity.q_heads, len(BLOCKS))):
-            raise PredictorError(
-                f"The margins for tau {tau:g} have the shape {tuple(state[_MARGINS].shape)} and not {wanted}, a number "
-                "for every layer, head and block size; fit them on samples of this model."
-            )
-        _check_values(state, f"The network for tau {tau:g}", "train it again with a lower learning rate")
-        if not math.isfinite(entry.threshold):
-            raise PredictorError(f"The streaming threshold for tau {tau:g} is {entry.threshold}; train it again.")
-        name = file_name(tau)
-        contents[name] = save_tensors(state)
-        files[tau_key(tau)] = {
-            "file": name,
-            "sha256": hashlib.sha256(contents[name]).hexdigest(),
-            "threshold": entry.threshold,
-            "metrics": dict(entry.metrics),
-        }
-    fields = dataclasses.asdict(identity)
-    document = {
-        "kind": _KIND,
-        "format": FORMAT,
-        **{name: fields.pop(name) for name in _OPTIONS},
-        "model": fields,
-        "calibrated": tau_key(calibrated),
-        "taus": files,
-        "features": list(features),
-        "versions": {name: _version(name) for name in _VERSIONED},
-    }
-    contents[JSON_NAME] = (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        _write(folder / name, content)
 
 
 def load(
@@ -233,7 +154,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
         raise PredictorError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from None
     except (ValueError, RecursionError) as error:
         raise PredictorError(f"{path} is not JSON ({error}); copy the folder again or train again.") from None
-    if not isinstance(document, dict) or document.get("kind") != _KIND:
+    if not isinstance(document, dict) or document.get("kind") != KIND:
         raise PredictorError(f"{path} is not a predictor of this project; give the folder that `fluxion train` wrote.")
     if document.get("format") not in _READ:
         raise PredictorError(
@@ -245,7 +166,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
 
 def _identity(folder: Path, document: dict[str, Any]) -> Identity:
     model = _get(folder, document, "model", dict)
-    values = {**model, **{name: document.get(name) for name in _OPTIONS}}
+    values = {**model, **{name: document.get(name) for name in OPTIONS}}
     names = [field.name for field in dataclasses.fields(Identity)]
     missing = [name for name in names if values.get(name) is None]
     if missing:
@@ -261,7 +182,7 @@ def _check_identity(folder: Path, identity: Identity, expect: Identity) -> None:
         has, needs = getattr(identity, field.name), getattr(expect, field.name)
         if has == needs:
             continue
-        if field.name in _OPTIONS:
+        if field.name in OPTIONS:
             raise DoesNotFit(
                 f"The predictor in {folder} was trained with {field.name} {has} and this server has {field.name} "
                 f"{needs}; set {field.name} to {has} or train a predictor with {needs}."
@@ -302,7 +223,7 @@ def _read_network(
             f"{path} is truncated or no safetensors file ({error}); copy the folder again or train again."
         ) from None
     network = HeadPredictor()
-    wanted = {**network.state_dict(), **({_MARGINS: margins} if has_margins else {})}
+    wanted = {**network.state_dict(), **({MARGINS: margins} if has_margins else {})}
     for name in sorted(wanted.keys() | state.keys()):
         has, needs = (_described(tensors.get(name)) for tensors in (state, wanted))
         if has != needs:
@@ -310,22 +231,22 @@ def _read_network(
                 f"{path} holds another network than this version's: {name} is {has} and should be {needs}; train it "
                 "again with this version."
             )
-    _check_values(state, str(path), "copy the folder again or train again")
+    check_values(state, str(path), "copy the folder again or train again")
     if hashlib.sha256(content).hexdigest() != digest:
         raise PredictorError(
             f"{path} is not the file that was saved with this {JSON_NAME} (its SHA-256 differs); copy the whole folder "
             "again or train again."
         )
-    margins = state.pop(_MARGINS, margins)
+    margins = state.pop(MARGINS, margins)
     network.load_state_dict(state)
     return network.eval().requires_grad_(False), margins
 
 
-def _check_values(state: Mapping[str, torch.Tensor], what: str, advice: str) -> None:
+def check_values(state: Mapping[str, torch.Tensor], what: str, advice: str) -> None:
     for name, value in state.items():
         if not bool(value.isfinite().all()):
             raise PredictorError(f"{what} has a value in {name} that is not finite; {advice}.")
-        if name in ("std", _MARGINS) and not bool((value > 0).all()):
+        if name in ("std", MARGINS) and not bool((value > 0).all()):
             raise PredictorError(f"{what} has a value in {name} that is not positive; {advice}.")
 
 
@@ -349,21 +270,3 @@ def _described(tensor: torch.Tensor | None) -> str:
 def tau_key(tau: float) -> str:
     """The name of a tau in an artifact: taus that differ by rounding alone have one."""
     return f"{tau:.2f}" if round(tau, 2) == tau else f"{tau:g}"
-
-
-def _listed(taus: Mapping[float, Any]) -> str:
-    return ", ".join(map(tau_key, sorted(taus))) or "none"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _write(path: Path, content: bytes) -> None:
-    # A reader sees the old file or the new one, never half of one.
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.kv.placement import BLOCKS, Placement
 
 EMPTY_LSE = -30.0
 """The LSE of no tokens among the features, where -inf would reach the network."""
@@ -77,7 +77,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("q_cosine", "<q, q'> / (|q| |q'|), 0 where either is 0", "1", "decode"),
     *(
         Feature(f"anchor_budget_{blk}", f"least budget of blocks of {blk} within the error bound for q'", "1", "anchor")
-        for blk in (16, 32, 64, 128)
+        for blk in BLOCKS
     ),
     Feature("o_resident_max", "largest |O~(q)| of the process's query heads", "|v|", "decode"),
     Feature("anchor_o_resident_max", "largest |O~(q')| of the process's query heads", "|v|", "anchor"),
@@ -89,8 +89,8 @@ INDEX: dict[str, int] = {feature.name: i for i, feature in enumerate(FEATURES)}
 COUNT = len(FEATURES)
 NAMES: tuple[str, ...] = tuple(INDEX)
 
-BUDGETS = slice(INDEX["anchor_budget_16"], INDEX["anchor_budget_128"] + 1)
-"""Least budgets of the anchor query for blocks of 16, 32, 64 and 128 tokens."""
+BUDGETS = slice(INDEX[f"anchor_budget_{BLOCKS[0]}"], INDEX[f"anchor_budget_{BLOCKS[-1]}"] + 1)
+"""Least budgets of the anchor query for every block size."""
 
 ANCHOR: tuple[int, ...] = tuple(i for i, feature in enumerate(FEATURES) if feature.part == "anchor")
 """The features of the anchor query, in the order of the compact array `anchor`."""

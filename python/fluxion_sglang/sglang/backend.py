@@ -26,7 +26,7 @@ from fluxion_sglang.lab.audit import AuditedEngine
 from fluxion_sglang.lab.audit_file import AuditLog
 from fluxion_sglang.lab.schedulers import SCHEDULERS
 from fluxion_sglang.policy import Policy
-from fluxion_sglang.sglang import compat, predictors, validation
+from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
@@ -64,7 +64,6 @@ class FluxionAttnBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
-        compat.assert_hooks_applied()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, FluxionKVPool):
             raise RuntimeError(

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-SUPPORTED = "0.5.22 to 0.5.23"
 _OLDEST, _NEWEST = (0, 5, 22), (0, 5, 23)
+SUPPORTED = "{}.{}.{} to {}.{}.{}".format(*_OLDEST, *_NEWEST)
+REQUIREMENT = "sglang>={}.{}.{},<{}.{}.{}".format(*_OLDEST, *_NEWEST[:2], _NEWEST[2] + 1)
+"""What to install, as pyproject.toml has it; the pages that name it have this one."""
+
+_CPU_RANKS = (0, 5, 23)
+"""The first version that can divide a model among ranks on a CPU: 0.5.22 sets up NCCL whatever the device."""
 
 # Why the bootstrap could not do its work, if it could not. It must not stop an SGLang that does not ask for
 # Fluxion.
@@ -71,51 +76,41 @@ RUN_BATCH = Need(
     "sglang.srt.managers.tp_worker",
     "TpModelWorker.forward_batch_generation",
     (
-        "self",
-        "batch",
-        "forward_batch",
-        "pp_proxy_tensors",
-        "is_verify",
-        "skip_attn_backend_init",
-        "capture_hidden_mode",
-        "return_kv_loc_plan",
+        *("self", "batch", "forward_batch", "pp_proxy_tensors"),
+        *("is_verify", "skip_attn_backend_init", "capture_hidden_mode", "return_kv_loc_plan"),
     ),
 )
+
+_SRT = "sglang.srt."
+# By module, the names of which existence is all that we need.
+_NAMES = {
+    "plugins.hook_registry": ("HookRegistry.register", "HookRegistry.apply_hooks", "HookType.AROUND"),
+    "layers.attention.attention_registry": ("ATTENTION_BACKENDS",),
+    "layers.attention.base_attn_backend": ("AttentionBackend.init_forward_metadata",),
+    "arg_groups.overrides": ("declare_resolution", "resolving_view", "attention_backends_of", "model_config_of"),
+    "model_executor.cuda_graph_config": ("with_phase", "Phase.ALL", "Backend.DISABLED", "Backend.FULL"),
+    "configs.model_config": ("AttentionArch.MHA",),
+    "environ": ("envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",),
+    "runtime_context": ("get_context", "get_parallel"),
+    "mem_cache.memory_pool": ("KVCache",),
+    "managers.schedule_batch": ("FINISH_ABORT", "ScheduleBatch.decoding_reqs"),
+}
 
 NEEDS = (
     RESOLVE_POOL,
     BUILD_POOL,
     FUSED_KV_WRITE,
     RUN_BATCH,
-    Need("sglang.srt.plugins.hook_registry", "HookRegistry.register"),
-    Need("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks"),
-    Need("sglang.srt.plugins.hook_registry", "HookType.AROUND"),
-    Need("sglang.srt.plugins.hook_registry", "HookSource", ("plugin_name", "dist_name")),
-    Need("sglang.srt.layers.attention.attention_registry", "register_attention_backend", ("name",)),
-    Need("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS"),
-    Need("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend.init_forward_metadata"),
-    Need("sglang.srt.arg_groups.overrides", "declare_resolution"),
-    Need("sglang.srt.arg_groups.overrides", "resolving_view"),
-    Need("sglang.srt.arg_groups.overrides", "attention_backends_of"),
-    Need("sglang.srt.arg_groups.overrides", "model_config_of"),
-    Need("sglang.srt.model_executor.cuda_graph_config", "with_phase"),
-    Need("sglang.srt.model_executor.cuda_graph_config", "Phase.ALL"),
-    Need("sglang.srt.model_executor.cuda_graph_config", "Backend.DISABLED"),
-    Need("sglang.srt.model_executor.cuda_graph_config", "Backend.FULL"),
+    Need(_SRT + "plugins.hook_registry", "HookSource", ("plugin_name", "dist_name")),
+    Need(_SRT + "layers.attention.attention_registry", "register_attention_backend", ("name",)),
     Need(
-        "sglang.srt.layers.attention.base_attn_backend",
+        _SRT + "layers.attention.base_attn_backend",
         "AttentionBackend.init_forward_metadata_out_graph",
         ("self", "forward_batch", "in_capture"),
     ),
-    Need("sglang.srt.configs.model_config", "AttentionArch.MHA"),
-    Need("sglang.srt.environ", "envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
-    Need("sglang.srt.runtime_context", "get_context"),
-    Need("sglang.srt.runtime_context", "get_parallel"),
-    Need("sglang.srt.mem_cache.host_memory", "available_host_memory_bytes", ("allow_cgroup_fallback",)),
-    Need("sglang.srt.mem_cache.memory_pool", "KVCache"),
-    Need("sglang.srt.models.utils", "get_token_to_kv_pool", ()),
-    Need("sglang.srt.managers.schedule_batch", "FINISH_ABORT"),
-    Need("sglang.srt.managers.schedule_batch", "ScheduleBatch.decoding_reqs"),
+    Need(_SRT + "mem_cache.host_memory", "available_host_memory_bytes", ("allow_cgroup_fallback",)),
+    Need(_SRT + "models.utils", "get_token_to_kv_pool", ()),
+    *(Need(_SRT + module, name) for module, names in _NAMES.items() for name in names),
 )
 
 
@@ -133,46 +128,48 @@ def sglang_version() -> str:
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        raise CompatError("sglang is not installed; install it with: pip install 'sglang>=0.5.22,<0.5.24'") from None
+        raise CompatError(f"sglang is not installed; install it with: pip install '{REQUIREMENT}'") from None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The release alone: a pre-release of the next version already has that version's insides."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return (*Version(version).release, 0, 0)[:3]
+    except InvalidVersion:
+        return (0, 0, 0)
 
 
 def version_problem(version: str) -> str | None:
     """None, or one sentence on why this version of SGLang is not supported."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        # The release alone: a pre-release of the next version already has that version's insides.
-        release = (*Version(version).release, 0, 0)[:3]
-    except InvalidVersion:
-        release = (0, 0, 0)
-    if _OLDEST <= release <= _NEWEST:
+    if _OLDEST <= _release(version) <= _NEWEST:
         return None
     return (
         f"--enable-fluxion works with SGLang {SUPPORTED}, and this is {version}; install a supported version "
-        "(pip install 'sglang>=0.5.22,<0.5.24') or leave the option out."
+        f"(pip install '{REQUIREMENT}') or leave the option out."
     )
 
 
-def has_cpu_ranks(version: str) -> bool:
-    """Whether this SGLang can divide a model among ranks on a CPU: 0.5.22 sets up NCCL whatever the device."""
-    from packaging.version import Version
-
-    return (*Version(version).release, 0, 0)[:3] >= (0, 5, 23)
+def cpu_ranks_problem(version: str) -> str | None:
+    """None, or why this SGLang cannot divide a model among ranks on a CPU; the sentence says which can."""
+    if _release(version) >= _CPU_RANKS:
+        return None
+    return (
+        f"SGLang {version} cannot divide a model among processes on a CPU, because it sets up NCCL there, too; "
+        f"install sglang {'.'.join(map(str, _CPU_RANKS))}, or use --tp-size 1 and --pp-size 1."
+    )
 
 
 def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:
     """Every reason, a sentence each, why the plug-in cannot work with the installed SGLang."""
-    version = sglang_version()
-    if (problem := version_problem(version)) is not None:
+    if (problem := version_problem(sglang_version())) is not None:
         yield problem
     if activation_problem is not None:
         yield activation_problem
     for need in needs:
         if (problem := need.problem()) is not None:
-            yield (
-                f"--enable-fluxion does not fit this SGLang {version}, because {problem}; reinstall SGLang "
-                f"{SUPPORTED} or leave the option out."
-            )
+            yield _misfit(problem)
 
 
 def check() -> None:
@@ -183,8 +180,12 @@ def check() -> None:
 
 def missing(what: str) -> CompatError:
     """The error for something of SGLang's (an option, an attribute) that is not there under its name."""
-    return CompatError(
-        f"--enable-fluxion does not fit this SGLang {sglang_version()}, because {what} does not exist; "
+    return CompatError(_misfit(f"{what} does not exist"))
+
+
+def _misfit(problem: str) -> str:
+    return (
+        f"--enable-fluxion does not fit this SGLang {sglang_version()}, because {problem}; "
         f"reinstall SGLang {SUPPORTED} or leave the option out."
     )
 
@@ -199,22 +200,6 @@ def is_applied(need: Need, hook: Callable[..., Any]) -> bool:
             return True
         value = getattr(value, "__wrapped__", None)
     return False
-
-
-def assert_hooks_applied() -> None:
-    """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
-    from fluxion_sglang.sglang.plugin import BACKEND, HOOKS
-
-    for need, hook in HOOKS.items():
-        if not is_applied(need, hook):
-            raise CompatError(
-                f"--enable-fluxion could not hook {need.path}, which another plug-in may have taken first; "
-                "see the log for 'Failed to apply hooks', and name the plug-ins to load in SGLANG_PLUGINS."
-            )
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    if BACKEND not in ATTENTION_BACKENDS:
-        raise CompatError(f"--enable-fluxion could not register the attention backend {BACKEND!r}; see the log.")
 
 
 def _content(cell: Any) -> Any:

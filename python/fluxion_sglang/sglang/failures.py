@@ -9,7 +9,6 @@ does.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -41,15 +40,10 @@ class FailureGuard:
         self.finish, self._abort = finish, abort
         self.reason: str | None = None
         self._contained = False
-        self._passes = 0
-        # Fault injection for tests: the number of the pass whose attention fails, counted from 1.
-        fault = os.environ.get("FLUXION_FAULT_PASS", "")
-        self._faulty_pass = int(fault) if fault.isdecimal() else 0
 
     @contextmanager
     def containing(self) -> Iterator[FailureGuard]:
         self.reason, self._contained = None, True
-        self._passes += 1
         try:
             yield self
             self._close()
@@ -71,8 +65,6 @@ class FailureGuard:
             return step()
         if self.reason is None:
             try:
-                if self._passes == self._faulty_pass:
-                    raise RuntimeError("injected fault")
                 return step()
             except Exception as error:
                 self.reason = str(error) or type(error).__name__

@@ -52,6 +52,7 @@ def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: An
 def _make_backend(runner: Any) -> Any:
     from fluxion_sglang.sglang.backend import FluxionAttnBackend
 
+    assert_hooks_applied()
     return FluxionAttnBackend(runner)
 
 
@@ -99,7 +100,21 @@ def install() -> None:
         HookRegistry.apply_hooks()
     if BACKEND not in ATTENTION_BACKENDS:
         register_attention_backend(BACKEND)(_make_backend)
-    compat.assert_hooks_applied()
+    assert_hooks_applied()
+
+
+def assert_hooks_applied() -> None:
+    """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
+    for need, hook in HOOKS.items():
+        if not compat.is_applied(need, hook):
+            raise compat.CompatError(
+                f"--enable-fluxion could not hook {need.path}, which another plug-in may have taken first; "
+                "see the log for 'Failed to apply hooks', and name the plug-ins to load in SGLANG_PLUGINS."
+            )
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    if BACKEND not in ATTENTION_BACKENDS:
+        raise compat.CompatError(f"--enable-fluxion could not register the attention backend {BACKEND!r}; see the log.")
 
 
 def _enabled_here() -> bool:

@@ -18,10 +18,11 @@ from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.executor.device import Pinned, library_of
 from fluxion_sglang.executor.workers import create_workers
-from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape, plan_tokens
+from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.sglang import capacity
+from fluxion_sglang.sglang.options import rank_options
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     resolved = original(configurator, pre_model_load_memory)
     if configurator.is_draft_worker:
         return resolved
-    config, shape = capacity.rank_config(configurator.server_args), _shape(configurator)
+    config, shape = rank_options(configurator.server_args), _shape(configurator)
     placement = Placement(config.sinks, config.window)
     available = capacity.available_bytes(configurator.server_args)
 
@@ -145,7 +146,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
             f"the device has no room for the sinks and window ({placement.slots} tokens) of a single request; lower "
             f"sinks or window in --fluxion-config, or raise {limit}."
         )
-    tokens = _least_over_ranks(plan_tokens(config, shape, available))
+    tokens = _least_over_ranks(capacity.plan_tokens(config, shape, available))
     resolved.max_running_requests = _least_over_ranks(min(resolved.max_running_requests, rows))
     resolved.max_total_num_tokens = tokens
     logger.info(
@@ -171,7 +172,7 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         kwargs["sizes"].max_total_num_tokens,
         # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
         rows=kwargs["req_to_token_pool"].req_to_token.shape[0],
-        config=capacity.rank_config(configurator.server_args),
+        config=rank_options(configurator.server_args),
         device=str(configurator.device),
         start_layer=configurator.layer_info.start_layer,
         rank=capacity.rank_on_host(configurator.server_args),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.policy import AUTO, Context, Policy, parse_spec
+from fluxion_sglang.policy import AUTO, BARE, Context, Policy, parse_spec
 from fluxion_sglang.predictor.artifact import JSON_NAME, DoesNotFit, Identity, LoadedPredictor, load, tau_key
 from fluxion_sglang.predictor.features import NAMES
 
@@ -23,9 +22,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "fluxion"
 """Where a model's folder keeps its predictor."""
-
-DEFAULT_TAU = 0.10
-"""The paper's, where nothing is known of a model."""
 
 
 def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
@@ -90,7 +86,7 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
         asked = config.tau if tau is None else tau
         return loaded(None if asked is None else tau_key(asked))
 
-    return Context(DEFAULT_TAU if config.tau is None else config.tau, predictor)
+    return Context(BARE.tau if config.tau is None else config.tau, predictor)
 
 
 def server_policy(config: FluxionConfig, context: Context) -> Policy:
@@ -141,7 +137,5 @@ def _say_what_is_unused(config: FluxionConfig) -> None:
 
 
 def _folder(config: FluxionConfig, runner: Any) -> Path | None:
-    if config.predictor is not None:
-        return Path(os.path.expanduser(config.predictor))
     folder = Path(runner.server_args.model_path) / FOLDER
-    return folder if (folder / JSON_NAME).is_file() else None
+    return config.path("predictor") or (folder if (folder / JSON_NAME).is_file() else None)

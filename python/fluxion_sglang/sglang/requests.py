@@ -17,12 +17,14 @@ from typing import Any
 
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, parse_spec
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
-from fluxion_sglang.training import recorder
 
 logger = logging.getLogger(__name__)
 
 PARAMETER = "fluxion_policy"
 """Key of a request's policy in its custom_params."""
+
+RECORD = "fluxion_record"
+"""Key of what a request wants recorded of it; who records says what it may hold (`training/recorder.py`)."""
 
 _PARSED_SPECS = 64
 _SHOWN = 60
@@ -160,7 +162,7 @@ def _parsed(spec: str, context: Context) -> Policy | str:
 
 def _recorded(request: Any) -> Mapping[str, Any] | None:
     params = request.sampling_params.custom_params
-    wishes = params.get(recorder.PARAMETER) if isinstance(params, Mapping) else None
+    wishes = params.get(RECORD) if isinstance(params, Mapping) else None
     return wishes if isinstance(wishes, Mapping) else None
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import capacity, compat, validation
+from fluxion_sglang.sglang.options import options_of, rank_options
 
 _Step = Callable[[Any], None]
 
@@ -31,7 +32,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
             "--fluxion-config has no effect without --enable-fluxion; add that option or leave this one out."
         )
     compat.check()
-    config = FluxionConfig.parse(server_args.fluxion_config)
+    config = options_of(server_args, again=True)
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
@@ -55,7 +56,7 @@ def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    recorded = FluxionConfig.parse(server_args.fluxion_config).cuda_graphs
+    recorded = options_of(server_args).cuda_graphs
     for phase in Phase.ALL:
         backend = Backend.FULL if recorded and phase == Phase.DECODE else Backend.DISABLED
         config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=backend)
@@ -77,7 +78,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
 
     The ranks size it again once the weights are loaded and less memory is left: what is refused here is refused there.
     """
-    from fluxion_sglang.kv.host_pool import KVShape, plan_tokens
+    from fluxion_sglang.kv.host_pool import KVShape
 
     shape = KVShape(
         layers=max(model.num_attention_layers // view.pp_size, 1),
@@ -85,7 +86,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
         head_dim=model.head_dim,
         dtype=model.dtype,
     )
-    plan_tokens(capacity.rank_config(view), shape, capacity.available_bytes(view))
+    capacity.plan_tokens(rank_options(view), shape, capacity.available_bytes(view))
 
 
 def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step) -> None:
@@ -93,7 +94,7 @@ def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step)
     previous(server_args)
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    validation.check_resolved(resolving_view(server_args), FluxionConfig.parse(server_args.fluxion_config))
+    validation.check_resolved(resolving_view(server_args), options_of(server_args))
 
 
 _STEPS: dict[str, Callable[[Any, _Step], None]] = {

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import library_of
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.predictor.artifact import JSON_NAME
 from fluxion_sglang.sglang import capacity, compat
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 HEAD_DIMS = range(32, 257, 16)
 LARGEST_GROUP = 16
 
-_DEFAULTS = FluxionConfig()
-
 
 @dataclass(frozen=True)
 class OptionRefusal:
@@ -37,34 +35,48 @@ class OptionRefusal:
         field: its name in ServerArgs; one that does not exist is a CompatError, not an option that is off.
         refused: whether a value is refused.
         why: completes "..., because".
-        instead: completes "; ", the legal choice. {option} stands for the option.
+        instead: completes "; ", the legal choice; "": to leave the option out.
     """
 
     field: str
     refused: Callable[[Any], bool]
     why: str
-    instead: str = "leave {option} out"
-
-    @property
-    def option(self) -> str:
-        return "--" + self.field.replace("_", "-")
-
-    def sentence(self, value: Any) -> str:
-        shown = self.option if value is True else f"{self.option} {value}"
-        instead = self.instead.format(option=self.option)
-        return f"--enable-fluxion does not work with {shown}, because {self.why}; {instead}."
-
-
-def _given(value: Any) -> bool:
-    return bool(value)
+    instead: str = ""
 
 
 def _other_than(*legal: Any) -> Callable[[Any], bool]:
     return lambda value: value not in legal
 
 
-_OWN_HOST_CACHE = "the host pool already holds all KV and the radix tree already indexes it"
 _OWN_ATTENTION = "it brings its own attention backend for prefill and decode"
+_WHOLE_REQUESTS = "every rank holds whole requests of its KV heads"
+_ONE_TOKEN = "its decode steps have one token a request"
+
+# Options that are refused wherever they are given, by the reason.
+_GIVEN = {
+    "the host pool already holds all KV and the radix tree already indexes it": (
+        *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+        "disaggregation_decode_enable_offload_kvcache",
+    ),
+    "both replace the attention and the KV pool": ("enable_hisparse",),
+    "the KV pool is in host memory, which is not unified with weights": ("enable_unified_memory",),
+    "host KV has a layout of its own": ("enable_page_major_kv_layout",),
+    "the host pool is indexed by SGLang's own radix tree": ("radix_cache_backend",),
+    _ONE_TOKEN: ("speculative_algorithm",),
+    "an encoder has no KV cache": ("encoder_only",),
+    "prefill and decode share one attention backend and one host pool": ("enable_pdmux",),
+    _WHOLE_REQUESTS: ("enable_prefill_cp", "enable_kv_cache_sharding"),
+    "its attention backend keeps the state of one batch at a time": ("enable_two_batch_overlap",),
+    "host memory is not released and restored with the GPU's": ("enable_memory_saver",),
+    "it exists to keep a KV cache": ("prefill_only_disable_kv_cache",),
+    "its attention depends on which pages are selected": ("enable_deterministic_inference",),
+    "multi-item scoring needs masks that its attention does not have": ("enable_mis",),
+    "diffusion models decode many tokens a step": ("dllm_algorithm",),
+    "SGLang would size a device buffer by the host pool": (
+        "enable_return_routed_experts",
+        "enable_return_indexer_topk",
+    ),
+}
 
 OPTIONS: tuple[OptionRefusal, ...] = (
     OptionRefusal("attention_backend", _other_than(None, "fluxion"), _OWN_ATTENTION),
@@ -74,7 +86,7 @@ OPTIONS: tuple[OptionRefusal, ...] = (
         "page_size",
         _other_than(None, PAGE),
         f"host KV is kept in pages of {PAGE} tokens",
-        f"use --page-size {PAGE} or leave {{option}} out",
+        f"use --page-size {PAGE} or leave --page-size out",
     ),
     OptionRefusal(
         "kv_cache_dtype",
@@ -88,50 +100,28 @@ OPTIONS: tuple[OptionRefusal, ...] = (
         "the kernels compute in bfloat16 and float32",
         "use --dtype bfloat16 or --dtype float32",
     ),
-    OptionRefusal("speculative_algorithm", _given, "its decode steps have one token a request"),
-    OptionRefusal("enable_hierarchical_cache", _given, _OWN_HOST_CACHE),
-    OptionRefusal("enable_hisparse", _given, "both replace the attention and the KV pool"),
-    OptionRefusal("enable_unified_memory", _given, "the KV pool is in host memory, which is not unified with weights"),
-    OptionRefusal("enable_page_major_kv_layout", _given, "host KV has a layout of its own"),
-    OptionRefusal("enable_lmcache", _given, _OWN_HOST_CACHE),
-    OptionRefusal("enable_flexkv", _given, _OWN_HOST_CACHE),
-    OptionRefusal("enable_unified_cache_external_linker", _given, _OWN_HOST_CACHE),
-    OptionRefusal("radix_cache_backend", _given, "the host pool is indexed by SGLang's own radix tree"),
     OptionRefusal(
         "disaggregation_mode",
         _other_than("null"),
         "KV cannot be sent from or into the host pool yet",
         "use --disaggregation-mode null, which prefills and decodes in one server",
     ),
-    OptionRefusal("disaggregation_decode_enable_offload_kvcache", _given, _OWN_HOST_CACHE),
-    OptionRefusal("decoupled_spec_role", _other_than(None, "null"), "its decode steps have one token a request"),
-    OptionRefusal("encoder_only", _given, "an encoder has no KV cache"),
-    OptionRefusal("enable_pdmux", _given, "prefill and decode share one attention backend and one host pool"),
-    OptionRefusal("dcp_size", _other_than(1), "every rank holds whole requests of its KV heads", "use --dcp-size 1"),
-    OptionRefusal(
-        "attn_cp_size",
-        _other_than(1),
-        "every rank holds whole requests of its KV heads",
-        "use --attn-cp-size 1",
-    ),
+    OptionRefusal("decoupled_spec_role", _other_than(None, "null"), _ONE_TOKEN),
+    OptionRefusal("dcp_size", _other_than(1), _WHOLE_REQUESTS, "use --dcp-size 1"),
+    OptionRefusal("attn_cp_size", _other_than(1), _WHOLE_REQUESTS, "use --attn-cp-size 1"),
     OptionRefusal(
         "attn_dp_size",
         _other_than(1),
         "its padded batches name rows and pages that nobody owns",
         "use --dp-size for replicas",
     ),
-    OptionRefusal("enable_prefill_cp", _given, "every rank holds whole requests of its KV heads"),
-    OptionRefusal("enable_kv_cache_sharding", _given, "every rank holds whole requests of its KV heads"),
-    OptionRefusal("enable_two_batch_overlap", _given, "its attention backend keeps the state of one batch at a time"),
-    OptionRefusal("enable_memory_saver", _given, "host memory is not released and restored with the GPU's"),
-    OptionRefusal("prefill_only_disable_kv_cache", _given, "it exists to keep a KV cache"),
-    OptionRefusal("enable_deterministic_inference", _given, "its attention depends on which pages are selected"),
-    OptionRefusal("enable_mis", _given, "multi-item scoring needs masks that its attention does not have"),
-    OptionRefusal("dllm_algorithm", _given, "diffusion models decode many tokens a step"),
-    OptionRefusal("enable_return_routed_experts", _given, "SGLang would size a device buffer by the host pool"),
-    OptionRefusal("enable_return_indexer_topk", _given, "SGLang would size a device buffer by the host pool"),
     OptionRefusal("kv_canary", _other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"),
+    *(OptionRefusal(field, bool, why) for why, fields in _GIVEN.items() for field in fields),
 )
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def check_options(args: Any) -> None:
@@ -144,13 +134,16 @@ def check_options(args: Any) -> None:
         ConfigError: the first refused option.
         CompatError: an option of the table does not exist in this SGLang.
     """
-    for refusal in OPTIONS:
+    for option in OPTIONS:
+        flag = _flag(option.field)
         try:
-            value = getattr(args, refusal.field)
+            value = getattr(args, option.field)
         except AttributeError:
-            raise compat.missing(f"the option {refusal.option}") from None
-        if refusal.refused(value):
-            raise ConfigError(refusal.sentence(value))
+            raise compat.missing(f"the option {flag}") from None
+        if option.refused(value):
+            shown = flag if value is True else f"{flag} {value}"
+            instead = option.instead or f"leave {flag} out"
+            raise ConfigError(f"--enable-fluxion does not work with {shown}, because {option.why}; {instead}.")
     from sglang.srt.environ import envs
 
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
@@ -167,10 +160,10 @@ def check_config(config: FluxionConfig, args: Any) -> None:
     Args:
         args: SGLang's resolving view.
     """
-    folder = None if config.predictor is None else Path(os.path.expanduser(config.predictor))
-    if folder is not None and not (folder / "predictor.json").is_file():
+    folder = config.path("predictor")
+    if folder is not None and not (folder / JSON_NAME).is_file():
         raise ConfigError(
-            f"predictor is {config.predictor!r}, which has no predictor.json; give the folder that `fluxion train` "
+            f"predictor is {config.predictor!r}, which has no {JSON_NAME}; give the folder that `fluxion train` "
             "wrote, or leave the key out."
         )
     cores, ranks, each = len(config.core_list()), capacity.ranks_on_host(args), config.workers or 1
@@ -183,10 +176,9 @@ def check_config(config: FluxionConfig, args: Any) -> None:
         count = getattr(args, option)
         for key in ("audit", "record"):
             if getattr(config, key) is not None and count > 1:
-                shown = "--" + option.replace("_", "-")
                 raise ConfigError(
-                    f"{key} does not work with {shown} {count}, because one process that has every head of every layer "
-                    f"writes its files; use {shown} 1 or leave {key} out."
+                    f"{key} does not work with {_flag(option)} {count}, because one process that has every head of "
+                    f"every layer writes its files; use {_flag(option)} 1 or leave {key} out."
                 )
 
 
@@ -211,7 +203,7 @@ def check_device(device: str, config: FluxionConfig) -> None:
     library_of(device)  # raises where it is missing
 
 
-def check_resolved(args: Any, config: FluxionConfig = _DEFAULTS) -> None:
+def check_resolved(args: Any, config: FluxionConfig) -> None:
     """Check what SGLang made of the options: a model or another step may have decided against ours.
 
     Args:
@@ -221,12 +213,10 @@ def check_resolved(args: Any, config: FluxionConfig = _DEFAULTS) -> None:
         ConfigError, CompatError: as `check_options`.
     """
     check_options(args)
-    version = compat.sglang_version()
-    if args.device == "cpu" and args.tp_size * args.pp_size > 1 and not compat.has_cpu_ranks(version):
-        raise ConfigError(
-            f"SGLang {version} cannot divide a model among processes on a CPU, because it sets up NCCL there, too; "
-            "install sglang 0.5.23, or use --tp-size 1 and --pp-size 1."
-        )
+    if args.device == "cpu" and args.tp_size * args.pp_size > 1:
+        problem = compat.cpu_ranks_problem(compat.sglang_version())
+        if problem is not None:
+            raise ConfigError(problem)
     from sglang.srt.arg_groups.overrides import attention_backends_of
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 
@@ -242,30 +232,45 @@ def check_resolved(args: Any, config: FluxionConfig = _DEFAULTS) -> None:
             f"model; add --page-size {PAGE} or serve the model without --enable-fluxion."
         )
     for phase in Phase.ALL:
-        legal = (
-            (Backend.DISABLED, Backend.FULL) if config.cuda_graphs and phase == Phase.DECODE else (Backend.DISABLED,)
-        )
-        if (chosen := args.cuda_graph_config[phase].backend) not in legal:
+        chosen = args.cuda_graph_config[phase].backend
+        asked = config.cuda_graphs and phase == Phase.DECODE and chosen == Backend.FULL
+        if chosen != Backend.DISABLED and not asked:
             raise ConfigError(
                 f"--enable-fluxion does not work with CUDA graphs that are {chosen}, which SGLang chose for {phase}; "
                 f"add --cuda-graph-backend-{phase} disabled."
             )
 
 
-@dataclass(frozen=True)
-class ModelRefusal:
-    """A model that Fluxion cannot serve.
+_OTHER_MODEL = "serve it without --enable-fluxion"
+
+
+class Refusal(NamedTuple):
+    """What Fluxion cannot serve: a model, or one of its attention layers.
 
     Attributes:
-        refused: whether a ModelConfig (with a view of the options) is refused.
-        sentence: completes "cannot serve this model, because"; may name {attributes} of the config.
+        refused: whether a ModelConfig (with a view of the options), or a layer, is refused.
+        why: completes "because", or "its attention layer"; may name {0.attributes} of the model or the layer.
+        instead: what to do.
     """
 
-    refused: Callable[[ModelConfig, Any], bool]
-    sentence: str
+    refused: Callable[..., bool]
+    why: str
+    instead: str = _OTHER_MODEL
 
 
-_OTHER_MODEL = "serve it without --enable-fluxion"
+def _first(table: Sequence[Refusal], source: str, subject: Any, *args: Any) -> tuple[str, str] | None:
+    """The reason of the first refusal of `subject`, and what to do instead.
+
+    Raises:
+        CompatError: an attribute that the table reads does not exist in this SGLang; `source` says whose.
+    """
+    try:
+        for refusal in table:
+            if refusal.refused(subject, *args):
+                return refusal.why.format(subject), refusal.instead
+    except AttributeError as error:
+        raise compat.missing(f"{source} attribute {error.name!r}") from None
+    return None
 
 
 def _is_latent(model: ModelConfig, args: Any) -> bool:
@@ -309,105 +314,96 @@ def _group(model: ModelConfig, args: Any) -> float:
     return model.get_num_attention_heads(args.tp_size) / model.get_num_kv_heads(args.tp_size)
 
 
-MODELS: tuple[ModelRefusal, ...] = (
-    ModelRefusal(
-        lambda model, args: bool(model.is_encoder_decoder),
-        "it is an encoder-decoder, which attends across; {other}",
+MODELS = (
+    Refusal(lambda model, args: model.is_encoder_decoder, "it is an encoder-decoder, which attends across"),
+    Refusal(
+        lambda model, args: model.is_multimodal or model.is_audio_model,
+        "it is multimodal, and SGLang would size input buffers by the host pool",
+        "serve its language model alone with --language-model-only where SGLang supports that, or " + _OTHER_MODEL,
     ),
-    ModelRefusal(
-        lambda model, args: bool(model.is_multimodal or model.is_audio_model),
-        "it is multimodal, and SGLang would size input buffers by the host pool; serve its language model "
-        "alone with --language-model-only where SGLang supports that, or serve it without --enable-fluxion",
+    Refusal(_is_linear, "it has linear-attention or state-space layers, which have no KV to page"),
+    Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
+    Refusal(_has_sparse_index, "it brings a sparse index of its own"),
+    Refusal(
+        lambda model, args: model.has_attention_sinks,
+        "it has learned attention sinks, a term of the softmax that belongs to no token",
     ),
-    ModelRefusal(_is_linear, "it has linear-attention or state-space layers, which have no KV to page; {other}"),
-    ModelRefusal(
-        _is_latent,
-        "its attention is {attention_arch.name} and not multi-head (it stores no key per KV head); {other}",
-    ),
-    ModelRefusal(_has_sparse_index, "it brings a sparse index of its own; {other}"),
-    ModelRefusal(
-        lambda model, args: bool(model.has_attention_sinks),
-        "it has learned attention sinks, a term of the softmax that belongs to no token; {other}",
-    ),
-    ModelRefusal(_has_local_layers, "it has sliding-window or chunked-attention layers, which read no middle; {other}"),
-    ModelRefusal(
+    Refusal(_has_local_layers, "it has sliding-window or chunked-attention layers, which read no middle"),
+    Refusal(
         lambda model, args: bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
-        "it caps attention logits, which the kernels do not; {other}",
+        "it caps attention logits, which the kernels do not",
     ),
-    ModelRefusal(
-        lambda model, args: bool(getattr(model, "use_alibi", False)),
-        "it adds position biases (ALiBi) to attention logits, which the kernels do not; {other}",
+    Refusal(
+        lambda model, args: getattr(model, "use_alibi", False),
+        "it adds position biases (ALiBi) to attention logits, which the kernels do not",
     ),
-    ModelRefusal(
+    Refusal(
         _is_half,
-        "it would run in {dtype} and the kernels compute in bfloat16 and float32; add --dtype bfloat16 or "
-        "--dtype float32",
+        "it would run in {0.dtype} and the kernels compute in bfloat16 and float32",
+        "add --dtype bfloat16 or --dtype float32",
     ),
-    ModelRefusal(
+    Refusal(
         _mixes_dtypes,
-        "it runs in {dtype} and --kv-cache-dtype asks for another type; use --kv-cache-dtype auto",
+        "it runs in {0.dtype} and --kv-cache-dtype asks for another type",
+        "use --kv-cache-dtype auto",
     ),
-    ModelRefusal(
+    Refusal(
         lambda model, args: model.v_head_dim != model.head_dim,
-        "its keys have {head_dim} elements and its values {v_head_dim}, and tiles hold both in one size; {other}",
+        "its keys have {0.head_dim} elements and its values {0.v_head_dim}, and tiles hold both in one size",
     ),
-    ModelRefusal(
+    Refusal(
         lambda model, args: model.head_dim not in HEAD_DIMS,
-        f"its head dimension is {{head_dim}} and the kernels take multiples of {HEAD_DIMS.step} from "
-        f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; {{other}}",
+        f"its head dimension is {{0.head_dim}} and the kernels take multiples of {HEAD_DIMS.step} "
+        f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
     ),
-    ModelRefusal(
+    Refusal(
         lambda model, args: not _group(model, args).is_integer() or _group(model, args) > LARGEST_GROUP,
-        f"its {{num_attention_heads}} query heads do not form whole groups of at most {LARGEST_GROUP} a KV "
-        "head; use another --tp-size or serve it without --enable-fluxion",
+        f"its {{0.num_attention_heads}} query heads do not form whole groups of at most {LARGEST_GROUP} a KV head",
+        "use another --tp-size or " + _OTHER_MODEL,
     ),
 )
 
 
-def check_model(model: ModelConfig, server_args: Any) -> None:
+def check_model(model: ModelConfig, args: Any) -> None:
     """Refuse models that Fluxion cannot serve.
 
     Args:
         model: SGLang's configuration of the model.
-        server_args: ServerArgs, or one of SGLang's views of them.
+        args: SGLang's resolving view.
 
     Raises:
         ConfigError: the first reason.
         CompatError: an attribute that the table reads does not exist in this SGLang.
     """
-    args = _resolved(server_args)
-    for refusal in MODELS:
-        try:
-            refused = refusal.refused(model, args)
-        except AttributeError as error:
-            raise compat.missing(f"ModelConfig's or ServerArgs' attribute {error.name!r}") from None
-        if refused:
-            shown = _Attributes(model, {"other": _OTHER_MODEL})
-            raise ConfigError(
-                "--enable-fluxion cannot serve this model "
-                f"({', '.join(model.hf_config.architectures or ['unknown'])}), because "
-                f"{refusal.sentence.format_map(shown)}."
-            )
+    if (found := _first(MODELS, "ModelConfig's or ServerArgs'", model, args)) is not None:
+        names, (why, instead) = ", ".join(model.hf_config.architectures or ["unknown"]), found
+        raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {why}; {instead}.")
 
 
-LAYERS: tuple[tuple[Callable[[RadixAttention], bool], str], ...] = (
-    (lambda layer: layer.is_cross_attention, "attends across to an encoder"),
-    (lambda layer: layer.attn_type.value != "decoder", "attends to later tokens ({attn_type.value})"),
-    (lambda layer: layer.sliding_window_size > 0, "has a sliding window of {sliding_window_size} tokens"),
-    (lambda layer: layer.logit_cap > 0, "caps attention logits at {logit_cap}"),
-    (lambda layer: layer.xai_temperature_len > 0, "scales attention logits by position"),
-    (lambda layer: layer.pos_encoding_mode != "NONE", "encodes positions in attention ({pos_encoding_mode})"),
-    (
-        lambda layer: layer.v_head_dim != layer.qk_head_dim,
-        "has keys of {qk_head_dim} elements and values of {v_head_dim}",
+LAYERS = (
+    Refusal(lambda layer: layer.is_cross_attention, "attends across to an encoder"),
+    Refusal(lambda layer: layer.attn_type.value != "decoder", "attends to later tokens ({0.attn_type.value})"),
+    Refusal(
+        lambda layer: layer.sliding_window_size > 0,
+        "has a sliding window of {0.sliding_window_size} tokens",
     ),
-    (lambda layer: layer.qk_head_dim not in HEAD_DIMS, "has a head dimension of {qk_head_dim}"),
-    (
+    Refusal(lambda layer: layer.logit_cap > 0, "caps attention logits at {0.logit_cap}"),
+    Refusal(lambda layer: layer.xai_temperature_len > 0, "scales attention logits by position"),
+    Refusal(
+        lambda layer: layer.pos_encoding_mode != "NONE",
+        "encodes positions in attention ({0.pos_encoding_mode})",
+    ),
+    Refusal(
+        lambda layer: layer.v_head_dim != layer.qk_head_dim,
+        "has keys of {0.qk_head_dim} elements and values of {0.v_head_dim}",
+    ),
+    Refusal(lambda layer: layer.qk_head_dim not in HEAD_DIMS, "has a head dimension of {0.qk_head_dim}"),
+    Refusal(
         lambda layer: (
             layer.tp_q_head_num % layer.tp_k_head_num != 0 or layer.tp_q_head_num // layer.tp_k_head_num > LARGEST_GROUP
         ),
-        "has {tp_q_head_num} query heads for {tp_k_head_num} KV heads, no whole groups of at most "
-        + str(LARGEST_GROUP),
+        "has {0.tp_q_head_num} query heads for {0.tp_k_head_num} KV heads, no whole groups of at most "
+        f"{LARGEST_GROUP}",
     ),
 )
 
@@ -428,16 +424,11 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
     if not layers:
         raise ConfigError("--enable-fluxion cannot serve this model, because it has no attention; serve it without.")
     for layer in layers:
-        for refused, what in LAYERS:
-            try:
-                problem = what.format_map(_Attributes(layer)) if refused(layer) else None
-            except AttributeError as error:
-                raise compat.missing(f"RadixAttention's attribute {error.name!r}") from None
-            if problem is not None:
-                raise ConfigError(
-                    f"--enable-fluxion cannot serve this model, because its attention layer {layer.layer_id} "
-                    f"{problem}, which the kernels do not support; {_OTHER_MODEL}."
-                )
+        if (found := _first(LAYERS, "RadixAttention's", layer)) is not None:
+            raise ConfigError(
+                f"--enable-fluxion cannot serve this model, because its attention layer {layer.layer_id} {found[0]}, "
+                f"which the kernels do not support; {found[1]}."
+            )
     shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim) for layer in layers}
     if len(shapes) > 1:
         raise ConfigError(
@@ -460,23 +451,3 @@ def check_scaling(layers: Sequence[RadixAttention]) -> None:
             "--enable-fluxion cannot serve this model on a GPU, because its attention layers scale scores differently "
             f"({', '.join(f'{scale:g}' for scale in scales)}); serve it with --device cpu or without --enable-fluxion."
         )
-
-
-class _Attributes(dict[str, Any]):
-    """A mapping for str.format_map whose values are the attributes of an object."""
-
-    def __init__(self, source: Any, more: dict[str, Any] | None = None) -> None:
-        super().__init__(more or {})
-        self._source = source
-
-    def __missing__(self, key: str) -> Any:
-        return getattr(self._source, key)
-
-
-def _resolved(server_args: Any) -> Any:
-    """Decisions over raw input, where given the record itself: its raw fields may still be None."""
-    if hasattr(type(server_args), "resolve_once"):
-        from sglang.srt.arg_groups.overrides import resolving_view
-
-        return resolving_view(server_args)
-    return server_args

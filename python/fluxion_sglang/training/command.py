@@ -178,14 +178,14 @@ def _weights(model: str, config: Any) -> str:
 def _run(arguments: argparse.Namespace, plan: Plan) -> None:
     from fluxion_sglang.predictor import artifact
     from fluxion_sglang.predictor.features import NAMES
-    from fluxion_sglang.training import dataset, recorder
+    from fluxion_sglang.training import artifact_writer, dataset, recorder
     from fluxion_sglang.training import tau as calibration
     from fluxion_sglang.training.fit import fit
 
     folder = arguments.out / "samples"
     _claim(folder, arguments, plan.weights)
     _record(arguments, plan, folder)
-    trained: dict[float, artifact.Trained] = {}
+    trained: dict[float, artifact_writer.Trained] = {}
     for tau in plan.taus:
         found = dataset.table(folder, range(len(plan.sequences)), plan.layers, tau)
         print(f"tau {tau:g}: {len(found.features):,} samples, {found.streaming.float().mean():.0%} of them streaming")
@@ -205,9 +205,9 @@ def _run(arguments: argparse.Namespace, plan: Plan) -> None:
             )
         except ValueError as error:
             raise TrainError(str(error)) from None
-        trained[tau] = artifact.Trained(*fitted)
+        trained[tau] = artifact_writer.Trained(*fitted)
     identity = artifact.Identity(**json.loads((folder / recorder.IDENTITY).read_text()))
-    save = functools.partial(artifact.save, arguments.out, trained, identity=identity, features=NAMES)
+    save = functools.partial(artifact_writer.save, arguments.out, trained, identity=identity, features=NAMES)
     save(calibrated=plan.taus[0])
     calibrated = calibration.outcome(_calibrate(arguments, plan), arguments.kl, arguments.accuracy)
     save(calibrated=calibrated["tau"])

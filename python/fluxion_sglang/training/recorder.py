@@ -22,8 +22,9 @@ from fluxion_sglang.policy.base import Criterion, Deviation
 from fluxion_sglang.predictor.features import ANCHOR, COUNT, INDEX
 from fluxion_sglang.predictor.kernel import features as decode_features
 from fluxion_sglang.predictor.measure import Measurement, measure
+from fluxion_sglang.sglang.requests import RECORD
 
-PARAMETER: Final = "fluxion_record"
+PARAMETER: Final = RECORD
 """Key of a request's wishes in its custom_params: {"id": int, "samples": [[anchor, [step, ...]], ...]}."""
 
 TAUS: Final = (0.10, 0.02, 0.05, 0.15, 0.20, 0.30, 0.40, 0.50)

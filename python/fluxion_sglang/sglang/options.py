@@ -1,0 +1,50 @@
+"""--fluxion-config of a server: read and checked here, once a process, for whoever asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.policy import AUTO, check_spec
+from fluxion_sglang.sglang import capacity
+
+
+def options_of(server_args: Any, *, again: bool = False) -> FluxionConfig:
+    """The options of a server, from ServerArgs or one of SGLang's views of them.
+
+    Args:
+        again: read them again, because a new server begins: the file that the last one named may have changed.
+
+    Raises:
+        ConfigError: one sentence that names the key and what it may be.
+    """
+    if again:
+        _read.cache_clear()
+    return _read(server_args.fluxion_config)
+
+
+def rank_options(server_args: Any) -> FluxionConfig:
+    """The options of one rank.
+
+    `host_memory_gb` is for all ranks of the host together. `--max-total-tokens`, SGLang's own word for the capacity in
+    tokens, is the default of `host_tokens`.
+    """
+    config = options_of(server_args)
+    if config.host_memory_gb is not None:
+        return dataclasses.replace(config, host_memory_gb=config.host_memory_gb / capacity.ranks_on_host(server_args))
+    if config.host_tokens is None and server_args.max_total_tokens is not None:
+        return dataclasses.replace(config, host_tokens=server_args.max_total_tokens)
+    return config
+
+
+@lru_cache(maxsize=1)
+def _read(text: str | None) -> FluxionConfig:
+    config = FluxionConfig.parse(text)
+    try:
+        if config.policy != AUTO:
+            check_spec(config.policy)
+    except ValueError as error:
+        raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
+    return config

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from fluxion_quality import record
-from fluxion_quality.model import BUNDLED
+from fluxion_sglang.commands import provenance
+from fluxion_sglang.commands.needle import MODEL
 from fluxion_sglang.commands.serving import running_server
 from fluxion_sglang.commands.trial import model, page, plan, terminal
 from fluxion_sglang.commands.trial.course import Course, Request, flags_and_config
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
         out = arguments.out or Path(f"fluxion_try_{_file_name(request.model.name)}.html")
         for file in filter(None, (out, arguments.json)):
             _check_writable(file)
-        results = Results(record.header("try"), shlex.join(["fluxion", *sys.argv[1:]]), request.model)
+        results = Results(provenance.header("try"), shlex.join(["fluxion", *sys.argv[1:]]), request.model)
 
         def save(found: Results, last: bool) -> None:
             _save(found, out, arguments.json, last)
@@ -63,9 +63,9 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
 def _request(arguments: argparse.Namespace) -> Request:
     name = arguments.model
     if name is None:
-        if not (BUNDLED / "config.json").is_file():
+        if not (MODEL / "config.json").is_file():
             raise TrialError("There is no bundled model here; name one: fluxion try MODEL.")
-        name = str(BUNDLED)
+        name = str(MODEL)
     if not arguments.minutes > 0:
         raise TrialError(f"--minutes is {arguments.minutes:g}; give a number above 0.")
     try:
@@ -96,7 +96,7 @@ def _save(results: Results, out: Path, numbers: Path | None, last: bool) -> None
     partial.write_text(page.render(results, drawn=last), encoding="utf-8")
     partial.replace(out)
     if numbers is not None:
-        record.save(numbers, results.as_dict())
+        provenance.save(numbers, results.as_dict())
 
 
 def _check_writable(file: Path) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fluxion_quality import suite_named
-from fluxion_quality.codec import codec_of
 from fluxion_quality.model import Model
 from fluxion_sglang.commands import needle
 from fluxion_sglang.kv.placement import Placement
@@ -143,7 +142,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     described = Model.read(args.model)
-    codec, placement = codec_of(described), Placement()
+    codec, placement = described.codec(), Placement()
     symbols = {symbol: i for i, symbol in enumerate(needle.VOCABULARY)}
     sums: dict[tuple[str, str, int, float], list[float]] = {}
     tasks = suite_named("ruler").tasks(codec, None)

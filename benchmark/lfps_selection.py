@@ -35,7 +35,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fluxion_quality import suite_named
-from fluxion_quality.codec import codec_of
 from fluxion_quality.model import Model
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
@@ -265,7 +264,7 @@ def samples(model: Path, length: int, count: int) -> Iterator[list[States]]:
     from fluxion_sglang.commands import needle
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    codec = codec_of(Model.read(model))
+    codec = Model.read(model).codec()
     symbols = {symbol: i for i, symbol in enumerate(needle.VOCABULARY)}
     for task in suite_named("ruler").tasks(codec, None):
         if task.name not in TASKS:

@@ -20,7 +20,6 @@ import numpy as np
 from tqdm import tqdm
 
 from fluxion_quality import Sample, suite_named
-from fluxion_quality.codec import codec_of
 from fluxion_quality.model import Model
 from fluxion_sglang.commands import needle
 
@@ -34,7 +33,7 @@ SUITES: Final = ("ruler", "extraction")
 
 def sequences(model: Path) -> Iterator[dict[str, Any]]:
     """Lines of the training data, in a fixed order that mixes tasks and lengths."""
-    codec = codec_of(Model.read(model))
+    codec = Model.read(model).codec()
     symbols = {symbol: i for i, symbol in enumerate(needle.VOCABULARY)}
     found = []
     for suite in map(suite_named, SUITES):

@@ -7,10 +7,12 @@ added as a module with such a class and a line in `SUITES` of the package.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fluxion_sglang.commands.codec import Codec
 
 
 class MissingData(Exception):
@@ -38,36 +40,6 @@ class Sample:
     max_new_tokens: int
     document: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Codec(ABC):
-    """Text to tokens and back, for one model."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text; no special tokens are added."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out."""
-
-    @abstractmethod
-    def chat(self, user: str, answer_prefix: str = "") -> list[int]:
-        """A whole prompt: the model's chat template (without one: bos and the text), then the answer's beginning."""
-
-    def plain(self, text: str) -> list[int]:
-        """A whole prompt without the chat template: bos, where the model has one, and the text. Default: no bos."""
-        return self.encode(text)
-
-    @property
-    def positions(self) -> int | None:
-        """Tokens that a prompt and its answer may have together; None (the default): no limit is known."""
-        return None
-
-    @property
-    @abstractmethod
-    def symbolic(self) -> bool:
-        """Whether texts are in the symbolic language of the bundled model (`fluxion_sglang.commands.needle`)."""
 
 
 class Task(ABC):

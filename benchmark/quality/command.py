@@ -1,90 +1,70 @@
-"""`fluxion bench quality`: from its options to results and tables."""
+"""`fluxion bench quality`: its options. The entry point `bench-quality` in pyproject.toml makes it a command."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
 import sys
 from pathlib import Path
+from typing import Final
 
-from . import plan, table
-from .kl import tokens_compared
-from .model import BUNDLED
-from .run import run
-from .serve import EngineFailed, RequestFailed, Start, starter
+HELP: Final = "what policies cost in quality, against full attention"
 
-
-def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
-    """Run the command; returns the exit code: 2 for bad input, before any engine starts; 1 where the
-    engine fails.
-
-    Args:
-        start: starts engines; for tests.
-    """
-    try:
-        asked = settings(arguments)
-        made = plan.make(asked)
-    except plan.BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
-    top = tokens_compared(made.model.vocabulary)
-    config = dict(asked.config)
-    if asked.predictor is not None:
-        config["predictor"] = str(asked.predictor)
-    try:
-        results = run(made, start or starter(asked.model, top, asked.dtype, asked.device, config))
-    except KeyboardInterrupt:
-        print(
-            f"\nInterrupted. {asked.out} has every finished cell; the same command goes on from there.", file=sys.stderr
-        )
-        return 130
-    except (EngineFailed, RequestFailed) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(table.markdown(results))
-    print(f"Results are in {asked.out}. A plot: python -m fluxion_quality.plot {asked.out}")
-    return 0
+_MEASURED = ("policy", "request_policies", "predictor", "host_tokens", "host_memory_gb", "audit", "record")
+"""Keys of `--fluxion-config` that `bench quality` sets, or has an option for."""
 
 
-def settings(arguments: argparse.Namespace) -> plan.Settings:
-    """What the options ask for.
-
-    Raises:
-        plan.BadInput: one sentence.
-    """
-    model = arguments.model or BUNDLED
-    out = arguments.out or Path(f"quality_{arguments.suite}_{model.resolve().name}.json")
-    return plan.Settings(
-        suite=arguments.suite,
-        model=model,
-        policies=words(arguments.policies),
-        out=out,
-        lengths=tuple(length(word) for word in words(arguments.lengths)),
-        tasks=words(arguments.tasks),
-        samples=arguments.samples,
-        seed=arguments.seed,
-        data=arguments.data,
-        dtype=arguments.dtype,
-        batch=arguments.batch,
-        device=arguments.device,
-        predictor=arguments.predictor,
-        config=arguments.fluxion_config,
-        fresh=arguments.fresh,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--suite", required=True, help="ruler, longbench, leval, perplexity or extraction")
+    option("--lengths", default="", help="tokens of a prompt, as in 4k,8k (k is 1,024); default 4k")
+    option(
+        "--policies",
+        default="oracle,fixed:16:0.05",
+        help="policy specs; full is always among them; oracle alone takes the budgets of the others; off is SGLang "
+        "without the flag (default: %(default)s)",
     )
+    option("--model", type=Path, help="folder of a model, not its name; default: models/needle of the checkout")
+    option("--samples", type=int, default=20, help="questions of a task at a length (default: %(default)s)")
+    option("--tasks", default="", help="some of the suite's tasks; default: all")
+    option("--data", type=Path, help="folder with the suite's files, where it has any")
+    option("--seed", type=int, default=0, help="of samples and intervals (default: %(default)s)")
+    option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
+    option("--batch", type=int, default=8, help="requests that run at a time (default: %(default)s)")
+    option("--device", help="as of SGLang's --device; default: its choice")
+    option("--predictor", type=Path, help="folder of a predictor; default: `fluxion` in the model's folder")
+    option("--fluxion-config", type=_config, default={}, help="further options of the server: a JSON object")
+    option("--out", type=Path, help="result file; the same command goes on from it (default: quality_SUITE_MODEL.json)")
+    option("--fresh", action="store_true", help="replace the result file instead of going on from it")
 
 
-def words(text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list, each once."""
-    return tuple(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
+def _config(text: str) -> dict[str, object]:
+    """Options of the server that the benchmark does not set itself."""
+    from fluxion_sglang.config import ConfigError, FluxionConfig
+
+    try:
+        values: dict[str, object] = json.loads(text)
+        FluxionConfig.from_dict(values)
+    except (ConfigError, ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"give a JSON object of options ({error})") from None
+    own = sorted(set(_MEASURED) & values.keys())
+    if own:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(own)} cannot be given, because the benchmark or an option of its own sets it"
+        )
+    return values
 
 
-def length(word: str) -> int:
-    """Tokens, where k means 1,024: "4k" is 4096.
-
-    Raises:
-        plan.BadInput: it is no number.
-    """
-    found = re.fullmatch(r"([0-9]+)([kK]?)", word)
-    if not found:
-        raise plan.BadInput(f"--lengths has {word!r}; give numbers of tokens such as 4096 or 4k.")
-    return int(found[1]) * (1024 if found[2] else 1)
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    # Late: `fluxion --help` needs none of it, and some of it comes with an extra.
+    try:
+        from . import session
+    except ModuleNotFoundError as error:
+        print(
+            f"fluxion bench quality needs the Python package {error.name!r}; install it with: "
+            "pip install 'fluxion-sglang[quality]'.",
+            file=sys.stderr,
+        )
+        return 2
+    return session.main(arguments)

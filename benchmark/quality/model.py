@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .record import CHECKOUT, ROOT
-
-BUNDLED: Final = ROOT / "models" / "needle"
-
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
-# What the configuration, the tokenizer and the chat template are read from.
-_OTHERS: Final = (
-    *("*config.json", "*token*.json", "vocab*.json", "chat_template*.json", "*.index.json"),
-    *("*.jinja", "*.model", "merges.txt", "*.tiktoken"),
-)
-_PIECE: Final = 1 << 24
+from fluxion_sglang.commands.codec import Codec, codec_of
+from fluxion_sglang.commands.provenance import CHECKOUT, ROOT
+from fluxion_sglang.scoring.fingerprint import fingerprint
 
 SPARE: Final = 2
 """Positions that SGLang never uses: a request that wants them gets a shorter answer, without a word. Its workers take
@@ -69,20 +60,10 @@ class Model:
         """Tokens that a prompt and its answer may have together."""
         return self.positions - SPARE
 
-    def sha256(self) -> str:
-        """Of the weights and of what else says how text becomes an answer, names included, in the order of the names.
+    def codec(self) -> Codec:
+        """Raises ValueError: one sentence: the folder holds no tokenizer that can be read."""
+        return codec_of(self.folder, self.room)
 
-        Raises:
-            ValueError: one sentence: there are none.
-        """
-        files = next((found for kind in _WEIGHTS if (found := sorted(self.folder.glob(kind)))), [])
-        if not files:
-            raise ValueError(f"There are no weights in {self.folder} ({', '.join(_WEIGHTS)}).")
-        others = {file for kind in _OTHERS for file in self.folder.glob(kind)}
-        digest = hashlib.sha256()
-        for file in sorted({*files, *others}):
-            digest.update(file.name.encode() + b"\0")
-            with file.open("rb") as source:
-                while piece := source.read(_PIECE):
-                    digest.update(piece)
-        return digest.hexdigest()
+    def sha256(self) -> str:
+        """Of the weights and of what else says how text becomes an answer; raises ValueError where there are none."""
+        return fingerprint(self.folder)

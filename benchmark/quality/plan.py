@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab.audit_file import SPEC_BYTES
+from fluxion_sglang.scoring.serve import OFF, Needs
+from fluxion_sglang.sglang.offline import CHUNK
 
 from . import suite_named
 from .base import Codec, MissingData, Sample, Task
-from .codec import codec_of
 from .model import SPARE, Model
 from .record import SAME, header, load
-from .serve import CHUNK, OFF, PAGE, Needs
 
 FULL: Final = "full"
 ORACLE_BUDGET: Final = "0.05"
@@ -139,7 +140,7 @@ def _make(settings: Settings) -> Plan:
                 f"{model.id}, of which SGLang leaves {SPARE} empty; give 1 to {model.room:,}."
             )
     lengths: tuple[int | None, ...] = (settings.lengths or (4096,)) if suite.lengths else (None,)
-    codec = codec_of(model)
+    codec = model.codec()
     tasks = suite.tasks(codec, settings.data)
     if not tasks:
         raise BadInput(f"Suite {suite.name!r} has no task that {model.id} can be asked.")

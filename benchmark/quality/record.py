@@ -1,132 +1,22 @@
-"""What every result file records (the machine, the versions, the commit), and how it is written and read."""
+"""What every result file of the benchmarks records of where it comes from."""
 
 from __future__ import annotations
 
-import datetime
 import functools
-import hashlib
-import importlib.metadata
-import importlib.util
-import json
-import os
-import platform
-import re
-import subprocess
-from pathlib import Path
-from typing import Any
+from typing import Final
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout; where there is none, a folder that means nothing (`CHECKOUT` is false)."""
-CHECKOUT = (ROOT / "benchmark" / "quality").is_dir()
+from fluxion_sglang.commands import provenance
+from fluxion_sglang.commands.provenance import ROOT, load, machine, save
 
-# Results of runs that agree in these belong together.
-SAME = ("commit", "sources", "machine", "versions", "environment")
+__all__ = ["ROOT", "SAME", "commit", "header", "load", "machine", "save", "versions"]
 
-_PACKAGES = (
-    *("fluxion-sglang", "sglang", "torch", "transformers", "apache-tvm-ffi", "numpy"),
-    *("rouge", "rouge-score", "jieba", "wonderwords"),  # they make samples and scores
-)
-_SOURCES = ("fluxion_sglang", "fluxion_quality")
-_ENVIRONMENT = ("OMP_", "MKL_", "GOMP_", "FLUXION_ISA", "SGLANG_")
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
-_MEASURED = ("python", "csrc", "models", "benchmark/*.py", "benchmark/quality/*.py", "CMakeLists.txt")
+SAME: Final = ("commit", "sources", "machine", "versions", "environment")
+"""Results of runs that agree in these belong together."""
 
+_PACKAGES = (*provenance.PACKAGES, "rouge", "rouge-score", "jieba", "wonderwords")  # they make samples and scores
+_CODE = (*provenance.CODE, "fluxion_quality")
+_MEASURED = (*provenance.MEASURED, "benchmark/*.py", "benchmark/quality/*.py")
 
-def machine() -> dict[str, Any]:
-    """Facts of this machine that results depend on."""
-    info = _read("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:\s*(.*)$", info, re.M)
-    flags = set((re.search(r"^flags\s*:\s*(.*)$", info, re.M) or [""])[0].split())
-    memory = re.search(r"MemTotal:\s*(\d+) kB", _read("/proc/meminfo"))
-    gpus = [_read(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
-    return {
-        "cpu": model[1] if model else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "flags": [flag for flag in _CPU_FLAGS if flag in flags],
-        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
-        "kernel": platform.release(),
-        "gpu": ", ".join(name.strip() for text in gpus for name in re.findall(r"^Model:(.*)$", text, re.M)) or None,
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
-def commit() -> str:
-    """The commit that is measured, with a + if code or models differ from it; "unknown" outside of a checkout."""
-    if not CHECKOUT:
-        return "unknown"
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", *_MEASURED)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+" if changed else "")
-
-
-@functools.cache
-def sources() -> str:
-    """Digest of the code that runs, wherever it is installed: both packages' Python files and the native library."""
-    digest = hashlib.sha256()
-    for package in _SOURCES:
-        spec = importlib.util.find_spec(package)
-        for folder in map(Path, (spec.submodule_search_locations if spec else None) or ()):
-            for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.so")]):
-                digest.update(f"{package}/{file.relative_to(folder)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def header(benchmark: str) -> dict[str, Any]:
-    """The part of a result file that says what was measured, where and when."""
-    return {
-        "benchmark": benchmark,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "sources": sources(),
-        "machine": machine(),
-        "versions": versions(),
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
-    }
-
-
-def load(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def save(path: Path, data: dict[str, Any]) -> None:
-    """Write a result file whole or not at all: an interrupted run is taken up from it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(_dump(data) + "\n")
-    partial.replace(path)
-
-
-def _dump(data: dict[str, Any]) -> str:
-    # One row a line: results are read in diffs.
-    rows = data.get("rows", [])
-    text = json.dumps({**data, "rows": []}, indent=1)
-    if not rows:
-        return text
-    body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    return text.replace('"rows": []', f'"rows": [\n{body}\n ]')
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _git(*args: str) -> str:
-    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+versions = functools.partial(provenance.versions, _PACKAGES)
+commit = functools.partial(provenance.commit, _MEASURED)
+header = functools.partial(provenance.header, packages=_PACKAGES, code=_CODE, paths=_MEASURED)

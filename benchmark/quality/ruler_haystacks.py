@@ -9,10 +9,12 @@ from typing import Final
 
 import numpy as np
 
+from fluxion_sglang.commands.prose import Prose, generated_essay
+
 from .ruler_definitions import Asked, Chains, Draw, Needles, draw_depths
 from .ruler_documents import FOLDERS
 from .ruler_page import Page, Text
-from .ruler_words import ESSAY_FILE, Prose, draw_compounds, generated_essay, read_essay
+from .ruler_words import ESSAY_FILE, draw_compounds, read_essay
 
 NOISE: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fluxion_sglang.commands.prose import fit
+
 from .base import Codec
 from .ruler_definitions import Asked, Draw
-from .ruler_fit import fit
 
 Text = tuple[str, str]
 """What the user says, and how the answer begins."""

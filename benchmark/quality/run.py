@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from . import kl, record, stats
+from fluxion_sglang.scoring import kl
+from fluxion_sglang.scoring.serve import OFF, Reply, Request, Server, Start
+
+from . import record, stats
 from .base import Codec, Sample, Task
 from .plan import FULL, Cell, Plan, counted, fingerprint, groups, targets
-from .serve import OFF, Reply, Request, Server, Start
 
 
 def run(plan: Plan, start: Start) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from fluxion_sglang.scoring.serve import OFF
+
 from . import record, stats
 from .plan import FULL
-from .serve import OFF
 
 Row = dict[str, Any]
 Key = tuple[str | None, str]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import metadata
+from typing import Final
+
+ENTRY_POINTS: Final = "fluxion_commands"
+"""The group of entry points by which other packages add commands."""
+
+_Commands = argparse._SubParsersAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,55 +60,23 @@ def _parser() -> argparse.ArgumentParser:
     train.add_arguments(training)
     training.set_defaults(run=train.main)
 
-    bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCHMARK", required=True)
-    _add_quality(bench.add_parser("quality", help="what policies cost in quality, against full attention"))
+    _add_others(commands)
     return parser
 
 
-def _add_quality(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--suite", required=True, help="ruler, longbench, leval, perplexity or extraction")
-    option("--lengths", default="", help="tokens of a prompt, as in 4k,8k (k is 1,024); default 4k")
-    option(
-        "--policies",
-        default="oracle,fixed:16:0.05",
-        help="policy specs; full is always among them; oracle alone takes the budgets of the others; off is SGLang "
-        "without the flag (default: %(default)s)",
-    )
-    option("--model", type=Path, help="folder of a model, not its name; default: models/needle of the checkout")
-    option("--samples", type=int, default=20, help="questions of a task at a length (default: %(default)s)")
-    option("--tasks", default="", help="some of the suite's tasks; default: all")
-    option("--data", type=Path, help="folder with the suite's files, where it has any")
-    option("--seed", type=int, default=0, help="of samples and intervals (default: %(default)s)")
-    option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
-    option("--batch", type=int, default=8, help="requests that run at a time (default: %(default)s)")
-    option("--device", help="as of SGLang's --device; default: its choice")
-    option("--predictor", type=Path, help="folder of a predictor; default: `fluxion` in the model's folder")
-    option("--fluxion-config", type=_config, default={}, help="further options of the server: a JSON object")
-    option("--out", type=Path, help="result file; the same command goes on from it (default: quality_SUITE_MODEL.json)")
-    option("--fresh", action="store_true", help="replace the result file instead of going on from it")
-    parser.set_defaults(run=_quality)
-
-
-_MEASURED = ("policy", "request_policies", "predictor", "host_tokens", "host_memory_gb", "audit", "record")
-"""Keys of `--fluxion-config` that `bench quality` sets, or has an option for."""
-
-
-def _config(text: str) -> dict[str, object]:
-    """Options of the server that the benchmark does not set itself."""
-    from fluxion_sglang.config import ConfigError, FluxionConfig
-
-    try:
-        values: dict[str, object] = json.loads(text)
-        FluxionConfig.from_dict(values)
-    except (ConfigError, ValueError, AttributeError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"give a JSON object of options ({error})") from None
-    own = sorted(set(_MEASURED) & values.keys())
-    if own:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(own)} cannot be given, because the benchmark or an option of its own sets it"
-        )
-    return values
+def _add_others(commands: _Commands) -> None:
+    """Commands of other packages: entry points GROUP-NAME of modules with `HELP`, `add_arguments` and `run`."""
+    groups: dict[str, _Commands] = {}
+    # By name, because a package may be found twice.
+    for point in {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}.values():
+        group, _, name = point.name.partition("-")
+        if group not in groups:
+            parser = commands.add_parser(group, help="measure")
+            groups[group] = parser.add_subparsers(metavar="BENCHMARK", required=True)
+        module = point.load()
+        subparser = groups[group].add_parser(name, help=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -128,19 +101,6 @@ def _options(arguments: argparse.Namespace) -> int:
         print(f"{option.key}  ({option.type}, default {option.default})")
         print(f"    {option.doc} Example: {option.example}")
     return 0
-
-
-def _quality(arguments: argparse.Namespace) -> int:
-    try:
-        from fluxion_quality import command
-    except ModuleNotFoundError as error:
-        print(
-            f"fluxion bench quality needs the Python package {error.name!r}; install it with: "
-            "pip install 'fluxion-sglang[quality]'.",
-            file=sys.stderr,
-        )
-        return 2
-    return command.main(arguments)
 
 
 if __name__ == "__main__":

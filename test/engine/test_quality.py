@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from server import PATIENCE_S
 
-from fluxion_quality import command
+from fluxion_quality import session
 from fluxion_sglang import cli
 
 pytestmark = pytest.mark.full
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.full
 SCRIPT = """
 import dataclasses, json, sys
 from pathlib import Path
-from fluxion_quality import plan, run, serve
-from fluxion_quality.kl import tokens_compared
+from fluxion_quality import plan, run
+from fluxion_sglang.scoring import serve
+from fluxion_sglang.scoring.kl import tokens_compared
 
 POLICIES = ("full", "streaming", "oracle", "fixed:16:0.05")
 FORCED = 12
@@ -131,7 +132,7 @@ def test_the_command_goes_on_from_the_file_and_has_nothing_to_do(
     def no_engine(*args: Any) -> Any:
         raise AssertionError("a finished run started an engine")
 
-    monkeypatch.setattr(command, "starter", lambda *args: no_engine)
+    monkeypatch.setattr(session, "starter", lambda *args: no_engine)
     words = ["bench", "quality", "--suite", "ruler", "--model", str(MODEL), "--out", str(folder / "out.json")]
     words += ["--lengths", "1k", "--tasks", ",".join(TASKS), "--samples", "2", "--dtype", "float32", "--device", "cpu"]
     assert cli.main([*words, "--policies", "streaming,oracle,fixed:16:0.05"]) == 0, capsys.readouterr().err

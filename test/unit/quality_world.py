@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fluxion_quality.base import Codec, Sample, Suite, Task
-from fluxion_quality.forced import NOTES
-from fluxion_quality.serve import Needs, Server
 from fluxion_sglang.commands import needle
 from fluxion_sglang.lab.audit_file import record_dtype
+from fluxion_sglang.scoring.forced import NOTES
+from fluxion_sglang.scoring.serve import Needs, Server
 
 VOCABULARY = len(needle.VOCABULARY)
 HEADS = 4

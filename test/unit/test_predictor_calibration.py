@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fluxion_quality.kl import Distribution
-from fluxion_quality.serve import Reply, Request
 from fluxion_sglang.lab.audit_file import record_dtype
+from fluxion_sglang.scoring.kl import Distribution
+from fluxion_sglang.scoring.serve import Reply, Request
 from fluxion_sglang.training.dataset import TokenSequence
 from fluxion_sglang.training.tau import FORCED, NAME, ends, measure, outcome, verdict
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from quality_world import FakeEngine, Starter, World, model_folder
 
-from fluxion_quality import command, plot, record, table
 from fluxion_quality import plan as planning
+from fluxion_quality import plot, record, session, table
 from fluxion_quality.plan import BadInput
-from fluxion_quality.serve import EngineFailed
 from fluxion_sglang import cli
+from fluxion_sglang.scoring.serve import EngineFailed
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Starter:
     """Fake engines for every run of the command."""
     found = Starter()
     monkeypatch.setattr(planning, "suite_named", lambda name: World())
-    monkeypatch.setattr(command, "starter", lambda *args: found)
+    monkeypatch.setattr(session, "starter", lambda *args: found)
     return found
 
 
@@ -94,7 +94,7 @@ def test_an_engine_that_does_not_start(
     def fail(*args: Any) -> Any:
         raise EngineFailed("The engine did not start: RuntimeError: no such device")
 
-    monkeypatch.setattr(command, "starter", lambda *args: fail)
+    monkeypatch.setattr(session, "starter", lambda *args: fail)
     assert cli.main(words(tmp_path, "--lengths", "64")) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "The engine did not start: RuntimeError: no such device"
 
@@ -105,8 +105,8 @@ def test_an_unknown_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "fluxion_quality.command", None)
-    monkeypatch.delattr(sys.modules["fluxion_quality"], "command")
+    monkeypatch.setitem(sys.modules, "fluxion_quality.session", None)
+    monkeypatch.delattr(sys.modules["fluxion_quality"], "session")
     assert cli.main(["bench", "quality", "--suite", "ruler"]) == 2
     assert "pip install 'fluxion-sglang[quality]'" in capsys.readouterr().err
 
@@ -127,17 +127,17 @@ def test_a_failed_request(
 
 
 def test_lists_and_lengths() -> None:
-    assert command.words("a, b,,a ") == ("a", "b")
-    assert command.words("") == ()
-    assert [command.length(word) for word in ("4k", "16K", "100")] == [4096, 16384, 100]
+    assert session.words("a, b,,a ") == ("a", "b")
+    assert session.words("") == ()
+    assert [session.length(word) for word in ("4k", "16K", "100")] == [4096, 16384, 100]
     for word in ("k", "-4", "4.5k", "4kk", "٤"):
         with pytest.raises(BadInput):
-            command.length(word)
+            session.length(word)
 
 
 def test_default_file_and_model(start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "BUNDLED", model_folder(tmp_path / "needle"))
+    monkeypatch.setattr(session, "MODEL", model_folder(tmp_path / "needle"))
     assert cli.main(["bench", "quality", "--suite", "world", "--lengths", "64", "--samples", "2"]) == 0
     data = json.loads((tmp_path / "quality_world_needle.json").read_text())
     assert data["policies"] == ["full", "oracle:0.05", "fixed:16:0.05"]

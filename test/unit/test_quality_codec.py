@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fluxion_quality import SUITES, suite_named
-from fluxion_quality.codec import SymbolicCodec, TokenizerCodec, codec_of
-from fluxion_quality.model import BUNDLED, Model
+from fluxion_quality.model import Model
 from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.codec import SymbolicCodec, TokenizerCodec
 
 
 def text_model(folder: Path, template: str | None = None, bos: str | None = "<s>") -> Path:
@@ -34,7 +34,7 @@ def text_model(folder: Path, template: str | None = None, bos: str | None = "<s>
 
 
 def test_symbols_are_tokens(tmp_path: Path) -> None:
-    codec = codec_of(Model.read(model_folder(tmp_path)))
+    codec = Model.read(model_folder(tmp_path)).codec()
     assert isinstance(codec, SymbolicCodec) and codec.symbolic and codec.positions == 4094
     ids = [needle.BOS, needle.ASK, needle.FIRST_KEY, needle.FIRST_KEY + 1]
     assert codec.chat("Q k0", "k1") == ids
@@ -47,7 +47,7 @@ def test_symbols_are_tokens(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
-    codec = codec_of(Model.read(text_model(tmp_path)))
+    codec = Model.read(text_model(tmp_path)).codec()
     assert isinstance(codec, TokenizerCodec) and not codec.symbolic and codec.positions == 4094
     assert codec.decode(codec.encode("Grüße, 你好 ")) == "Grüße, 你好 "
     assert codec.chat("hi", " A:") == [0, *codec.encode("hi A:")] == codec.plain("hi A:")
@@ -55,7 +55,7 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_bos(tmp_path: Path) -> None:
-    codec = codec_of(Model.read(text_model(tmp_path, bos=None)))
+    codec = Model.read(text_model(tmp_path, bos=None)).codec()
     assert codec.chat("hi") == codec.encode("hi")
 
 
@@ -64,7 +64,7 @@ def test_a_chat_template_is_used_and_the_answer_goes_on_after_it(tmp_path: Path)
         "{{ bos_token }}{% for m in messages %}<user>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<bot>{% endif %}"
     )
-    codec = codec_of(Model.read(text_model(tmp_path, template)))
+    codec = Model.read(text_model(tmp_path, template)).codec()
     assert codec.chat("hi", "A:") == [0, 2, *codec.encode("hi"), 3, *codec.encode("A:")]
     assert codec.plain("hi") == [0, *codec.encode("hi")]
 
@@ -73,7 +73,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
-        codec_of(Model.read(folder))
+        Model.read(folder).codec()
 
 
 def digest(files: dict[str, bytes]) -> str:
@@ -101,7 +101,7 @@ def test_what_is_read_of_a_model(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_has_a_path_of_the_checkout() -> None:
-    assert Model.read(BUNDLED).id == "models/needle"
+    assert Model.read(needle.MODEL).id == "models/needle"
 
 
 def test_an_unknown_suite_is_refused() -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from quality_characters import CharacterCodec
 
 from fluxion_quality import Codec, suite_named
-from fluxion_quality.codec import SymbolicCodec
 from fluxion_quality.extraction import ASKED
 from fluxion_quality.extraction_answers import objects, triples, triples_f1
 from fluxion_quality.extraction_records import KINDS
 from fluxion_quality.ruler_definitions import seeded
 from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.codec import SymbolicCodec
 
 TEXT, SYMBOLIC = CharacterCodec(), SymbolicCodec()
 LENGTHS = [(TEXT, 20_000), (TEXT, 60_000), (SYMBOLIC, 1024), (SYMBOLIC, 4096)]

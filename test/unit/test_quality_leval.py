@@ -10,8 +10,8 @@ import pytest
 from quality_characters import CharacterCodec
 
 from fluxion_quality import MissingData, metrics, suite_named
-from fluxion_quality.codec import SymbolicCodec
 from fluxion_quality.leval import TASKS, LEval, LEvalTask
+from fluxion_sglang.commands.codec import SymbolicCodec
 
 CODEC = CharacterCodec()
 

@@ -8,8 +8,8 @@ import pytest
 from quality_characters import BOS, CharacterCodec
 
 from fluxion_quality import MissingData, suite_named
-from fluxion_quality.codec import SymbolicCodec
 from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.codec import SymbolicCodec
 
 TEXT, SYMBOLIC = CharacterCodec(), SymbolicCodec()
 

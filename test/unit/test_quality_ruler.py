@@ -17,9 +17,9 @@ from quality_tokenizer import TextCodec
 
 from fluxion_quality import suite_named
 from fluxion_quality.base import Codec, Sample, Task
-from fluxion_quality.codec import SymbolicCodec
 from fluxion_quality.ruler import Ruler
 from fluxion_quality.ruler_definitions import DEFINITIONS, DEPTHS, Draw
+from fluxion_sglang.commands.codec import SymbolicCodec
 
 LANGUAGES: list[Codec] = [SymbolicCodec(), TextCodec()]
 TASKS = [(codec, task) for codec in LANGUAGES for task in Ruler().tasks(codec, None) if not task.name.startswith("qa")]
@@ -63,7 +63,11 @@ def test_equal_arguments_give_equal_samples_and_others_give_others(
 
 def test_another_process_makes_the_same_samples() -> None:
     code = "import test_quality_ruler as t; print(t.fingerprint())"
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "12345",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+    }
     there = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxion_quality.base import Sample, Task
-from fluxion_quality.codec import SymbolicCodec
 from fluxion_quality.ruler import Ruler
 from fluxion_quality.ruler_symbolic import shares
 from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.codec import SymbolicCodec
 
 CODEC = SymbolicCodec()
 TASKS = {task.name: task for task in Ruler().tasks(CODEC, None)}

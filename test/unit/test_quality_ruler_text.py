@@ -18,8 +18,8 @@ from quality_tokenizer import TextCodec
 
 from fluxion_quality.base import MissingData, Sample, Task
 from fluxion_quality.ruler import Ruler
-from fluxion_quality.ruler_fit import fit
-from fluxion_quality.ruler_words import Prose, all_words, draw_words, generated_essay
+from fluxion_quality.ruler_words import all_words, draw_words
+from fluxion_sglang.commands.prose import Prose, fit, generated_essay
 
 CODEC = TextCodec()
 TASKS = {task.name: task for task in Ruler().tasks(CODEC, None)}

@@ -16,13 +16,15 @@ import pytest
 from quality_world import VOCABULARY, Echo, FakeEngine, Forced, Starter, World, model_folder
 
 from fluxion_quality import plan as planning
-from fluxion_quality import record, run, serve
+from fluxion_quality import run
 from fluxion_quality.base import Codec, MissingData, Sample, Task
-from fluxion_quality.forced import NOTES
 from fluxion_quality.model import Model
 from fluxion_quality.plan import BadInput, Plan, Settings
 from fluxion_quality.record import SAME
-from fluxion_quality.serve import EngineFailed, Needs, Reply, Request, RequestFailed, Server, options
+from fluxion_sglang.commands import provenance
+from fluxion_sglang.scoring import serve
+from fluxion_sglang.scoring.forced import NOTES
+from fluxion_sglang.scoring.serve import EngineFailed, Needs, Reply, Request, RequestFailed, Server, options
 
 POLICIES = ("streaming", "fixed:16:0.05", "oracle")
 
@@ -30,7 +32,7 @@ POLICIES = ("streaming", "fixed:16:0.05", "oracle")
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(planning, "suite_named", lambda name: World())
-    monkeypatch.setattr(record, "commit", lambda: "abc")
+    monkeypatch.setattr(provenance, "commit", lambda paths: "abc")
     return Settings("world", model_folder(tmp_path / "model"), POLICIES, tmp_path / "out.json", (64, 128), samples=6)
 
 
@@ -265,20 +267,20 @@ def test_another_model_is_another_run(settings: Settings, name: str) -> None:
 
 def test_a_digest_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "package"
-    shutil.copytree(Path(record.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(provenance.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
     found = SimpleNamespace(submodule_search_locations=[str(folder)])
-    monkeypatch.setattr(record, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: found)))
-    first = record.sources.__wrapped__()
-    assert first == record.sources.__wrapped__()
+    monkeypatch.setattr(provenance, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: found)))
+    first = provenance.sources.__wrapped__()
+    assert first == provenance.sources.__wrapped__()
     (folder / "notes.txt").write_text("nothing that runs")
-    assert record.sources.__wrapped__() == first
-    (folder / "kl.py").write_text((folder / "kl.py").read_text() + "\n")
-    second = record.sources.__wrapped__()
+    assert provenance.sources.__wrapped__() == first
+    (folder / "ask.py").write_text((folder / "ask.py").read_text() + "\n")
+    second = provenance.sources.__wrapped__()
     (folder / "deep").mkdir()
     (folder / "deep" / "native.so").write_bytes(b"library")
-    third = record.sources.__wrapped__()
+    third = provenance.sources.__wrapped__()
     (folder / "deep" / "native.so").rename(folder / "deep" / "other.so")
-    assert len({first, second, third, record.sources.__wrapped__()}) == 4
+    assert len({first, second, third, provenance.sources.__wrapped__()}) == 4
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quality_world import AUDIT, HEADS
 
-from fluxion_quality import kl, stats, table
-from fluxion_quality.forced import NOTES, ForceTokens, serialized
-from fluxion_quality.kl import Distribution
+from fluxion_quality import stats, table
+from fluxion_sglang.scoring import kl
+from fluxion_sglang.scoring.forced import NOTES, ForceTokens, serialized
+from fluxion_sglang.scoring.kl import Distribution
 
 
 class TestBootstrap:

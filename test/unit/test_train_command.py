@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fluxion_quality.serve import EngineFailed
 from fluxion_sglang import __version__
+from fluxion_sglang.scoring.serve import EngineFailed
 from fluxion_sglang.training import collect
 from fluxion_sglang.training import command as train
 from fluxion_sglang.training.dataset import TokenSequence

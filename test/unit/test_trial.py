@@ -179,7 +179,7 @@ def test_needles_that_full_does_not_find_are_said_to_measure_nothing(tmp_path: P
 def test_other_tokens_are_counted_up_to_the_first_difference(tmp_path: Path) -> None:
     _, numbers, page = trial(tmp_path, Machine(forgets=["full"]))
     assert all(row["agree"] == 0 and row["gap"] == pytest.approx(0.1) for row in numbers["same"])
-    assert "--exact" in page
+    assert "--dtype float32" in page
 
 
 def test_a_refused_model_is_reported_with_the_server_s_sentence(
@@ -216,13 +216,6 @@ def test_lengths_that_the_model_does_not_hold_are_said_to_be_shorter(tmp_path: P
     assert code == 0
     assert len(numbers["plan"]["lengths"]) == 2 and max(numbers["plan"]["lengths"]) < 1_024_000
     assert "1,024,000 tokens were asked for" in page
-
-
-def test_exact_starts_two_more_servers_in_float32(tmp_path: Path) -> None:
-    machine = Machine()
-    _, numbers, _ = trial(tmp_path, machine, NEEDLE, "--exact", "--lengths", "1k")
-    assert [words[-1] == "float32" or "float32" in words for words in machine.commands] == [False, False, True, True]
-    assert {row["dtype"] for row in numbers["same"]} == {"bfloat16", "float32"}
 
 
 def test_a_second_server_that_does_not_start_costs_its_columns_only(

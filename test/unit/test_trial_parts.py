@@ -12,7 +12,8 @@ from quality_characters import CharacterCodec
 
 from fluxion_sglang.commands import needle
 from fluxion_sglang.commands.serving import Piece, Server
-from fluxion_sglang.commands.trial import advice, measure, model, plan, same
+from fluxion_sglang.commands.trial import advice, pace, runs
+from fluxion_sglang.commands.trial import facts as files
 from fluxion_sglang.commands.trial.course import flags_and_config
 from fluxion_sglang.commands.trial.quiz import Question, SymbolicQuiz, TextQuiz, open_quiz
 from fluxion_sglang.commands.trial.results import Answers, Decode, Effort, ModelFacts, Plan, Results, TrialError
@@ -22,7 +23,7 @@ NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
 
 @pytest.fixture(scope="module")
 def facts() -> ModelFacts:
-    return model.read(str(NEEDLE))
+    return files.read(str(NEEDLE))
 
 
 # The model.
@@ -35,7 +36,7 @@ def test_the_facts_are_those_of_the_configuration(facts: ModelFacts) -> None:
 
 
 def test_a_token_s_kv_is_counted_over_all_layers_and_a_pool_takes_more(facts: ModelFacts) -> None:
-    fit = model.fit(facts, "bfloat16", on_cpu=True)
+    fit = files.fit(facts, "bfloat16", on_cpu=True)
     assert fit is not None
     assert fit.kv_bytes == 2 * 4 * 2 * 64 * 2
     assert fit.kv_bytes < fit.pool_bytes < 2 * fit.kv_bytes
@@ -45,19 +46,19 @@ def test_a_token_s_kv_is_counted_over_all_layers_and_a_pool_takes_more(facts: Mo
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(TrialError, match=r"holds no config\.json"):
-        model.read(str(tmp_path))
+        files.read(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(TrialError, match="There is no folder"):
-        model.read(name)
+        files.read(name)
 
 
 def test_a_configuration_that_nothing_can_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "toaster"}')
     with pytest.raises(TrialError, match="cannot be read") as error:
-        model.read(str(tmp_path))
+        files.read(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
@@ -131,24 +132,24 @@ class StreamingServer(Server):
 def test_steps_count_from_when_every_request_has_its_first_token() -> None:
     slow_start = [(0, 0.1, 1), (0, 5.0, 2), (1, 5.0, 1)]
     steady = [(i, 5.0 + 0.01 * step, step + 2 - i) for step in range(1, 21) for i in (0, 1)]
-    run = measure.decode(StreamingServer([*slow_start, *steady]), [[1], [2]], "full", 22)
+    run = runs.decode(StreamingServer([*slow_start, *steady]), [[1], [2]], "full", 22)
     assert run.first == 5.0
-    assert measure.median_ms(run.steps) == pytest.approx(10)
+    assert runs.median_ms(run.steps) == pytest.approx(10)
     assert max(run.steps) == pytest.approx(0.01)
     assert [len(tokens) for tokens in run.tokens] == [22, 21]
 
 
 def test_tokens_that_arrive_in_bunches_do_not_make_a_server_fast() -> None:
     pieces = [(0, 0.08 * (i // 4) + 1e-4 * (i % 4), i + 1) for i in range(40)]
-    run = measure.decode(StreamingServer(pieces), [[1]], "full", 40)
-    assert measure.median_ms(run.steps) == pytest.approx(20, rel=0.1)
+    run = runs.decode(StreamingServer(pieces), [[1]], "full", 40)
+    assert runs.median_ms(run.steps) == pytest.approx(20, rel=0.1)
 
 
 def test_a_request_without_the_flag_names_no_policy() -> None:
     server = StreamingServer([(0, 0.1, 1)])
-    measure.decode(server, [[1]], "off", 1)
+    runs.decode(server, [[1]], "off", 1)
     assert "custom_params" not in server.sampling
-    measure.decode(server, [[1]], "fixed:16:0.10", 1)
+    runs.decode(server, [[1]], "fixed:16:0.10", 1)
     assert server.sampling["custom_params"] == {"fluxion_policy": "fixed:16:0.10"}
 
 
@@ -157,64 +158,64 @@ def test_counters_say_what_a_token_of_one_request_read() -> None:
         names = ("layers", "middle_tokens", "read_tokens", "tile_bytes", "metadata_bytes")
         return {f"fluxion_{name}_total": n * each for name, each in zip(names, (8, 1000, 250, 4000, 400), strict=True)}
 
-    counters = measure.Counters()
+    counters = runs.Counters()
     counters.add(values(1), values(3))
     assert counters.share == 0.25
     assert counters.bytes_per_token(layers=4) == pytest.approx(2200)
-    assert measure.Counters().share == 0
-    assert measure.Counters().bytes_per_token(4) == 0
+    assert runs.Counters().share == 0
+    assert runs.Counters().bytes_per_token(4) == 0
 
 
 # Plans.
 
 
 def test_two_probes_give_a_curve_through_both() -> None:
-    pace = plan.pace([(1024, 1.0), (2048, 3.0)], 0.01)
-    assert pace.prefill(1024) == pytest.approx(1.0)
-    assert pace.prefill(2048) == pytest.approx(3.0)
-    assert plan.pace([(1024, 2.0), (2048, 2.0)], 0.01).square == 0
-    assert plan.pace([(1024, 2.0)], 0.01).prefill(2048) > 4
+    curve = pace.through([(1024, 1.0), (2048, 3.0)], 0.01)
+    assert curve.prefill(1024) == pytest.approx(1.0)
+    assert curve.prefill(2048) == pytest.approx(3.0)
+    assert pace.through([(1024, 2.0), (2048, 2.0)], 0.01).square == 0
+    assert pace.through([(1024, 2.0)], 0.01).prefill(2048) > 4
 
 
 @pytest.mark.parametrize("speed", [1e-5, 1e-4, 1e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("seconds", [60, 600, 3600])
 def test_what_is_chosen_fits_the_time_or_is_the_least_there_is(speed: float, seconds: float) -> None:
-    pace = plan.Pace(speed, speed / 8192, speed * 50)
-    lengths, effort = plan.choose(pace, seconds, lambda documents: 131072 // documents, 2)
-    least = lengths == [plan.SHORTEST] and effort.documents == 1
-    assert least or plan.cost(pace, lengths, effort, 2) <= seconds
+    curve = pace.Pace(speed, speed / 8192, speed * 50)
+    lengths, effort = pace.choose(curve, seconds, lambda documents: 131072 // documents, 2)
+    least = lengths == [pace.SHORTEST] and effort.documents == 1
+    assert least or pace.cost(curve, lengths, effort, 2) <= seconds
     assert max(lengths) * effort.documents <= 131072
-    assert min(lengths) >= plan.SHORTEST
+    assert min(lengths) >= pace.SHORTEST
 
 
 def test_more_time_never_gives_shorter_prompts_at_the_same_effort() -> None:
-    pace = plan.Pace(1e-4, 1e-8, 0.01)
-    found = [plan.choose(pace, seconds, lambda documents: 65536, 2) for seconds in (100, 300, 1000, 3000)]
+    curve = pace.Pace(1e-4, 1e-8, 0.01)
+    found = [pace.choose(curve, seconds, lambda documents: 65536, 2) for seconds in (100, 300, 1000, 3000)]
     same_effort = [max(lengths) for lengths, effort in found if effort == found[-1][1]]
     assert same_effort == sorted(same_effort)
 
 
 def test_lengths_that_were_asked_for_are_kept_and_only_the_effort_shrinks() -> None:
-    lengths, effort = plan.choose(plan.Pace(0.1, 0, 0.5), 600, lambda documents: 10**6, 2, asked=[1024, 8192])
+    lengths, effort = pace.choose(pace.Pace(0.1, 0, 0.5), 600, lambda documents: 10**6, 2, asked=[1024, 8192])
     assert lengths == [1024, 8192]
     assert effort.documents == 1
 
 
 def test_a_length_comes_with_a_quarter_and_a_sixteenth() -> None:
-    assert plan.spread(32704) == [2048, 8192, 32704]
-    assert plan.spread(4096) == [1024, 4096]
-    assert plan.spread(1024) == [1024]
+    assert pace.spread(32704) == [2048, 8192, 32704]
+    assert pace.spread(4096) == [1024, 4096]
+    assert pace.spread(1024) == [1024]
 
 
 @pytest.mark.parametrize(("text", "lengths"), [("", []), ("2k,1500", [1500, 2048]), ("8K, 8192", [8192])])
 def test_lengths_are_read(text: str, lengths: list[int]) -> None:
-    assert plan.parse_lengths(text) == lengths
+    assert pace.parse_lengths(text) == lengths
 
 
 @pytest.mark.parametrize("text", ["0", "12", "k", "2m", "-4k", "1.5k"])
 def test_other_lengths_are_one_sentence(text: str) -> None:
     with pytest.raises(TrialError, match="--lengths has"):
-        plan.parse_lengths(text)
+        pace.parse_lengths(text)
 
 
 def test_the_flag_in_the_server_arguments_goes_to_one_server_only() -> None:
@@ -238,7 +239,7 @@ class ThinkingServer(Server):
 
 def test_where_outputs_part_the_server_is_asked_how_near_the_tokens_were() -> None:
     server = ThinkingServer("")
-    equal, apart = same.compare(server, 1024, "bfloat16", [[1, 2], [3]], [[5, 6, 7], [5, 6, 7]], [[5, 6, 7], [5, 8, 7]])
+    equal, apart = runs.compare(server, 1024, [[1, 2], [3]], [[5, 6, 7], [5, 6, 7]], [[5, 6, 7], [5, 8, 7]])
     assert (equal.agree, equal.gap) == (3, None)
     assert (apart.agree, apart.gap) == (1, 0.25)
     assert server.asked == [3, 5]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
-from fluxion_sglang import openmp
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.sglang.offline import engine_options, start_engine
 from fluxion_sglang.training import recorder
 from fluxion_sglang.training.dataset import TokenSequence, choose_steps
-
-CHUNK = 4096
-"""Tokens of a prefill chunk: bounds what a chunk's queries take, however long a sequence is."""
 
 
 def record(
@@ -42,9 +38,6 @@ def record(
     }
     if not wishes:
         return
-    openmp.wait_passively()  # before torch is imported by the engine's processes
-    import sglang
-
     longest = max(len(sequences[i].tokens) for i in wishes)
     config = {
         "policy": "full",
@@ -54,18 +47,9 @@ def record(
         "spread": spread,
         "host_tokens": -(-(longest + 2 * PAGE) // PAGE) * PAGE,
     }
-    engine = sglang.Engine(
-        model_path=model,
-        dtype=dtype,
-        **({} if device is None else {"device": device}),
-        enable_fluxion=True,
-        fluxion_config=json.dumps(config),
-        # A token that comes from the tree has no query to record.
-        disable_radix_cache=True,
-        chunked_prefill_size=CHUNK,
-        max_running_requests=1,
-        log_level="error",
-    )
+    # A token that comes from the radix tree has no query to record.
+    alone = {"disable_radix_cache": True, "max_running_requests": 1}
+    engine = start_engine(engine_options(model, dtype, device, config, **alone))
     try:
         for i, wish in tqdm(wishes.items(), desc="recording", unit="seq"):
             reply = engine.generate(

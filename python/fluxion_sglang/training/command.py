@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code: 2 for bad input, most of it before an engine starts; 1 where an engine
     fails.
     """
-    from fluxion_quality.serve import EngineFailed, RequestFailed
+    from fluxion_sglang.scoring.serve import EngineFailed, RequestFailed
     from fluxion_sglang.training.dataset import DataError
 
     try:
@@ -165,12 +165,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _weights(model: str, config: Any) -> str:
     """Fingerprint of a folder's weights and tokenizer; of a name on the Hub, the commit."""
-    from fluxion_quality.model import Model
+    from fluxion_sglang.scoring.fingerprint import fingerprint
 
     if not Path(model).is_dir():
         return str(getattr(config, "_commit_hash", None))
     try:
-        return Model.read(Path(model)).sha256()
+        return fingerprint(Path(model))
     except ValueError as error:
         raise TrainError(str(error)) from None
 
@@ -217,7 +217,7 @@ def _run(arguments: argparse.Namespace, plan: Plan) -> None:
 
 
 def _record(arguments: argparse.Namespace, plan: Plan, folder: Path) -> None:
-    from fluxion_quality.serve import EngineFailed
+    from fluxion_sglang.scoring.serve import EngineFailed
     from fluxion_sglang.training import collect
 
     try:
@@ -239,15 +239,16 @@ def _record(arguments: argparse.Namespace, plan: Plan, folder: Path) -> None:
 
 def _calibrate(arguments: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
     """The rows of `calibration.measure`, by an engine of its own."""
-    from fluxion_quality import serve
-    from fluxion_quality.kl import tokens_compared
+    from fluxion_sglang.scoring import serve
+    from fluxion_sglang.scoring.kl import tokens_compared
+    from fluxion_sglang.sglang.offline import CHUNK
     from fluxion_sglang.training import tau as calibration
 
     config = {"predictor": str(arguments.out), **{name: getattr(arguments, name) for name in _OPTIONS}}
     top = tokens_compared(plan.vocabulary)
     start = serve.starter(Path(arguments.model), top, arguments.dtype, arguments.device, config)
     longest = max(len(sequence.tokens) for sequence, _ in plan.ends)
-    server = start("fluxion", serve.Needs(longest + serve.CHUNK, 1, True))
+    server = start("fluxion", serve.Needs(longest + CHUNK, 1, True))
     try:
         return calibration.measure(server, plan.ends, plan.taus)
     finally:

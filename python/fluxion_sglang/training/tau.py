@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from tqdm import tqdm
 
-from fluxion_quality.kl import divergence
-from fluxion_quality.serve import Request, Server
+from fluxion_sglang.scoring.kl import divergence
+from fluxion_sglang.scoring.serve import Request, Server
 from fluxion_sglang.training.dataset import TokenSequence
 
 NAME: Final = "calibration.json"

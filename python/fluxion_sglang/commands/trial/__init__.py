@@ -1,7 +1,7 @@
 """`fluxion try`: a report card for a model, in a terminal and as one HTML page.
 
-`course.py` has the order of the parts; every other module is one of them. `results.py` says what they find, `view.py`
-puts that in words and tables, `terminal.py` and `page.py` show them.
+`course.py` has the order of the parts; every other module is one of them. `results.py` says what they find,
+`sections.py` puts that in words and tables, `card.py` shows them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--minutes", type=float, default=10.0, help="about how long it may take (default: %(default)g)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
-    option("--exact", action="store_true", help="compare tokens in float32, too: two more server starts")
     option("--server-args", default="", help="more words for both servers, in one string, as in '--tp 2'")
 
 

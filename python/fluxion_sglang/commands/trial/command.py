@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from fluxion_quality import record
-from fluxion_quality.model import BUNDLED
+from fluxion_sglang.commands import provenance
+from fluxion_sglang.commands.needle import MODEL
 from fluxion_sglang.commands.serving import running_server
-from fluxion_sglang.commands.trial import model, page, plan, terminal
+from fluxion_sglang.commands.trial import card, facts, pace
 from fluxion_sglang.commands.trial.course import Course, Request, flags_and_config
 from fluxion_sglang.commands.trial.quiz import open_quiz
 from fluxion_sglang.commands.trial.results import Results, TrialError
@@ -32,13 +32,15 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
     """
     console = Console(highlight=False)
     try:
-        clock = plan.Clock(arguments.minutes)
+        clock = pace.Clock(arguments.minutes)
         request = _request(arguments)
         quiz = open_quiz(request.model, "--trust-remote-code" in request.flags)
         out = arguments.out or Path(f"fluxion_try_{_file_name(request.model.name)}.html")
         for file in filter(None, (out, arguments.json)):
             _check_writable(file)
-        results = Results(record.header("try"), shlex.join(["fluxion", *sys.argv[1:]]), request.model)
+        results = Results(
+            provenance.header("try"), shlex.join(["fluxion", *sys.argv[1:]]), request.model, request.served_dtype
+        )
 
         def save(found: Results, last: bool) -> None:
             _save(found, out, arguments.json, last)
@@ -49,12 +51,12 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
         try:
             Course(request, quiz, results, save, clock, starts).run()
         except KeyboardInterrupt:
-            terminal.show(results, console)
+            card.show(results, console)
             return 130
     except TrialError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    terminal.show(results, console)
+    card.show(results, console)
     files = " and ".join(str(file) for file in (out, arguments.json) if file)
     console.print(f"\nWritten to {files} in {results.seconds / 60:.1f} minutes.", soft_wrap=True)
     return 1 if results.refusal or results.stopped else 0
@@ -63,9 +65,9 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
 def _request(arguments: argparse.Namespace) -> Request:
     name = arguments.model
     if name is None:
-        if not (BUNDLED / "config.json").is_file():
+        if not (MODEL / "config.json").is_file():
             raise TrialError("There is no bundled model here; name one: fluxion try MODEL.")
-        name = str(BUNDLED)
+        name = str(MODEL)
     if not arguments.minutes > 0:
         raise TrialError(f"--minutes is {arguments.minutes:g}; give a number above 0.")
     try:
@@ -80,11 +82,10 @@ def _request(arguments: argparse.Namespace) -> Request:
         except ValueError as error:
             raise TrialError(f"--policies: {error}") from None
     return Request(
-        model=model.read(name, "--trust-remote-code" in flags),
-        lengths=plan.parse_lengths(arguments.lengths),
+        model=facts.read(name, "--trust-remote-code" in flags),
+        lengths=pace.parse_lengths(arguments.lengths),
         policies=policies,
         dtype=arguments.dtype,
-        exact=arguments.exact,
         flags=flags,
         config=config,
     )
@@ -93,10 +94,10 @@ def _request(arguments: argparse.Namespace) -> Request:
 def _save(results: Results, out: Path, numbers: Path | None, last: bool) -> None:
     """Whole files or none, so that an interruption leaves the last whole ones."""
     partial = out.with_name(out.name + ".partial")
-    partial.write_text(page.render(results, drawn=last), encoding="utf-8")
+    partial.write_text(card.render(results, drawn=last), encoding="utf-8")
     partial.replace(out)
     if numbers is not None:
-        record.save(numbers, results.as_dict())
+        provenance.save(numbers, results.as_dict())
 
 
 def _check_writable(file: Path) -> None:

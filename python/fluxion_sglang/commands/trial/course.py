@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from fluxion_sglang.commands.serving import (
     launch_command,
     shell,
 )
-from fluxion_sglang.commands.trial import advice, measure, model, plan, same
+from fluxion_sglang.commands.trial import advice, facts, pace, runs
 from fluxion_sglang.commands.trial.quiz import Document, Quiz
 from fluxion_sglang.commands.trial.results import (
     FULL,
@@ -63,7 +64,6 @@ class Request:
     lengths: list[int]
     policies: list[str]
     dtype: str
-    exact: bool
     flags: list[str]
     config: dict[str, Any]
 
@@ -95,10 +95,10 @@ class Course:
     quiz: Quiz
     results: Results
     save: Save
-    clock: plan.Clock
+    clock: pace.Clock
     starts: Callable[..., Any]
-    full_tokens: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
-    """Greedy tokens of policy `full`, by dtype and length."""
+    full_tokens: dict[int, list[list[int]]] = field(default_factory=dict)
+    """Greedy tokens of policy `full`, by length."""
 
     def run(self) -> None:
         """All parts.
@@ -110,8 +110,6 @@ class Course:
             self._fit()
             self._with_the_flag()
             self._without()
-            if self.request.exact and self.request.served_dtype != "float32":
-                self._in_float32()
         except ServerError as error:
             # Only the first server says whether the model is served.
             self.results.refusal = error.refusal if self.results.plan is None else ""
@@ -139,7 +137,7 @@ class Course:
                 f"The machine had other work when the trial began (a load of {busy:.1f} on {cores} cores). So times "
                 "are too long, and may differ from one run to the next."
             )
-        self.results.fit = model.fit(self.request.model, self.request.served_dtype, self.request.on_cpu)
+        self.results.fit = facts.fit(self.request.model, self.request.served_dtype, self.request.on_cpu)
         self._part_done()
 
     def _with_the_flag(self) -> None:
@@ -148,52 +146,42 @@ class Course:
         began = self.clock.elapsed
         with self._server("with the flag", config) as server:
             start = self.clock.elapsed - began
-            measure.decode(server, [self._document(plan.SHORTEST, 1, seed=1)[0].prompt], FULL, 8)  # warms up
-            chosen = self._plan(server, start)
-            self.results.plan = chosen
+            self._warm_up(server, FULL)
+            chosen = self.results.plan = self._plan(server, start)
             self._part_done()
-            runs = len(chosen.lengths) * _runs(chosen)
-            with _bar(runs, "Measuring") as bar:
+            effort = chosen.effort
+            rounds = effort.rounds * len(effort.batches) + effort.questions
+            with _bar(len(chosen.lengths) * (effort.documents + len(chosen.policies) * rounds)) as bar:
                 for length in chosen.lengths:
-                    self._length_with_the_flag(server, length, bar)
+                    documents = self._documents(length, effort)
+                    self.full_tokens[length] = self._times(
+                        server, length, _prompts(documents), chosen.policies, chosen.steps, bar
+                    )
+                    self._part_done()
+                    for policy in chosen.policies:
+                        self.results.answers.append(self._ask(server, length, policy, documents, bar))
                     self._part_done()
 
     def _without(self) -> None:
         chosen = self.results.plan
         if chosen is None:
             return
-        pool = ["--max-total-tokens", str(_pool(chosen.effort.documents, max(chosen.lengths)))]
+        effort = chosen.effort
+        pool = ["--max-total-tokens", str(_pool(effort.documents, max(chosen.lengths)))]
         try:
             with self._server("without the flag", None, pool) as server:
-                measure.decode(server, [self._document(plan.SHORTEST, 1, seed=1)[0].prompt], OFF, 8)
-                effort = chosen.effort
-                runs = effort.documents + effort.rounds * len(effort.batches)
-                with _bar(runs * len(chosen.lengths), "Measuring") as bar:
+                self._warm_up(server, OFF)
+                with _bar(len(chosen.lengths) * (effort.documents + effort.rounds * len(effort.batches))) as bar:
                     for length in chosen.lengths:
                         if self._too_long(length):
                             continue
-                        self._length_without(server, length, bar)
+                        prompts = _prompts(self._documents(length, effort))
+                        tokens = self._times(server, length, prompts, [OFF], effort.steps, bar)
+                        self.results.same += runs.compare(server, length, prompts, tokens, self.full_tokens[length])
                         self._part_done()
         except ServerError as error:
             # What SGLang cannot do without the flag is no fault of the trial.
             self.results.notes.append(f"The part without the flag ended early. {error}")
-
-    def _in_float32(self) -> None:
-        """Tokens of the shortest length, from two more servers."""
-        chosen = self.results.plan
-        if chosen is None:
-            return
-        length = chosen.lengths[0]
-        prompts = _prompts(self._documents(length, chosen.effort))
-        pool = _pool(chosen.effort.documents, length)
-        config = {**self.request.config, "policy": FULL, "host_tokens": pool}
-        with self._server("with the flag, in float32", config, dtype="float32") as server:
-            full = measure.decode(server, prompts, FULL, chosen.effort.steps).tokens
-        with self._server(
-            "without the flag, in float32", None, ["--max-total-tokens", str(pool)], dtype="float32"
-        ) as server:
-            off = measure.decode(server, prompts, OFF, chosen.effort.steps).tokens
-            self.results.same += same.compare(server, length, "float32", prompts, off, full)
 
     # What parts are made of.
 
@@ -209,54 +197,62 @@ class Course:
         step = 0.0
         longest = self._longest(1)
         for i, length in enumerate(size for size in _PROBES if size <= longest):
-            run = measure.decode(server, [self._document(length, 1, seed=2 + i)[0].prompt], FULL, 8)
+            run = runs.decode(server, [self._document(length, 1, seed=2 + i)[0].prompt], FULL, 8)
             probes.append((length, run.first))
-            step = measure.median_ms(run.steps) / 1e3
+            step = runs.median_ms(run.steps) / 1e3
             if run.first > _SLOW_PROBE_S:
                 break
-        pace = plan.pace(probes, step)
-        # The server without the flag takes about as long to start. Slow starts must not leave nothing to measure.
+        curve = pace.through(probes, step)
+        # The server without the flag takes about as long to start. Slow starts must not leave nothing to runs.
         seconds = max(self.clock.left - start - _STOP_S, _LEAST_SHARE * self.clock.limit)
         asked = sorted({min(length, longest) for length in self.request.lengths})
         if any(length > longest for length in self.request.lengths):
             self.results.notes.append(
                 f"{max(self.request.lengths):,} tokens were asked for. This model on this machine holds {longest:,}."
             )
-        lengths, effort = plan.choose(pace, seconds, self._longest, len(policies), asked)
-        took = plan.cost(pace, lengths, effort, len(policies))
-        return Plan(lengths, policies, refused, effort, plan.steps_of(pace, effort), round(took, 1))
+        lengths, effort = pace.choose(curve, seconds, self._longest, len(policies), asked)
+        took = pace.cost(curve, lengths, effort, len(policies))
+        return Plan(lengths, policies, refused, effort, pace.steps_of(curve, effort), round(took, 1))
 
-    def _length_with_the_flag(self, server: Server, length: int, bar: tqdm[Any]) -> None:
+    def _times(
+        self,
+        server: Server,
+        length: int,
+        prompts: list[tuple[int, ...]],
+        policies: list[str],
+        steps: int,
+        bar: tqdm[Any],
+    ) -> list[list[int]]:
+        """Measure prefill, decode steps and reads of a length; the tokens of the first policy in the largest batch."""
         chosen = self.results.plan
         assert chosen is not None
-        effort, documents = chosen.effort, self._documents(length, chosen.effort)
-        prompts = _prompts(documents)
-        self.results.prefill.append(_prefill(server, length, prompts, FULL, bar))
-        steps: dict[tuple[int, str], list[float]] = {}
-        reads = {policy: measure.Counters() for policy in chosen.policies}
+        effort = chosen.effort
+        self.results.prefill.append(_prefill(server, length, prompts, policies[0], bar))
+        times: dict[tuple[int, str], list[float]] = defaultdict(list)
+        reads: dict[str, runs.Counters] = defaultdict(runs.Counters)
+        tokens: list[list[int]] = []
         for _ in range(effort.rounds):
-            for policy in chosen.policies:  # in turns, so that the machine's moods are shared
+            for policy in policies:  # in turns, so that the machine's moods are shared
                 for batch in effort.batches:
                     bar.set_postfix_str(f"{length:,} tokens, {policy}, batch {batch}")
-                    before = server.settled()
-                    run = measure.decode(server, prompts[:batch], policy, chosen.steps)
-                    if batch == 1:
+                    counted = batch == 1 and policy != OFF
+                    before = server.settled() if counted else {}
+                    run = runs.decode(server, prompts[:batch], policy, steps)
+                    if counted:
                         reads[policy].add(before, server.settled())
-                    steps.setdefault((batch, policy), []).extend(run.steps)
-                    if policy == FULL:
-                        self.full_tokens[self.request.served_dtype, length] = run.tokens
+                    times[batch, policy] += run.steps
+                    if policy == policies[0]:
+                        tokens = run.tokens
                     bar.update()
         self.results.decode += [
-            Decode(length, batch, policy, measure.median_ms(mine), chosen.steps, effort.rounds)
-            for (batch, policy), mine in steps.items()
+            Decode(length, batch, policy, runs.median_ms(mine), steps, effort.rounds)
+            for (batch, policy), mine in times.items()
         ]
         layers = self.request.model.layers
         self.results.reads += [
             Reads(length, policy, mine.share, mine.bytes_per_token(layers)) for policy, mine in reads.items()
         ]
-        self._part_done()
-        for policy in chosen.policies:
-            self.results.answers.append(self._ask(server, length, policy, documents, bar))
+        return tokens
 
     def _ask(self, server: Server, length: int, policy: str, documents: list[Document], bar: tqdm[Any]) -> Answers:
         """One question about every document at a time."""
@@ -266,41 +262,22 @@ class Course:
             bar.set_postfix_str(f"{length:,} tokens, {policy}, needles")
             questions = [document[i] for document in documents if i < len(document)]
             prompts = [question.prompt for question in questions]
-            run = measure.decode(server, prompts, policy, self.quiz.max_new, stop=True)
+            run = runs.decode(server, prompts, policy, self.quiz.max_new, stop=True)
             right += sum(self.quiz.right(*pair) for pair in zip(questions, run.tokens, strict=True))
             asked += len(questions)
             bar.update()
         return Answers(length, policy, right, asked)
 
-    def _length_without(self, server: Server, length: int, bar: tqdm[Any]) -> None:
-        chosen = self.results.plan
-        assert chosen is not None
-        effort = chosen.effort
-        prompts = _prompts(self._documents(length, effort))
-        self.results.prefill.append(_prefill(server, length, prompts, OFF, bar))
-        tokens: list[list[int]] = []
-        steps: dict[int, list[float]] = {batch: [] for batch in effort.batches}
-        for _ in range(effort.rounds):
-            for batch in effort.batches:
-                bar.set_postfix_str(f"{length:,} tokens, no flag, batch {batch}")
-                run = measure.decode(server, prompts[:batch], OFF, effort.steps)
-                steps[batch] += run.steps
-                tokens = run.tokens
-                bar.update()
-        self.results.decode += [
-            Decode(length, batch, OFF, measure.median_ms(mine), effort.steps, effort.rounds)
-            for batch, mine in steps.items()
-        ]
-        dtype = self.request.served_dtype
-        self.results.same += same.compare(server, length, dtype, prompts, tokens, self.full_tokens[dtype, length])
-
     def _refused(self, server: Server, policy: str) -> str:
         """Why the server does not take a policy; "" where it does."""
         try:
-            measure.decode(server, [self._document(plan.SHORTEST, 1, seed=1)[0].prompt], policy, 3)
+            self._warm_up(server, policy)
         except RequestRefused as error:
             return str(error)
         return ""
+
+    def _warm_up(self, server: Server, policy: str) -> None:
+        runs.decode(server, [self._document(pace.SHORTEST, 1, seed=1)[0].prompt], policy, 8)
 
     def _too_long(self, length: int) -> bool:
         """Whether a length without the flag would go far past the time; wanted lengths never do."""
@@ -308,28 +285,27 @@ class Course:
         late = self.clock.elapsed + sum(mine) > self.clock.limit * _OFF_PATIENCE
         if late and not self.request.lengths:
             self.results.notes.append(f"{length:,} tokens were not measured without the flag: the time was over.")
-            return True
-        return False
+        return late and not self.request.lengths
 
     # Sizes.
 
     def _longest(self, documents: int) -> int:
         """Tokens of the longest prompt and answer, with so many documents in the pool."""
-        longest = self.request.model.positions - plan.SPARE
+        longest = self.request.model.positions - pace.SPARE
         fit = self.results.fit
         return min(longest, fit.tokens // documents - _SLACK) if fit else longest
 
     def _pool_tokens(self) -> int | None:
         """The pool holds every document of the longest length that may be measured."""
-        wanted = max([*self.request.lengths, self._longest(plan.most_documents())])
+        wanted = max([*self.request.lengths, self._longest(pace.most_documents())])
         if self.results.fit is None or self.results.fit.problem:
             return None  # the server says what is wrong
-        if self._longest(1) < plan.SHORTEST:
+        if self._longest(1) < pace.SHORTEST:
             raise TrialError(
-                f"A trial needs prompts of {plan.SHORTEST:,} tokens, and {self.request.model.name} on this machine "
+                f"A trial needs prompts of {pace.SHORTEST:,} tokens, and {self.request.model.name} on this machine "
                 f"holds {max(self._longest(1), 0):,}; free memory, or take a model with longer contexts."
             )
-        return min(_pool(plan.most_documents(), wanted), self.results.fit.tokens)
+        return min(_pool(pace.most_documents(), wanted), self.results.fit.tokens)
 
     def _documents(self, length: int, effort: Effort) -> list[Document]:
         return [self._document(length, effort.questions, 1000 * (i + 1) + length) for i in range(effort.documents)]
@@ -347,10 +323,8 @@ class Course:
         return [*dtype, *SMALL, *self.request.flags]
 
     @contextmanager
-    def _server(
-        self, what: str, fluxion: dict[str, Any] | None, more: Sequence[str] = (), dtype: str | None = None
-    ) -> Iterator[Server]:
-        flags = [*self._flags(), *MEASURED, *more, *(["--dtype", dtype] if dtype else [])]
+    def _server(self, what: str, fluxion: dict[str, Any] | None, more: Sequence[str] = ()) -> Iterator[Server]:
+        flags = [*self._flags(), *MEASURED, *more]
         port = free_port()
         command = launch_command(self.request.model.name, port, *flags, fluxion=fluxion)
         self.results.servers[what] = shell(command)
@@ -391,14 +365,9 @@ def _prefill(server: Server, length: int, prompts: Sequence[Sequence[int]], poli
     seconds = []
     for prompt in prompts:
         bar.set_postfix_str(f"{length:,} tokens, {'no flag' if policy == OFF else 'with the flag'}, prefill")
-        seconds.append(measure.decode(server, [prompt], policy, 1).first)
+        seconds.append(runs.decode(server, [prompt], policy, 1).first)
         bar.update()
-    return Prefill(length, policy, measure.median_ms(seconds) / 1e3, len(seconds))
-
-
-def _runs(chosen: Plan) -> int:
-    effort = chosen.effort
-    return effort.documents + len(chosen.policies) * (effort.rounds * len(effort.batches) + effort.questions)
+    return Prefill(length, policy, runs.median_ms(seconds) / 1e3, len(seconds))
 
 
 def _pool(documents: int, length: int) -> int:
@@ -409,6 +378,6 @@ def _prompts(documents: Sequence[Document]) -> list[tuple[int, ...]]:
     return [document[0].prompt for document in documents]
 
 
-def _bar(runs: int, what: str) -> tqdm[Any]:
+def _bar(count: int) -> tqdm[Any]:
     # Where there is no terminal, no bar: it would fill the log with copies of itself.
-    return tqdm(total=runs, desc=what, unit="run", leave=False, disable=None)
+    return tqdm(total=count, desc="Measuring", unit="run", leave=False, disable=None)

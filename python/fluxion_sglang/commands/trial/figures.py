@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,81 +13,61 @@ _COLOURS = ("#8a8f98", "#1f5fa8", "#c2571a", "#2f7d4f", "#7a4fa3", "#a8323e")
 
 
 def draw(results: Results) -> dict[str, str]:
-    """SVG by the name that `view.Section.plot` uses."""
+    """SVG by the name that `Section.plot` uses."""
     if find_spec("matplotlib") is None:
         return {}
     import matplotlib
 
+    batches = sorted({row.batch for row in results.decode})
+    times = [[(row.policy, row.length, row.ms) for row in results.decode if row.batch == batch] for batch in batches]
+    reads = [(row.policy, row.length, row.bytes_per_token / 2**20) for row in results.reads]
     # Text stays text: it can be searched, and takes the page's font.
     settings: Any = {"svg.hashsalt": "fluxion", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
     pictures = {}
     with matplotlib.rc_context(settings):
         if len({row.length for row in results.decode}) > 1:
-            pictures["speed"] = _speed(results)
+            titles = [f"batch {batch}" for batch in batches]
+            pictures["speed"] = _picture(results, times, titles, "ms per output token", log=True)
         if len({row.length for row in results.reads}) > 1:
-            pictures["reads"] = _reads(results)
+            pictures["reads"] = _picture(results, [reads], [""], "MiB read per output token", log=False)
     return pictures
 
 
-def _speed(results: Results) -> str:
-    batches = sorted({row.batch for row in results.decode})
-    figure, axes = _panels(len(batches))
-    for axis, batch in zip(axes, batches, strict=True):
-        for policy in (OFF, *results.policies()):
-            rows = [r for r in results.decode if (r.batch, r.policy) == (batch, policy)]
-            _line(axis, results, policy, [(row.length, row.ms) for row in rows])
-        axis.set(title=f"batch {batch}", yscale="log")
-        _numbers(axis.yaxis)
-        axis.set_ylabel("ms per output token")
-    return _svg(figure, axes, results)
+def _picture(
+    results: Results, panels: list[list[tuple[str, int, float]]], titles: Iterable[str], unit: str, log: bool
+) -> str:
+    """A line a policy over lengths, in panels side by side.
 
-
-def _reads(results: Results) -> str:
-    figure, axes = _panels(1)
-    for policy in results.policies():
-        rows = [row for row in results.reads if row.policy == policy]
-        _line(axes[0], results, policy, [(row.length, row.bytes_per_token / 2**20) for row in rows])
-    axes[0].set(ylim=(0, None))
-    axes[0].set_ylabel("MiB read per output token")
-    return _svg(figure, axes, results)
-
-
-def _panels(count: int) -> tuple[Any, list[Any]]:
+    Args:
+        panels: (policy, length, value).
+        log: whether values are on a logarithmic scale, else on one from 0.
+    """
     from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * count, 3.0))
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
-
-
-def _line(axis: Any, results: Results, policy: str, points: list[tuple[int, float]]) -> None:
-    if points:
-        colour = _COLOURS[[OFF, *results.policies()].index(policy) % len(_COLOURS)]
-        xs, ys = zip(*sorted(points), strict=True)
-        axis.plot(xs, ys, "o-", label=policy, color=colour, linewidth=1.6, markersize=4)
-
-
-def _numbers(axis: Any) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    formatter = ScalarFormatter()
-    formatter.set_scientific(False)
-    axis.set_major_formatter(formatter)
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _svg(figure: Any, axes: list[Any], results: Results) -> str:
-    for axis in axes:
-        lengths = results.lengths()
+    figure = Figure(figsize=(4.2 * len(panels), 3.0))
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    lengths = results.lengths()
+    for axis, title, points in zip(axes, titles, panels, strict=True):
+        for i, policy in enumerate((OFF, *results.policies())):
+            if mine := sorted((length, value) for name, length, value in points if name == policy):
+                colour = _COLOURS[i % len(_COLOURS)]
+                axis.plot(*zip(*mine, strict=True), "o-", label=policy, color=colour, linewidth=1.6, markersize=4)
+        axis.set(title=title, xlabel="tokens", ylabel=unit)
+        if log:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter(ScalarFormatter())
+            axis.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axis.set_ylim(0, None)
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [f"{length / 1024:.0f}k" for length in lengths])
-        axis.set_xlabel("tokens")
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]

@@ -10,15 +10,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from fluxion_quality.base import Codec
-from fluxion_quality.ruler_fit import fit
-from fluxion_quality.ruler_words import generated_essay
 from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.codec import Codec, SymbolicCodec, codec_of
+from fluxion_sglang.commands.prose import fit, generated_essay
 from fluxion_sglang.commands.trial.results import ModelFacts, TrialError
 
 KEYS: Final = 8
@@ -142,20 +140,10 @@ def open_quiz(facts: ModelFacts, trust: bool = False) -> Quiz:
     Raises:
         TrialError: its tokenizer cannot be read.
     """
-    from fluxion_quality.codec import SymbolicCodec, TokenizerCodec, codec_of
-    from fluxion_quality.model import Model
-
-    codec: Codec
     try:
-        if facts.folder is not None and not trust:
-            codec = codec_of(Model(Path(facts.folder), facts.name, facts.vocabulary, facts.positions))
-        else:
-            from transformers import AutoTokenizer
-
-            codec = TokenizerCodec(AutoTokenizer.from_pretrained(facts.folder or facts.name, trust_remote_code=trust))
-    except Exception as error:  # whatever transformers makes of files that are not what it expects
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise TrialError(f"{reason.rstrip('.')}; a trial needs the model's tokenizer for its prompts.") from None
+        codec = codec_of(facts.folder or facts.name, trust=trust)
+    except ValueError as error:
+        raise TrialError(f"{str(error).rstrip('.')}; a trial needs the model's tokenizer for its prompts.") from None
     return SymbolicQuiz() if isinstance(codec, SymbolicCodec) else TextQuiz(codec)
 
 

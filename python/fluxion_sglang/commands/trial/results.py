@@ -164,7 +164,6 @@ class Same:
     """
 
     length: int
-    dtype: str
     tokens: int
     agree: int
     gap: float | None = None
@@ -194,6 +193,7 @@ class Results:
     Attributes:
         header: date, machine, versions.
         command: the command line of the trial.
+        dtype: that the model is served in.
         servers: command lines of the servers, by what they are.
         refusal: why Fluxion does not serve the model; else empty.
         stopped: why the trial ended early; else empty.
@@ -204,6 +204,7 @@ class Results:
     header: dict[str, Any]
     command: str
     model: ModelFacts
+    dtype: str = ""
     fit: Fit | None = None
     servers: dict[str, str] = field(default_factory=dict)
     refusal: str = ""

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from fluxion_sglang.commands import needle
 
-from .base import Codec
-from .model import Model
-
 _SPECIAL: Final = frozenset(i for i, symbol in enumerate(needle.VOCABULARY) if symbol in ("<pad>", "<bos>", "<eos>"))
+
+
+class Codec(ABC):
+    """Text to tokens and back, for one model."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; no special tokens are added."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out."""
+
+    @abstractmethod
+    def chat(self, user: str, answer_prefix: str = "") -> list[int]:
+        """A whole prompt: the model's chat template (without one: bos and the text), then the answer's beginning."""
+
+    def plain(self, text: str) -> list[int]:
+        """A whole prompt without the chat template: bos, where the model has one, and the text. Default: no bos."""
+        return self.encode(text)
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a prompt and its answer may have together; None (the default): no limit is known."""
+        return None
+
+    @property
+    @abstractmethod
+    def symbolic(self) -> bool:
+        """Whether texts are in the symbolic language of the bundled model (`needle.py`)."""
 
 
 class SymbolicCodec(Codec):
@@ -81,23 +110,28 @@ class TokenizerCodec(Codec):
         return False
 
 
-def codec_of(model: Model) -> Codec:
+def codec_of(model: str | Path, room: int | None = None, trust: bool = False) -> Codec:
     """The codec of a model: symbolic if its vocabulary is the bundled model's.
+
+    Args:
+        model: its folder, or its name on the Hub.
+        room: tokens that a prompt and its answer may have together.
+        trust: whether code that the model brings may run.
 
     Raises:
         ValueError: one sentence: the folder holds no tokenizer that can be read.
     """
     try:
-        vocabulary = json.loads((model.folder / "tokenizer.json").read_text())["model"]["vocab"]
+        vocabulary = json.loads((Path(model) / "tokenizer.json").read_text())["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         vocabulary = None  # a tokenizer in another format
     if vocabulary == SymbolicCodec.ids:
-        return SymbolicCodec(model.room)
+        return SymbolicCodec(room)
     # Imported late: transformers takes seconds, and the bundled model needs none of it.
     from transformers import AutoTokenizer
 
     try:
-        return TokenizerCodec(AutoTokenizer.from_pretrained(str(model.folder)), model.room)
+        return TokenizerCodec(AutoTokenizer.from_pretrained(str(model), trust_remote_code=trust), room)
     except Exception as error:  # whatever transformers makes of files that are not what it expects
         reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-        raise ValueError(f"The tokenizer in {model.folder} cannot be read: {': '.join(reason)}") from error
+        raise ValueError(f"The tokenizer in {model} cannot be read: {': '.join(reason)}") from error

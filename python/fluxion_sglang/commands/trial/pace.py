@@ -58,7 +58,7 @@ class Clock:
         return self.limit - self.elapsed
 
 
-def pace(probes: Sequence[tuple[int, float]], step: float) -> Pace:
+def through(probes: Sequence[tuple[int, float]], step: float) -> Pace:
     """The curve through one or two (tokens, seconds of their prefill); both terms are at least 0."""
     (n, t), *rest = probes
     if not rest:

@@ -1,4 +1,4 @@
-"""One run: prompts that decode together on a server, and what they took and read.
+"""One run: prompts that decode together on a server, what they took and read, and whether two runs said the same.
 
 Times are a client's: the arrivals of streamed tokens. Prompts of a timed decode run are in the radix tree, so that all
 requests of a batch begin at once.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fluxion_sglang.commands.serving import RequestFailed, Server
-from fluxion_sglang.commands.trial.results import OFF
+from fluxion_sglang.commands.trial.results import OFF, Same
 
 
 class Counters:
@@ -101,3 +101,30 @@ def _paces(arrivals: Sequence[tuple[float, int]], start: float) -> list[float]:
         if later is not None and span:
             paces.append((later[0] - before) / (later[1] - had))
     return paces
+
+
+def compare(
+    server: Server, length: int, prompts: Sequence[Sequence[int]], off: list[list[int]], full: list[list[int]]
+) -> list[Same]:
+    """Greedy tokens of policy `full` beside those of SGLang without the flag: one row a prompt.
+
+    Args:
+        server: without the flag; it is asked what it thought of where two outputs part.
+        off, full: outputs of the prompts.
+    """
+    rows = []
+    for prompt, left, right in zip(prompts, off, full, strict=True):
+        size = min(len(left), len(right))
+        agree = next((i for i in range(size) if left[i] != right[i]), size)
+        gap = None if agree == size else _gap(server, [*prompt, *left[:agree]])
+        rows.append(Same(length, size, agree, gap))
+    return rows
+
+
+def _gap(server: Server, prompt: list[int]) -> float:
+    """Nats between the two most probable next tokens."""
+    reply = server.generate(
+        {"temperature": 0, "max_new_tokens": 1}, input_ids=prompt, return_logprob=True, top_logprobs_num=2
+    )
+    best, second = (entry[0] for entry in reply["meta_info"]["output_top_logprobs"][0][:2])
+    return float(best - second)

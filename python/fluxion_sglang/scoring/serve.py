@@ -1,12 +1,11 @@
 """The engine that answers: SGLang, with every policy in one server.
 
 A request says its policy, so one engine serves them all, and the radix tree gives all of them the same prefilled
-document. The only file of the harness that imports SGLang, and only when an engine is started.
+document.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,13 +17,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .kl import Distribution
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.scoring.forced import NOTES, serialized
+from fluxion_sglang.scoring.kl import Distribution
+from fluxion_sglang.sglang.offline import engine_options, start_engine
 
 OFF: Final = "off"
 """The policy that is none: SGLang without the flag."""
-
-PAGE: Final = 16
-CHUNK: Final = 4096  # of a prefill: SGLang would size it by the memory of a GPU
 
 
 class EngineFailed(Exception):
@@ -99,14 +98,14 @@ class Server:
         """
         if not requests:
             return []
-        forced = any(request.forced for request in requests)
+        processors = [serialized() if request.forced else None for request in requests]
         try:
             replies = self._engine.generate(
                 input_ids=[list(request.prompt) for request in requests],
                 sampling_params=[self._sampling(request) for request in requests],
                 return_logprob=True,
                 top_logprobs_num=[0 if request.forced else self._top for request in requests],
-                **({"custom_logit_processor": [_processor(request) for request in requests]} if forced else {}),
+                **({"custom_logit_processor": processors} if any(processors) else {}),
             )
         except ValueError as error:  # what the engine raises for a request that it does not take
             raise RequestFailed(f"The engine refused a request: {error}") from error
@@ -154,8 +153,6 @@ class Server:
             )
         tokens = list(reply["output_ids"])
         if request.forced:
-            from .forced import NOTES
-
             notes = meta.get(NOTES) or []
             if len(notes) != len(request.forced) or tokens != list(request.forced):
                 raise RequestFailed(
@@ -185,14 +182,9 @@ def starter(
     """
 
     def start(policy: str, needs: Needs) -> Server:
-        from fluxion_sglang import openmp
-
-        openmp.wait_passively()  # before torch is imported by the engine's processes; for plain SGLang too
-        import sglang
-
         audit = None if policy == OFF else Path(tempfile.mkdtemp(prefix="fluxion-quality-")) / "audit.npy"
         try:
-            engine = sglang.Engine(**options(model, dtype, device, needs, audit, config or {}))
+            engine = start_engine(options(model, dtype, device, needs, audit, config or {}))
         except (Exception, SystemExit) as error:  # whatever it is that an engine cannot do here
             if audit is not None:
                 shutil.rmtree(audit.parent, ignore_errors=True)
@@ -208,31 +200,17 @@ def options(
 ) -> dict[str, Any]:
     """Keyword arguments of `sglang.Engine`; without an audit file, those of SGLang without the flag."""
     tokens = -(-needs.tokens // PAGE) * PAGE
-    found: dict[str, Any] = {
-        "model_path": str(model),
-        "dtype": dtype,
+    more = {
         "max_running_requests": needs.batch,
-        "chunked_prefill_size": CHUNK,
-        "log_level": "error",
         # With it, a step is computed past the end of every answer (and would be in the audit), and a logit processor
         # sees a request one token late.
         "disable_overlap_schedule": True,
         "enable_custom_logit_processor": needs.forced,
     }
-    if device is not None:
-        found["device"] = device
     if audit is None:
-        return {**found, "max_total_tokens": tokens}
+        return engine_options(str(model), dtype, device, None, max_total_tokens=tokens, **more)
     flag = {**config, "policy": "full", "host_tokens": tokens, "audit": str(audit)}
-    return {**found, "enable_fluxion": True, "fluxion_config": json.dumps(flag)}
-
-
-def _processor(request: Request) -> str | None:
-    if not request.forced:
-        return None
-    from .forced import serialized
-
-    return serialized()
+    return engine_options(str(model), dtype, device, flag, **more)
 
 
 def _distribution(ids: Sequence[int], logprobs: Sequence[float]) -> Distribution:

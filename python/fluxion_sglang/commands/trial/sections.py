@@ -99,41 +99,35 @@ def _model(results: Results) -> Section:
 def _same(results: Results) -> Section | None:
     if not results.same:
         return None
-    lead, rows = [], []
-    for dtype in dict.fromkeys(row.dtype for row in results.same):
-        mine = [row for row in results.same if row.dtype == dtype]
-        lead.append(_verdict(dtype, mine, exact=any(row.dtype == "float32" for row in results.same)))
-        for length in sorted({row.length for row in mine}):
-            here = [row for row in mine if row.length == length]
-            equal = sum(row.agree == row.tokens for row in here)
-            gaps = [row.gap for row in here if row.gap is not None]
-            rows.append(
-                (
-                    dtype,
-                    f"{length:,}",
-                    f"{equal} of {len(here)}",
-                    f"{min(row.agree for row in here)} of {here[0].tokens}",
-                    f"{max(gaps):.3f}" if gaps else "",
-                )
+    rows = []
+    for length in sorted({row.length for row in results.same}):
+        here = [row for row in results.same if row.length == length]
+        equal = sum(row.agree == row.tokens for row in here)
+        gaps = [row.gap for row in here if row.gap is not None]
+        rows.append(
+            (
+                f"{length:,}",
+                f"{equal} of {len(here)}",
+                f"{min(row.agree for row in here)} of {here[0].tokens}",
+                f"{max(gaps):.3f}" if gaps else "",
             )
-    columns = ("dtype", "length", "equal prompts", "least agreement (tokens)", "largest gap (nats)")
+        )
+    columns = ("length", "equal prompts", "least agreement (tokens)", "largest gap (nats)")
     shown = len(columns) if any(row[-1] for row in rows) else -1
     return Section(
         "Same answers",
-        lead,
-        Table(columns[:shown], [row[:shown] for row in rows]),
+        [_verdict(results.dtype, results.same)],
+        Table(columns[:shown], [row[:shown] for row in rows], left=0),
         how="Greedy tokens with policy full and without the flag, from the timed runs of the largest batch. The gap is "
         "between SGLang's own two best tokens where the outputs part: a small one is a tie that rounding decides.",
     )
 
 
-def _verdict(dtype: str, rows: Sequence[Same], exact: bool) -> str:
-    tokens = sum(row.tokens for row in rows)
-    if all(row.agree == row.tokens for row in rows):
-        return (
-            f"In {dtype} all {tokens} tokens of {_count(len(rows), 'prompt')} are the same with the flag and without."
-        )
-    apart = sum(row.agree < row.tokens for row in rows)
+def _verdict(dtype: str, rows: Sequence[Same]) -> str:
+    tokens, apart = sum(row.tokens for row in rows), sum(row.agree < row.tokens for row in rows)
+    if not apart:
+        prompts = _count(len(rows), "prompt")
+        return f"In {dtype} all {tokens} tokens of {prompts} are the same with the flag and without."
     if dtype == "float32":
         return (
             f"In float32 {apart} of {len(rows)} prompts got other tokens with the flag. That should not happen unless "
@@ -141,8 +135,8 @@ def _verdict(dtype: str, rows: Sequence[Same], exact: bool) -> str:
         )
     return (
         f"In {dtype} {apart} of {len(rows)} prompts part from SGLang's tokens at some point. Rounding alone may do "
-        "that: two correct ways to compute the same differ in the last bits."
-        f"{'' if exact else ' `fluxion try --exact` compares in float32.'}"
+        "that: two correct ways to compute the same differ in the last bits. `fluxion try --dtype float32` compares "
+        "in float32."
     )
 
 

@@ -1,0 +1,39 @@
+"""The fingerprint of a model's folder: results and samples of two models must not mix."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
+# What the configuration, the tokenizer and the chat template are read from.
+_OTHERS: Final = (
+    *("*config.json", "*token*.json", "vocab*.json", "chat_template*.json", "*.index.json"),
+    *("*.jinja", "*.model", "merges.txt", "*.tiktoken"),
+)
+_PIECE: Final = 1 << 24
+
+
+def weights(folder: Path) -> list[Path]:
+    """The files of the weights, of the first format that there is; [] where there are none."""
+    return next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 of the weights and of what else says how text becomes an answer, names included, in the order of names.
+
+    Raises:
+        ValueError: one sentence: there are no weights.
+    """
+    files = weights(folder)
+    if not files:
+        raise ValueError(f"There are no weights in {folder} ({', '.join(_WEIGHTS)}).")
+    others = {file for kind in _OTHERS for file in folder.glob(kind)}
+    digest = hashlib.sha256()
+    for file in sorted({*files, *others}):
+        digest.update(file.name.encode() + b"\0")
+        with file.open("rb") as source:
+            while piece := source.read(_PIECE):
+                digest.update(piece)
+    return digest.hexdigest()

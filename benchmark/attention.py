@@ -42,6 +42,7 @@ from tqdm import tqdm
 from fluxion_sglang.commands.needle import needle_prompt
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.workers import create_workers
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -181,11 +182,12 @@ class Bench:
             self.windows,
             parse_spec("full"),
             [],
+            config,
             q_heads=requests.q_heads,
             max_requests=batch,
             max_tokens=pages * PAGE,
-            attend_union=config.attend_union,
         )
+        self.device = HostDevice(self.pool, self.windows, self.engine)
         self.rows = torch.arange(batch)
         self.table = (1 + torch.arange(batch * pages, dtype=torch.int32)).view(batch, pages)
         self.clock = Clock()
@@ -222,7 +224,7 @@ class Bench:
         lengths = torch.full((self.batch,), self.requests.length + index + 1)
         self.engine.begin_step(self.rows, lengths, self.table, [policy] * self.batch)
         for layer, (q, k, v) in enumerate(self.tokens[index]):
-            self.engine.decode(layer, q, k, v, self.requests.scale)
+            self.device.decode(layer, q, k, v, self.requests.scale)
             if outputs is not None:
                 outputs.append(torch.empty(q.shape, dtype=torch.float32))
                 self.engine.native.result(outputs[-1])

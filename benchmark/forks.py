@@ -24,7 +24,7 @@ if __name__ == "__main__":
     openmp.wait_passively()  # before torch is loaded
 
 import torch
-from layers import HAS_SHARING, Steps, filled_pool, flushed
+from layers import Steps, filled_pool, flushed
 from roofline import Arena, beyond_caches, interleave, ratio
 
 from fluxion_sglang.kv.placement import PAGE
@@ -49,7 +49,7 @@ def measure(
     rows = []
     for policy in policies:
         one = Steps(pool, tables[:1], lengths[:1], policy)
-        sides = {"on": True, "off": False} if HAS_SHARING else {"none": None}
+        sides = {"on": True, "off": False}
         cells = {
             (kind, side): Steps(pool, tables, lengths, policy, apart=apart, sharing=sharing)
             for kind, apart in QUERIES.items()

@@ -25,7 +25,7 @@ import torch
 
 from fluxion_sglang.device import library
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, MailboxShape
-from fluxion_sglang.executor.device import Pinned
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 LAYERS = 32

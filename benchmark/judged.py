@@ -14,7 +14,7 @@ import forks
 import peers
 import torch
 from cells import Cell
-from layers import CHUNK, HAS_WORKER_TIMES, HEAD_DIM, Steps, empty_step_ns, filled_pool, flush, flushed, own_pages
+from layers import CHUNK, HEAD_DIM, Steps, empty_step_ns, filled_pool, flush, flushed, own_pages
 from roofline import (
     DTYPES,
     KV_HEADS,
@@ -282,8 +282,6 @@ def empty(cell: Cell, sizes: Sizes) -> dict[str, Any]:
 
 def imbalance(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
     """Lengths from 1K to the context: the time of the busiest worker over the mean, the median over steps."""
-    if not HAS_WORKER_TIMES:
-        return None
     lengths = [n - 1 for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536) if n <= cell.context]
     tables = own_pages(lengths)
     steps = Steps(filled_pool(tables, lengths, cell.threads), tables, lengths, "fixed:16:0.05", spread=ALIKE)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import count
-from typing import Any
 
 import torch
 from roofline import KV_HEADS, Arena, beyond_caches, error, exact_attention, isas, workers
 from torch import Tensor
 
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.executor.engine import DecodeEngine, native_plan
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import NativeEngine, probe
-from fluxion_sglang.native.probe import Workers
+from fluxion_sglang.native import Workers, probe
 from fluxion_sglang.policy import parse_spec
 
 GROUP, HEAD_DIM = 4, 128
@@ -27,8 +26,6 @@ SCALE = HEAD_DIM**-0.5
 CHUNK = 4096
 VARIANTS = 4
 """Steps that take turns, each with queries of its own."""
-HAS_SHARING = "share_prefixes" in inspect.signature(DecodeEngine.__init__).parameters
-HAS_WORKER_TIMES = hasattr(NativeEngine, "worker_ns")
 
 
 def filled_pool(tables: list[Tensor], lengths: list[int], threads: int = 0) -> HostPool:
@@ -85,18 +82,18 @@ class Steps:
         batch = len(lengths)
         self.pool, self.lengths, self.tables = pool, lengths, tables
         self.windows = Windows(pool, batch, "cpu")
-        options: dict[str, Any] = {} if sharing is None or not HAS_SHARING else {"share_prefixes": sharing}
+        options = FluxionConfig() if sharing is None else FluxionConfig(share_prefixes=sharing)
         self.engine = DecodeEngine(
             pool,
             self.windows,
             parse_spec(policy),
             [],
+            options,
             q_heads=Q_HEADS,
             max_requests=batch,
             max_tokens=max(lengths) + 1,
-            attend_union=True,
-            **options,
         )
+        self.device = HostDevice(pool, self.windows, self.engine)
         table = torch.zeros(batch, max(map(len, tables)), dtype=torch.int32)
         for row, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
             table[row, : len(pages)] = pages
@@ -121,7 +118,7 @@ class Steps:
         """Nanoseconds of the next variant's step."""
         q = self.q[next(self._turn) % VARIANTS]
         start = time.perf_counter_ns()
-        self.engine.decode(0, q, self.k, self.v, SCALE)
+        self.device.decode(0, q, self.k, self.v, SCALE)
         return time.perf_counter_ns() - start
 
     @property
@@ -138,11 +135,8 @@ class Steps:
         pages = torch.empty(max(map(len, self.tables)), dtype=torch.int32)
         masks = torch.empty(len(pages), GROUP, dtype=torch.uint16)
         for q in self.q:
-            plan = self.engine._policy.plan(0, q)
-            value, owner = self.engine.scheduler(plan, self.engine._step, [])  # type: ignore[arg-type]
-            windows = self.windows.layers[0]
-            out = torch.empty_like(q)
-            tasks = native.layer_begin(0, q, self.k, self.v, windows, plan.blk, plan.budget, value, SCALE, out, owner)
+            plan = native_plan(self.engine._policy.plan(0, q))
+            tasks = native.layer_begin(plan, 0, q, self.k, self.v, self.windows.layers[0], SCALE, torch.empty_like(q))
             read = {native.task(i): pages[: native.selection(i, pages, masks)].clone() for i in range(tasks)}
             native.layer_finish()
             assert all(0 <= key < batch * KV_HEADS for key in read)
@@ -179,14 +173,13 @@ def empty_step_ns(calls: int = 400) -> tuple[list[int], list[int]]:
     tables, lengths = own_pages([1]), [1]
     steps = Steps(filled_pool(tables, lengths), tables, lengths, "full")
     engine, q = steps.engine, steps.q[0]
-    plan = engine._policy.plan(0, q)
-    value, owner = engine.scheduler(plan, engine._step, [])  # type: ignore[arg-type]
+    plan = native_plan(engine._policy.plan(0, q))
     windows, out = steps.windows.layers[0], torch.empty_like(q)
     native: list[int] = []
     whole: list[int] = []
     for _ in range(calls):
         start = time.perf_counter_ns()
-        engine.native.layer_begin(0, q, steps.k, steps.v, windows, plan.blk, plan.budget, value, SCALE, out, owner)
+        engine.native.layer_begin(plan, 0, q, steps.k, steps.v, windows, SCALE, out)
         engine.native.layer_finish()
         native.append(time.perf_counter_ns() - start)
         whole.append(steps.run())

@@ -36,7 +36,9 @@ from tqdm import tqdm
 
 from fluxion_quality import suite_named
 from fluxion_quality.model import Model
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.executor.engine import DecodeEngine, native_plan
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
@@ -126,8 +128,10 @@ class Stream:
         self.pages = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(torch.int32) + 1
         self.engine = DecodeEngine(
             self.pool, self.windows, FixedPolicy(PAGE, BUDGET), [],
-            q_heads=self.q_heads, max_requests=1, max_tokens=tokens, attend_union=False, share_prefixes=False,
+            FluxionConfig(attend_union=False, share_prefixes=False),
+            q_heads=self.q_heads, max_requests=1, max_tokens=tokens,
         )  # fmt: skip
+        self.device = HostDevice(self.pool, self.windows, self.engine)
         self.length = tokens - self.steps
         for layer, (_, k, v, _) in enumerate(self._typed()):
             self.pool.append(layer, self.pages, 0, k[: self.length], v[: self.length])
@@ -148,7 +152,7 @@ class Stream:
             n = self.length + step + 1
             self.engine.begin_step(torch.tensor([0]), torch.tensor([n]), self.pages.unsqueeze(0), [policy])
             for layer, (q, k, v, scale) in enumerate(layers):
-                self.engine.decode(layer, q[n - 1 : n], k[n - 1 : n], v[n - 1 : n], scale)
+                self.device.decode(layer, q[n - 1 : n], k[n - 1 : n], v[n - 1 : n], scale)
                 yield layer, q[n - 1], k[:n].transpose(0, 1), scale, n
 
     def selection_s(
@@ -162,10 +166,8 @@ class Stream:
             policy.begin_step(step)
             plan = policy.plan(layer, query)
         native = self.engine.native
-        tasks = native.layer_begin(
-            layer, query, None, None, self.windows.layers[layer], plan.blk, plan.budget, plan.value, scale,
-            torch.empty_like(query), None, plan.listed, plan.record, plan.given,
-        )  # fmt: skip
+        windows = self.windows.layers[layer]
+        tasks = native.layer_begin(native_plan(plan), layer, query, None, None, windows, scale, torch.empty_like(query))
         pages = torch.empty(-(-n // PAGE), dtype=torch.int32)
         masks = torch.empty(len(pages), self.q_heads // self.kv_heads, dtype=torch.uint16)
         if not warm:

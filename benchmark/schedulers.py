@@ -32,12 +32,13 @@ import torch  # noqa: E402
 
 from fluxion_sglang.config import SCHEDULERS as NAMES  # noqa: E402
 from fluxion_sglang.config import FluxionConfig  # noqa: E402
-from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors  # noqa: E402
+from fluxion_sglang.executor.base import executors_of  # noqa: E402
+from fluxion_sglang.executor.engine import DecodeEngine  # noqa: E402
+from fluxion_sglang.executor.host import HostDevice  # noqa: E402
 from fluxion_sglang.executor.workers import create_workers  # noqa: E402
 from fluxion_sglang.kv.host_pool import HostPool, KVShape  # noqa: E402
 from fluxion_sglang.kv.placement import PAGE, Placement  # noqa: E402
 from fluxion_sglang.kv.windows import Windows  # noqa: E402
-from fluxion_sglang.lab.schedulers import SCHEDULERS  # noqa: E402
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy, task_value  # noqa: E402
 
 BATCH = 8
@@ -120,12 +121,11 @@ class Batch:
             self.pool,
             self.windows,
             Mixture(seed),
-            foreign_executors(config, self.pool),
+            executors_of(config, self.pool),
+            config,
             q_heads=KV_HEADS * GROUP,
             max_requests=len(self.lengths),
             max_tokens=max(self.lengths) + 1,
-            attend_union=config.attend_union,
-            scheduler=SCHEDULERS[config.scheduler],
         )
         engine.begin_step(torch.arange(len(self.lengths)), torch.tensor(self.lengths) + 1, self.table)
         return engine
@@ -147,7 +147,7 @@ def measure(workload: str, span: tuple[int, int], turn: int, quick: bool) -> lis
             for name, engine in engines.items():
                 for layer in range(LAYERS):
                     start = time.perf_counter()
-                    engine.decode(layer, q, k, v, HEAD_DIM**-0.5)
+                    HostDevice(batch.pool, batch.windows, engine).decode(layer, q, k, v, HEAD_DIM**-0.5)
                     if turns > 0:  # the first pass warms up
                         times[name].append(time.perf_counter() - start)
         for name, engine in engines.items():

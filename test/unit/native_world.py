@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fluxion_sglang.executor.engine import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.lab.kinds import EarlyStop, SingleTokens
 from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers
-from fluxion_sglang.policy.base import Given, Listed, Record
+from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +52,39 @@ class Plan:
     listed: Listed | None = None
     record: Record | None = None
     given: Given | None = None
+
+
+def layer_begin(
+    engine: NativeEngine,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    windows: torch.Tensor | None,
+    blk: torch.Tensor,
+    budget: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None,
+    owner: torch.Tensor | None = None,
+    listed: Listed | None = None,
+    record: Record | None = None,
+    given: Given | None = None,
+    stop: torch.Tensor | None = None,
+    spread: torch.Tensor | None = None,
+    middle: tuple[torch.Tensor, torch.Tensor] | None = None,
+    parts: torch.Tensor | None = None,
+) -> int:
+    """Begins a layer by a plan of these tensors, which may hold single tokens; `middle`: with residents on a device."""
+    kinds: tuple[SingleTokens | EarlyStop, ...] = (SingleTokens(),)
+    if stop is not None:
+        kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
+    plan = native_plan(LayerPlan(blk, budget, value, listed, record, given, kinds), owner=owner)
+    if middle is not None:
+        assert windows is None and out is None
+        return engine.middle_begin(plan, layer, q, k, v, scale, *middle, parts)
+    assert out is not None
+    return engine.layer_begin(plan, layer, q, k, v, windows, scale, out)
 
 
 @dataclass
@@ -198,8 +233,8 @@ class NativeWorld:
             parts = torch.empty(batch, self.q_heads, 5)
             self.engine.layer_resident(layer, q, k, v, self.windows[layer], self.scale, parts)
             new = (None, None, None)
-        tasks = self.engine.layer_begin(
-            layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner,
+        tasks = layer_begin(
+            self.engine, layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner,
             plan.listed, plan.record, plan.given,
         )  # fmt: skip
         for b, request in enumerate(requests):

@@ -13,7 +13,7 @@ from world import World
 
 from fluxion_sglang.executor.accounts import SAMPLED, Accounts, StepAccounts
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept, described
-from fluxion_sglang.executor.phases import Part
+from fluxion_sglang.executor.phases import Phase
 from fluxion_sglang.policy import parse_spec
 
 
@@ -55,7 +55,7 @@ def test_groups_are_told_apart() -> None:
     policy = parse_spec("fixed:16:0.1")
     want = torch.zeros(world.layers, world.heads, dtype=torch.int64)
     reads = torch.empty(1, world.heads, 2, dtype=torch.int64)
-    decode = world.engine.decode
+    decode = world.device.decode
 
     def noted(layer: int, *args: torch.Tensor) -> torch.Tensor:
         out = decode(layer, *args)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_groups_are_told_apart() -> None:
         want[layer] += reads[0, :, 0]
         return out
 
-    world.engine.decode = noted  # type: ignore[assignment,method-assign]
+    world.device.decode = noted  # type: ignore[assignment,method-assign]
     for _ in range(5):
         world.decode([1], [policy])
     assert accounts.totals().read_bytes == want.tolist() and len(set(want.flatten().tolist())) > 1
@@ -123,7 +123,7 @@ def test_time_of_steps_that_follow_one_another(clock: Callable[[int], None]) -> 
         accounts.begin()
         clock(1)
         accounts.began(_step(world, rows, lengths))
-        for part in (Part.MODEL, Part.RESIDENT, Part.PLAN, Part.TASKS):
+        for part in (Phase.MODEL, Phase.RESIDENT, Phase.PLAN, Phase.TASKS):
             clock(10 ** (1 + part))
             accounts.lap(part)
         accounts.layer(0, native, torch.zeros(1, world.heads, dtype=torch.int32))
@@ -142,7 +142,7 @@ def test_time_of_steps_that_follow_one_another(clock: Callable[[int], None]) -> 
     accounts.interrupted()
     clock(100000)
     step(1, 601)  # after a prefill
-    assert accounts.totals().timed_steps == 1 and seconds()[Part.BETWEEN] == 7
+    assert accounts.totals().timed_steps == 1 and seconds()[Phase.BETWEEN] == 7
     clock(3)
     step(1, 602)
     assert accounts.totals().timed_steps == 2 and seconds() == [20, 202, 2000, 20000, 10]
@@ -179,7 +179,7 @@ def test_residents_of_a_device(spec: str) -> None:
         want, got = mine[1].totals(), yours[1].totals()
     assert (got.steps, got.middle_bytes, got.blocks) == (want.steps, want.middle_bytes, want.blocks)
     assert got.read_bytes == want.read_bytes and got.timed_steps == want.timed_steps == 2
-    assert all(seconds > 0 for part, seconds in zip(Part, got.seconds, strict=True) if part != Part.RESIDENT)
+    assert all(seconds > 0 for part, seconds in zip(Phase, got.seconds, strict=True) if part != Phase.RESIDENT)
 
 
 def test_nobody_asks_by_default() -> None:
@@ -224,7 +224,7 @@ def test_counters_follow_the_accounts(registry: prometheus_client.CollectorRegis
             assert value == found.read_bytes[layer][group] > 0
     assert registry.get_sample_value("fluxion_sampled_groups_total", {"block": "16"}) == 12.0
     assert registry.get_sample_value("fluxion_timed_steps_total") == 2.0
-    for part, seconds in zip(Part, found.seconds, strict=True):
+    for part, seconds in zip(Phase, found.seconds, strict=True):
         value = registry.get_sample_value("fluxion_step_seconds_total", {"part": part.name.lower()})
         assert value == pytest.approx(seconds)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fluxion_sglang.device.chunks import ChunkWriter, chunk_pages
 from fluxion_sglang.device.library import load
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.streams import streams
-from fluxion_sglang.executor.device import Pinned
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -96,7 +96,7 @@ class Twins:
 
     def equal(self, *names: str) -> bool:
         return all(
-            torch.equal(*(pool.native.tensor(name, layer).view(torch.uint8) for pool in (self.host, self.device)))
+            torch.equal(*(pool.tensor(name, layer).view(torch.uint8) for pool in (self.host, self.device)))
             for layer in range(self.shape.layers)
             for name in names
         )

@@ -13,8 +13,9 @@ from test_observed import Spy
 from world import World
 
 from fluxion_sglang.device.library import DeviceError, load
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
-from fluxion_sglang.executor.device import Device, Pinned
+from fluxion_sglang.executor.device import Device
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE
@@ -88,7 +89,7 @@ class Twins:
                 request = requests[index]  # noqa: B023 - called before `finish` returns
                 self.worlds[side].engine.prefilled(layer, request.row, request.stop, queries)
                 if recorders is not None:
-                    recorders[side].observe(layer, wishes, request, queries, scale)
+                    recorders[side].prefilled(layer, request, wishes, queries, scale)
 
             device.begin_extend(requests, appended)
             for layer, (q, k, v) in enumerate(drawn):

@@ -21,10 +21,9 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.chunks import chunk_pages
 from fluxion_sglang.device.dispatcher import Dispatcher, DispatcherOptions, GpuExecutor
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.rates import SIMULATED, Rates
-from fluxion_sglang.executor.base import ExecutorId
-from fluxion_sglang.executor.device import Pinned
-from fluxion_sglang.executor.engine import foreign_executors
+from fluxion_sglang.executor.base import ExecutorId, executors_of
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.lab.schedulers import by_priority
 from fluxion_sglang.native import NativeEngine, NativePool
@@ -618,7 +617,7 @@ def test_the_option_brings_the_executor(monkeypatch: pytest.MonkeyPatch, caplog:
     world = World(rows=2)
     config = FluxionConfig.parse('{"executors": "cpu+gpu", "hot_tiles_gb": 0.001}')
     with caplog.at_level("INFO"):
-        (executor,) = foreign_executors(config, world.pool)
+        (executor,) = executors_of(config, world.pool)
         assert isinstance(executor, GpuExecutor)
         executor.bind(world.engine.native, world.engine.q_heads)
     assert [record.message for record in caplog.records if "32768 tokens" in record.message]
@@ -627,7 +626,7 @@ def test_the_option_brings_the_executor(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setenv("FLUXION_DEVICE", "")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError):
-            foreign_executors(config, world.pool)
+            executors_of(config, world.pool)
 
 
 def test_a_lost_device_is_said_once_and_the_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Plan, Request, attention, block_bounds
+from native_world import NativeWorld, Plan, Request, attention, block_bounds, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import topology
@@ -315,7 +315,7 @@ def test_without_windows_the_caller_gives_resident_attention() -> None:
         world.randn(2, world.heads, 32),
     )
     out = torch.full_like(q, torch.nan)
-    world.engine.layer_begin(0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
+    layer_begin(world.engine, 0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
     o, lse = torch.empty(2, world.q_heads, 32), torch.empty(2, world.q_heads)
     chosen = {}
     for b, request in enumerate(requests):
@@ -337,7 +337,7 @@ def test_without_windows_the_caller_gives_resident_attention() -> None:
         page, offset = divmod(request.length - 1, PAGE)
         assert torch.equal(world.pool.tensor("tiles", 0)[:, request.pages[page], 0, offset], k[b])
 
-    world.engine.layer_begin(0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
+    layer_begin(world.engine, 0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
     with pytest.raises(RuntimeError, match="set_resident"):
         world.engine.layer_finish()
 
@@ -352,7 +352,7 @@ def test_tokens_that_are_written_already() -> None:
     tiles = world.pool.tensor("tiles", 0).clone()
     q = world.randn(1, world.q_heads, 32)
     out = torch.full_like(q, torch.nan)
-    world.engine.layer_begin(0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
+    layer_begin(world.engine, 0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
     world.engine.layer_finish()
     chosen = {(0, h): [set(world.middle(request))] * world.group for h in range(world.heads)}
     world.check(out, world.expected([request], 0, q, chosen))
@@ -395,7 +395,7 @@ def test_bad_lengths_rows_and_blocks() -> None:
 
     def layer(rows: list[int], lengths: list[int], plan: Plan) -> None:
         world.engine.step(torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), table)
-        world.engine.layer_begin(0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, out)
+        layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, out)
         world.engine.layer_finish()
 
     row = [r.row for r in requests]
@@ -447,7 +447,8 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
     ]:
         args = {**good, name: wrong}
         with pytest.raises(ValueError, match=sentence):
-            world.engine.layer_begin(
+            layer_begin(
+                world.engine,
                 0,
                 args["q"],
                 args["k"],
@@ -460,7 +461,7 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
                 args["out"],
             )
     with pytest.raises(ValueError, match="no layer 1"):
-        world.engine.layer_begin(1, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
+        layer_begin(world.engine, 1, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
     with pytest.raises(RuntimeError, match="without layer_begin"):
         world.engine.layer_finish()
     for sinks, window, sentence in [
@@ -605,6 +606,6 @@ def test_an_empty_batch() -> None:
     plan = world.plan([])
     q = torch.empty(0, world.q_heads, 32)
     kv = torch.empty(0, world.heads, 32)
-    tasks = world.engine.layer_begin(0, q, kv, kv, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
+    tasks = layer_begin(world.engine, 0, q, kv, kv, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
     world.engine.layer_finish()
     assert tasks == 0

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
 
+from fluxion_sglang.config import SCHEDULERS
 from fluxion_sglang.executor.base import ExecutorId
 from fluxion_sglang.executor.metrics import _COUNTERS
 from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
+from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.schedulers import SCHEDULERS
 from fluxion_sglang.lab.torch_executor import block_pages
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
@@ -182,7 +183,7 @@ def test_tasks_are_divided_as_the_scheduler_says(
         torch.rand(step.batch, heads, generator=random),
     )
     ids = IDS[:executors]
-    made = SCHEDULERS["priority"](plan, step, ids)
+    made = scheduler_named("priority")(plan, step, ids)
     assert made.owner is None and made.value is plan.value
     tasks = [
         (b, h)
@@ -191,7 +192,7 @@ def test_tasks_are_divided_as_the_scheduler_says(
         if step.middle[b] and plan.blk[b, h] and plan.budget[b, h * group : (h + 1) * group].any()
     ]
     for name in ("none", "uniform", "length"):
-        made = SCHEDULERS[name](plan, step, ids)
+        made = scheduler_named(name)(plan, step, ids)
         assert made.owner is not None and made.owner.dtype == torch.int32 and made.owner.shape == plan.blk.shape
         assert made.value.dtype == torch.float32 and made.value.shape == plan.blk.shape
         assert not made.value.any(), "in the order of arrival"

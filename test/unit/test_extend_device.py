@@ -15,8 +15,8 @@ from world import World
 from fluxion_sglang.device import extend, flashinfer
 from fluxion_sglang.device.extend import ExtendAttention
 from fluxion_sglang.device.library import load
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.streams import streams
-from fluxion_sglang.executor.device import Pinned
 from fluxion_sglang.executor.prefill import ExtendRequest
 
 FAKE = SimpleNamespace(

@@ -11,7 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Plan, Request, attention, block_bounds
+from native_world import NativeWorld, Plan, Request, attention, block_bounds, layer_begin
 from world import World
 
 from fluxion_sglang.executor.metrics import _COUNTERS
@@ -38,8 +38,8 @@ def run(world: NativeWorld, requests: list[Request], plan: Plan) -> tuple[torch.
 def again(world: NativeWorld, requests: list[Request], plan: Plan, q: torch.Tensor) -> tuple[torch.Tensor, Chosen]:
     """The same layer under another plan, all at once and so without the guard: out and selections."""
     out = torch.full_like(q, torch.nan)
-    tasks = world.engine.layer_begin(
-        0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out
+    tasks = layer_begin(
+        world.engine, 0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out
     )
     chosen = world.selections(requests, tasks)
     world.engine.layer_finish()
@@ -212,7 +212,7 @@ def test_a_needle_just_outside_the_budget_is_found(isa: str, needle: bool) -> No
     plan, out, parts = world.plan([request], 16, 0.01), torch.full_like(q, torch.nan), torch.empty(1, 1, 5)
     token = torch.zeros(1, 1, world.dim)
     world.engine.layer_resident(0, q, token, token, world.windows[0], world.scale, parts)
-    world.engine.layer_begin(0, q, None, None, None, plan.blk, plan.budget, plan.value, world.scale, out)
+    layer_begin(world.engine, 0, q, None, None, None, plan.blk, plan.budget, plan.value, world.scale, out)
     chosen = world.selections([request], 1)
     world.engine.layer_finish()
     assert chosen == {(0, 0): [set(range(320, 336))]}, "the budget is one block, and the needle's is not it"

@@ -44,7 +44,7 @@ def test_every_policy_decides_as_it_does_where_the_windows_are_the_cpus(spec: st
     # What the next steps find in the host pool is the same, bit by bit.
     for layer in range(cpu.layers):
         for name in ("tiles", "meta0", "meta1", "meta2", "meta3", "moments"):
-            mine, yours = (world.pool.native.tensor(name, layer) for world in (cpu, other))
+            mine, yours = (world.pool.tensor(name, layer) for world in (cpu, other))
             assert torch.equal(mine.nan_to_num(), yours.nan_to_num()), name
 
 

@@ -130,7 +130,7 @@ def test_an_audit_finds_what_it_finds_on_the_cpu(spec: str, guard: float | None,
     assert cpu.engine.stats() == other.engine.stats() == plain.engine.stats()
     for layer in range(cpu.layers):
         for name in ("tiles", "meta0", "meta3", "moments"):
-            assert torch.equal(*(world.pool.native.tensor(name, layer).nan_to_num() for world in (other, plain))), name
+            assert torch.equal(*(world.pool.tensor(name, layer).nan_to_num() for world in (other, plain))), name
 
 
 def test_an_audit_of_half_precision(tmp_path: Path) -> None:

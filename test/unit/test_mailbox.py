@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_world import NativeWorld
+from native_world import NativeWorld, layer_begin
 
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, MailboxShape, Slot, Word
 from fluxion_sglang.native import function
@@ -157,8 +157,19 @@ def test_the_middle_alone(dtype: torch.dtype, first: bool) -> None:
         k, v = (None, None) if first else (slot.k, slot.v)
         if first:
             world.engine.layer_append(0, slot.k, slot.v)
-        world.engine.layer_begin(
-            0, slot.q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, None, middle=(slot.o, slot.lse)
+        layer_begin(
+            world.engine,
+            0,
+            slot.q,
+            k,
+            v,
+            None,
+            plan.blk,
+            plan.budget,
+            plan.value,
+            world.scale,
+            None,
+            middle=(slot.o, slot.lse),
         )
         assert mailbox.finish(world.engine, sequence) and mailbox.load(Word.ANSWERED) == sequence
         with pytest.raises(RuntimeError, match="residents are a device's"):
@@ -194,8 +205,8 @@ def test_what_a_layer_on_a_device_refuses() -> None:
     def begin(**more: object) -> None:
         arguments: dict[str, Any] = {"k": slot.k, "v": slot.v, "windows": None, "middle": (slot.o, slot.lse)} | more
         k, v, windows = (arguments.pop(name) for name in ("k", "v", "windows"))
-        world.engine.layer_begin(
-            0, slot.q, k, v, windows, plan.blk, plan.budget, plan.value, world.scale, None, **arguments
+        layer_begin(
+            world.engine, 0, slot.q, k, v, windows, plan.blk, plan.budget, plan.value, world.scale, None, **arguments
         )
 
     with pytest.raises(ValueError, match="a window or mid_lse"):
@@ -223,8 +234,7 @@ def test_a_failed_layer_is_not_answered() -> None:
     world.begin_step([request])
     draw(world, slot)
     plan = world.plan([request], blk=17)
-    world.engine.layer_begin(
-        0, slot.q, slot.k, slot.v, None, plan.blk, plan.budget, plan.value, world.scale, None,
+    layer_begin(world.engine, 0, slot.q, slot.k, slot.v, None, plan.blk, plan.budget, plan.value, world.scale, None,
         middle=(slot.o, slot.lse),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="asks for blocks of 17 tokens"):
@@ -248,11 +258,21 @@ def test_early_exit_by_a_devices_parts_is_bit_for_bit_the_same(stop: float) -> N
         common = (plan.blk, plan.budget, plan.value, ours.scale)
         parts, out = torch.empty(2, ours.q_heads, 5), torch.empty_like(slot.q)
         ours.engine.layer_resident(0, slot.q, slot.k, slot.v, ours.windows[0], ours.scale, parts)
-        ours.engine.layer_begin(0, slot.q, None, None, None, *common, out, stop=stops)
+        layer_begin(ours.engine, 0, slot.q, None, None, None, *common, out, stop=stops)
         ours.engine.layer_finish()
         slot.parts.copy_(parts)
-        theirs.engine.layer_begin(
-            0, slot.q, slot.k, slot.v, None, *common, None, stop=stops, middle=(slot.o, slot.lse), parts=slot.parts
+        layer_begin(
+            theirs.engine,
+            0,
+            slot.q,
+            slot.k,
+            slot.v,
+            None,
+            *common,
+            None,
+            stop=stops,
+            middle=(slot.o, slot.lse),
+            parts=slot.parts,
         )
         theirs.engine.layer_finish()
         for own in requests:

@@ -11,7 +11,7 @@ from budget_reference import block_positions, budget_of_count, least_budgets, or
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request
+from native_world import NativeWorld, Request, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.torch_executor import blocks_to_read
@@ -291,8 +291,8 @@ def test_serving_reads_what_was_measured(dtype: torch.dtype, spread: float) -> N
             if not less:
                 assert torch.equal(plan.budget[0], budgets[:, size])
             out = torch.full_like(q, torch.nan)
-            tasks = world.engine.layer_begin(
-                0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.sharp, out
+            tasks = layer_begin(
+                world.engine, 0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.sharp, out
             )
             chosen = world.selections([request], tasks)
             world.engine.layer_finish()

@@ -74,7 +74,7 @@ class Told:
             for position, query in self.queries[layer].items():
                 q[position] = query
             request = ExtendRequest(self.row, 0, length, 0, pages)
-            found.observe(layer, {"id": 3, "samples": self.samples}, request, q, world.scale)
+            found.prefilled(layer, request, {"id": 3, "samples": self.samples}, q, world.scale)
             samples = recorder.read(folder, 3, layer)
             assert samples.step.tolist() == [step for _, steps in self.samples for step in steps]
             seen = torch.stack(self.seen[layer])

@@ -115,7 +115,7 @@ def test_a_table_has_the_labels_of_its_tau(tmp_path: Path) -> None:
         # The anchor comes in the same chunk or an earlier one, and there are chunks behind the last step.
         for start, stop in ((0, 512), (512, 900), (900, 950)):
             request = ExtendRequest(1, start, stop, 0, world.page_list(1, 950))
-            recorder.observe(layer, wishes, request, q[start:stop], world.scale)
+            recorder.prefilled(layer, request, wishes, q[start:stop], world.scale)
             assert path(tmp_path, 4, layer).exists() == (stop >= 900)
     tables = {tau: dataset.table(tmp_path, [3, 4], world.layers, tau) for tau in TAUS}
     for tau, table in tables.items():

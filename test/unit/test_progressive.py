@@ -10,7 +10,7 @@ import torch
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request
+from native_world import NativeWorld, Request, layer_begin
 
 from fluxion_sglang.kv.placement import BLOCKS, PAGE
 from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, Progress, by_criticality, read_until
@@ -61,8 +61,8 @@ def run(
         request.keys[0] = torch.cat([request.keys[0], k[b : b + 1]])
         request.values[0] = torch.cat([request.values[0], v[b : b + 1]])
     before = engine.stats()
-    tasks = engine.layer_begin(
-        0, q, None, None, None, plan.blk, plan.budget if budget is None else budget, plan.value, world.scale, out,
+    tasks = layer_begin(
+        engine, 0, q, None, None, None, plan.blk, plan.budget if budget is None else budget, plan.value, world.scale, out,
         owner=torch.zeros(batch, world.heads, dtype=torch.int32), stop=stops, spread=torch.full_like(stops, spread),
     )  # fmt: skip
     chosen = world.selections(requests, tasks) if look else {}
@@ -386,9 +386,8 @@ def test_residents_must_be_known() -> None:
     world.begin_step(requests)
     plan = world.plan(requests)
     q, k, v = (world.randn(1, n, world.dim) for n in (world.q_heads, world.heads, world.heads))
-    world.engine.layer_begin(
-        0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, torch.empty_like(q),
-        stop=torch.full((1, world.heads), 0.9),
+    layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale,
+        torch.empty_like(q), stop=torch.full((1, world.heads), 0.9),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="call layer_resident before layer_begin"):
         world.engine.layer_finish()

@@ -9,7 +9,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Plan, Request, attention
+from native_world import NativeWorld, Plan, Request, attention, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import library, topology
@@ -39,8 +39,7 @@ def resident(
 def begin(world: NativeWorld, layer: int, q: torch.Tensor, plan: Plan) -> tuple[int, torch.Tensor]:
     """Starts the layer with what is there: (tasks, out)."""
     out = torch.full((len(q), world.q_heads, world.dim), math.nan, dtype=world.dtype)
-    return world.engine.layer_begin(
-        layer, q, None, None, None, plan.blk, plan.budget, plan.value, world.scale, out
+    return layer_begin(world.engine, layer, q, None, None, None, plan.blk, plan.budget, plan.value, world.scale, out
     ), out  # fmt: skip
 
 
@@ -323,7 +322,7 @@ def test_the_resident_result_is_dropped(what: str) -> None:
             world.engine.layer_finish()
     else:
         out = torch.full_like(q, math.nan)
-        world.engine.layer_begin(0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
+        layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
         world.engine.abandon()
     with pytest.raises(RuntimeError, match="begin a layer first"):
         world.engine.layer_finish()

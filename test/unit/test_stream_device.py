@@ -16,8 +16,8 @@ from world import World
 
 from fluxion_sglang.device import extend
 from fluxion_sglang.device.library import load
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
-from fluxion_sglang.executor.device import Pinned
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.policy import LayerPlan, Policy, parse_spec
 from fluxion_sglang.policy import base as policy

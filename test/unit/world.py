@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.dispatcher import DispatcherOptions, GpuExecutor
 from fluxion_sglang.device.library import load
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.lab.audit import AuditedEngine
+from fluxion_sglang.lab.audit import Audit
 from fluxion_sglang.lab.audit_file import AuditLog
-from fluxion_sglang.lab.schedulers import SCHEDULERS
 from fluxion_sglang.lab.torch_executor import TorchReferenceExecutor
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import Policy, parse_spec
@@ -68,14 +67,18 @@ class World:
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
         if self.executors == "cpu+gpu":
             foreign.append(GpuExecutor(load("sim"), DispatcherOptions(tasks=8, entries=512, hot_bytes=self.hot_bytes)))
-        make: Any = DecodeEngine if self.audit is None else partial(AuditedEngine, AuditLog(self.audit))
-        self.engine: DecodeEngine = make(
-            self.pool, self.windows, parse_spec(self.policy), foreign,
-            q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
-            attend_union=self.attend_union, guard=self.guard, scheduler=SCHEDULERS[self.scheduler],
+        options = FluxionConfig(
+            attend_union=self.attend_union, guard=self.guard, scheduler=self.scheduler,
             share_prefixes=self.share_prefixes,
+        )  # fmt: skip
+        self.engine = DecodeEngine(
+            self.pool, self.windows, parse_spec(self.policy), foreign, options,
+            q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
             first_layer=self.first[0], first_head=self.first[1],
         )  # fmt: skip
+        if self.audit is not None:
+            self.engine.observers.append(Audit(self.engine, AuditLog(self.audit)))
+        self.device = HostDevice(self.pool, self.windows, self.engine)
         self.scale = self.dim**-0.5
         self.free = (torch.randperm(self.pool.pages - 1, generator=self.random) + 1).tolist()
         self.pages: dict[int, list[int]] = {}
@@ -141,7 +144,7 @@ class World:
             q = self.randn(len(rows), self.heads * self.group, self.dim)
             self.queries.append(q)
             k, v = self.randn(len(rows), self.heads, self.dim), self.randn(len(rows), self.heads, self.dim)
-            got = self.engine.decode(layer, q, k, v, self.scale)
+            got = self.device.decode(layer, q, k, v, self.scale)
             want = []
             for b, row in enumerate(rows):
                 self.keys[row][layer] = torch.cat([self.keys[row][layer], k[b : b + 1]])

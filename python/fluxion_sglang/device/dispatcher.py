@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,9 @@ import torch
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import rates as calibration
 from fluxion_sglang.device.crossover import crossover
-from fluxion_sglang.device.library import DeviceLibrary
+from fluxion_sglang.device.library import DeviceLibrary, load
 from fluxion_sglang.device.rates import Rates
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
-from fluxion_sglang.executor.device import library_of
 from fluxion_sglang.kv.host_pool import GIB, HostPool
 from fluxion_sglang.native import NativeEngine, NativePool, function
 
@@ -167,19 +167,18 @@ def measured(library: DeviceLibrary, pool: NativePool, q_heads: int) -> Rates:
     return calibration.cached(key, measure)
 
 
-def create(config: FluxionConfig, pool: HostPool) -> GpuExecutor:
+def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
     """The executor that `executors` "cpu+gpu" asks for.
 
     Raises:
         DeviceError: there is no device.
     """
     options = DispatcherOptions(entries=min(pool.pages, MAX_ENTRIES), hot_bytes=int(config.hot_tiles_gb * GIB))
-    library = library_of("cuda")
-    assert library is not None, "a GPU has a library"
+    library = load("sim" if os.environ.get("FLUXION_DEVICE") == "sim" else "cuda")
     free = int(library.info()["free_bytes"])
 
     def say(rates: Rates) -> str:
         at = crossover(pool.shape, pool.placement, rates, context=LOGGED_CONTEXT, device_bytes=free)
         return at.sentence()
 
-    return GpuExecutor(library, options, say=say)
+    return [GpuExecutor(library, options, say=say)]

@@ -11,15 +11,17 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.device.mailbox import Mailbox, MailboxError
+from fluxion_sglang.device.mailbox import Mailbox, MailboxError, Slot
 from fluxion_sglang.device.timeline import Timeline
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.engine import DecodeEngine, Layer
+from fluxion_sglang.native import NativeEngine, NativePlan
 from fluxion_sglang.policy.base import Policy
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,39 @@ class _Step:
     page_table: torch.Tensor
     scale: float
     policies: Sequence[Policy] | None
+
+
+@dataclass(kw_only=True)
+class MailboxLayer(Layer):
+    """A layer that a device has published: its residents are the device's, the middle is answered.
+
+    Attributes:
+        slot: of the mailbox; q, k, v and parts are the device's, o and lse are written. It stays as it is until the
+            next layer is answered.
+        timeout_s: how long to wait for the parts.
+        taken: False: the device has given up, and may not take the answer.
+    """
+
+    slot: Slot
+    mailbox: Mailbox
+    sequence: int
+    timeout_s: float
+    taken: bool = False
+    planned_ns: int = 0
+
+    def look(self, native: NativeEngine) -> torch.Tensor:
+        """Raises MailboxError: there will be no parts."""
+        native.layer_append(self.index, self.k, self.v)  # while the device attends to the residents
+        self.mailbox.wait_observed(self.sequence, self.timeout_s)
+        return self.slot.parts
+
+    def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
+        self.planned_ns = time.monotonic_ns()
+        k, v = (self.k, self.v) if parts is None else (None, None)
+        native.middle_begin(plan, self.index, self.q, k, v, self.scale, self.slot.o, self.slot.lse, parts)
+
+    def finish(self, native: NativeEngine) -> None:
+        self.taken = self.mailbox.finish(native, self.sequence, self.planned_ns)
 
 
 class LayerServer:
@@ -207,17 +242,21 @@ class LayerServer:
         try:
             if int(slot.layer) != layer:
                 raise RuntimeError(f"The device published layer {int(slot.layer)} where layer {layer} comes next.")
-            taken = self.engine.serve(layer, sequence, self.mailbox, step.scale, self.timeout_s)
+            at = MailboxLayer(
+                index=layer, q=slot.q, scale=step.scale, k=slot.k, v=slot.v,
+                slot=slot, mailbox=self.mailbox, sequence=sequence, timeout_s=self.timeout_s,
+            )  # fmt: skip
+            self.engine.attend(at)
         except MailboxError:
             raise
         except Exception as error:
             self._fail(error)
             return self.mailbox.fail(sequence)
         try:
-            self.engine.served(layer, sequence, self.mailbox, step.scale)
+            self.engine.attended(at)
         except Exception as error:
             self._fail(error)
-        return taken
+        return at.taken
 
     def _fail(self, error: BaseException) -> None:
         logger.error("Fluxion: a layer failed on the CPU's side", exc_info=error)

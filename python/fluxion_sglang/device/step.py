@@ -19,10 +19,11 @@ from fluxion_sglang.device.chunks import ChunkWriter
 from fluxion_sglang.device.extend import ExtendAttention
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
+from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.server import LayerServer
 from fluxion_sglang.device.streams import streams
 from fluxion_sglang.device.timeline import Timeline
-from fluxion_sglang.executor.device import Appended, Device, Pinned
+from fluxion_sglang.executor.device import Appended, Device
 from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
@@ -109,8 +110,7 @@ class StreamDevice(Device):
         self._pages: list[torch.Tensor] = []
 
     @property
-    def description(self) -> str:
-        """What this is, for the log."""
+    def description(self) -> str:  # type: ignore[override]
         info = self._library.info()
         kernel = "FlashInfer" if self._residents is not None else "a kernel of Fluxion"
         return f"{info['name']} ({info['backend']}); {kernel} attends to what is resident"

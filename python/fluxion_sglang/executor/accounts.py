@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.executor.phases import Part
+from fluxion_sglang.executor.phases import Phase
 from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.native import NativeEngine
 from fluxion_sglang.policy.base import LISTED, DecodeStep
@@ -27,7 +27,7 @@ class Totals:
         read_bytes: of K and V of the middle, by layer and group. What requests read together counts for each.
         middle_bytes: of K and V of the middle in all groups of one layer; every layer has as much.
         blocks: groups by the block size of their plan, 0: they read nothing.
-        timed_steps, seconds: steps that another one followed directly, and where their time went, by `Part`.
+        timed_steps, seconds: steps that another one followed directly, and where their time went, by `Phase`.
     """
 
     steps: int
@@ -48,7 +48,7 @@ class Accounts:
     def began(self, step: DecodeStep) -> None:
         """The step that began is ready for its layers."""
 
-    def lap(self, part: Part) -> None:
+    def lap(self, part: Phase) -> None:
         """The time since the last call of `began` or `lap` was spent on `part`."""
 
     def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class StepAccounts(Accounts):
         self._done = 0  # of its layers
         self._sampled = False
         self._whole = False  # all of them are done, and nothing else has run since
-        self._ns = [0] * len(Part)
+        self._ns = [0] * len(Phase)
         self._mark = self._gap = 0
         self._make_room(0)
         # Guarded by _lock.
@@ -85,7 +85,7 @@ class StepAccounts(Accounts):
         self._read_bytes = torch.zeros(self._layers, self._groups, dtype=torch.int64)
         self._blocks: Counter[int] = Counter()
         self._steps = self._tokens = self._all_middle_tokens = self._timed_steps = 0
-        self._all_ns = [0] * len(Part)
+        self._all_ns = [0] * len(Phase)
 
     def _make_room(self, batch: int) -> None:
         # Every layer of a step writes its own part. Steps of as many requests add up in _sum: one addition a step.
@@ -100,7 +100,7 @@ class StepAccounts(Accounts):
 
     def began(self, step: DecodeStep) -> None:
         if self._sampled and self._whole and self._timed and self._follows(step):
-            self._ns[Part.BETWEEN] += self._gap
+            self._ns[Phase.BETWEEN] += self._gap
             with self._lock:
                 self._all_ns = [total + ns for total, ns in zip(self._all_ns, self._ns, strict=True)]
                 self._timed_steps += 1
@@ -114,14 +114,14 @@ class StepAccounts(Accounts):
             self._lengths = _lengths(step)
             self._sizes.clear()
             self._middle_tokens = sum(step.middle.tolist())
-            self._ns = [0] * len(Part)
-            self.lap(Part.PLAN)
+            self._ns = [0] * len(Phase)
+            self.lap(Phase.PLAN)
 
     def _follows(self, step: DecodeStep) -> bool:
         """Whether nothing lies between the step before and this one: some request went on."""
         return any(self._lengths.get(row) == length - 1 for row, length in _lengths(step).items())
 
-    def lap(self, part: Part) -> None:
+    def lap(self, part: Phase) -> None:
         if not self._sampled:
             return
         now = time.perf_counter_ns()

@@ -1,21 +1,24 @@
 """Who computes: the interface of an executor.
 
 The tasks of a layer stand in one queue, sorted by priority, behind one atomic head. Executors pull the next task when
-they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. (`schedule.py` has
-schedulers that divide the tasks beforehand instead.) The native workers (`cpu.py`) and the thread that serves a device
-(`gpu.py`) pull without Python; any other executor gets the calling thread between the layer's begin and finish, and
-this interface.
+they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. The native workers
+(`csrc/engine`) and the thread that serves a device (`device/dispatcher.py`) pull without Python; any other executor
+gets the calling thread between the layer's begin and finish, and this interface.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
 
+from fluxion_sglang import plugins
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 if TYPE_CHECKING:
@@ -84,3 +87,19 @@ class Executor(ABC):
 
         One that pulls from a thread of its own has nothing to do here.
         """
+
+
+MakeExecutors = Callable[[FluxionConfig, HostPool], list[Executor]]
+"""From the options of a server, and its pool."""
+
+
+def executors_of(options: FluxionConfig, pool: HostPool) -> list[Executor]:
+    """The executors that pull beside the native workers.
+
+    Raises:
+        DeviceError: there is no device.
+    """
+    if options.executors in ("auto", "cpu"):
+        return []
+    make: MakeExecutors = plugins.load(plugins.EXECUTORS, options.executors)
+    return make(options, pool)

@@ -1,12 +1,11 @@
 """Where the windows live and forward passes run: what the attention backend asks of a device.
 
-One pass at a time: `begin_decode` or `begin_extend`, then its layers in order, then `finish`. Two devices answer:
-`host.py` computes where it is called; `step.py` puts work on a stream and lets a thread serve the CPU's half.
+One pass at a time: `begin_decode` or `begin_extend`, then its layers in order, then `finish`. `host.py` computes where
+it is called. Devices with memory of their own come through entry points (`plugins.DEVICES`).
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,53 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from fluxion_sglang import plugins
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.policy.base import Policy
 
 if TYPE_CHECKING:
-    from fluxion_sglang.device.library import DeviceLibrary
-
-
-def library_of(device: str) -> DeviceLibrary | None:
-    """What serves tensors on `device` ("cuda", "cuda:1", "cpu"); None: the CPU is the device.
-
-    FLUXION_DEVICE=sim, for tests, has the CPU's tensors served as a device's by the simulated one.
-
-    Raises:
-        DeviceError: the library is missing or does not fit.
-    """
-    simulated = os.environ.get("FLUXION_DEVICE") == "sim"
-    if not device.startswith("cuda") and not simulated:
-        return None
-    from fluxion_sglang.device.library import load
-
-    return load("sim" if simulated else "cuda")
-
-
-class Pinned:
-    """Host memory that a device may read where it is, until `release` or the interpreter's end.
-
-    Whoever has the device read it comes later, and is done earlier.
-
-    Args:
-        memory: uint8, touched, its address and size multiples of 4096.
-
-    Raises:
-        DeviceError: it cannot be pinned.
-    """
-
-    def __init__(self, library: DeviceLibrary, memory: torch.Tensor) -> None:
-        library.host_register(memory)
-        self._library, self._memory = library, memory
-        self._held = True
-        atexit.register(self.release)
-
-    def release(self) -> None:
-        if not self._held:
-            return
-        self._held = False
-        atexit.unregister(self.release)
-        self._library.host_unregister(self._memory)
+    from fluxion_sglang.executor.engine import DecodeEngine
+    from fluxion_sglang.kv.host_pool import HostPool, KVShape
+    from fluxion_sglang.kv.windows import Windows
 
 
 class Appended(Protocol):
@@ -70,7 +30,13 @@ class Appended(Protocol):
 
 
 class Device(ABC):
-    """Runs passes over the host pool and the windows. Errors are RuntimeError, a sentence each."""
+    """Runs passes over the host pool and the windows. Errors are RuntimeError, a sentence each.
+
+    Attributes:
+        description: what this is, for the log.
+    """
+
+    description: str = "the CPU"
 
     @abstractmethod
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
@@ -88,7 +54,14 @@ class Device(ABC):
 
     @abstractmethod
     def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of one layer of the step; as `DecodeEngine.decode`, with tensors where the model runs."""
+        """Attention of one layer of the step, where the model runs.
+
+        Args:
+            q: [B, Hq, D]. k, v: [B, H, D], this step's token of each request. scale: multiplies q.k.
+
+        Returns:
+            [B, Hq, D] in q's dtype.
+        """
 
     @abstractmethod
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
@@ -110,22 +83,74 @@ class Device(ABC):
             [T, Hq, D] in q's dtype.
         """
 
-    @abstractmethod
     def begin_dummy(self) -> None:
         """Decode layers until the next pass are nobody's: a warm-up, or the recording of a graph."""
+        raise RuntimeError("The CPU runs no decode steps that are nobody's; leave cuda_graphs out.")
 
-    @abstractmethod
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Wait until the host has all that the pass had for it, and raise the first failure of it."""
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of what decode steps were on the device (`device/timeline.py`)."""
         return {}
 
-    @abstractmethod
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027
         """Drop a pass that failed where it was launched; the next one starts clean."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back what the device's driver knows of host memory."""
+
+
+class DeviceMaker(ABC):
+    """What there is of a device before the model is: its library, and what it has to do with the pools."""
+
+    def select(self) -> None:  # noqa: B027
+        """Use the device that SGLang has chosen for this process."""
+
+    @abstractmethod
+    def reserved_tokens(self, shape: KVShape) -> int:
+        """Tokens of KV, all layers, for which there is no room on the device because passes need it."""
+
+    @abstractmethod
+    def adopt(self, pool: HostPool) -> None:
+        """Make the pool's memory readable by the device, for as long as the process lives. Before executors are made.
+
+        Raises:
+            DeviceError: it cannot be.
+        """
+
+    @abstractmethod
+    def make(
+        self,
+        pool: HostPool,
+        windows: Windows,
+        engine: DecodeEngine,
+        *,
+        q_heads: int,
+        scales: Sequence[float],
+        max_requests: int,
+        graphs: bool,
+    ) -> Device:
+        """The device of a model.
+
+        Args:
+            scales: of q.k, of every layer. max_requests: of a batch. graphs: decode steps are recorded.
+
+        Raises:
+            ConfigError: a model that it cannot serve.
+        """
+
+
+def maker_of(device: str) -> DeviceMaker | None:
+    """What serves tensors on `device` ("cuda", "cuda:1", "cpu"); None: the CPU is the device.
+
+    FLUXION_DEVICE=sim, for tests, has the CPU's tensors served as a device's by the simulated one.
+
+    Raises:
+        DeviceError: the library is missing or does not fit.
+    """
+    name = "sim" if os.environ.get("FLUXION_DEVICE") == "sim" else device.partition(":")[0]
+    if name == "cpu":
+        return None
+    maker: DeviceMaker = plugins.load(plugins.DEVICES, name)()
+    return maker

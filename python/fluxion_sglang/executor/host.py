@@ -7,11 +7,29 @@ from collections.abc import Sequence
 import torch
 
 from fluxion_sglang.executor.device import Appended, Device
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.engine import DecodeEngine, Layer
 from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.native import NativeEngine, NativePlan
 from fluxion_sglang.policy.base import Policy
+from fluxion_sglang.predictor.features import PARTS
+
+
+class HostLayer(Layer):
+    """A layer whose windows are in host memory: the workers do all of it."""
+
+    def look(self, native: NativeEngine) -> torch.Tensor:
+        assert self.window is not None
+        parts = torch.empty(*self.q.shape[:2], len(PARTS))
+        native.layer_resident(self.index, self.q, self.k, self.v, self.window, self.scale, parts)
+        return parts
+
+    def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
+        assert self.out is not None
+        # What was looked at first has the token and its residents behind it.
+        k, v, window = (self.k, self.v, self.window) if parts is None else (None, None, None)
+        native.layer_begin(plan, self.index, self.q, k, v, window, self.scale, self.out)
 
 
 class HostDevice(Device):
@@ -26,12 +44,17 @@ class HostDevice(Device):
         self._windows.heal(row, n, pages)
 
     def begin_decode(
-        self, rows: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, policies: Sequence[Policy] | None
+        self, rows: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, policies: Sequence[Policy] | None = None
     ) -> None:
         self._engine.begin_step(rows, lengths, pages, policies)
 
     def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        return self._engine.decode(layer, q, k, v, scale)
+        out = torch.empty_like(q)
+        window = self._windows.layers[layer]
+        at = HostLayer(index=layer, q=q, scale=scale, k=k, v=v, window=window, out=out)
+        self._engine.attend(at)
+        self._engine.attended(at)
+        return out
 
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
         self._requests, self._appended = requests, appended
@@ -47,15 +70,3 @@ class HostDevice(Device):
                 self._appended(layer, index, q[request.last_queries], scale)
             self._windows.fill(layer, request.row, request.stop, request.pages)
         return out
-
-    def begin_dummy(self) -> None:
-        raise RuntimeError("The CPU runs no decode steps that are nobody's; leave cuda_graphs out.")
-
-    def finish(self) -> None:
-        pass  # everything was done when its call returned
-
-    def abort(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fluxion_sglang.executor.accounts import SAMPLED, Totals, block_name
-from fluxion_sglang.executor.phases import Part
+from fluxion_sglang.executor.phases import Phase
 
 PUBLISH_S = 0.5
 """How far the counters by layer, group and part may be behind the steps."""
@@ -200,7 +200,7 @@ class _AccountMetrics:
         for size, count in totals.blocks.items():
             self._grow("sampled_groups", count, block_name(size))
         self._grow("timed_steps", totals.timed_steps)
-        for part, seconds in zip(Part, totals.seconds, strict=True):
+        for part, seconds in zip(Phase, totals.seconds, strict=True):
             self._grow("step_seconds", seconds, part.name.lower())
 
     def _grow(self, name: str, value: float, *labels: str) -> None:

@@ -1,12 +1,12 @@
-"""The parts of a decode step, by which its time is told."""
+"""The phases of a decode step, by which its time is told."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Part(IntEnum):
-    """Where the time of a decode step goes; the parts make up the whole step."""
+class Phase(IntEnum):
+    """Where the time of a decode step goes; the phases make up the whole step."""
 
     RESIDENT = 0
     """Attention to the residents, and the features, where a policy sees them before it plans."""

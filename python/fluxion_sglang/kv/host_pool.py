@@ -46,14 +46,10 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * placement.slots * self.head_dim * element
 
 
-class HostPool:
+class HostPool(NativePool):
     """Tiles, metadata and moments of `tokens` tokens, plus the padding page 0 that SGLang never hands out.
 
-    Layouts, per layer (P pages, H KV heads, D head_dim, KV dtype unless said):
-        tiles    [H, P, 2, 16, D]   K then V of one page
-        meta j   [H, ceil(P / 2^j), 2, D]   min and max over a block's keys, j = 0..3 for 16/32/64/128 tokens; coarse
-                 levels are direct-mapped by last page >> j and tagged with it
-        moments  [H, P, 2D + 8] float64   running sums along the path: k, v, |k|^1..4, |v|^1..4
+    `NativePool.tensor` has the layouts.
     """
 
     def __init__(
@@ -64,8 +60,7 @@ class HostPool:
         self.tokens = tokens
         self.pages = tokens // PAGE + 1
         self.placement = placement
-        self.workers = workers
-        self.native = NativePool(
+        super().__init__(
             workers,
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -83,44 +78,16 @@ class HostPool:
     @property
     def memory(self) -> torch.Tensor:
         """[bytes] uint8: the whole pool, for a device that is to read it in place; every byte has been touched."""
-        return self.native.tensor("memory", 0)
+        return self.tensor("memory", 0)
 
     def tiles(self, layer: int) -> torch.Tensor:
         """[H, P, 2, 16, D] view of a layer's tiles; no copy."""
-        return self.native.tensor("tiles", layer)
+        return self.tensor("tiles", layer)
 
     def page_metadata(self, layer: int) -> torch.Tensor:
         """[H, P, 2, D] view of a layer's per-page min and max; no copy."""
-        return self.native.tensor("meta0", layer)
+        return self.tensor("meta0", layer)
 
     def page_moments(self, layer: int) -> torch.Tensor:
         """[H, P, 2 D + 8] float64 view of a layer's moments; no copy."""
-        return self.native.tensor("moments", layer)
-
-    def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write tokens start..start+T-1 of the request with page list `pages` through to the host, and the metadata
-        and moments of every page that this fills.
-
-        Args:
-            pages: [>= ceil((start + T) / 16)] int32 on the CPU.
-            k, v: [T, H, D], KV dtype.
-        """
-        self.native.append(layer, pages, start, k, v)
-
-    def check(self, pages: torch.Tensor, start: int, count: int) -> None:
-        """Raise ValueError where `append` of `count` tokens would."""
-        self.native.check(pages, start, count)
-
-    def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int) -> None:
-        """`append` of `count` tokens that a device has written, with what every page that they fill says of itself
-        (`DeviceLibrary.write_pages`): the coarse metadata and the running sums. Once, before anybody reads them.
-        """
-        self.native.adopt(layer, pages, start, count)
-
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the K and V of m pages out of the tiles: two tensors [H, 16 m, D]."""
-        size = (self.shape.kv_heads, pages.numel() * PAGE, self.shape.head_dim)
-        k = torch.empty(size, dtype=self.shape.dtype)
-        v = torch.empty(size, dtype=self.shape.dtype)
-        self.native.gather(layer, pages, k, v)
-        return k, v
+        return self.tensor("moments", layer)

@@ -40,7 +40,7 @@ class Windows:
     def fill(self, layer: int, row: int, n: int, pages: torch.Tensor) -> None:
         """Refill one layer of a row from the host: the residents of a request of n tokens with page list `pages`."""
         placement = self.pool.placement
-        self.pool.native.fill_window(layer, self.layers[layer], row, n, pages, placement.sinks, placement.window)
+        self.pool.fill_window(layer, self.layers[layer], row, n, pages, placement.sinks, placement.window)
 
     def mark(self, rows: torch.Tensor, generations: torch.Tensor, lengths: torch.Tensor) -> None:
         """Declare rows [B] current for `generations` [B] and `lengths` [B] (int64, CPU)."""

@@ -1,30 +1,28 @@
-"""The engine of an audited server: every layer once more with everything read, and the two compared."""
+"""The audit of a server: every layer once more with everything read, and the two compared."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.engine import DecodeEngine, Layer, native_plan
 from fluxion_sglang.executor.merge import attention_with_lse, merge_state
+from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab.audit_file import AuditLog, record_dtype
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import DecodeStep, Policy
 
-if TYPE_CHECKING:
-    from fluxion_sglang.device.mailbox import Mailbox
-
 logger = logging.getLogger(__name__)
 
 
-class AuditedEngine(DecodeEngine):
-    """A `DecodeEngine` that appends to an audit log what each decode step read and how far its output is from exact.
+class Audit(Observer):
+    """Appends to an audit log what each decode step of an engine read and how far its output is from exact.
 
     Exact is the native engine's attention over everything for the same query, on the same KV: the second run of a
     layer appends no token. Errors are taken from the float32 results, before they are rounded to the KV dtype.
@@ -34,55 +32,65 @@ class AuditedEngine(DecodeEngine):
     errors are what the choice of the middle costs there, and the device's rounding is in neither.
 
     Args:
-        log: gets one array a step (`fluxion_sglang.lab.audit_file.record_dtype`). The rest is `DecodeEngine`'s.
+        log: gets one array a step (`audit_file.record_dtype`).
 
     Attributes:
         log: None once it could not be written: requests are worth more than records, so they go on without.
     """
 
-    def __init__(self, log: AuditLog, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, engine: DecodeEngine, log: AuditLog) -> None:
         self.log: AuditLog | None = log
+        self._engine, self._native, self._pool = engine, engine.native, engine.pool
         self._exact = parse_spec("full")
+        self._step: DecodeStep | None = None
         self._specs: list[str] = []
         self._records: list[np.ndarray] = []
         self._not_ours: dict[str, int] = {}
 
-    def begin_step(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_table: torch.Tensor,
-        policies: Sequence[Policy] | None = None,
-    ) -> DecodeStep:
-        step = super().begin_step(rows, seq_lens, page_table, policies)
+    def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
         self._exact.begin_step(step)
-        self._specs = [policy.spec for policy in policies or [self.policy] * step.batch]
+        self._step = step
+        self._specs = [policy.spec for policy in policies]
         self._records = []
-        return step
 
-    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        out = super().decode(layer, q, k, v, scale)
-        if self.log is not None:
-            got, want = (torch.empty(q.shape, dtype=torch.float32) for _ in range(2))
-            reads = self._reads()
-            self.native.result(got)
-            self._decode_exactly(layer, q, scale, windows=self.windows.layers[layer], out=torch.empty_like(q))
-            self.native.result(want)
-            self._note(self.log, layer, reads, head_errors(got, want))
-        return out
+    def decoded(self, layer: Layer) -> None:
+        if self.log is None:
+            return
+        assert self._step is not None
+        reads = torch.empty((self._step.batch, self._step.kv_heads, 2), dtype=torch.int64)
+        self._native.reads(reads)
+        before = self._native.stats()
+        got, want = self._merged(layer) if layer.out is None else self._whole(layer)
+        for name, value in self._native.stats().items():
+            self._not_ours[name] = self._not_ours.get(name, 0) + value - before[name]
+        self._records.append(self._record(layer.index, reads, head_errors(got, want)))
+        if layer.index == self._pool.shape.layers - 1:
+            self._write(self.log, np.concatenate(self._records))
 
-    def served(self, layer: int, sequence: int, mailbox: Mailbox, scale: float) -> None:
-        super().served(layer, sequence, mailbox, scale)
-        if self.log is not None:
-            assert self._step is not None
-            slot = mailbox.slot(sequence, self._step.batch)
-            whole = torch.empty_like(slot.o), torch.empty_like(slot.lse)
-            reads = self._reads()
-            self._decode_exactly(layer, slot.q, scale, middle=whole)
-            residents = self._residents(layer, slot.q, scale)
-            got, want = (_merged(residents, *middle) for middle in ((slot.o, slot.lse), whole))
-            self._note(self.log, layer, reads, head_errors(got, want))
+    def count(self, stats: dict[str, int]) -> dict[str, int]:
+        return {name: value - self._not_ours.get(name, 0) for name, value in stats.items()}
+
+    def _exactly(self, layer: Layer, begin: Callable[..., object], *where: Any) -> None:
+        """The layer once more, with everything read and no new token; results go where `begin` is told to put them."""
+        begin(native_plan(self._exact.plan(layer.index, layer.q)), layer.index, layer.q, None, None, *where)
+        self._native.layer_finish()
+
+    def _whole(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer gave, and what it would have given exactly, [B, Hq, D] float32 each."""
+        got, want = (torch.empty(layer.q.shape, dtype=torch.float32) for _ in range(2))
+        self._native.result(got)
+        self._exactly(layer, self._native.layer_begin, layer.window, layer.scale, torch.empty_like(layer.q))
+        self._native.result(want)
+        return got, want
+
+    def _merged(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of a layer whose residents are a device's: of its middle in the mailbox's slot."""
+        slot = layer.slot
+        whole = torch.empty_like(slot.o), torch.empty_like(slot.lse)
+        self._exactly(layer, self._native.middle_begin, layer.scale, *whole)
+        residents = self._residents(layer.index, layer.q, layer.scale)
+        got, want = (_merged(residents, *middle) for middle in ((slot.o, slot.lse), whole))
+        return got, want
 
     def _write(self, log: AuditLog, records: np.ndarray) -> None:
         try:
@@ -93,53 +101,24 @@ class AuditedEngine(DecodeEngine):
                 "Fluxion: the audit ends here, because its file cannot be written (%s); serving goes on", error
             )
 
-    def stats(self) -> dict[str, int]:
-        """As the base class's, without what the audit itself read."""
-        return {name: value - self._not_ours.get(name, 0) for name, value in super().stats().items()}
-
-    def _reads(self) -> torch.Tensor:
-        """[B, H, 2], what the tasks of the last layer read (`NativeEngine.reads`)."""
-        assert self._step is not None
-        reads = torch.empty((self._step.batch, self._step.kv_heads, 2), dtype=torch.int64)
-        self.native.reads(reads)
-        return reads
-
-    def _decode_exactly(self, layer: int, q: torch.Tensor, scale: float, **results: Any) -> None:
-        """The layer once more, with everything read; results go where these arguments of `layer_begin` say."""
-        before = self.native.stats()
-        plan = self._exact.plan(layer, q)
-        where = {"windows": None, "out": None, **results}
-        self.native.layer_begin(
-            layer, q, None, None, **where, blk=plan.blk, budget=plan.budget, value=plan.value, scale=scale
-        )
-        self.native.layer_finish()
-        for name, value in self.native.stats().items():
-            self._not_ours[name] = self._not_ours.get(name, 0) + value - before[name]
-
     def _residents(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention to the residents of every request, from the host pool: o [B, Hq, D] and lse [B, Hq], float32."""
-        assert self._step is not None
-        placement = self.pool.placement
+        assert self._step is not None and self._step.page_table is not None
+        placement = self._pool.placement
         found = []
-        for pages, n, query in zip(self._page_table, self._step.seq_lens.tolist(), q, strict=True):
+        for pages, n, query in zip(self._step.page_table, self._step.seq_lens.tolist(), q, strict=True):
             there = [
                 i for i in range(-(-n // PAGE)) if i < placement.sink_pages or i * PAGE >= placement.window_start(n)
             ]
-            k, v = (kv[:, : placement.resident(n)].float() for kv in self.pool.gather(layer, pages[there]))
+            k, v = (kv[:, : placement.resident(n)].float() for kv in self._pool.gather(layer, pages[there]))
             found.append(attention_with_lse(query.unsqueeze(0).float(), k, v, scale, causal=False))
         o, lse = zip(*found, strict=True)
         return torch.cat(o), torch.cat(lse)
 
-    def _note(self, log: AuditLog, layer: int, reads: torch.Tensor, errors: torch.Tensor) -> None:
-        """Keep what was found of a layer; with the last one the step goes to the log."""
-        self._records.append(self._record(layer, reads, errors))
-        if layer == self.pool.shape.layers - 1:
-            self._write(log, np.concatenate(self._records))
-
     def _record(self, layer: int, reads: torch.Tensor, errors: torch.Tensor) -> np.ndarray:
-        step, shape = self._step, self.pool.shape
+        step, shape = self._step, self._pool.shape
         assert step is not None
-        records = np.zeros(step.batch, record_dtype(self.q_heads))
+        records = np.zeros(step.batch, record_dtype(self._engine.q_heads))
         records["policy"] = self._specs
         records["layer"] = layer
         records["length"] = step.seq_lens.numpy()
@@ -170,3 +149,8 @@ def head_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     distance = (got - want).norm(dim=-1)
     largest = want.norm(dim=-1).amax(dim=-1, keepdim=True)
     return torch.where(distance == 0, distance, distance / largest)
+
+
+def observer(engine: DecodeEngine, path: str, identity: object) -> Audit:
+    """What the option `audit` asks for. Raises OSError and ValueError as `AuditLog`."""
+    return Audit(engine, AuditLog(path))

@@ -27,13 +27,25 @@ beta 0 keeps everything. The numbers are the native library's (`csrc/lab/hgca.h`
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import function
-from fluxion_sglang.policy.base import LISTED, UNSEEN, DecodeStep, LayerPlan, Listed, Needs, Observed, Policy, World
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import (
+    LISTED,
+    UNSEEN,
+    Context,
+    DecodeStep,
+    LayerPlan,
+    Listed,
+    Needs,
+    Observed,
+    Policy,
+    World,
+)
 
 BETA: Final = 1.0
 """The paper's typical value (section 3.2.2)."""
@@ -58,7 +70,7 @@ class HgcaState:
     def __init__(self, world: World, alpha: float, beta: float) -> None:
         placement = world.pool.placement
         self.handle = function("hgca_create")(
-            world.pool.native.handle, world.q_heads, placement.window, world.rows, alpha, beta
+            world.pool.handle, world.q_heads, placement.window, world.rows, alpha, beta
         )
         self.heads, self.group = world.pool.shape.kv_heads, world.q_heads // world.pool.shape.kv_heads
         self.slots = placement.slots
@@ -123,6 +135,7 @@ class HgcaPolicy(Policy):
         alpha: in [0, 1]: what the newest weight counts in a token's moving average.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("hgca[:BETA[:ALPHA]]",)
     needs = Needs.RESIDENTS
     prefill_rows = 1
 
@@ -131,6 +144,13 @@ class HgcaPolicy(Policy):
         self.state: HgcaState | None = None
         self._noted: list[dict[int, tuple[int, torch.Tensor]]] = []  # of a layer, by row: length and last queries
         self._step: DecodeStep | None = None
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        """BETA at least 0, ALPHA from 0 to 1."""
+        arguments.at_most(words, 2)
+        beta = arguments.number(words[0]) if words else BETA
+        return cls(beta, arguments.number(words[1], 1.0) if words[1:] else ALPHA)
 
     def bind(self, world: World) -> None:
         super().bind(world)

@@ -6,19 +6,46 @@ the selection by blocks can give.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
+from fluxion_sglang.lab.ablations import CRITERIA, choice
+from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.anchor import AnchorPolicy
-from fluxion_sglang.policy.base import UNSEEN, LayerPlan, Needs, Observed
+from fluxion_sglang.policy.base import UNSEEN, Context, LayerPlan, Needs, Observed, Policy
+from fluxion_sglang.predictor.criterion import Criterion, Deviation
+from fluxion_sglang.predictor.measure import measure
 
 
 class LabelsPolicy(AnchorPolicy):
     """As `AnchorPolicy`, with every step as its own anchor."""
 
-    needs = Needs.BUDGETS
+    forms: ClassVar[tuple[str, ...]] = ("labels[:TAU[:BLK[:all]]]", "labels:score95", "labels:output10")
+    needs = Needs.RESIDENTS
     yardstick = True
 
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        match words:
+            case ():
+                return cls(Criterion(Deviation.LAYER, context.tau))
+            case (name,) if name in CRITERIA:
+                return cls(CRITERIA[name])
+            case tau, *chosen:
+                return cls(Criterion(Deviation.LAYER, arguments.fraction(tau)), choice(*chosen))
+        raise arguments.NotLegal
+
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        assert observed.budgets is not None
-        # The first is that of single tokens, which serving does not select.
-        return self._planned(observed.budgets[..., 1:])
+        step, world = self._step, self.world
+        assert step is not None and step.page_table is not None, "plan() before begin_step()"
+        assert world is not None and observed.scale is not None
+        # The first size is that of single tokens, which serving does not select.
+        found = [
+            measure(
+                world.pool, layer, step.page_table[b], step.seq_lens[b : b + 1], q[b : b + 1], observed.scale,
+                world.pool.placement.window, [self.criterion],
+            ).budgets[0, :, 0, 1:]
+            for b in range(step.batch)
+        ]  # fmt: skip
+        return self.planned(torch.stack(found))

@@ -35,11 +35,13 @@ Nobody scores the window's tokens while they are in it, so the newest page of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.predictor.features import PARTS
 
 
@@ -59,6 +61,7 @@ class LfpsPolicy(Policy):
         options: the paper's constants.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("lfps[:BUDGET[:ALPHA:ALPHA]]",)
     needs = Needs.RESIDENTS
     prefill_rows = 20
 
@@ -70,6 +73,13 @@ class LfpsPolicy(Policy):
         self._prefilled: dict[tuple[int, int], Prefilled] = {}  # of (layer, row)
         self._lengths: dict[tuple[int, int], int] = {}  # that tables of (layer, row) have seen
         self._planned: tuple[LayerPlan, torch.Tensor, float] | None = None
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        if len(words) not in (0, 1, 3):
+            raise arguments.NotLegal
+        budget, *alphas = map(arguments.fraction, words or ("0.05",))
+        return cls(budget, LfpsOptions(alphas[0], alphas[1]) if alphas else None)
 
     def bind(self, world: World) -> None:
         super().bind(world)

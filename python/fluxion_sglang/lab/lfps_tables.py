@@ -46,7 +46,7 @@ class LfpsTables:
 
     def __init__(self, pool: HostPool, rows: int, q_heads: int, options: LfpsOptions) -> None:
         self._handle = function("lfps_create")(
-            pool.native.handle,
+            pool.handle,
             q_heads,
             rows,
             pool.placement.window,

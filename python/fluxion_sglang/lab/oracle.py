@@ -9,6 +9,12 @@ set of k tokens may come closer to it. It scans all keys of the middle, so it is
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
+from fluxion_sglang.lab.kinds import SINGLE, SingleTokens
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import Context, DecodeStep, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
 
 
@@ -21,7 +27,19 @@ class OraclePolicy(FixedPolicy):
         budget: fraction of the middle in (0, 1].
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("oracle:BUDGET",)
     yardstick = True
 
     def __init__(self, budget: float) -> None:
-        super().__init__(1, budget)
+        super().__init__(SINGLE, budget)
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        if len(words) != 1:
+            raise arguments.NotLegal
+        return cls(arguments.fraction(words[0]))
+
+    def begin_step(self, step: DecodeStep) -> None:
+        super().begin_step(step)
+        assert self._plan is not None
+        self._plan = replace(self._plan, kinds=(SingleTokens(),))

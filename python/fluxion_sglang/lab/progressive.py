@@ -1,7 +1,7 @@
 """Reading until it is enough: PSA's Algorithm 1 (arXiv 2503.00392), for the query heads of a group, from the
 definitions.
 
-The native form is `csrc/lab/engine_progressive.cc`. The paper's algorithm is for one query and a list of blocks
+The native form is `csrc/lab/early_stop.cc`. The paper's algorithm is for one query and a list of blocks
 that has all of a request's; what it leaves open is decided here:
 
 - Residents (sinks, window) are blocks that are computed before the first microbatch: their weight is in AS_acc. They do

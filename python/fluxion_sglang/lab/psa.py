@@ -11,11 +11,13 @@ count. The paper's cache of hot blocks (section 3.4) is one of device memory: on
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, task_value
+from fluxion_sglang.lab.kinds import EarlyStop
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, task_value
 
 QUEST: Final = "quest"
 MEAN: Final = "mean"
@@ -43,6 +45,7 @@ class PsaPolicy(Policy):
         score: one of `SCORES`.
     """
 
+    forms: ClassVar[tuple[str, ...]] = (f"psa[:EPS[:BLK[:{QUEST}|{MEAN}]]]",)
     needs = Needs.RESIDENTS
 
     def __init__(self, epsilon: float = DEFAULT_EPSILON, blk: int = DEFAULT_BLK, score: str = MEAN) -> None:
@@ -50,6 +53,14 @@ class PsaPolicy(Policy):
         self.blk = blk
         self.spread = 1.0 if score == QUEST else MEAN_SPREAD[blk]
         self._plan: LayerPlan | None = None
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        arguments.at_most(words, 3)
+        epsilon, blk, score = (*words, *(str(DEFAULT_EPSILON), str(DEFAULT_BLK), MEAN)[len(words) :])
+        if score not in SCORES:
+            raise arguments.NotLegal
+        return cls(arguments.fraction(epsilon), arguments.block(blk), score)
 
     def begin_step(self, step: DecodeStep) -> None:
         def every(value: float) -> torch.Tensor:
@@ -59,7 +70,7 @@ class PsaPolicy(Policy):
         budget = torch.ones(step.batch, step.q_heads)
         # What a task will read nobody knows yet: the longer the middle, the more.
         value = task_value(step.middle, blk, budget)
-        self._plan = LayerPlan(blk, budget, value, stop=every(self.epsilon), spread=every(self.spread))
+        self._plan = LayerPlan(blk, budget, value, kinds=(EarlyStop(every(self.epsilon), every(self.spread)),))
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         assert self._plan is not None, "plan() before begin_step()"

@@ -1,6 +1,6 @@
-"""Who may take which task of a layer, and in what order: the schedulers that Fluxion's ablation compares.
+"""The three schedulers that Fluxion's own (`executor/schedule.py`) is compared with.
 
-Source: Fluxion (arXiv 2605.07719), section 6.2 and, of the three it is compared with, section 8.3 (Fig. 10 c): "No
+Source: Fluxion (arXiv 2605.07719), section 8.3 (Fig. 10 c): "No
 Parallel, which performs no scheduling; Uniform allocation, which uniformly distributes tasks according to the number of
 attention heads; Length-based allocation, which statically assigns tasks based on input length". The paper says no more
 of these; what it leaves open is decided here, and each docstring says how. None of the three knows what a task costs:
@@ -9,35 +9,13 @@ tasks stay in the order of arrival, by request, then by KV head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from fluxion_sglang import config
 from fluxion_sglang.executor.base import ExecutorId
+from fluxion_sglang.executor.schedule import Schedule
 from fluxion_sglang.policy.base import LISTED, DecodeStep, LayerPlan
-
-
-class Schedule(NamedTuple):
-    """What `NativeEngine.layer_begin` takes of it.
-
-    Attributes:
-        value: [B, H] float32, larger runs earlier; equal ones in the order of arrival.
-        owner: [B, H] int32, the `ExecutorId` that alone may take the task; None: whoever is free.
-    """
-
-    value: torch.Tensor
-    owner: torch.Tensor | None
-
-
-Scheduler = Callable[[LayerPlan, DecodeStep, Sequence[ExecutorId]], Schedule]
-"""From what a layer reads and the executors there are, the native workers first; pure."""
-
-
-def by_priority(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
-    """One queue, the largest value first; whoever is free takes the next."""
-    return Schedule(plan.value, None)
 
 
 def one_alone(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
@@ -66,12 +44,6 @@ def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]
     share = torch.empty_like(tokens)
     share[longest_first] = at * len(executors) // (2 * tokens.sum()).clamp(min=1)
     return _assigned(share.clamp(max=len(executors) - 1).view_as(plan.blk), executors)
-
-
-SCHEDULERS: dict[str, Scheduler] = dict(
-    zip(config.SCHEDULERS, (by_priority, one_alone, evenly, by_length), strict=True)
-)
-"""By the names of the option `scheduler`."""
 
 
 def _tasks(plan: LayerPlan, step: DecodeStep) -> torch.Tensor:

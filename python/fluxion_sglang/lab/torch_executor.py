@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.lab.kinds import SINGLE, EarlyStop, early_stop
 from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, read_until
 from fluxion_sglang.policy.base import LISTED, Record
 
@@ -98,10 +100,10 @@ class TorchReferenceExecutor(Executor):
         blk, again = int(work.plan.blk[b, h]), 0  # keys and values read beside those attended to, or once more
         if blk == LISTED:
             chosen, again = self.select_listed(work, b, h, q)
-        elif blk == 1:
+        elif blk == SINGLE:
             chosen = self.select_tokens(work, b, h, q)
-        elif work.plan.stops(b, h):
-            chosen, again = self.select_until(work, b, h, q)
+        elif (stopping := early_stop(work.plan)) is not None and 0 < float(stopping.stop[b, h]) < 1:
+            chosen, again = self.select_until(work, b, h, q, stopping)
         else:
             chosen = self.select(work, b, h, q)
         o = torch.zeros_like(q)
@@ -115,7 +117,7 @@ class TorchReferenceExecutor(Executor):
             o[g] = (scores - lse[g]).exp() @ v.float()
         pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
         tile_bytes = len(set().union(*chosen)) * pair + again * pair // 2
-        metadata_bytes = 0 if blk in (1, LISTED) else int(work.step.middle[b]) // PAGE * pair
+        metadata_bytes = 0 if blk in (SINGLE, LISTED) else int(work.step.middle[b]) // PAGE * pair
         return o, lse, sum(map(len, chosen)), tile_bytes, metadata_bytes
 
     def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,19 +197,19 @@ class TorchReferenceExecutor(Executor):
             chosen = [union] * work.group
         return [positions_of(pages) for pages in chosen]
 
-    def select_until(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
+    def select_until(
+        self, work: LayerWork, b: int, h: int, q: torch.Tensor, stopping: EarlyStop
+    ) -> tuple[list[list[int]], int]:
         """Positions of the blocks that each head attends to before the group has enough; how many keys and values were
         read once more, because heads came to them in different microbatches."""
-        assert work.plan.stop is not None
-        spread = 1.0 if work.plan.spread is None else float(work.plan.spread[b, h])
-        blocks, scores, counts = self.ranked(work, b, h, q, spread)
+        blocks, scores, counts = self.ranked(work, b, h, q, float(stopping.spread[b, h]))
         middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
         logits = work.scale * (q @ self.rows(work, b, h, range(n))[0].float().T)
         found = read_until(
             scores,
             [logits[:, positions_of(pages)] for pages in blocks],
             torch.cat([logits[:, : placement.sinks], logits[:, placement.sinks + middle :]], dim=1),
-            float(work.plan.stop[b, h]),
+            float(stopping.stop[b, h]),
             least=max(1, MICROBATCH_PAGES * PAGE // int(work.plan.blk[b, h])),
             union=self.attend_union,
             limits=counts,
@@ -232,3 +234,8 @@ class TorchReferenceExecutor(Executor):
         )
         budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
         return blocks, scores, [blocks_to_read(x, middle, blk, len(blocks)) if x > 0 else 0 for x in budgets]
+
+
+def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
+    """The executor that `executors` "cpu+torch" asks for."""
+    return [TorchReferenceExecutor(pool, config.attend_union)]

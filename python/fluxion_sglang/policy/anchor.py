@@ -7,10 +7,14 @@ estimation"); here they are the decision. It is the better the more the later qu
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, Criterion, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
+from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import BUDGETS
 from fluxion_sglang.predictor.inference import plan_budgets
 
@@ -19,11 +23,11 @@ class AnchorPolicy(Policy):
     """Every head reads what its anchor query would have had to read; a head that needed nothing streams.
 
     Args:
-        criterion: what the budgets achieve for the anchor query. Eq. 2 is `anchor`; the paper's ablations `score95`
-            and `output10` have others.
+        criterion: what the budgets achieve for the anchor query.
         choice: what the selector may choose from.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("anchor[:TAU]",)
     needs = Needs.FEATURES
 
     def __init__(self, criterion: Criterion, choice: Choice = DYNAMIC) -> None:
@@ -31,15 +35,20 @@ class AnchorPolicy(Policy):
         self.choice = choice
         self._step: DecodeStep | None = None
 
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        arguments.at_most(words, 1)
+        return cls(Criterion(Deviation.LAYER, arguments.fraction(words[0]) if words else context.tau))
+
     def begin_step(self, step: DecodeStep) -> None:
         self._step = step
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         assert observed.features is not None
-        return self._planned(observed.features[..., BUDGETS])
+        return self.planned(observed.features[..., BUDGETS])
 
-    def _planned(self, budgets: torch.Tensor) -> LayerPlan:
-        """budgets: [B, Hq, 4], least budgets by block size."""
+    def planned(self, budgets: torch.Tensor) -> LayerPlan:
+        """A plan by least budgets [B, Hq, 4], by block size."""
         assert self._step is not None, "plan() before begin_step()"
         plan = unplanned(self._step)
         plan_budgets(

@@ -15,9 +15,11 @@ state that is missing or behind is made anew from the step at hand, never an err
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 import torch
 
@@ -25,6 +27,10 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
+from fluxion_sglang.predictor.criterion import Criterion
+
+if TYPE_CHECKING:
+    from fluxion_sglang.predictor.artifact import LoadedPredictor
 
 LISTED: Final = -1
 """The block size of a group that reads what its plan lists."""
@@ -135,25 +141,42 @@ class Given(NamedTuple):
     lse: torch.Tensor
 
 
+class TaskKind(ABC):
+    """How some tasks of a plan are done, and what the plan says of them. Its native side is `csrc/engine/task_kind.h`.
+
+    An object belongs to the plans of one step.
+    """
+
+    @cached_property
+    @abstractmethod
+    def handle(self) -> object:
+        """What the native library knows it by."""
+
+    @classmethod
+    @abstractmethod
+    def joined(cls, parts: Sequence[tuple[torch.Tensor, Self | None]], step: tuple[int, int]) -> Self:
+        """One kind for a batch, of policies that plan parts of it.
+
+        Args:
+            parts: of each policy the indices of its requests, and its plan's kind of this class, if it has one.
+            step: requests and KV heads of the batch.
+        """
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What a layer reads; contiguous CPU tensors.
 
     Attributes:
-        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; 1 selects single
-            tokens by their exact scores, each head its own; `LISTED` reads what `listed` has.
+        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; `LISTED` reads what
+            `listed` has; other numbers mean what a kind of `kinds` says.
         budget: [B, Hq] float32, fraction of the middle's tokens that each head reads; >= 1 is everything, 0 a
             streaming head.
         value: [B, H] float32, the task's priority: larger runs earlier.
         listed: the tokens of groups of block size `LISTED`.
         record: where to note what was chosen of them.
         given: what needs no task.
-        stop: [B, H] float32: in (0, 1), the heads of a group go through its blocks by their scores until each has this
-            share of its attention, residents included, by PSA's estimate (`lab/progressive.py`), and at most
-            through their budgets; 0 and 1: they read their budgets. It takes `Needs.RESIDENTS` and a block size of at
-            least 16. None: 0 for all.
-        spread: [B, H] float32 in [0, 1], by which the groups that stop early score their blocks, whatever the option
-            `spread` says of the others; None: 1, Quest's bound, for all.
+        kinds: how tasks are done that are neither done by blocks nor listed. The first that takes a group has it.
     """
 
     blk: torch.Tensor
@@ -162,12 +185,7 @@ class LayerPlan:
     listed: Listed | None = None
     record: Record | None = None
     given: Given | None = None
-    stop: torch.Tensor | None = None
-    spread: torch.Tensor | None = None
-
-    def stops(self, b: int, h: int) -> bool:
-        """Whether the group of request `b` and KV head `h` stops early."""
-        return self.stop is not None and 0 < float(self.stop[b, h]) < 1
+    kinds: tuple[TaskKind, ...] = ()
 
 
 def unplanned(step: DecodeStep) -> LayerPlan:
@@ -193,24 +211,6 @@ def task_value(middle: torch.Tensor, blk: torch.Tensor, budget: torch.Tensor) ->
     return 2 * tokens / blk.clamp(min=1) + 2 * tokens * per_group
 
 
-class Deviation(IntEnum):
-    """How the error of a head that reads part of the middle is measured; the values are the native library's."""
-
-    LAYER = 0
-    """||o_h(part) - o_h||_2 / max_h' ||o_h'||_2 (Fluxion, Eq. 2)."""
-    HEAD = 1
-    """||o_h(part) - o_h||_2 / ||o_h||_2: as the former, blind to what a head contributes."""
-    COVERAGE = 2
-    """Share of the attention mass that is read: at least the limit, not at most."""
-
-
-class Criterion(NamedTuple):
-    """What a budget has to achieve: the deviation within `limit` (for COVERAGE: the share at least `limit`)."""
-
-    deviation: Deviation = Deviation.LAYER
-    limit: float = 0.10
-
-
 class Needs(IntEnum):
     """What a policy has to see of a layer before it plans."""
 
@@ -219,8 +219,6 @@ class Needs(IntEnum):
     """That the step's token is in the pool, and the residents are attended to."""
     FEATURES = 2
     """The 41 features of every head, which rest on the anchor query and on attention to sinks and window."""
-    BUDGETS = 3
-    """The least budgets of this very step. They take reading everything: for measurements, not for serving."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +229,6 @@ class Observed:
 
     Attributes:
         features: [B, Hq, 41] float32 (`predictor/features.py`); None unless a policy needs them.
-        budgets: [B, Hq, 5] float32, least budgets for blocks of 1, 16, 32, 64 and 128 tokens under the policy's
-            criterion; None unless a policy needs them.
         scale: multiplies q.k; None unless a policy needs the residents.
         parts: [B, Hq, 5] float32, attention to the residents (`predictor/features.py`, PARTS): LSE of the sinks and of
             the window with the step's token, and three norms; None unless a policy needs the residents.
@@ -241,7 +237,6 @@ class Observed:
     """
 
     features: torch.Tensor | None = None
-    budgets: torch.Tensor | None = None
     scale: float | None = None
     parts: torch.Tensor | None = None
     windows: torch.Tensor | None = None
@@ -250,10 +245,31 @@ class Observed:
 UNSEEN = Observed()
 
 
+def _no_predictor(tau: float | None) -> LoadedPredictor:
+    raise ValueError(
+        'policy "fluxion" needs a predictor that was trained for this model, and none is loaded; train one with '
+        '`fluxion train`, name it in the option predictor, or use "full", which is exact.'
+    )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What specs refer to beside their own arguments.
+
+    Attributes:
+        tau: of specs that name none.
+        predictor: the predictor for a tau, or its default one for None; raises ValueError where there is none.
+    """
+
+    tau: float = 0.10
+    predictor: Callable[[float | None], LoadedPredictor] = _no_predictor
+
+
 class Policy(ABC):
     """Decides what each group reads in each layer of a decode step.
 
     Attributes:
+        forms: its specs, for errors: NAME and arguments, in brackets what may be left out.
         spec: the string that names it; "" when it was not made from one.
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
@@ -262,12 +278,22 @@ class Policy(ABC):
         world: what it was bound to.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ()
     spec: str = ""
     needs: Needs = Needs.NOTHING
     criterion: Criterion = Criterion()
     yardstick: bool = False
     prefill_rows: int = 0
     world: World | None = None
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        """The policy of a spec, `words` being what follows its name.
+
+        Raises:
+            NotLegal: these are no arguments of the policy. ValueError: one sentence, what it lacks or what is wrong.
+        """
+        return cls(*words)
 
     def bind(self, world: World) -> None:
         """Called by an engine before anything else; by another engine again, and then it starts anew."""

@@ -6,9 +6,12 @@ Blocks are ranked by the min/max bound of Quest (arXiv 2406.10774); with (16, 0.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy, task_value
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Observed, Policy, task_value
 
 
 class FixedPolicy(Policy):
@@ -17,15 +20,22 @@ class FixedPolicy(Policy):
     With the option `attend_union` it attends to what any head of its group chose, so to more than its budget.
 
     Args:
-        blk: 16, 32, 64 or 128 tokens; 1 is single tokens by their exact scores (`oracle`), 0 makes no task
-            (`streaming`).
+        blk: 16, 32, 64 or 128 tokens; 0 makes no task (`streaming`).
         budget: fraction of the middle in [0, 1].
     """
+
+    forms: ClassVar[tuple[str, ...]] = ("fixed:BLK:BUDGET",)
 
     def __init__(self, blk: int, budget: float) -> None:
         self.blk = blk
         self.budget = budget
         self._plan: LayerPlan | None = None
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        if len(words) != 2:
+            raise arguments.NotLegal
+        return cls(arguments.block(words[0]), arguments.fraction(words[1]))
 
     def begin_step(self, step: DecodeStep) -> None:
         blk = torch.full((step.batch, step.kv_heads), self.blk, dtype=torch.int32)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 
-from fluxion_sglang.policy.base import (
-    UNSEEN,
-    Criterion,
-    DecodeStep,
-    Deviation,
-    LayerPlan,
-    Needs,
-    Observed,
-    Policy,
-    unplanned,
-)
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
 from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import COUNT, INDEX
 from fluxion_sglang.predictor.inference import NativePredictor, plan_groups
 
@@ -31,6 +24,7 @@ class FluxionPolicy(Policy):
         choice: what the selector may choose from.
     """
 
+    forms: ClassVar[tuple[str, ...]] = ("fluxion[:TAU]",)
     needs = Needs.FEATURES
 
     def __init__(self, predictor: LoadedPredictor, choice: Choice = DYNAMIC) -> None:
@@ -42,6 +36,11 @@ class FluxionPolicy(Policy):
         self._step: DecodeStep | None = None
         self._predicted = torch.empty(0, 3)
         self._margins: list[torch.Tensor] = []  # of this process's heads, a layer each
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        arguments.at_most(words, 1)
+        return cls(context.predictor(arguments.fraction(words[0]) if words else None))
 
     def begin_step(self, step: DecodeStep) -> None:
         self._step = step

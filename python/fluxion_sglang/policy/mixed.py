@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Given, LayerPlan, Listed, Observed, Policy, Record
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Given, LayerPlan, Listed, Observed, Policy, Record, TaskKind
 
 
 def compose(policies: Sequence[Policy]) -> Policy:
@@ -75,17 +75,24 @@ class MixedPolicy(Policy):
         of = next((plan.given for plan in plans if plan.given is not None), None)
         if of is not None:
             given = Given(torch.empty(batch, *of.o.shape[1:]), torch.full((batch, of.lse.shape[1]), -torch.inf))
-        early = any(plan.stop is not None for plan in plans)
-        stop, spread = (torch.zeros_like(value), torch.ones_like(value)) if early else (None, None)
         for (_, at), plan in zip(self._parts, plans, strict=True):
             blk[at], budget[at], value[at] = plan.blk, plan.budget, plan.value
             if given is not None and plan.given is not None:
                 given.o[at], given.lse[at] = plan.given
-            if stop is not None and plan.stop is not None:
-                stop[at] = plan.stop
-            if spread is not None and plan.spread is not None:
-                spread[at] = plan.spread
-        return LayerPlan(blk, budget, value, listed, record, given, stop, spread)
+        return LayerPlan(blk, budget, value, listed, record, given, self._joined_kinds(plans, (batch, blk.shape[1])))
+
+    def _joined_kinds(self, plans: list[LayerPlan], step: tuple[int, int]) -> tuple[TaskKind, ...]:
+        kinds = dict.fromkeys(type(kind) for plan in plans for kind in plan.kinds)
+        return tuple(
+            kind.joined(
+                [
+                    (at, next((own for own in plan.kinds if type(own) is kind), None))
+                    for (_, at), plan in zip(self._parts, plans, strict=True)
+                ],
+                step,
+            )
+            for kind in kinds
+        )
 
     def _joined(self, plans: list[LayerPlan], batch: int, kv_heads: int) -> Listed | None:
         """The lists of all plans as one: those of a request follow one another in both."""
@@ -108,6 +115,5 @@ class MixedPolicy(Policy):
 
 
 def _part(observed: Observed, at: torch.Tensor) -> Observed:
-    seen = (observed.features, observed.budgets, observed.parts)
-    features, budgets, parts = (None if tensor is None else tensor[at] for tensor in seen)
-    return Observed(features, budgets, observed.scale, parts, observed.windows)
+    features, parts = (None if tensor is None else tensor[at] for tensor in (observed.features, observed.parts))
+    return Observed(features, observed.scale, parts, observed.windows)

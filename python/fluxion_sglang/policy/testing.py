@@ -21,7 +21,9 @@ from typing import Final
 
 import torch
 
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import BLOCKS, PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
@@ -83,11 +85,12 @@ class Rig:
             self.windows,
             self.policy,
             [],
+            FluxionConfig(),
             q_heads=_HEADS * _GROUP,
             max_requests=_ROWS,
             max_tokens=_TOKENS,
-            attend_union=True,
         )
+        self.device = HostDevice(self.pool, self.windows, self.engine)
         self.free_pages = list(range(self.pool.pages - 1, 0, -1))
         self.free_rows = list(range(_ROWS - 1, 0, -1))
         self.generations = torch.zeros(_ROWS, dtype=torch.int64)
@@ -152,7 +155,7 @@ class Rig:
         out = []
         for layer in range(_LAYERS):
             q, k, v = (torch.stack([getattr(r, x)[layer, r.length - 1] for r in requests]) for x in "qkv")
-            out.append(self.engine.decode(layer, q, k, v, _SCALE))
+            out.append(self.device.decode(layer, q, k, v, _SCALE))
         outputs = [torch.stack([of[b] for of in out]) for b in range(len(requests))]
         assert all(bool(o.isfinite().all()) for o in outputs), "An output is not finite."
         return outputs
@@ -178,19 +181,16 @@ def check_plan(plan: LayerPlan, step: DecodeStep) -> None:
     groups, heads = (step.batch, step.kv_heads), (step.batch, step.q_heads)
     wanted = [("blk", plan.blk, groups, torch.int32), ("budget", plan.budget, heads, torch.float32)]
     wanted += [("value", plan.value, groups, torch.float32)]
-    wanted += [
-        (name, x, groups, torch.float32) for name in ("stop", "spread") if (x := getattr(plan, name)) is not None
-    ]
     for name, tensor, size, dtype in wanted:
         got = (tuple(tensor.shape), tensor.dtype)
         assert got == (size, dtype), f"{name} has shape and dtype {got}, and a plan of this step {(size, dtype)}."
         assert tensor.is_contiguous(), f"{name} is not contiguous."
         assert bool(tensor.isfinite().all()), f"{name} has numbers that are not finite."
-    legal = torch.tensor([LISTED, 0, 1, *BLOCKS], dtype=torch.int32)
-    assert bool(torch.isin(plan.blk, legal).all()), f"blk is none of {legal.tolist()} in {plan.blk.tolist()}."
+    legal = torch.tensor([LISTED, 0, *BLOCKS], dtype=torch.int32)
+    assert plan.kinds or bool(torch.isin(plan.blk, legal).all()), (
+        f"blk is none of {legal.tolist()} in {plan.blk.tolist()}."
+    )
     assert bool((plan.budget >= 0).all()), "A budget is negative."
-    for name, shares in (("stop", plan.stop), ("spread", plan.spread)):
-        assert shares is None or bool(((shares >= 0) & (shares <= 1)).all()), f"{name} is not within 0 and 1."
     if bool((plan.blk == LISTED).any()):
         assert plan.listed is not None, "A group is to read a list, and the plan has none."
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fluxion_sglang.kv.host_pool import HostPool
-from fluxion_sglang.policy.base import Criterion
+from fluxion_sglang.predictor.criterion import Criterion
 from fluxion_sglang.predictor.features import ANCHOR
 from fluxion_sglang.predictor.measure import measure
 
@@ -74,7 +74,7 @@ class Anchors:
             if self._measured[layer][row] == criterion:
                 continue
             found = measure(
-                self.pool.native,
+                self.pool,
                 layer,
                 pages[i],
                 torch.tensor([self._lengths[layer][row]], dtype=torch.int32),

@@ -32,6 +32,6 @@ def features(
     Raises:
         ValueError: a shape, dtype, row or length that does not fit; nothing was written.
     """
-    function("k_features")(
+    function("features")(
         isa, q, parts, rows, seq_lens, anchor, anchor_q, mean_k, layer, first_head, sinks, window, scale, out
     )

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
+from fluxion_sglang import plugins
 from fluxion_sglang.executor.accounts import StepAccounts
-from fluxion_sglang.executor.device import Device, library_of
-from fluxion_sglang.executor.engine import DecodeEngine, foreign_executors
+from fluxion_sglang.executor.base import executors_of
+from fluxion_sglang.executor.device import Device
+from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.page_table import page_table
-from fluxion_sglang.lab.audit import AuditedEngine
-from fluxion_sglang.lab.audit_file import AuditLog
-from fluxion_sglang.lab.schedulers import SCHEDULERS
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
-from fluxion_sglang.training.recorder import IDENTITY, Recorder
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -74,24 +69,26 @@ class FluxionAttnBackend(AttentionBackend):
         # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
-        context, audit = predictors.context(pool.config, runner), pool.config.audit
-        policy = predictors.server_policy(pool.config, context)
-        self.engine = (DecodeEngine if audit is None else partial(AuditedEngine, AuditLog(audit)))(
+        options = pool.config
+        context = predictors.context(options, runner)
+        policy = predictors.server_policy(options, context)
+        self.engine = DecodeEngine(
             pool.host,
             pool.windows,
             policy,
-            foreign_executors(pool.config, pool.host),
+            executors_of(options, pool.host),
+            options,
             q_heads=layers[0].tp_q_head_num,
             # To start with: the engine grows with what it is given.
             max_requests=min(self.req_to_token_pool.size, 64),
             max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
-            attend_union=pool.config.attend_union,
-            guard=pool.config.guard,
-            scheduler=SCHEDULERS[pool.config.scheduler],
-            share_prefixes=pool.config.share_prefixes,
             first_layer=pool.start_layer,
             first_head=get_parallel().attn_tp_rank * layers[0].tp_q_head_num,
         )
+        identity = partial(predictors.identity, options, runner)
+        for name in ("audit", "record"):
+            if (value := getattr(options, name)) is not None:
+                self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, value, identity))
         self.device = self._device(runner, layers)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
@@ -99,18 +96,12 @@ class FluxionAttnBackend(AttentionBackend):
                 host_pool_tokens=pool.size,
                 host_pool_bytes=pool.host.nbytes,
                 resident_tokens_per_request=pool.host.placement.slots,
-                kept=self._kept_accounts(runner, layers, timed=audit is None),
+                kept=self._kept_accounts(runner, layers, timed=options.audit is None),
             )
         self.failures = FailureGuard(self._finish, self.device.abort)
         self._counted = True  # the metrics have what was decoded
-        self.requests = RequestPolicies(policy, pool.config.request_policies, context, audit is not None)
-        self.recorder: Recorder | None = None
-        if pool.config.record is not None:
-            folder = Path(os.path.expanduser(pool.config.record))
-            self.recorder = Recorder(folder, pool.host)
-            (folder / IDENTITY).write_text(
-                json.dumps(dataclasses.asdict(predictors.identity(pool.config, runner))) + "\n"
-            )
+        self.requests = RequestPolicies(policy, options.request_policies, context, options.audit is not None)
+        self._records = options.record is not None
         self._chunks: list[_Chunk] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -138,19 +129,14 @@ class FluxionAttnBackend(AttentionBackend):
     def _device(self, runner: ModelRunner, layers: Sequence[RadixAttention]) -> Device:
         """What passes run on: the CPU itself, or a device that the CPU works beside."""
         pool = self.token_to_kv_pool
-        library = library_of(str(pool.device))
-        if library is None:
+        if pool.maker is None:
             return HostDevice(pool.host, pool.windows, self.engine)
-        from fluxion_sglang.device.step import StreamDevice  # it needs no CUDA, but nobody else needs it
-
-        validation.check_scaling(layers)
-        device = StreamDevice(
-            library,
+        device = pool.maker.make(
             pool.host,
             pool.windows,
             self.engine,
             q_heads=layers[0].tp_q_head_num,
-            scale=float(layers[0].scaling),
+            scales=[float(layer.scaling) for layer in layers],
             max_requests=max(runner.max_running_requests, pool.windows.rows),
             graphs=pool.config.cuda_graphs,
         )
@@ -219,7 +205,7 @@ class FluxionAttnBackend(AttentionBackend):
             if rows[i] == 0:  # SGLang's padding row: a warm-up
                 offset += int(count)
                 continue
-            wishes = self.requests.recorded[i] if self.recorder is not None else None
+            wishes = self.requests.recorded[i] if self._records else None
             policy = None if policies is None else policies[i]
             wanted = 0 if i in riding else max((policy or self.requests.server).prefill_rows, 1)
             queries = int(count) if wishes is not None else wanted
@@ -272,5 +258,6 @@ class FluxionAttnBackend(AttentionBackend):
         chunk = self._chunks[index]
         if not chunk.rides:
             self.engine.prefilled(layer, chunk.request.row, chunk.request.stop, queries, chunk.policy)
-        if self.recorder is not None and chunk.wishes is not None:
-            self.recorder.observe(layer, chunk.wishes, chunk.request, queries, scale)
+        if chunk.wishes is not None:
+            for observer in self.engine.observers:
+                observer.prefilled(layer, chunk.request, chunk.wishes, queries, scale)

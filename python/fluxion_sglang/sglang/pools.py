@@ -15,8 +15,7 @@ from sglang.srt.models.utils import get_token_to_kv_pool
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.device.extend import stage_tokens
-from fluxion_sglang.executor.device import Pinned, library_of
+from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.executor.workers import create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -64,11 +63,11 @@ class FluxionKVPool(KVCache):
         placement = Placement(config.sinks, config.window)
         self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks), config.spread)
         self.windows = Windows(self.host, rows, device)
-        library = library_of(device)
-        if library is not None and library.backend == "cuda":
-            library.select(torch.cuda.current_device())  # this rank's, as SGLang has chosen it
-        # Before any executor is made: a device's reads the pool at once.
-        self.pinned = None if library is None else Pinned(library, self.host.memory)
+        self.maker = maker_of(device)
+        if self.maker is not None:
+            self.maker.select()  # this rank's, as SGLang has chosen it
+            # Before any executor is made: a device's reads the pool at once.
+            self.maker.adopt(self.host)
         self.mem_usage = self.windows.nbytes / GIB
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
@@ -134,8 +133,8 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
     # One row more than requests: row 0 is SGLang's padding.
     room = resolved.max_total_num_tokens
-    if library_of(configurator.device) is not None:
-        room -= -(-stage_tokens() // shape.layers)  # of one layer
+    if (maker := maker_of(configurator.device)) is not None:
+        room -= maker.reserved_tokens(shape)
     rows, limit = room // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
     if configurator.device == "cpu":
         fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.executor.device import library_of
+from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.predictor.artifact import JSON_NAME
 from fluxion_sglang.sglang import capacity, compat
@@ -200,7 +200,7 @@ def check_device(device: str, config: FluxionConfig) -> None:
         raise ConfigError(
             f"cuda_graphs records what a GPU does in a decode step, and SGLang would use {device}; leave the key out."
         )
-    library_of(device)  # raises where it is missing
+    maker_of(device)  # raises where its library is missing
 
 
 def check_resolved(args: Any, config: FluxionConfig) -> None:
@@ -441,13 +441,3 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
             f"--enable-fluxion cannot serve this model, because some of its layers share one KV cache; {_OTHER_MODEL}."
         )
     return layers
-
-
-def check_scaling(layers: Sequence[RadixAttention]) -> None:
-    """Refuse layers that scale scores differently: a device's CPU side is told once. Raises ConfigError."""
-    scales = sorted({float(layer.scaling) for layer in layers})
-    if len(scales) > 1:
-        raise ConfigError(
-            "--enable-fluxion cannot serve this model on a GPU, because its attention layers scale scores differently "
-            f"({', '.join(f'{scale:g}' for scale in scales)}); serve it with --device cpu or without --enable-fluxion."
-        )

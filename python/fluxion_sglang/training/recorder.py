@@ -8,17 +8,22 @@ is served, and a sequence costs one prefill.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
-from fluxion_sglang.policy.base import Criterion, Deviation
+from fluxion_sglang.predictor.artifact import Identity
+from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import ANCHOR, COUNT, INDEX
 from fluxion_sglang.predictor.kernel import features as decode_features
 from fluxion_sglang.predictor.measure import Measurement, measure
@@ -69,7 +74,7 @@ def read(folder: Path, sequence: int, layer: int) -> Samples:
         return Samples(**{name: file[name] for name in file.files})
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes the samples of requests into `folder`, a file a layer, when the chunk with the last step has run."""
 
     def __init__(self, folder: Path, pool: HostPool) -> None:
@@ -79,14 +84,11 @@ class Recorder:
         self._queries: dict[tuple[int, int, int], torch.Tensor] = {}  # of anchors, by sequence, layer and position
         self._done: dict[tuple[int, int], list[Samples]] = {}
 
-    def observe(
-        self, layer: int, wishes: Mapping[str, Any], request: ExtendRequest, q: torch.Tensor, scale: float
+    def prefilled(
+        self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float
     ) -> None:
-        """Take the samples of a chunk whose K and V are in the pool.
-
-        Args:
-            q: [T, Hq, D], queries of the chunk's tokens.
-        """
+        """Take the samples of a chunk."""
+        q = queries
         sequence = int(wishes["id"])
         pairs = [(int(anchor), int(step)) for anchor, steps in wishes["samples"] for step in steps]
         for anchor in {anchor for anchor, _ in pairs if request.start <= anchor < request.stop}:
@@ -119,7 +121,7 @@ class Recorder:
         window = self.pool.placement.window
 
         def measured(lengths: torch.Tensor, queries: torch.Tensor) -> Measurement:
-            return measure(self.pool.native, layer, request.pages, lengths, queries, scale, window, CRITERIA)
+            return measure(self.pool, layer, request.pages, lengths, queries, scale, window, CRITERIA)
 
         at_anchor = measured(torch.tensor(anchors, dtype=torch.int32) + 1, anchor_q)
         at_step = measured(lengths, step_q)
@@ -163,3 +165,10 @@ class Recorder:
 
 LSE_MIDDLE: Final = ANCHOR.index(INDEX["anchor_lse_cpu"])
 """Place of the middle's exact LSE among the 28 anchor features."""
+
+
+def observer(engine: DecodeEngine, folder: str, identity: Callable[[], Identity]) -> Recorder:
+    """What the option `record` asks for."""
+    recorder = Recorder(Path(os.path.expanduser(folder)), engine.pool)
+    (recorder.folder / IDENTITY).write_text(json.dumps(asdict(identity())) + "\n")
+    return recorder

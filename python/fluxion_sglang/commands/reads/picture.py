@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fluxion_sglang.executor.phases import Part
+from fluxion_sglang.executor.phases import Phase
 
 MODEL_PARTS = ("model", "between")
 """Parts of a decode step that are not attention."""
@@ -123,7 +123,7 @@ class Picture:
     @property
     def part_names(self) -> dict[str, str]:
         """What each part of the step is, in the order of time."""
-        names = {part.name.lower(): PART_TEXTS[part.name.lower()] for part in Part}
+        names = {part.name.lower(): PART_TEXTS[part.name.lower()] for part in Phase}
         if not self.parts.get("resident"):
             names["tasks"] = RESIDENT_IN_TASKS
             del names["resident"]

@@ -1,0 +1,77 @@
+"""The devices by name: a CUDA GPU, and the simulated one of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.device.extend import stage_tokens
+from fluxion_sglang.device.library import DeviceLibrary, load
+from fluxion_sglang.device.pinned import Pinned
+from fluxion_sglang.device.step import StreamDevice
+from fluxion_sglang.executor.device import Device, DeviceMaker
+from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.kv.host_pool import HostPool, KVShape
+from fluxion_sglang.kv.windows import Windows
+
+
+class _StreamMaker(DeviceMaker):
+    """Makes `StreamDevice`s of one device library."""
+
+    def __init__(self, library: DeviceLibrary) -> None:
+        self._library = library
+        self._pinned: list[Pinned] = []
+
+    def reserved_tokens(self, shape: KVShape) -> int:
+        return -(-stage_tokens() // shape.layers)  # of one layer
+
+    def adopt(self, pool: HostPool) -> None:
+        self._pinned.append(Pinned(self._library, pool.memory))
+
+    def make(
+        self,
+        pool: HostPool,
+        windows: Windows,
+        engine: DecodeEngine,
+        *,
+        q_heads: int,
+        scales: Sequence[float],
+        max_requests: int,
+        graphs: bool,
+    ) -> Device:
+        if len(different := sorted(set(scales))) > 1:
+            # The CPU's side is told once.
+            raise ConfigError(
+                "--enable-fluxion cannot serve this model on a GPU, because its attention layers scale scores "
+                f"differently ({', '.join(f'{scale:g}' for scale in different)}); serve it with --device cpu or "
+                "without --enable-fluxion."
+            )
+        return StreamDevice(
+            self._library,
+            pool,
+            windows,
+            engine,
+            q_heads=q_heads,
+            scale=different[0],
+            max_requests=max_requests,
+            graphs=graphs,
+        )
+
+
+class Cuda(_StreamMaker):
+    """NVIDIA GPUs. Raises DeviceError where the library is missing or does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__(load("cuda"))
+
+    def select(self) -> None:
+        self._library.select(torch.cuda.current_device())
+
+
+class Simulated(_StreamMaker):
+    """The CPU's tensors, served as a device's. Raises as `Cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__(load("sim"))

@@ -1,0 +1,46 @@
+"""Who watches passes without a part in them: the interface of an observer.
+
+The options `audit` and `record` each ask for one; it comes through an entry point (`plugins.OBSERVERS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fluxion_sglang.policy.base import DecodeStep, Policy
+
+if TYPE_CHECKING:
+    from fluxion_sglang.executor.engine import DecodeEngine, Layer
+    from fluxion_sglang.executor.prefill import ExtendRequest
+    from fluxion_sglang.predictor.artifact import Identity
+
+
+class Observer:
+    """Sees what an engine computes. Every method may be left out."""
+
+    def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
+        """A decode step began; policies: one a request."""
+
+    def decoded(self, layer: Layer) -> None:
+        """A layer of the step is done. The native engine has its result and reads; no layer is open."""
+
+    def prefilled(
+        self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float
+    ) -> None:
+        """A chunk of a request is in the host pool.
+
+        Args:
+            wishes: what the request's custom_params want recorded of it.
+            queries: [m, Hq, D] on the CPU, of all its tokens. scale: multiplies q.k.
+        """
+
+    def count(self, stats: dict[str, int]) -> dict[str, int]:
+        """The engine's counts without what the observer itself had it do."""
+        return stats
+
+
+MakeObserver = Callable[["DecodeEngine", str, Callable[[], "Identity"]], Observer]
+"""From the engine to watch, the value of the option, and what a predictor of this server would be trained for."""

@@ -1,0 +1,24 @@
+"""full: every head reads everything; exact."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import Context, Policy
+from fluxion_sglang.policy.fixed import FixedPolicy
+
+
+class FullPolicy(FixedPolicy):
+    """A budget of 1 for every head: the whole middle at any block size. Executors scan nothing for it."""
+
+    forms: ClassVar[tuple[str, ...]] = ("full",)
+
+    def __init__(self) -> None:
+        super().__init__(BLOCKS[0], 1.0)
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        arguments.at_most(words, 0)
+        return cls()

@@ -1,0 +1,124 @@
+"""Policy specs: NAME[:ARG...], as in `--fluxion-config`, a request, or the benchmarks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import EntryPoint
+from typing import Final
+
+from fluxion_sglang import plugins
+from fluxion_sglang.policy.anchor import AnchorPolicy
+from fluxion_sglang.policy.arguments import NotLegal
+from fluxion_sglang.policy.base import Context, Policy
+from fluxion_sglang.policy.fixed import FixedPolicy
+from fluxion_sglang.policy.fluxion import FluxionPolicy
+from fluxion_sglang.policy.full import FullPolicy
+from fluxion_sglang.policy.streaming import StreamingPolicy
+from fluxion_sglang.predictor.artifact import LoadedPredictor
+
+AUTO: Final = "auto"
+"""The spec that a server resolves at its start: `fluxion` where a predictor fits, `full` where none does."""
+
+LONGEST: Final = 128
+"""Characters of a spec. Specs come from clients: splitting a long one would hold up every request."""
+
+BARE: Final = Context()
+"""A context without a predictor."""
+
+CORE: Final[dict[str, type[Policy]]] = {
+    "full": FullPolicy,
+    "streaming": StreamingPolicy,
+    "fixed": FixedPolicy,
+    "fluxion": FluxionPolicy,
+    "anchor": AnchorPolicy,
+}
+"""By name. Every other policy, and more arguments of these, come through the entry points `plugins.POLICIES`."""
+
+_SHOWN = 60
+"""Characters of a wrong spec that its error repeats: it may come from a client."""
+
+
+class _Legal(Exception):
+    """Raised by a predictor that nobody needs: the arguments before it were legal."""
+
+
+def _legal(tau: float | None) -> LoadedPredictor:
+    raise _Legal
+
+
+def check_spec(spec: str) -> None:
+    """Raises ValueError, one sentence naming the legal specs, for a string that is none; needs no predictor."""
+    with suppress(_Legal):
+        parse_spec(spec, Context(predictor=_legal))
+
+
+def parse_spec(spec: str, context: Context = BARE) -> Policy:
+    """Build the policy that `spec` names; its `spec` is that string.
+
+    Raises:
+        ValueError: one sentence naming the legal specs, or what the policy lacks.
+    """
+    name, *words = spec.split(":") if len(spec) <= LONGEST else ("",)
+    policy = None
+    if name in CORE:
+        with suppress(NotLegal):
+            policy = CORE[name].from_spec(context, *words)
+    if policy is None and (point := plugins.named(plugins.POLICIES).get(name)) is not None:
+        with suppress(NotLegal):
+            policy = _from_plugin(point, context, words)
+    if policy is None:
+        shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
+        raise ValueError(
+            f"policy {shown!r} is not one that this version knows; use {', '.join(f'{form!r}' for form in legal())} "
+            "(BLK 16, 32, 64 or 128 tokens, where all may follow also any; BUDGET, TAU, EPS and the ALPHA of lfps fractions "
+            "in (0, 1], as in fixed:16:0.05; BETA at least 0, the ALPHA of hgca from 0 to 1; in brackets what may be left "
+            "out)."
+        )
+    policy.spec = spec
+    return policy
+
+
+def legal() -> list[str]:
+    """The forms of all specs, those of other packages by their names alone."""
+    forms = dict.fromkeys(form for policy in CORE.values() for form in policy.forms)
+    for name, point in plugins.named(plugins.POLICIES).items():
+        forms |= dict.fromkeys(_forms(name, point))
+    return list(forms)
+
+
+def examples() -> list[str]:
+    """A legal spec of every form that has one, with arguments of one kind."""
+    return list(dict.fromkeys(_shortest(form) for form in legal()))
+
+
+def _shortest(form: str) -> str:
+    while "[" in form:  # what may be left out
+        form = re.sub(r"\[[^\[\]]*\]", "", form)
+    return re.sub("BUDGET|TAU|EPS", "0.10", form.replace("BLK", "16"))
+
+
+def _forms(name: str, point: EntryPoint) -> Iterator[str]:
+    own = point.value.startswith("fluxion_sglang.")
+    yield from point.load().forms if own else (name,)
+
+
+def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Policy:
+    try:
+        policy = point.load().from_spec(context, *words)
+    except _Legal:
+        raise
+    except Exception as error:  # the sentence of a ValueError is its own
+        if isinstance(error, ValueError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"policy {point.name!r} ({point.value}) cannot be made with {words} ({type(error).__name__}: {reason}); "
+            "see what its package says."
+        ) from error
+    if not isinstance(policy, Policy):
+        raise ValueError(
+            f"policy {point.name!r} ({point.value}) makes no fluxion_sglang.policy.Policy; mend its package."
+        )
+    return policy

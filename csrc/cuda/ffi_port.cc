@@ -1,6 +1,5 @@
 // The C ABI: the device side of a mailbox.
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "cuda/ffi_checks.h"
@@ -34,33 +33,6 @@ MailboxShape shape_of(int64_t max_requests, int64_t q_heads, int64_t kv_heads, i
                         << " KV heads, head_dim " << head_dim << " and numbers of " << element << " bytes.";
   }
   return s;
-}
-
-ffi::String mailbox_layout(int64_t sequence, int64_t max_requests, int64_t q_heads, int64_t kv_heads,
-                           int64_t head_dim, int64_t element) {
-  const MailboxShape shape = shape_of(max_requests, q_heads, kv_heads, head_dim, element);
-  const MailboxSlot slot = mailbox_slot(shape, static_cast<uint32_t>(sequence));
-  std::ostringstream out;
-  out << "{\"bytes\": " << mailbox_bytes(shape) << ", \"q\": " << slot.q << ", \"k\": " << slot.k
-      << ", \"v\": " << slot.v << ", \"parts\": " << slot.parts << ", \"o\": " << slot.o
-      << ", \"lse\": " << slot.lse << ", \"layer\": " << slot.layer
-      << ", \"published_at\": " << slot.published_at << ", \"taken_at\": " << slot.taken_at << "}";
-  return ffi::String(out.str());
-}
-
-uint32_t* word_of(const TensorView& arena, int64_t word) {
-  expect(arena, "arena", kBytes, {-1}, 1);
-  narrow(word, 0, kMailboxWords - 1, "word");
-  narrow(arena.numel(), kMailboxWords * kWordBytes, INT32_MAX, "The size of arena");
-  return reinterpret_cast<uint32_t*>(data<char>(arena) + word * kWordBytes);
-}
-
-int64_t word_load(TensorView arena, int64_t word) {
-  return __atomic_load_n(word_of(arena, word), __ATOMIC_ACQUIRE);
-}
-
-void word_store(TensorView arena, int64_t word, int64_t value) {
-  __atomic_store_n(word_of(arena, word), static_cast<uint32_t>(value), __ATOMIC_RELEASE);
 }
 
 PortRef port_create(TensorView arena, int64_t max_requests, int64_t q_heads, int64_t kv_heads,
@@ -179,9 +151,6 @@ void take_layer(PortRef port_ref, int64_t stream, TensorView o, TensorView lse, 
 }  // namespace
 }  // namespace fluxion::device
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_layout, fluxion::device::mailbox_layout);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(word_load, fluxion::device::word_load);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(word_store, fluxion::device::word_store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(port_create, fluxion::device::port_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(port_reset, fluxion::device::port_reset);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(port_step, fluxion::device::port_step);

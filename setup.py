@@ -85,7 +85,7 @@ def _skipped() -> bool:
 
 
 def _tool(name: str) -> str:
-    """The tool that belongs to this Python (a build requirement), else the one on PATH."""
+    """The tool on PATH, where a build environment puts its own, else the one beside this Python."""
     beside = Path(sys.executable).with_name(name)
     found = shutil.which(name) or (str(beside) if beside.exists() else None)
     if found is None:

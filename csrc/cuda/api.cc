@@ -1,5 +1,4 @@
-#include "cuda/api.h"
-
+// What host code reaches of a device: device/device_api.h.
 #include <string>
 
 #include "cuda/kernels.h"

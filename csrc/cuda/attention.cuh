@@ -90,6 +90,119 @@ __device__ __forceinline__ void load_queries(AttendShared<T, kG>& s, const T* q,
   }
 }
 
+// Which of a round's tokens each head has, and where their tiles are. The caller synchronizes.
+template <class T, int kG, class Tiles>
+__device__ __forceinline__ void find_round(AttendShared<T, kG>& s, int G, const Tiles& tiles, int first,
+                                           int count) {
+  static_assert(kRoundTiles * kMaxGroup == kAttendThreads);
+  const int i = threadIdx.x / kMaxGroup, g = threadIdx.x % kMaxGroup;
+  const uint32_t mask = first + i < count && g < G ? tiles.mask(first + i, g) : 0;
+  uint32_t any = mask;
+#pragma unroll
+  for (int offset = kMaxGroup / 2; offset > 0; offset /= 2) any |= __shfl_xor_sync(kWholeWarp, any, offset);
+  s.masks[i][g] = static_cast<uint16_t>(mask);
+  if (g == 0) s.any[i] = any, s.at[i] = any != 0 ? tiles.tile(first + i) : nullptr;
+}
+
+// The scores of a round's tokens.
+template <class T, int kG>
+__device__ __forceinline__ void score_round(AttendShared<T, kG>& s, int D) {
+  constexpr int kW = kWide<T>;
+  // Tiles whose keys are loaded before any of their sums is taken: as registers allow.
+  constexpr int kAhead = kG <= 4 ? 4 : kG == 8 ? 2 : 1;
+  const int thread = threadIdx.x, vectors = D / kW, part = thread % 8, token = thread / 8;
+  for (int ahead = 0; ahead < kRoundTiles; ahead += kAhead) {
+    float dots[kAhead][2 * kG] = {};  // of tokens `token` and `token` + 8
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const uint32_t any = s.any[ahead + a];
+      if (any == 0) continue;
+      const uint4* keys = reinterpret_cast<const uint4*>(s.at[ahead + a]) + token * vectors;
+      const bool low = any >> token & 1, high = any >> (token + 8) & 1;
+      for (int v = part; v < vectors; v += 8) {
+        float x[kW] = {}, y[kW] = {};
+        if (low) unpack(__ldcs(keys + v), x);
+        if (high) unpack(__ldcs(keys + 8 * vectors + v), y);
+#pragma unroll
+        for (int g = 0; g < kG; ++g) {
+#pragma unroll
+          for (int j = 0; j < kW / 4; ++j) {
+            const float4 f = s.q[g * (D / 4) + j * vectors + v];
+            float& dx = dots[a][g];
+            float& dy = dots[a][kG + g];
+            dx = fmaf(f.x, x[4 * j], dx), dy = fmaf(f.x, y[4 * j], dy);
+            dx = fmaf(f.y, x[4 * j + 1], dx), dy = fmaf(f.y, y[4 * j + 1], dy);
+            dx = fmaf(f.z, x[4 * j + 2], dx), dy = fmaf(f.z, y[4 * j + 2], dy);
+            dx = fmaf(f.w, x[4 * j + 3], dx), dy = fmaf(f.w, y[4 * j + 3], dy);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      scatter_sums<2 * kG>(dots[a], part);
+      constexpr int kOwn = kG >= 4 ? kG / 4 : 1, kSame = kG >= 4 ? 1 : 4 / kG;
+      if (part % kSame != 0) continue;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int number = part * 2 * kG / 8 + i, g = number % kG, t = token + number / kG * 8;
+        const bool has = (s.masks[ahead + a][g] >> t & 1) != 0;
+        // Larger products are as good as the largest number. NaN stays NaN and is passed over by the
+        // maximum, and so reaches the output: fminf would make it the largest number.
+        const float dot = dots[a][i], bounded = dot > 3.402823466e+38f ? 3.402823466e+38f : dot;
+        s.scores[g][(ahead + a) * kPage + t] = has ? bounded : minus_infinity();
+      }
+    }
+  }
+}
+
+// Scores become weights under the maximum of this round and those before it, a head a warp at a time.
+template <class T, int kG>
+__device__ __forceinline__ void weigh_round(AttendShared<T, kG>& s) {
+  const int lane = threadIdx.x % 32;
+  for (int g = threadIdx.x / 32; g < kG; g += 2) {
+    const float x = s.scores[g][lane], y = s.scores[g][lane + 32];
+    const float before = s.top[g], top = fmaxf(before, warp_max(fmaxf(x, y)));
+    const float base = reference(top), wx = exp2f(x - base), wy = exp2f(y - base);
+    const float sum = warp_sum(wx + wy), shrink = exp2f(before - base);
+    s.scores[g][lane] = wx;
+    s.scores[g][lane + 32] = wy;
+    const float total = fmaf(s.sum[g], shrink, sum);
+    __syncwarp();  // every lane has read what lane 0 now writes
+    if (lane == 0) s.top[g] = top, s.sum[g] = total, s.shrink[g] = shrink;
+  }
+}
+
+// `mine`: this thread's part of the sums of values, of the tokens of its team.
+template <class T, int kG>
+__device__ __forceinline__ void add_values(const AttendShared<T, kG>& s, int vectors, int team, int teams,
+                                           int vector, float (&mine)[kG][kWide<T>]) {
+  constexpr int kW = kWide<T>;
+#pragma unroll
+  for (int g = 0; g < kG; ++g) {
+    const float shrink = s.shrink[g];
+#pragma unroll
+    for (int j = 0; j < kW; ++j) mine[g][j] *= shrink;
+  }
+  if (team >= teams) return;
+#pragma unroll 4
+  for (int t = team; t < kRoundTokens; t += teams) {
+    if ((s.any[t / kPage] >> t % kPage & 1) == 0) continue;
+    const uint4* values = reinterpret_cast<const uint4*>(s.at[t / kPage]) + (kPage + t % kPage) * vectors;
+    float x[kW];
+    unpack(__ldcs(values + vector), x);
+#pragma unroll
+    for (int g = 0; g < kG; ++g) {
+      const float weight = s.scores[g][t];
+      // A token that a head does not have adds nothing to it, not even what is no number.
+      if (weight != 0.0f) {
+#pragma unroll
+        for (int j = 0; j < kW; ++j) mine[g][j] = fmaf(weight, x[j], mine[g][j]);
+      }
+    }
+  }
+}
+
 // Tiles: const char* tile(int i): the memory of the list's tile i; uint32_t mask(int i, int g): which of its
 // tokens head g has. For i < count, g < G; each is asked once.
 //
@@ -99,10 +212,7 @@ template <class T, int kG, class Tiles>
 __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, float scale, const Tiles& tiles,
                             int count, float* o, float* lse) {
   constexpr int kW = kWide<T>;
-  // Tiles whose keys are loaded before any of their sums is taken: as registers allow.
-  constexpr int kAhead = kG <= 4 ? 4 : kG == 8 ? 2 : 1;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int vectors = D / kW, part = thread % 8, token = thread / 8;
+  const int thread = threadIdx.x, vectors = D / kW;
   const int lanes = vectors < kAttendThreads ? vectors : kAttendThreads;  // threads a token, for values
   const int teams = kAttendThreads / lanes, team = thread / lanes, vector = thread % lanes;
 
@@ -110,100 +220,14 @@ __device__ void attend_list(AttendShared<T, kG>& s, const T* q, int G, int D, fl
   if (thread < kG) s.top[thread] = minus_infinity(), s.sum[thread] = 0.0f;
   float mine[kG][kW] = {};
   __syncthreads();
-
   for (int first = 0; first < count; first += kRoundTiles) {
-    {
-      static_assert(kRoundTiles * kMaxGroup == kAttendThreads);
-      const int i = thread / kMaxGroup, g = thread % kMaxGroup;
-      const uint32_t mask = first + i < count && g < G ? tiles.mask(first + i, g) : 0;
-      uint32_t any = mask;
-#pragma unroll
-      for (int offset = kMaxGroup / 2; offset > 0; offset /= 2)
-        any |= __shfl_xor_sync(kWholeWarp, any, offset);
-      s.masks[i][g] = static_cast<uint16_t>(mask);
-      if (g == 0) s.any[i] = any, s.at[i] = any != 0 ? tiles.tile(first + i) : nullptr;
-    }
+    find_round(s, G, tiles, first, count);
     __syncthreads();
-    for (int ahead = 0; ahead < kRoundTiles; ahead += kAhead) {
-      float dots[kAhead][2 * kG] = {};  // of tokens `token` and `token` + 8
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const uint32_t any = s.any[ahead + a];
-        if (any == 0) continue;
-        const uint4* keys = reinterpret_cast<const uint4*>(s.at[ahead + a]) + token * vectors;
-        const bool low = any >> token & 1, high = any >> (token + 8) & 1;
-        for (int v = part; v < vectors; v += 8) {
-          float x[kW] = {}, y[kW] = {};
-          if (low) unpack(__ldcs(keys + v), x);
-          if (high) unpack(__ldcs(keys + 8 * vectors + v), y);
-#pragma unroll
-          for (int g = 0; g < kG; ++g) {
-#pragma unroll
-            for (int j = 0; j < kW / 4; ++j) {
-              const float4 f = s.q[g * (D / 4) + j * vectors + v];
-              float& dx = dots[a][g];
-              float& dy = dots[a][kG + g];
-              dx = fmaf(f.x, x[4 * j], dx), dy = fmaf(f.x, y[4 * j], dy);
-              dx = fmaf(f.y, x[4 * j + 1], dx), dy = fmaf(f.y, y[4 * j + 1], dy);
-              dx = fmaf(f.z, x[4 * j + 2], dx), dy = fmaf(f.z, y[4 * j + 2], dy);
-              dx = fmaf(f.w, x[4 * j + 3], dx), dy = fmaf(f.w, y[4 * j + 3], dy);
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        scatter_sums<2 * kG>(dots[a], part);
-        constexpr int kOwn = kG >= 4 ? kG / 4 : 1, kSame = kG >= 4 ? 1 : 4 / kG;
-        if (part % kSame != 0) continue;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          const int number = part * 2 * kG / 8 + i, g = number % kG, t = token + number / kG * 8;
-          const bool has = (s.masks[ahead + a][g] >> t & 1) != 0;
-          // Larger products are as good as the largest number. NaN stays NaN and is passed over by the
-          // maximum, and so reaches the output: fminf would make it the largest number.
-          const float dot = dots[a][i], bounded = dot > 3.402823466e+38f ? 3.402823466e+38f : dot;
-          s.scores[g][(ahead + a) * kPage + t] = has ? bounded : minus_infinity();
-        }
-      }
-    }
+    score_round(s, D);
     __syncthreads();
-    for (int g = warp; g < kG; g += 2) {
-      const float x = s.scores[g][lane], y = s.scores[g][lane + 32];
-      const float before = s.top[g], top = fmaxf(before, warp_max(fmaxf(x, y)));
-      const float base = reference(top), wx = exp2f(x - base), wy = exp2f(y - base);
-      const float sum = warp_sum(wx + wy), shrink = exp2f(before - base);
-      s.scores[g][lane] = wx;
-      s.scores[g][lane + 32] = wy;
-      const float total = fmaf(s.sum[g], shrink, sum);
-      __syncwarp();  // every lane has read what lane 0 now writes
-      if (lane == 0) s.top[g] = top, s.sum[g] = total, s.shrink[g] = shrink;
-    }
+    weigh_round(s);
     __syncthreads();
-#pragma unroll
-    for (int g = 0; g < kG; ++g) {
-      const float shrink = s.shrink[g];
-#pragma unroll
-      for (int j = 0; j < kW; ++j) mine[g][j] *= shrink;
-    }
-    if (team < teams) {
-#pragma unroll 4
-      for (int t = team; t < kRoundTokens; t += teams) {
-        if ((s.any[t / kPage] >> t % kPage & 1) == 0) continue;
-        const uint4* values = reinterpret_cast<const uint4*>(s.at[t / kPage]) + (kPage + t % kPage) * vectors;
-        float x[kW];
-        unpack(__ldcs(values + vector), x);
-#pragma unroll
-        for (int g = 0; g < kG; ++g) {
-          const float weight = s.scores[g][t];
-          // A token that a head does not have adds nothing to it, not even what is no number.
-          if (weight != 0.0f) {
-#pragma unroll
-            for (int j = 0; j < kW; ++j) mine[g][j] = fmaf(weight, x[j], mine[g][j]);
-          }
-        }
-      }
-    }
+    add_values(s, vectors, team, teams, vector, mine);
     __syncthreads();
   }
 

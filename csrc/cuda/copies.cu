@@ -13,8 +13,8 @@ struct FillArgs {
   WindowTiles windows;
   KeysValues fresh;
   const int32_t* pages;
+  Placement placement;
   int row, start, stop;
-  int sink_pages, ring_pages;
   int sinks_used, first_local;  // pages
 };
 
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(FillArgs a) {
   const int page =
       static_cast<int>(blockIdx.x) < a.sinks_used ? blockIdx.x : a.first_local + blockIdx.x - a.sinks_used;
   const int h = blockIdx.y, vectors = a.tiles.head_dim * a.tiles.element / 16;
-  const int64_t in_row = page < a.sink_pages ? page : a.sink_pages + (page - a.sink_pages) % a.ring_pages;
-  const int64_t slot = int64_t{a.row} * (a.sink_pages + a.ring_pages) + in_row, bytes = a.tiles.tile_bytes();
+  const int64_t slot = int64_t{a.row} * a.placement.slot_pages() + a.placement.slot(page);
+  const int64_t bytes = a.tiles.tile_bytes();
   auto* to = reinterpret_cast<uint4*>(a.windows.data + h * a.windows.head_stride + slot * bytes);
   const char* host = nullptr;
   if (page * kPage < a.start) host = a.tiles.data + (int64_t{h} * a.tiles.pages + a.pages[page]) * bytes;
@@ -34,11 +34,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(FillArgs a) {
     if (position < a.start) {
       to[i] = __ldcs(reinterpret_cast<const uint4*>(host) + i);
     } else {
-      const bool keys = i < kPage * vectors;
-      const Rows& from = keys ? a.fresh.k : a.fresh.v;
-      const int64_t head = h * (keys ? a.fresh.k_head_stride : a.fresh.v_head_stride);
-      const char* token_data = from.data + (position - a.start) * from.stride + head;
-      to[i] = reinterpret_cast<const uint4*>(token_data)[i % vectors];
+      const HeadRows& from = i < kPage * vectors ? a.fresh.k : a.fresh.v;
+      to[i] = reinterpret_cast<const uint4*>(from.at(position - a.start, h))[i % vectors];
     }
   }
 }
@@ -55,11 +52,9 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherArgs a) {
   const int64_t tile = int64_t{h} * a.tiles.pages + a.pages[blockIdx.x];
   const auto* from = reinterpret_cast<const uint4*>(a.tiles.data + tile * a.tiles.tile_bytes());
   for (int i = threadIdx.x; i < 2 * kPage * vectors; i += kThreads) {
-    const bool keys = i < kPage * vectors;
-    const Rows& rows = keys ? a.to.k : a.to.v;
+    const HeadRows& rows = i < kPage * vectors ? a.to.k : a.to.v;
     const int64_t token = int64_t{blockIdx.x} * kPage + i / vectors % kPage;
-    const int64_t head = h * (keys ? a.to.k_head_stride : a.to.v_head_stride);
-    reinterpret_cast<uint4*>(rows.data + token * rows.stride + head)[i % vectors] = __ldcs(from + i);
+    reinterpret_cast<uint4*>(rows.at(token, h))[i % vectors] = __ldcs(from + i);
   }
 }
 
@@ -89,15 +84,13 @@ __global__ void __launch_bounds__(32) signal_kernel(uint32_t* word, uint32_t val
 }  // namespace
 
 void fill_window(cudaStream_t stream, const HostTiles& tiles, WindowTiles windows, int row, int start,
-                 int stop, const int32_t* pages, const KeysValues& fresh, int sinks, int window) {
-  const int all = (stop + kPage - 1) / kPage, sink_pages = sinks / kPage;
-  const int aged = stop > window ? (stop - window) / kPage : 0;
-  const int first_local = aged > sink_pages ? aged : sink_pages;
+                 int stop, const int32_t* pages, const KeysValues& fresh, const Placement& placement) {
+  const int all = (stop + kPage - 1) / kPage, sink_pages = placement.sink_pages();
+  const int first_local = placement.first_local(stop);
   const int sinks_used = all < sink_pages ? all : sink_pages;
   const int local = all > first_local ? all - first_local : 0;
   if (sinks_used + local == 0) return;
-  const FillArgs args{tiles,      windows,    fresh, pages, row, start, stop, sink_pages, window / kPage + 1,
-                      sinks_used, first_local};
+  const FillArgs args{tiles, windows, fresh, pages, placement, row, start, stop, sinks_used, first_local};
   launch("the launch of fill_window", fill_kernel,
          dim3(static_cast<unsigned>(sinks_used + local), static_cast<unsigned>(tiles.kv_heads)),
          dim3(kThreads), 0, stream, args);

@@ -160,6 +160,22 @@ __device__ __forceinline__ float lse_of(float top, float sum) {
   return sum == 0.0f ? minus_infinity() : top + log2f(sum);
 }
 
+// weight_a * a() + weight_b * b(). What has no weight has no tokens, and is not read.
+template <class A, class B>
+__device__ __forceinline__ float4 weigh(float weight_a, A a, float weight_b, B b) {
+  float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (weight_a != 0.0f) {
+    const float4 y = a();
+    x = make_float4(weight_a * y.x, weight_a * y.y, weight_a * y.z, weight_a * y.w);
+  }
+  if (weight_b != 0.0f) {
+    const float4 y = b();
+    x = make_float4(fmaf(weight_b, y.x, x.x), fmaf(weight_b, y.y, x.y), fmaf(weight_b, y.z, x.z),
+                    fmaf(weight_b, y.w, x.w));
+  }
+  return x;
+}
+
 // Two results of attention become one. Base-2 LSEs; -inf is the LSE of nothing. weight_a, weight_b: what the
 // outputs count, together 1 (0 and 0 if both are nothing).
 __device__ __forceinline__ float merge_weights(float a, float b, float* weight_a, float* weight_b) {

@@ -46,13 +46,22 @@ struct HostTiles {
   constexpr int64_t tile_bytes() const { return int64_t{2} * kPage * head_dim * element; }
 };
 
+// [N][heads][D] with strides in bytes; numbers dense.
+struct HeadRows {
+  char* data;
+  int64_t stride, head_stride;
+
+  __host__ __device__ char* at(int64_t token, int64_t head) const {
+    return data + token * stride + head * head_stride;
+  }
+};
+
 struct KeysValues {
-  Rows k, v;
-  int64_t k_head_stride, v_head_stride;  // bytes
+  HeadRows k, v;
 };
 
 void fill_window(cudaStream_t stream, const HostTiles& tiles, WindowTiles windows, int row, int start,
-                 int stop, const int32_t* pages, const KeysValues& fresh, int sinks, int window);
+                 int stop, const int32_t* pages, const KeysValues& fresh, const Placement& placement);
 void gather(cudaStream_t stream, const HostTiles& tiles, const int32_t* pages, int count,
             const KeysValues& to);
 
@@ -82,5 +91,8 @@ void copy_tiles(cudaStream_t stream, const DeviceCopy& copy);
 // What the link gives a kernel: a multiple of 16 bytes, for measurements.
 void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes);
 void signal(cudaStream_t stream, uint32_t* word, uint32_t value);
+
+// The table of functions that host code works a device by.
+const DeviceApi* device_api();
 
 }  // namespace fluxion::device

@@ -29,16 +29,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeArgs m) {
   float weight_a, weight_b;
   const float lse = merge_weights(m.a.lse[i] * to_base2, m.b.lse[i] * to_base2, &weight_a, &weight_b);
   for (int v = lane; v < D / 4; v += 32) {
-    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (weight_a != 0.0f) {
-      const float4 y = load_four(a + 4 * v);
-      x = make_float4(weight_a * y.x, weight_a * y.y, weight_a * y.z, weight_a * y.w);
-    }
-    if (weight_b != 0.0f) {
-      const float4 y = load_four(b + 4 * v);
-      x = make_float4(fmaf(weight_b, y.x, x.x), fmaf(weight_b, y.y, x.y), fmaf(weight_b, y.z, x.z),
-                      fmaf(weight_b, y.w, x.w));
-    }
+    const float4 x =
+        weigh(weight_a, [&] { return load_four(a + 4 * v); }, weight_b, [&] { return load_four(b + 4 * v); });
     store_four(x, o + 4 * v);
   }
   __syncwarp();  // lse may be that of a

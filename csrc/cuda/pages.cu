@@ -36,11 +36,8 @@ __device__ __forceinline__ void write_tile(const WriteArgs& a, const ChunkPage& 
     if (token < at.first) {
       x = __ldcs(to + i);
     } else {
-      const bool keys = i < kPage * vectors;
-      const Rows& from = keys ? a.fresh.k : a.fresh.v;
-      const int64_t head = blockIdx.y * (keys ? a.fresh.k_head_stride : a.fresh.v_head_stride);
-      const char* row = from.data + (at.token + token - at.first) * from.stride + head;
-      x = reinterpret_cast<const uint4*>(row)[i % vectors];
+      const HeadRows& from = i < kPage * vectors ? a.fresh.k : a.fresh.v;
+      x = reinterpret_cast<const uint4*>(from.at(at.token + token - at.first, blockIdx.y))[i % vectors];
       to[i] = x;
     }
     copy[i] = x;

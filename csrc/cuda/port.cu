@@ -31,24 +31,21 @@ __global__ void __launch_bounds__(32) reset_kernel(PortView port) {
   }
 }
 
-int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 }  // namespace
 
-Port::Port(char* arena, const MailboxShape& shape, int sinks, int window, uint64_t timeout_ns) {
+Port::Port(char* arena, const MailboxShape& shape, const Placement& placement, uint64_t timeout_ns) {
   view_.arena = arena;
   view_.shape = shape;
-  view_.sinks = sinks;
-  view_.window = window;
+  view_.placement = placement;
   view_.timeout_ns = timeout_ns;
   const int64_t requests = shape.max_requests, groups = requests * shape.kv_heads;
   const int64_t heads = groups * view_.chunks() * view_.group();
-  const int64_t sizes[] = {round_up(sizeof(PortState)),
-                           round_up(requests * 4),
-                           round_up(requests * 4),
-                           round_up(groups * 4),
-                           round_up(heads * shape.head_dim * 4),
-                           round_up(heads * 4)};
+  const int64_t sizes[] = {mailbox_round(sizeof(PortState)),
+                           mailbox_round(requests * 4),
+                           mailbox_round(requests * 4),
+                           mailbox_round(groups * 4),
+                           mailbox_round(heads * shape.head_dim * 4),
+                           mailbox_round(heads * 4)};
   int64_t bytes = 0;
   for (const int64_t size : sizes) bytes += size;
   try {
@@ -78,7 +75,7 @@ Port::Port(char* arena, const MailboxShape& shape, int sinks, int window, uint64
   view_.partial_lse = reinterpret_cast<float*>(next());
   try {
     // In the default stream, and finished: the port's own stream is not known yet.
-    check(cudaMemsetAsync(memory_, 0, static_cast<size_t>(round_up(sizeof(PortState))), nullptr),
+    check(cudaMemsetAsync(memory_, 0, static_cast<size_t>(mailbox_round(sizeof(PortState))), nullptr),
           "clearing a mailbox");
     check(cudaMemsetAsync(view_.arrived, 0, static_cast<size_t>(groups * 4), nullptr), "clearing a mailbox");
     check(cudaStreamSynchronize(nullptr), "clearing a mailbox");

@@ -9,6 +9,24 @@
 
 namespace fluxion::device {
 
+// Which positions of a request are resident, in tokens, and where their pages lie in its row of the windows
+// (kv/placement.py).
+struct Placement {
+  int32_t sinks, window;
+
+  __host__ __device__ int sink_pages() const { return sinks / kPage; }
+  __host__ __device__ int ring_pages() const { return window / kPage + 1; }
+  __host__ __device__ int slot_pages() const { return sink_pages() + ring_pages(); }
+  __host__ __device__ int slot(int page) const {
+    return page < sink_pages() ? page : sink_pages() + (page - sink_pages()) % ring_pages();
+  }
+  // The first page behind the sinks that is resident of a request of n tokens.
+  __host__ __device__ int first_local(int n) const {
+    const int aged = n > window ? (n - window) / kPage : 0;
+    return aged > sink_pages() ? aged : sink_pages();
+  }
+};
+
 // In device memory. Written by kernels of the port's stream only.
 struct PortState {
   uint32_t sequence;   // of the last publish
@@ -28,15 +46,13 @@ struct PortView {
   float* partial_lse;
   char* arena;
   MailboxShape shape;
-  int32_t sinks, window;
+  Placement placement;
   uint64_t timeout_ns;
 
   __host__ __device__ int group() const { return shape.q_heads / shape.kv_heads; }
   // Resident attention is cut into chunks of 4 pages: those of the sinks, then those of the window.
-  __host__ __device__ int sink_chunks() const { return (sinks / kPage + 3) / 4; }
-  __host__ __device__ int ring_pages() const { return window / kPage + 1; }
-  __host__ __device__ int slot_pages() const { return sinks / kPage + ring_pages(); }
-  __host__ __device__ int chunks() const { return sink_chunks() + (ring_pages() + 3) / 4; }
+  __host__ __device__ int sink_chunks() const { return (placement.sink_pages() + 3) / 4; }
+  __host__ __device__ int chunks() const { return sink_chunks() + (placement.ring_pages() + 3) / 4; }
   __host__ __device__ uint32_t* word(MailboxWord w) const {
     return reinterpret_cast<uint32_t*>(arena + kWordBytes * w);
   }
@@ -45,7 +61,7 @@ struct PortView {
 class Port {
  public:
   // arena: pinned, of mailbox_bytes(shape).
-  Port(char* arena, const MailboxShape& shape, int sinks, int window, uint64_t timeout_ns);
+  Port(char* arena, const MailboxShape& shape, const Placement& placement, uint64_t timeout_ns);
   ~Port();
   Port(const Port&) = delete;
   Port& operator=(const Port&) = delete;

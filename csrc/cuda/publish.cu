@@ -32,9 +32,8 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(PublishArgs a) {
     for (int i = threadIdx.x; i < shape.q_heads * vectors; i += kThreads) q_slot[i] = q[i];
 
     const int row = port.rows[b], position = port.lengths[b] - 1, page = position / kPage;
-    const int sinks = port.sinks / kPage;
-    const int64_t in_row = page < sinks ? page : sinks + (page - sinks) % port.ring_pages();
-    const int64_t tile = (int64_t{row} * port.slot_pages() + in_row) * 2 * kPage * vectors;
+    const Placement& placement = port.placement;
+    const int64_t tile = (int64_t{row} * placement.slot_pages() + placement.slot(page)) * 2 * kPage * vectors;
     for (int i = threadIdx.x; i < 2 * shape.kv_heads * vectors; i += kThreads) {
       const int half = i / (shape.kv_heads * vectors), rest = i % (shape.kv_heads * vectors);
       const Rows& from = half == 0 ? a.k : a.v;

@@ -29,12 +29,10 @@ struct ResidentShared {
 struct ResidentTiles {
   const char* row;  // the row's first tile
   int64_t tile_bytes;
-  int page, length, sink_pages, ring_pages;
+  int page, length;
+  Placement placement;
 
-  __device__ const char* tile(int i) const {
-    const int p = page + i;
-    return row + (p < sink_pages ? p : sink_pages + (p - sink_pages) % ring_pages) * tile_bytes;
-  }
+  __device__ const char* tile(int i) const { return row + placement.slot(page + i) * tile_bytes; }
   __device__ uint32_t mask(int i, int) const {
     const int tokens = length - (page + i) * kPage;
     return tokens >= kPage ? 0xffffu : (1u << tokens) - 1;
@@ -141,22 +139,17 @@ __global__ void __launch_bounds__(kAttendThreads) resident_kernel(ResidentArgs a
     if (want_parts) observed(port, gridDim.y * gridDim.z);
     return;
   }
-  const int n = port.lengths[b], row = port.rows[b], sink_pages = port.sinks / kPage;
+  const int n = port.lengths[b], row = port.rows[b], sink_pages = port.placement.sink_pages();
   const int pages = (n + kPage - 1) / kPage, sink_chunks = port.sink_chunks();
-  const int aged = n > port.window ? (n - port.window) / kPage : 0;
-  const int start = aged > sink_pages ? aged : sink_pages;
+  const int start = port.placement.first_local(n);
   const bool of_sinks = chunk < sink_chunks;
   const int first = of_sinks ? chunk * kRoundTiles : start + (chunk - sink_chunks) * kRoundTiles;
   const int end = of_sinks && sink_pages < pages ? sink_pages : pages;
   const int left = row < a.windows.rows ? end - first : 0;
   const int64_t tile_bytes = int64_t{2} * kPage * D * sizeof(T);
-  const ResidentTiles tiles{
-      a.windows.data + h * a.windows.head_stride + int64_t{row} * port.slot_pages() * tile_bytes,
-      tile_bytes,
-      first,
-      n,
-      sink_pages,
-      port.ring_pages()};
+  const int64_t row_bytes = port.placement.slot_pages() * tile_bytes;
+  const ResidentTiles tiles{a.windows.data + h * a.windows.head_stride + row * row_bytes, tile_bytes, first,
+                            n, port.placement};
   const T* q = reinterpret_cast<const T*>(a.q.data + b * a.q.stride) + int64_t{h} * G * D;
   float* o = port.partial + group * chunks * G * D;
   float* lse = port.partial_lse + group * chunks * G;

@@ -62,17 +62,9 @@ __global__ void __launch_bounds__(kThreads) take_kernel(TakeArgs a) {
       merge_weights(own_lse, load_fresh(given_lse + i) * kLog2e, &w_own, &w_given);
     }
     for (int v = lane; v < D / 4; v += 32) {
-      // What has no tokens counts nothing, whatever is in its place.
-      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (w_own != 0.0f) {
-        const float4 y = load_four(own + 4 * v);
-        x = make_float4(w_own * y.x, w_own * y.y, w_own * y.z, w_own * y.w);
-      }
-      if (w_given != 0.0f) {
-        const float4 y = load_fresh(reinterpret_cast<const float4*>(given + i * D) + v);
-        x = make_float4(fmaf(w_given, y.x, x.x), fmaf(w_given, y.y, x.y), fmaf(w_given, y.z, x.z),
-                        fmaf(w_given, y.w, x.w));
-      }
+      const float4 x = weigh(
+          w_own, [&] { return load_four(own + 4 * v); }, w_given,
+          [&] { return load_fresh(reinterpret_cast<const float4*>(given + i * D) + v); });
       store_four(x, out + 4 * v);
     }
   }

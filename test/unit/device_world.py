@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 from native_world import attention
 
 from fluxion_sglang.device.library import DeviceLibrary, Port, load
+from fluxion_sglang.device.mailbox import Mailbox, MailboxShape, Word
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 PLACEMENT = Placement(64, 256)
-WORDS = ("published", "observed", "late", "answered", "failed", "cancel", "batch")
 
 
 def sim() -> DeviceLibrary:
@@ -75,8 +76,10 @@ class Mail:
             "head_dim": shape.head_dim,
             "dtype": shape.dtype,
         }
-        self.layouts = [library.mailbox_layout(sequence, **self._sizes) for sequence in (0, 1)]
-        self.arena = library.pinned_empty(self.layouts[0]["bytes"])
+        self.mailbox = Mailbox(MailboxShape(**self._sizes))
+        self.arena = self.mailbox.arena.fill_(255)  # what nobody writes is NaN
+        library.host_register(self.arena)
+        weakref.finalize(self, library.host_unregister, self.arena)
         place = shape.placement
         self.port: Port = library.port_create(
             self.arena,
@@ -90,28 +93,17 @@ class Mail:
         self.windows = torch.randn(shape.kv_heads, pages, 2, PAGE, shape.head_dim).to(shape.dtype)
 
     def word(self, name: str) -> int:
-        return sim().word_load(self.arena, WORDS.index(name))
+        return self.mailbox.load(Word[name.upper()])
 
     def write(self, name: str, value: int) -> None:
-        sim().word_store(self.arena, WORDS.index(name), value)
+        self.mailbox.store(Word[name.upper()], value)
 
     def slot(self, name: str, sequence: int, batch: int) -> torch.Tensor:
-        s = self.shape
-        tail, dtype = {
-            "q": ((s.q_heads, s.head_dim), s.dtype),
-            "k": ((s.kv_heads, s.head_dim), s.dtype),
-            "v": ((s.kv_heads, s.head_dim), s.dtype),
-            "parts": ((s.q_heads, 5), torch.float32),
-            "o": ((s.q_heads, s.head_dim), torch.float32),
-            "lse": ((s.q_heads,), torch.float32),
-        }[name]
-        start = self.layouts[sequence % 2][name]
-        count = batch * math.prod(tail) * dtype.itemsize
-        return self.arena[start : start + count].view(dtype).view(batch, *tail)
+        tensor: torch.Tensor = getattr(self.mailbox.slot(sequence, batch), name)
+        return tensor
 
     def layer(self, sequence: int) -> int:
-        start = self.layouts[sequence % 2]["layer"]
-        return int(self.arena[start : start + 4].view(torch.int32)[0])
+        return int(self.mailbox.slot(sequence, 0).layer)
 
     def tokens(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v of `rows` tokens."""

@@ -514,4 +514,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             timeout_s=1,
         )  # fmt: skip
     with pytest.raises(ValueError, match="cannot have 3 query heads"):
-        sim().mailbox_layout(1, max_requests=1, q_heads=3, kv_heads=2, head_dim=64, dtype=torch.float32)
+        sim().port_create(
+            mail.arena, max_requests=1, q_heads=3, kv_heads=2, head_dim=64, dtype=torch.float32, sinks=0, window=16,
+            timeout_s=1,
+        )  # fmt: skip

@@ -32,9 +32,7 @@ _ELEMENT = {torch.bfloat16: 2, torch.float32: 4}
 
 # These return at once and never wait for another thread. All others may: a launch does when the device's queue is
 # full, and what it waits for may need Python.
-_PROMPT = frozenset(
-    {"device_abi", "device_api", "mailbox_layout", "word_load", "word_store", "workspace_bytes", "inject"}
-)
+_PROMPT = frozenset({"device_abi", "device_api", "workspace_bytes", "inject"})
 
 
 @tvm_ffi.register_error("DeviceError")
@@ -126,28 +124,6 @@ class DeviceLibrary:
         return pinned
 
     # --- the mailbox, device side (csrc/device/layout.h) ---
-
-    def mailbox_layout(
-        self, sequence: int, *, max_requests: int, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> dict[str, int]:
-        """Byte offsets of the slot of a sequence number (q, k, v, parts, o, lse, layer, published_at,
-        taken_at) and `bytes` of the arena."""
-        layout: dict[str, int] = json.loads(
-            str(
-                self._function("mailbox_layout")(
-                    sequence, max_requests, q_heads, kv_heads, head_dim, self._element(dtype)
-                )
-            )
-        )
-        return layout
-
-    def word_load(self, arena: torch.Tensor, word: int) -> int:
-        """A word of the mailbox, read as the host must: what its writer wrote before it is there to read."""
-        return int(self._function("word_load")(arena, word))
-
-    def word_store(self, arena: torch.Tensor, word: int, value: int) -> None:
-        """Write a word of the host's, behind everything this thread wrote before."""
-        self._function("word_store")(arena, word, value)
 
     def port_create(
         self,

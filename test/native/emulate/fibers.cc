@@ -259,7 +259,7 @@ void Fibers::run(dim3 grid, dim3 size, size_t shared_bytes, const std::function<
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = *fibers_[t];
     const unsigned i = static_cast<unsigned>(t);
-    fiber.thread = {dim3(i % size.x, i / size.x % size.y, i / size.x / size.y), dim3(), size, grid};
+    fiber.thread = {dim3(i % size.x, i / size.x % size.y, i / size.x / size.y), dim3(), grid};
     fiber.lane = t % 32;
     fiber.warp = &here.warps[t / 32];
     fiber.block = &here;

@@ -269,7 +269,6 @@ const ErrorText& text_of(cudaError_t error) {
       FLUXION_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument"),
       FLUXION_ERROR(cudaErrorInvalidDevice, "invalid device ordinal"),
       FLUXION_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
-      FLUXION_ERROR(cudaErrorNotReady, "device not ready"),
       FLUXION_ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch"),
       FLUXION_ERROR(cudaErrorHostMemoryAlreadyRegistered,
                     "part or all of the requested memory range is already mapped"),
@@ -376,16 +375,6 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return result(cudaSuccess);
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  if (of(stream).recording) return result(cudaErrorStreamCaptureUnsupported);
-  uint64_t n;
-  {
-    const std::lock_guard lock(event->mutex);
-    n = event->recorded;
-  }
-  return submit(stream, [=](Stream&) { event->wait(n); }, true);
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new Event;
   return result(cudaSuccess);
@@ -415,11 +404,6 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   }
   event->wait(n);
   return result(cudaSuccess);
-}
-
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  const std::lock_guard lock(event->mutex);
-  return event->reached < event->recorded ? cudaErrorNotReady : result(cudaSuccess);
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {

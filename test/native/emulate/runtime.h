@@ -30,7 +30,6 @@ enum cudaError_t : int {
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
-  cudaErrorNotReady = 600,
   cudaErrorLaunchOutOfResources = 701,
   cudaErrorHostMemoryAlreadyRegistered = 712,
   cudaErrorHostMemoryNotRegistered = 713,
@@ -48,7 +47,6 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-constexpr uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 constexpr float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace fluxion::emulate {
@@ -58,7 +56,7 @@ struct Event;
 struct Graph;
 
 struct Thread {
-  dim3 thread, block, block_size, grid;
+  dim3 thread, block, grid;
 };
 extern constinit thread_local Thread* current;  // of the fiber that runs
 
@@ -90,7 +88,7 @@ struct cudaPointerAttributes {
   void* devicePointer;
   void* hostPointer;
 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 struct cudaDeviceProp {
   char name[256];
   int major, minor, multiProcessorCount;
@@ -119,12 +117,10 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
-cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags);
@@ -134,7 +130,6 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 
 #define threadIdx (::fluxion::emulate::current->thread)
 #define blockIdx (::fluxion::emulate::current->block)
-#define blockDim (::fluxion::emulate::current->block_size)
 #define gridDim (::fluxion::emulate::current->grid)
 
 inline void __syncthreads() { fluxion::emulate::wait_block(); }

@@ -80,9 +80,9 @@ _GIVEN = {
 }
 
 OPTIONS = {
-    "attention_backend": Refusal(_other_than(None, "fluxion"), _OWN_ATTENTION),
-    "prefill_attention_backend": Refusal(_other_than(None, "fluxion"), _OWN_ATTENTION),
-    "decode_attention_backend": Refusal(_other_than(None, "fluxion"), _OWN_ATTENTION),
+    "attention_backend": Refusal(_other_than(None, compat.BACKEND), _OWN_ATTENTION),
+    "prefill_attention_backend": Refusal(_other_than(None, compat.BACKEND), _OWN_ATTENTION),
+    "decode_attention_backend": Refusal(_other_than(None, compat.BACKEND), _OWN_ATTENTION),
     "page_size": Refusal(
         _other_than(None, PAGE),
         f"host KV is kept in pages of {PAGE} tokens",
@@ -214,7 +214,7 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 
     for backend in attention_backends_of(args):
-        if backend != "fluxion":
+        if backend != compat.BACKEND:
             raise ConfigError(
                 f"--enable-fluxion lost its attention backend to {backend!r}, which SGLang chose for this "
                 "model; serve the model without --enable-fluxion."

@@ -131,9 +131,12 @@ def test_config_without_the_flag_is_refused(server_args: Any) -> None:
         args.resolve_once()
 
 
-def test_a_wrong_config_is_refused_before_anything_else(server_args: Any) -> None:
-    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, fluxion_config='{"windw": 1}')
-    with pytest.raises(ConfigError, match="did you mean 'window'"):
+@pytest.mark.parametrize(
+    ("config", "words"), [('{"windw": 1}', "did you mean 'window'"), ('{"policy": "ful"}', "'ful'")]
+)
+def test_a_wrong_config_is_refused_before_anything_else(config: str, words: str, server_args: Any) -> None:
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, fluxion_config=config)
+    with pytest.raises(ConfigError, match=words):
         args.resolve_once()
 
 

@@ -80,8 +80,8 @@ class FluxionConfig:
         "the host pool needs memory; give a positive number of GiB or leave the key out to size the pool from the "
         "free host memory.",
     )
-    sinks: int = _option(64, "First tokens of a request that stay on the device; a multiple of 16.", "64")
-    window: int = _option(256, "Most recent tokens that stay on the device; a multiple of 16.", "256")
+    sinks: int = _option(Placement.sinks, "First tokens of a request that stay on the device; a multiple of 16.", "64")
+    window: int = _option(Placement.window, "Most recent tokens that stay on the device; a multiple of 16.", "256")
     attend_union: bool = _option(
         True,
         "What one head of a group selected, all heads of the group attend to: it is read once for all of them.",
@@ -243,10 +243,6 @@ class FluxionConfig:
         if len(set(ids)) != len(ids):
             raise ConfigError(f"cores is {self.cores!r}, which names a core twice; name each core once.")
         return ids
-
-    def to_json(self) -> str:
-        """A JSON object with every key, which `parse` reads back to an equal instance."""
-        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def options(cls) -> list[Option]:

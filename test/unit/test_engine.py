@@ -87,7 +87,7 @@ def test_hundreds_of_decoded_tokens() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [(30, 47, 100), (30, 62, 94)], ids=str)
 def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
-    """Tiles, metadata, tags and moments, colliding entries included: bit for bit those of append_decode.
+    """Tiles, metadata, tags and moments, colliding entries included: bit for bit those of a prefill.
 
     The second case's requests fill pages in the same steps, so that blocks collide in one.
     """
@@ -104,10 +104,9 @@ def test_decoded_tokens_leave_the_host_as_appended_ones(dtype: torch.dtype, leng
         plan = world.plan(requests, blk=64, budget=0.5)
         world.begin_layer(requests, 0, plan)
         world.engine.layer_finish()
-        held = torch.tensor([r.length for r in requests], dtype=torch.int32)
-        k = torch.stack([r.keys[0][-1] for r in requests])
-        v = torch.stack([r.values[0][-1] for r in requests])
-        twin.pool.append_decode(0, held, world.table(requests), k, v)
+        for r in requests:
+            pages = torch.tensor(r.pages, dtype=torch.int32)
+            twin.pool.append(0, pages, r.length - 1, r.keys[0][-1:], r.values[0][-1:])
         sealed = [int(r.pages[r.length // PAGE - 1]) // 2 for r in requests if r.length % (2 * PAGE) == 0]
         collisions += len(sealed) - len(set(sealed))
     assert collisions > 0 or not together

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
+from features_reference import decode_features
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluxion_sglang.native import library
-from fluxion_sglang.predictor.features import ANCHOR, EMPTY_LSE, FEATURES, INDEX, PARTS, decode_features
+from fluxion_sglang.predictor.features import ANCHOR, EMPTY_LSE, FEATURES, INDEX, PARTS
 from fluxion_sglang.predictor.kernel import features
 
 ISAS = str(library().isas()).split(",")

@@ -152,14 +152,11 @@ class PoolMachine(RuleBasedStateMachine):
             batch = [path for path in self.paths if self.grow(path, 1) == 1]
             if not batch:
                 return
-            lengths = torch.tensor([path.length + 1 for path in batch], dtype=torch.int32)
-            table = torch.full((len(batch), 80), -1, dtype=torch.int32)
-            for b, path in enumerate(batch):
-                table[b, : len(path.pages)] = torch.tensor(path.pages)
             for layer in range(self.layers):
                 k, v = self.draw(len(batch)), self.draw(len(batch))
-                self.pool.append_decode(layer, lengths, table[:, :71], k, v)
                 for b, path in enumerate(batch):
+                    pages = torch.tensor(path.pages, dtype=torch.int32)
+                    self.pool.append(layer, pages, path.length, k[b : b + 1], v[b : b + 1])
                     self.wrote(path, layer, k[b : b + 1], v[b : b + 1])
             for path in batch:
                 self.sealed(path, (path.length - 1) // PAGE, path.length // PAGE)
@@ -310,18 +307,12 @@ def test_bad_arguments_write_nothing() -> None:
         with pytest.raises(ValueError, match="must be between 1 and 63"):
             pool.append(0, int32(*pages), 0, k, k)
         with pytest.raises(ValueError, match="must be between 1 and 63"):
-            pool.append_decode(0, int32(3, 20), torch.stack([int32(1, 2), int32(*pages)]), k[:2], k[:2])
-        with pytest.raises(ValueError, match="must be between 1 and 63"):
-            pool.gather(0, int32(*pages), torch.empty(2, 32, 32), torch.empty(2, 32, 32))
+            pool.gather(0, int32(*pages))
         with pytest.raises(ValueError, match="must be between 1 and 63"):
             pool.fill_window(0, torch.empty(2, 12, 2, PAGE, 32), 0, 20, int32(*pages), 64, 112)
     for start in (-1, 13):
         with pytest.raises(ValueError, match="pass every page"):
             pool.append(0, int32(1, 2), start, k, k)
-    with pytest.raises(ValueError, match="has 33 tokens"):
-        pool.append_decode(0, int32(33), int32(1, 2)[None], k[:1], k[:1])
-    with pytest.raises(ValueError, match="has 0 tokens"):
-        pool.append_decode(0, int32(0), int32(1, 2)[None], k[:1], k[:1])
     with pytest.raises(ValueError, match="no layer 1"):
         pool.append(1, int32(1, 2), 0, k, k)
     with pytest.raises(ValueError, match="no row 1"):

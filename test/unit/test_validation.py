@@ -81,9 +81,9 @@ def _keep_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_option_has_a_row() -> None:
-    fields = [refusal.field for refusal in validation.OPTIONS]
-    assert len(fields) == len(set(fields))
-    assert set(fields) == set(REFUSED_OPTIONS)
+    assert set(validation.OPTIONS) == set(REFUSED_OPTIONS)
+    listed = [field for fields in validation._GIVEN.values() for field in fields]
+    assert len(listed) == len(set(listed)), "an option has two reasons"
 
 
 @pytest.mark.parametrize("field", REFUSED_OPTIONS)
@@ -131,9 +131,12 @@ def test_config_without_the_flag_is_refused(server_args: Any) -> None:
         args.resolve_once()
 
 
-def test_a_wrong_config_is_refused_before_anything_else(server_args: Any) -> None:
-    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, fluxion_config='{"windw": 1}')
-    with pytest.raises(ConfigError, match="did you mean 'window'"):
+@pytest.mark.parametrize(
+    ("config", "words"), [('{"windw": 1}', "did you mean 'window'"), ('{"policy": "ful"}', "'ful'")]
+)
+def test_a_wrong_config_is_refused_before_anything_else(config: str, words: str, server_args: Any) -> None:
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, fluxion_config=config)
+    with pytest.raises(ConfigError, match=words):
         args.resolve_once()
 
 
@@ -201,9 +204,9 @@ def resolved(**changes: Any) -> Any:
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
     legal = {"attention_backend": "fluxion", "page_size": 16, "device": "cpu", "tp_size": 1, "pp_size": 1}
-    for refusal in validation.OPTIONS:
+    for field, refusal in validation.OPTIONS.items():
         candidates = (None, False, "auto", "null", "none", 1)
-        legal.setdefault(refusal.field, next(value for value in candidates if not refusal.refused(value)))
+        legal.setdefault(field, next(value for value in candidates if not refusal.refused(value)))
     graphs = CudaGraphConfig(PhaseConfig(backend="disabled"), PhaseConfig(backend="disabled"))
     return SimpleNamespace(**{**legal, "cuda_graph_config": graphs, **changes})
 

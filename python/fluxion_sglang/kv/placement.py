@@ -17,7 +17,7 @@ BLOCKS = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Placement:
-    """Sinks and window of every request (DESIGN: "windows and tiles").
+    """Sinks and window of every request.
 
     For a request of n tokens: resident = [0, min(sinks, n)) and [window_start(n), n); middle = everything between,
     whole pages, read from the host only.

@@ -24,10 +24,8 @@ from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.predictor.network import HeadPredictor
 
 FORMAT = 2
-"""Version of the layout below; raised when a reader of the version before could not read it rightly."""
-
-_READ = (1, 2)
-"""Versions that can be read: 1 has no margins, and budgets are served as they are predicted."""
+"""Version of the layout below; raised when a reader of the version before could not read it rightly.
+Version 1 has no margins: its budgets are served as they are predicted."""
 
 MARGINS = "margins"
 """Name of the margins among the tensors of a file."""
@@ -144,24 +142,28 @@ def _read_document(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise PredictorError(f"The predictor {folder} {what}; give the folder that `fluxion train` wrote.")
+    content = _content(path, f"The folder {folder} has no {JSON_NAME}; give the folder that `fluxion train` wrote.")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PredictorError(
-            f"The folder {folder} has no {JSON_NAME}; give the folder that `fluxion train` wrote."
-        ) from None
-    except OSError as error:
-        raise PredictorError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from None
+        document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise PredictorError(f"{path} is not JSON ({error}); copy the folder again or train again.") from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise PredictorError(f"{path} is not a predictor of this project; give the folder that `fluxion train` wrote.")
-    if document.get("format") not in _READ:
+    if document.get("format") not in range(1, FORMAT + 1):
         raise PredictorError(
             f"{path} has format {document.get('format')!r} and this version reads formats up to {FORMAT}; train again, "
             "or install the version of fluxion-sglang that wrote it."
         )
     return document
+
+
+def _content(path: Path, absent: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise PredictorError(absent) from None
+    except OSError as error:
+        raise PredictorError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from None
 
 
 def _identity(folder: Path, document: dict[str, Any]) -> Identity:
@@ -208,14 +210,9 @@ def _read_network(
     path: Path, digest: str, margins: torch.Tensor, has_margins: bool
 ) -> tuple[HeadPredictor, torch.Tensor]:
     """The network and its margins; margins: what they are where the file has none, in their shape."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise PredictorError(
-            f"The weights {path} do not exist, although {JSON_NAME} names them; copy the whole folder or train again."
-        ) from None
-    except OSError as error:
-        raise PredictorError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from None
+    content = _content(
+        path, f"The weights {path} do not exist, although {JSON_NAME} names them; copy the whole folder or train again."
+    )
     try:
         state = load_tensors(content)
     except safetensors.SafetensorError as error:

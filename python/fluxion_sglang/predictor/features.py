@@ -1,4 +1,4 @@
-"""What describes a query head to the predictor: 41 numbers (Fluxion, appendix A), and their reference in torch.
+"""What describes a query head to the predictor: 41 numbers (Fluxion, appendix A).
 
 q is this step's query, q' the anchor query: that of the last prefill token. Much depends on q' alone and is measured
 once a request, the anchor part; per step the native kernel (`predictor.kernel`) adds what depends on q.
@@ -6,13 +6,10 @@ once a request, the anchor part; per step the native kernel (`predictor.kernel`)
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from fluxion_sglang.kv.placement import BLOCKS, Placement
+from fluxion_sglang.kv.placement import BLOCKS
 
 EMPTY_LSE = -30.0
 """The LSE of no tokens among the features, where -inf would reach the network."""
@@ -94,68 +91,3 @@ BUDGETS = slice(INDEX[f"anchor_budget_{BLOCKS[0]}"], INDEX[f"anchor_budget_{BLOC
 
 ANCHOR: tuple[int, ...] = tuple(i for i, feature in enumerate(FEATURES) if feature.part == "anchor")
 """The features of the anchor query, in the order of the compact array `anchor`."""
-
-
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    return torch.where(lse == -math.inf, EMPTY_LSE, lse)
-
-
-def decode_features(
-    q: torch.Tensor,
-    parts: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    anchor: torch.Tensor,
-    anchor_q: torch.Tensor,
-    mean_k: torch.Tensor,
-    layer: int,
-    first_head: int,
-    sinks: int,
-    window: int,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
-    """The features of every head of a step: the reference of `predictor.kernel.features`, computed in float64.
-
-    Args:
-        q: [B, Hq, D], KV dtype.
-        parts: [B, Hq, 5] float32, of q (`PARTS`).
-        rows: [B] int32, each request's row in the three anchor tensors.
-        seq_lens: [B] int32, tokens with the query's own, at least 1.
-        anchor: [R, Hq, 28] float32, the features `ANCHOR`.
-        anchor_q: [R, Hq, D], KV dtype, q'.
-        mean_k: [R, H, D] float32, mean key of the middle as it was for q'.
-        layer, first_head: of the model; first_head is that of q's head 0, more than 0 under tensor parallelism.
-        sinks, window: tokens (`Placement`). scale: multiplies q.k.
-        out: [B, Hq, 41] float32, written whole.
-    """
-    B, Hq, _ = q.shape
-    at = rows.long()
-    placement = Placement(sinks, window)
-    cpu = torch.tensor([placement.middle(n) for n in seq_lens.tolist()], dtype=torch.float64).view(B, 1).expand(B, Hq)
-    middle = cpu > 0
-    queries, anchors = q.double(), anchor_q[at].double()
-    means = mean_k[at].double().repeat_interleave(Hq // mean_k.shape[1], 1)
-    norm, anchor_norm = queries.norm(dim=-1), anchors.norm(dim=-1)
-    score = torch.where(middle, (queries * means).sum(-1) * scale, 0.0)
-    z_var = anchor[at][..., ANCHOR.index(INDEX["z_var"])].double()
-    cosine = (queries * anchors).sum(-1) / (norm * anchor_norm)
-    lse_cpu = torch.where(middle, cpu.log() + score + norm**2 * z_var / 2, EMPTY_LSE)
-    numbers = {
-        "layer": torch.full((B, Hq), float(layer)),
-        "head": (first_head + torch.arange(float(Hq))).expand(B, Hq),
-        "cpu_tokens": cpu.log1p(),
-        "gpu_tokens": (seq_lens.double().view(B, 1) - cpu).log1p(),
-        "q_mean_k": torch.where(norm > 0, score / norm, 0.0),
-        "lse_sink": _finite(parts[..., PARTS.index("lse_sink")]),
-        "lse_cpu": lse_cpu,
-        "lse_local": _finite(parts[..., PARTS.index("lse_local")]),
-        "o_sink_norm": parts[..., PARTS.index("o_sink_norm")],
-        "o_local_norm": parts[..., PARTS.index("o_local_norm")],
-        "q_norm": norm,
-        "q_cosine": torch.where((norm > 0) & (anchor_norm > 0), cosine, 0.0),
-        "o_resident_max": parts[..., PARTS.index("o_resident_norm")].amax(1, keepdim=True).expand(B, Hq),
-    }
-    out[..., list(ANCHOR)] = anchor[at]
-    for name, number in numbers.items():
-        out[..., INDEX[name]] = number.float()

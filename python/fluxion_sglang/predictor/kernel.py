@@ -26,8 +26,19 @@ def features(
     """The features of every head of a step, the same bits on every ISA.
 
     Args:
+        q: [B, Hq, D], KV dtype.
+        parts: [B, Hq, 5] float32, of q (`PARTS`).
+        rows: [B] int32, each request's row in the three anchor tensors.
+        seq_lens: [B] int32, tokens with the query's own, at least 1.
+        anchor: [R, Hq, 28] float32, the features `ANCHOR`.
+        anchor_q: [R, Hq, D], KV dtype, q'.
+        mean_k: [R, H, D] float32, mean key of the middle as it was for q'.
+        layer, first_head: of the model; first_head is that of q's head 0, more than 0 under tensor parallelism.
+        sinks, window: tokens (`Placement`). scale: multiplies q.k.
+        out: [B, Hq, 41] float32, written whole.
         isa: one of `native.topology()["isas"]`; "": the best.
-        The others are as in `features.decode_features`, in host memory and contiguous, but for q's first dimension.
+
+    Tensors are in host memory and contiguous, but for q's first dimension.
 
     Raises:
         ValueError: a shape, dtype, row or length that does not fit; nothing was written.

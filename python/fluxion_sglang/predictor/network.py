@@ -10,10 +10,8 @@ from torch import nn
 from fluxion_sglang.predictor.features import COUNT
 
 WIDTHS = (COUNT, 272, 240, 144, 3)
-"""Features, hidden layers, outputs: a shared backbone, the three predictions apart only in the last layer."""
-
-PARAMETERS = sum((inputs + 1) * outputs for inputs, outputs in pairwise(WIDTHS))
-"""112,083: the paper's network has 0.112 M."""
+"""Features, hidden layers, outputs: a shared backbone, the three predictions apart only in the last layer. 0.112 M
+parameters, as in the paper."""
 
 CLIP = 8.0
 """Standardised features beyond this many standard deviations are cut: what training never saw must not run away."""

@@ -47,8 +47,8 @@ def _install() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    if "fluxion" not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices(["fluxion"])
+    if compat.BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([compat.BACKEND])
     for step in STEPS:
         register_resolution_hook(step)(_lazy_step(step))
 

@@ -20,6 +20,9 @@ REQUIREMENT = "sglang>={}.{}.{},<{}.{}.{}".format(*_OLDEST, *_NEWEST[:2], _NEWES
 _CPU_RANKS = (0, 5, 23)
 """The first version that can divide a model among ranks on a CPU: 0.5.22 sets up NCCL whatever the device."""
 
+BACKEND = "fluxion"
+"""The name of the attention backend."""
+
 # Why the bootstrap could not do its work, if it could not. It must not stop an SGLang that does not ask for
 # Fluxion.
 activation_problem: str | None = None

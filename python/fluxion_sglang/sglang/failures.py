@@ -19,10 +19,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _nothing() -> None:
-    pass
-
-
 class FailureGuard:
     """Contains the failures of one forward pass, where somebody has promised to report them.
 
@@ -36,7 +32,7 @@ class FailureGuard:
         reason: the first failure of the pass; None while there is none.
     """
 
-    def __init__(self, finish: Callable[[], None] = _nothing, abort: Callable[[], None] = _nothing) -> None:
+    def __init__(self, finish: Callable[[], None] = lambda: None, abort: Callable[[], None] = lambda: None) -> None:
         self.finish, self._abort = finish, abort
         self.reason: str | None = None
         self._contained = False

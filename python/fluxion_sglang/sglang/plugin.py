@@ -13,8 +13,6 @@ from typing import Any
 
 from fluxion_sglang.sglang import compat
 
-BACKEND = "fluxion"
-
 
 def _resolve_memory_pool_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.server_args.enable_fluxion:
@@ -98,8 +96,8 @@ def install() -> None:
         HookRegistry.register(need.path, hook, HookType.AROUND, source=source)
     if absent:
         HookRegistry.apply_hooks()
-    if BACKEND not in ATTENTION_BACKENDS:
-        register_attention_backend(BACKEND)(_make_backend)
+    if compat.BACKEND not in ATTENTION_BACKENDS:
+        register_attention_backend(compat.BACKEND)(_make_backend)
     assert_hooks_applied()
 
 
@@ -113,8 +111,10 @@ def assert_hooks_applied() -> None:
             )
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    if BACKEND not in ATTENTION_BACKENDS:
-        raise compat.CompatError(f"--enable-fluxion could not register the attention backend {BACKEND!r}; see the log.")
+    if compat.BACKEND not in ATTENTION_BACKENDS:
+        raise compat.CompatError(
+            f"--enable-fluxion could not register the attention backend {compat.BACKEND!r}; see the log."
+        )
 
 
 def _enabled_here() -> bool:

@@ -44,7 +44,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
     validation.check_device(view.device, config)
-    declare_resolution(server_args, "fluxion", attention_backend="fluxion", page_size=PAGE)
+    declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND, page_size=PAGE)
 
 
 def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
@@ -27,19 +28,19 @@ HEAD_DIMS = range(32, 257, 16)
 LARGEST_GROUP = 16
 
 
-@dataclass(frozen=True)
-class OptionRefusal:
-    """An option that does not go with --enable-fluxion.
+_OTHER_MODEL = "serve it without --enable-fluxion"
+
+
+class Refusal(NamedTuple):
+    """What --enable-fluxion does not go with: an option, a model, or an attention layer.
 
     Attributes:
-        field: its name in ServerArgs; one that does not exist is a CompatError, not an option that is off.
-        refused: whether a value is refused.
-        why: completes "..., because".
-        instead: completes "; ", the legal choice; "": to leave the option out.
+        refused: whether the option's value, a ModelConfig (with a view of the options), or a layer is refused.
+        why: completes "because"; of a layer, "its attention layer". It may name {0.attributes} of model or layer.
+        instead: completes "; ": what to do. "": to leave the option out.
     """
 
-    field: str
-    refused: Callable[[Any], bool]
+    refused: Callable[..., bool]
     why: str
     instead: str = ""
 
@@ -78,46 +79,38 @@ _GIVEN = {
     ),
 }
 
-OPTIONS: tuple[OptionRefusal, ...] = (
-    OptionRefusal("attention_backend", _other_than(None, "fluxion"), _OWN_ATTENTION),
-    OptionRefusal("prefill_attention_backend", _other_than(None, "fluxion"), _OWN_ATTENTION),
-    OptionRefusal("decode_attention_backend", _other_than(None, "fluxion"), _OWN_ATTENTION),
-    OptionRefusal(
-        "page_size",
+OPTIONS = {
+    "attention_backend": Refusal(_other_than(None, compat.BACKEND), _OWN_ATTENTION),
+    "prefill_attention_backend": Refusal(_other_than(None, compat.BACKEND), _OWN_ATTENTION),
+    "decode_attention_backend": Refusal(_other_than(None, compat.BACKEND), _OWN_ATTENTION),
+    "page_size": Refusal(
         _other_than(None, PAGE),
         f"host KV is kept in pages of {PAGE} tokens",
         f"use --page-size {PAGE} or leave --page-size out",
     ),
-    OptionRefusal(
-        "kv_cache_dtype",
-        _other_than("auto", "bf16", "bfloat16"),
-        "host KV is not quantised",
-        "use --kv-cache-dtype auto or bfloat16",
+    "kv_cache_dtype": Refusal(
+        _other_than("auto", "bf16", "bfloat16"), "host KV is not quantised", "use --kv-cache-dtype auto or bfloat16"
     ),
-    OptionRefusal(
-        "dtype",
+    "dtype": Refusal(
         _other_than("auto", "bfloat16", "float", "float32"),
         "the kernels compute in bfloat16 and float32",
         "use --dtype bfloat16 or --dtype float32",
     ),
-    OptionRefusal(
-        "disaggregation_mode",
+    "disaggregation_mode": Refusal(
         _other_than("null"),
         "KV cannot be sent from or into the host pool yet",
         "use --disaggregation-mode null, which prefills and decodes in one server",
     ),
-    OptionRefusal("decoupled_spec_role", _other_than(None, "null"), _ONE_TOKEN),
-    OptionRefusal("dcp_size", _other_than(1), _WHOLE_REQUESTS, "use --dcp-size 1"),
-    OptionRefusal("attn_cp_size", _other_than(1), _WHOLE_REQUESTS, "use --attn-cp-size 1"),
-    OptionRefusal(
-        "attn_dp_size",
-        _other_than(1),
-        "its padded batches name rows and pages that nobody owns",
-        "use --dp-size for replicas",
+    "decoupled_spec_role": Refusal(_other_than(None, "null"), _ONE_TOKEN),
+    "dcp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --dcp-size 1"),
+    "attn_cp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --attn-cp-size 1"),
+    "attn_dp_size": Refusal(
+        _other_than(1), "its padded batches name rows and pages that nobody owns", "use --dp-size for replicas"
     ),
-    OptionRefusal("kv_canary", _other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"),
-    *(OptionRefusal(field, bool, why) for why, fields in _GIVEN.items() for field in fields),
-)
+    "kv_canary": Refusal(_other_than("none"), "it reads KV from device buffers by slot", "use --kv-canary none"),
+    **{field: Refusal(bool, why) for why, fields in _GIVEN.items() for field in fields},
+}
+"""By the name in ServerArgs; one that does not exist is a CompatError, not an option that is off."""
 
 
 def _flag(field: str) -> str:
@@ -134,10 +127,10 @@ def check_options(args: Any) -> None:
         ConfigError: the first refused option.
         CompatError: an option of the table does not exist in this SGLang.
     """
-    for option in OPTIONS:
-        flag = _flag(option.field)
+    for field, option in OPTIONS.items():
+        flag = _flag(field)
         try:
-            value = getattr(args, option.field)
+            value = getattr(args, field)
         except AttributeError:
             raise compat.missing(f"the option {flag}") from None
         if option.refused(value):
@@ -221,7 +214,7 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 
     for backend in attention_backends_of(args):
-        if backend != "fluxion":
+        if backend != compat.BACKEND:
             raise ConfigError(
                 f"--enable-fluxion lost its attention backend to {backend!r}, which SGLang chose for this "
                 "model; serve the model without --enable-fluxion."
@@ -241,23 +234,6 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
             )
 
 
-_OTHER_MODEL = "serve it without --enable-fluxion"
-
-
-class Refusal(NamedTuple):
-    """What Fluxion cannot serve: a model, or one of its attention layers.
-
-    Attributes:
-        refused: whether a ModelConfig (with a view of the options), or a layer, is refused.
-        why: completes "because", or "its attention layer"; may name {0.attributes} of the model or the layer.
-        instead: what to do.
-    """
-
-    refused: Callable[..., bool]
-    why: str
-    instead: str = _OTHER_MODEL
-
-
 def _first(table: Sequence[Refusal], source: str, subject: Any, *args: Any) -> tuple[str, str] | None:
     """The reason of the first refusal of `subject`, and what to do instead.
 
@@ -267,7 +243,7 @@ def _first(table: Sequence[Refusal], source: str, subject: Any, *args: Any) -> t
     try:
         for refusal in table:
             if refusal.refused(subject, *args):
-                return refusal.why.format(subject), refusal.instead
+                return refusal.why.format(subject), refusal.instead or _OTHER_MODEL
     except AttributeError as error:
         raise compat.missing(f"{source} attribute {error.name!r}") from None
     return None
@@ -297,27 +273,19 @@ def _has_local_layers(model: ModelConfig, args: Any) -> bool:
     return bool(model.is_hybrid_swa or model.is_local_attention_model or model.attention_chunk_size or local)
 
 
-def _is_half(model: ModelConfig, args: Any) -> bool:
-    import torch
-
-    return model.dtype not in (torch.bfloat16, torch.float32)
+def _whole_groups(q_heads: int, kv_heads: int) -> bool:
+    return q_heads % kv_heads == 0 and q_heads // kv_heads <= LARGEST_GROUP
 
 
-def _mixes_dtypes(model: ModelConfig, args: Any) -> bool:
-    import torch
-
-    return args.kv_cache_dtype in ("bf16", "bfloat16") and model.dtype != torch.bfloat16
-
-
-def _group(model: ModelConfig, args: Any) -> float:
-    """Query heads a KV head on one rank; attention data parallelism makes groups no larger than this."""
-    return model.get_num_attention_heads(args.tp_size) / model.get_num_kv_heads(args.tp_size)
+def _groups_of_a_rank(model: ModelConfig, args: Any) -> bool:
+    # Attention data parallelism makes groups no larger than this.
+    return _whole_groups(model.get_num_attention_heads(args.tp_size), model.get_num_kv_heads(args.tp_size))
 
 
 MODELS = (
-    Refusal(lambda model, args: model.is_encoder_decoder, "it is an encoder-decoder, which attends across"),
+    Refusal(lambda m, _: m.is_encoder_decoder, "it is an encoder-decoder, which attends across"),
     Refusal(
-        lambda model, args: model.is_multimodal or model.is_audio_model,
+        lambda m, _: m.is_multimodal or m.is_audio_model,
         "it is multimodal, and SGLang would size input buffers by the host pool",
         "serve its language model alone with --language-model-only where SGLang supports that, or " + _OTHER_MODEL,
     ),
@@ -325,39 +293,39 @@ MODELS = (
     Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
     Refusal(
-        lambda model, args: model.has_attention_sinks,
+        lambda m, _: m.has_attention_sinks,
         "it has learned attention sinks, a term of the softmax that belongs to no token",
     ),
     Refusal(_has_local_layers, "it has sliding-window or chunked-attention layers, which read no middle"),
     Refusal(
-        lambda model, args: bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+        lambda m, _: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
         "it caps attention logits, which the kernels do not",
     ),
     Refusal(
-        lambda model, args: getattr(model, "use_alibi", False),
+        lambda m, _: bool(getattr(m, "use_alibi", False)),
         "it adds position biases (ALiBi) to attention logits, which the kernels do not",
     ),
     Refusal(
-        _is_half,
+        lambda m, _: m.dtype not in (torch.bfloat16, torch.float32),
         "it would run in {0.dtype} and the kernels compute in bfloat16 and float32",
         "add --dtype bfloat16 or --dtype float32",
     ),
     Refusal(
-        _mixes_dtypes,
+        lambda m, args: args.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,
         "it runs in {0.dtype} and --kv-cache-dtype asks for another type",
         "use --kv-cache-dtype auto",
     ),
     Refusal(
-        lambda model, args: model.v_head_dim != model.head_dim,
+        lambda m, _: m.v_head_dim != m.head_dim,
         "its keys have {0.head_dim} elements and its values {0.v_head_dim}, and tiles hold both in one size",
     ),
     Refusal(
-        lambda model, args: model.head_dim not in HEAD_DIMS,
+        lambda m, _: m.head_dim not in HEAD_DIMS,
         f"its head dimension is {{0.head_dim}} and the kernels take multiples of {HEAD_DIMS.step} "
         f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
     ),
     Refusal(
-        lambda model, args: not _group(model, args).is_integer() or _group(model, args) > LARGEST_GROUP,
+        lambda m, args: not _groups_of_a_rank(m, args),
         f"its {{0.num_attention_heads}} query heads do not form whole groups of at most {LARGEST_GROUP} a KV head",
         "use another --tp-size or " + _OTHER_MODEL,
     ),
@@ -376,32 +344,24 @@ def check_model(model: ModelConfig, args: Any) -> None:
         CompatError: an attribute that the table reads does not exist in this SGLang.
     """
     if (found := _first(MODELS, "ModelConfig's or ServerArgs'", model, args)) is not None:
-        names, (why, instead) = ", ".join(model.hf_config.architectures or ["unknown"]), found
-        raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {why}; {instead}.")
+        names = ", ".join(model.hf_config.architectures or ["unknown"])
+        raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {found[0]}; {found[1]}.")
 
 
 LAYERS = (
     Refusal(lambda layer: layer.is_cross_attention, "attends across to an encoder"),
     Refusal(lambda layer: layer.attn_type.value != "decoder", "attends to later tokens ({0.attn_type.value})"),
-    Refusal(
-        lambda layer: layer.sliding_window_size > 0,
-        "has a sliding window of {0.sliding_window_size} tokens",
-    ),
+    Refusal(lambda layer: layer.sliding_window_size > 0, "has a sliding window of {0.sliding_window_size} tokens"),
     Refusal(lambda layer: layer.logit_cap > 0, "caps attention logits at {0.logit_cap}"),
     Refusal(lambda layer: layer.xai_temperature_len > 0, "scales attention logits by position"),
-    Refusal(
-        lambda layer: layer.pos_encoding_mode != "NONE",
-        "encodes positions in attention ({0.pos_encoding_mode})",
-    ),
+    Refusal(lambda layer: layer.pos_encoding_mode != "NONE", "encodes positions in attention ({0.pos_encoding_mode})"),
     Refusal(
         lambda layer: layer.v_head_dim != layer.qk_head_dim,
         "has keys of {0.qk_head_dim} elements and values of {0.v_head_dim}",
     ),
     Refusal(lambda layer: layer.qk_head_dim not in HEAD_DIMS, "has a head dimension of {0.qk_head_dim}"),
     Refusal(
-        lambda layer: (
-            layer.tp_q_head_num % layer.tp_k_head_num != 0 or layer.tp_q_head_num // layer.tp_k_head_num > LARGEST_GROUP
-        ),
+        lambda layer: not _whole_groups(layer.tp_q_head_num, layer.tp_k_head_num),
         "has {0.tp_q_head_num} query heads for {0.tp_k_head_num} KV heads, no whole groups of at most "
         f"{LARGEST_GROUP}",
     ),
@@ -422,22 +382,19 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     if not layers:
-        raise ConfigError("--enable-fluxion cannot serve this model, because it has no attention; serve it without.")
+        raise _unserved("it has no attention")
     for layer in layers:
         if (found := _first(LAYERS, "RadixAttention's", layer)) is not None:
-            raise ConfigError(
-                f"--enable-fluxion cannot serve this model, because its attention layer {layer.layer_id} {found[0]}, "
-                f"which the kernels do not support; {found[1]}."
-            )
+            raise _unserved(f"its attention layer {layer.layer_id} {found[0]}, which the kernels do not support")
     shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim) for layer in layers}
     if len(shapes) > 1:
-        raise ConfigError(
-            "--enable-fluxion cannot serve this model, because its attention layers differ in heads or head "
-            f"dimension ({', '.join(f'{q} query and {k} KV heads of {d}' for q, k, d in sorted(shapes))}); "
-            f"{_OTHER_MODEL}."
-        )
+        listed = ", ".join(f"{q} query and {k} KV heads of {d}" for q, k, d in sorted(shapes))
+        raise _unserved(f"its attention layers differ in heads or head dimension ({listed})")
     if len({layer.layer_id for layer in layers}) < len(layers):
-        raise ConfigError(
-            f"--enable-fluxion cannot serve this model, because some of its layers share one KV cache; {_OTHER_MODEL}."
-        )
+        raise _unserved("some of its layers share one KV cache")
     return layers
+
+
+def _unserved(why: str) -> ConfigError:
+    return ConfigError(f"--enable-fluxion cannot serve this model, because {why}; {_OTHER_MODEL}.")
+

@@ -7,6 +7,8 @@ import sys
 
 from fluxion_sglang.commands import reads
 
+HELP = "show what layers and heads read, of a running server or an audit file"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     reads.add_arguments(parser)

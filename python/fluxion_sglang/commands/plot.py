@@ -11,6 +11,8 @@ from fluxion_sglang.commands import reads
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
+HELP = "draw the same as one picture"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fluxion_sglang.commands.trial.results import Fit, ModelFacts, TrialError
+from fluxion_sglang.scoring.fingerprint import weights
 
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
 _BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -35,6 +35,7 @@ def read(name: str, trust: bool = False) -> ModelFacts:
     whole, config = config, config.get_text_config()
     try:
         heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+        latent = getattr(config, "kv_lora_rank", None)  # keys are not stored by head
         return ModelFacts(
             name=name,
             folder=None if found is None else str(found),
@@ -43,10 +44,10 @@ def read(name: str, trust: bool = False) -> ModelFacts:
             layers=layers,
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=_head_dim(config, heads),
+            head_dim=None if latent else int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             positions=int(getattr(config, "max_position_embeddings", None) or config.n_positions),
             vocabulary=int(config.vocab_size),
-            weights_bytes=None if found is None else _weights(found),
+            weights_bytes=sum(file.stat().st_size for file in weights(found)) or None if found else None,
             predictor=found is not None and (found / "fluxion" / "predictor.json").is_file(),
         )
     except (AttributeError, TypeError, ValueError) as error:
@@ -107,16 +108,3 @@ def _cached(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except Exception:  # whatever it is that is not there
         return None
-
-
-def _head_dim(config: Any, heads: int) -> int | None:
-    if getattr(config, "kv_lora_rank", None):
-        return None
-    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def _weights(folder: Path) -> int | None:
-    for kind in _WEIGHTS:
-        if files := list(folder.glob(kind)):
-            return sum(file.stat().st_size for file in files)
-    return None

@@ -58,10 +58,15 @@ def _add_others(commands: _Commands) -> None:
     # By name, because a package may be found twice.
     for point in {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}.values():
         group, _, name = point.name.partition("-")
+        try:
+            module = point.load()
+        except ImportError as error:  # no reason for the other commands to fail
+            print(f"fluxion {group} {name} is left out, because it cannot be imported: {error}", file=sys.stderr)
+            continue
         if group not in groups:
             parser = commands.add_parser(group, help="measure")
             groups[group] = parser.add_subparsers(metavar="BENCHMARK", required=True)
-        _add(groups[group], name, point.load())
+        _add(groups[group], name, module)
 
 
 def _add(commands: _Commands, name: str, module: Any) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from fluxion_sglang.predictor.features import BUDGETS, COUNT, INDEX
+from fluxion_sglang.predictor.measure import BLOCK_SIZES
 from fluxion_sglang.training import recorder
-from fluxion_sglang.training.line import fit_line
 from fluxion_sglang.training.scores import Samples
 
 SEGMENT: Final = 4096
@@ -126,6 +126,23 @@ def choose_steps(sequence: TokenSequence, seed: int, resident: int) -> list[tupl
 def with_steps(sequences: Sequence[TokenSequence], resident: int) -> list[int]:
     """Indices of the sequences that have a step to take; whether one has does not depend on the seed."""
     return [i for i, sequence in enumerate(sequences) if choose_steps(sequence, 0, resident)]
+
+
+def fit_line(budgets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The line that is learnt of a head's least budgets, Fluxion's Eq. 1: bgt(blk) = bgt0 + k log2 blk.
+
+    bgt0 is the budget for blocks of one token, as in the paper, and k has the least squares of the other sizes.
+
+    Args:
+        budgets: [..., 5], as `Measurement.budgets`.
+
+    Returns:
+        bgt0 [...], k [...], in the dtype of `budgets`.
+    """
+    x = torch.tensor(BLOCK_SIZES, dtype=budgets.dtype, device=budgets.device).log2()
+    bgt0 = budgets[..., 0]
+    k = ((budgets - bgt0[..., None]) * x).sum(-1) / x.square().sum()
+    return bgt0, k
 
 
 def recorded(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tuple[int, recorder.Samples]]:

@@ -25,8 +25,8 @@ from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.predictor import artifact
 from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.scoring import serve
-from fluxion_sglang.scoring.fingerprint import fingerprint
 from fluxion_sglang.scoring.kl import tokens_compared
+from fluxion_sglang.scoring.model_files import fingerprint
 from fluxion_sglang.sglang.offline import CHUNK
 from fluxion_sglang.training import collect, dataset, recorder, report
 from fluxion_sglang.training import tau as calibration

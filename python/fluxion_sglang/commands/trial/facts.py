@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Final
 
 from fluxion_sglang.commands.trial.results import Fit, ModelFacts, TrialError
-from fluxion_sglang.scoring.fingerprint import weights
+from fluxion_sglang.scoring.model_files import model_folder, weights
 
 _BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -22,16 +21,12 @@ def read(name: str, trust: bool = False) -> ModelFacts:
     Raises:
         TrialError: there is no language model.
     """
-    folder = Path(os.path.expanduser(name))
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise TrialError(
-            f"{name} holds no config.json, so it is no model that SGLang can read; give the folder that has "
-            "config.json, the weights and the tokenizer."
-        )
-    if not folder.is_dir() and (folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise TrialError(f"There is no folder {name}; give the folder of a model, or a name on the Hub (OWNER/MODEL).")
-    config = _config(str(folder) if folder.is_dir() else name, name, trust)
-    found = folder if folder.is_dir() else _cached(name)
+    try:
+        folder = model_folder(name)
+    except ValueError as error:
+        raise TrialError(str(error)) from None
+    config = _config(str(folder or name), name, trust)
+    found = folder or _cached(name)
     whole, config = config, config.get_text_config()
     try:
         heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)

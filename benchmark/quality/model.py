@@ -9,7 +9,7 @@ from typing import Final
 
 from fluxion_sglang.commands.codec import Codec, codec_of
 from fluxion_sglang.commands.provenance import CHECKOUT, ROOT
-from fluxion_sglang.scoring.fingerprint import fingerprint
+from fluxion_sglang.scoring.model_files import fingerprint
 
 SPARE: Final = 2
 """Positions that SGLang never uses: a request that wants them gets a shorter answer, without a word. Its workers take

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 ENTRY_POINTS: Final = "fluxion_commands"
 """The group of entry points by which other packages add commands."""
@@ -46,20 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     from fluxion_sglang.commands import ask, explain, plot, trial
     from fluxion_sglang.training import command as train
 
-    for name, command, text in (
-        ("try", trial, "a report card for a model: is it served, how fast, what does it answer, what to run"),
-        ("ask", ask, "ask questions about a long file"),
-        ("explain", explain, "show what layers and heads read, of a running server or an audit file"),
-        ("plot", plot, "draw the same as one picture"),
-    ):
-        subparser = commands.add_parser(name, help=text)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-
-    training = commands.add_parser("train", help="train the predictor of a model, and calibrate its tau")
-    train.add_arguments(training)
-    training.set_defaults(run=train.main)
-
+    for name, command in (("try", trial), ("ask", ask), ("explain", explain), ("plot", plot), ("train", train)):
+        _add(commands, name, command)
     _add_others(commands)
     return parser
 
@@ -70,13 +58,22 @@ def _add_others(commands: _Commands) -> None:
     # By name, because a package may be found twice.
     for point in {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}.values():
         group, _, name = point.name.partition("-")
+        try:
+            module = point.load()
+        except ImportError as error:  # no reason for the other commands to fail
+            print(f"fluxion {group} {name} is left out, because it cannot be imported: {error}", file=sys.stderr)
+            continue
         if group not in groups:
             parser = commands.add_parser(group, help="measure")
             groups[group] = parser.add_subparsers(metavar="BENCHMARK", required=True)
-        module = point.load()
-        subparser = groups[group].add_parser(name, help=module.HELP)
-        module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run)
+        _add(groups[group], name, module)
+
+
+def _add(commands: _Commands, name: str, module: Any) -> None:
+    """A command of a module with `HELP`, `add_arguments` and `run`."""
+    parser = commands.add_parser(name, help=module.HELP)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

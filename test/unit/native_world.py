@@ -81,7 +81,7 @@ def layer_begin(
         kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
     plan = native_plan(LayerPlan(blk, budget, value, listed, record, given, kinds), owner=owner)
     if middle is not None:
-        assert windows is None and out is None
+        assert out is None
         return engine.middle_begin(plan, layer, q, k, v, scale, *middle, parts)
     assert out is not None
     return engine.layer_begin(plan, layer, q, k, v, windows, scale, out)

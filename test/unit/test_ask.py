@@ -346,7 +346,7 @@ def test_files_that_are_no_text(
     [
         (("--url", "127.0.0.1:9"), "No OpenAI-style server answers at http://127.0.0.1:9"),
         ((), "Give --model MODEL to start a server for the file, or --url URL"),
-        (("--model", "./nowhere"), "There is no model in ./nowhere"),
+        (("--model", "./nowhere"), "There is no folder ./nowhere"),
         (("--model", str(NEEDLE), "--policy", "fixed"), "policy 'fixed' is not one"),
     ],
 )

@@ -43,7 +43,7 @@ def test_every_layer_of_every_request_is_recorded(dtype: torch.dtype, executors:
         check_step(world, step, results)
     for layer in range(world.layers):
         for name in ("tiles", "meta0", "meta1", "meta3", "tag1", "moments"):
-            assert torch.equal(world.pool.tensor(name, layer), twin.pool.native.tensor(name, layer)), name
+            assert torch.equal(world.pool.tensor(name, layer), twin.pool.tensor(name, layer)), name
     assert world.engine.stats() == twin.engine.stats(), "the audit's own reads are not in the statistics"
     assert world.engine.native.stats()["layers"] == 2 * twin.engine.native.stats()["layers"]
 

@@ -44,7 +44,7 @@ class Backend(FluxionAttnBackend):
         self.requests = RequestPolicies(parse_spec("anchor"))
         self.failures = FailureGuard()
         self.device = HostDevice(world.pool, world.windows, world.engine)
-        self.metrics = self.recorder = None
+        self.metrics, self._records = None, False
         self._counted = True
         self._chunks = []
 

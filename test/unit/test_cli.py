@@ -311,3 +311,14 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
+
+
+def test_a_command_of_another_package_that_is_broken_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = metadata.EntryPoint("bench-quality", "fluxion_nowhere.command", cli.ENTRY_POINTS)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    assert cli.main(["options"]) == 0
+    assert "fluxion bench quality is left out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "quality"])

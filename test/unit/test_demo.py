@@ -71,7 +71,7 @@ def test_the_pool_of_the_command_line_holds_the_document_and_every_question(
     config = json.loads(command[command.index("--fluxion-config") + 1])
     assert config["policy"] == "full"
     assert config["host_tokens"] % 16 == 0
-    assert config["host_tokens"] >= 5000 + 8 * (seen[0].max_tokens + 2 * 16)
+    assert config["host_tokens"] >= 5000 + 8 * (demo.MAX_TOKENS + 2 * 16)
 
 
 def test_the_server_s_refusal_is_shown_instead_of_its_log(capfd: pytest.CaptureFixture[str]) -> None:

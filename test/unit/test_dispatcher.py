@@ -52,7 +52,7 @@ class Run:
                 world.engine = NativeEngine(
                     world.pool.workers, world.pool, q_heads=world.q_heads, sinks=world.placement.sinks,
                     window=world.placement.window, max_requests=1, max_pages=1, attend_union=world.attend_union,
-                    chunk_bytes=world.chunk_bytes,
+                    chunk_bytes=world.chunk_bytes, share_prefixes=False,
                 )  # fmt: skip
         self.dispatcher = Dispatcher(world.engine, rogue.api(), rates, options)
 

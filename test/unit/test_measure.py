@@ -24,7 +24,7 @@ from fluxion_sglang.predictor.measure import (
     measure,
     measure_into,
 )
-from fluxion_sglang.training.line import fit_line
+from fluxion_sglang.training.dataset import fit_line
 
 ISAS: list[str] = topology()["isas"]
 CRITERIA = [(Deviation.LAYER, 0.1), (Deviation.HEAD, 0.1), (Deviation.COVERAGE, 0.95), (Deviation.COVERAGE, 0.5)]

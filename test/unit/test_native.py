@@ -16,6 +16,7 @@ import torch
 from native_world import NativeWorld
 
 from fluxion_sglang import native
+from fluxion_sglang.native import loading
 from fluxion_sglang.native import NativeLibraryError, NativePool, Workers
 
 Load = Callable[[Path], object]
@@ -85,7 +86,7 @@ def test_another_abi_version(load: Load, tmp_path: Path) -> None:
 
 
 def test_blocking_functions_release_the_gil() -> None:
-    for name in sorted(native._BLOCKING):
+    for name in sorted(loading._BLOCKING):
         assert native.function(name).release_gil
     assert not native.function("engine_queue_pop").release_gil
 
@@ -261,12 +262,11 @@ def test_a_forked_child_computes_and_exits() -> None:
     world = NativeWorld(workers=3)
     request = world.add(300)
     pages = torch.tensor(request.pages, dtype=torch.int32)
-    k, v = (torch.empty(world.heads, 304, world.dim) for _ in range(2))
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            world.pool.gather(0, pages, k, v)
+            k, v = world.pool.gather(0, pages)
             world.begin_step([request])
             _, q, out = world.begin_layer([request], 0, world.plan([request]))
             world.engine.layer_finish()
@@ -284,16 +284,17 @@ def test_a_process_ends_with_everything_alive() -> None:
     """Views, an open layer and spinning workers at exit."""
     code = """
 import torch
-from fluxion_sglang.native import NativeEngine, NativePool, Workers
+from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers
 w = Workers(4)
 p = NativePool(w, layers=1, kv_heads=1, pages=9, head_dim=32, dtype=torch.bfloat16, sink_pages=0)
 view = p.tensor("tiles", 0)
-e = NativeEngine(w, p, q_heads=1, sinks=0, window=16, max_requests=1, max_pages=1, attend_union=True)
+e = NativeEngine(w, p, q_heads=1, sinks=0, window=16, max_requests=1, max_pages=1, attend_union=True, share_prefixes=False)
 e.step(*(torch.tensor(x, dtype=torch.int32) for x in ([0], [100], [[1, 2, 3, 4, 5, 6, 7]])))
 q = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
 windows = torch.zeros(1, 2, 2, 16, 32, dtype=torch.bfloat16)
 one = torch.ones(1, 1)
-e.layer_begin(0, q, q, q, windows, torch.full((1, 1), 16, dtype=torch.int32), one, one, 1.0, q)
+plan = NativePlan(torch.full((1, 1), 16, dtype=torch.int32), one, one)
+e.layer_begin(plan, 0, q, q, q, windows, 1.0, q)
 print("ok")
 """
     assert python(code).strip() == "ok"

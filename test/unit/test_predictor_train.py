@@ -7,17 +7,19 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxion_sglang.predictor.artifact import Trained
 from fluxion_sglang.predictor.inference import NativePredictor
 from fluxion_sglang.training import report
 from fluxion_sglang.training.fit import (
-    Fitted,
     Samples,
+    Settings,
     fit,
     pinball,
     split_sequences,
@@ -28,7 +30,7 @@ pytest.importorskip("sklearn", reason="scikit-learn comes with the extra `train`
 LOG2 = torch.tensor([4.0, 5.0, 6.0, 7.0])
 
 
-def world(count: int = 6000, sequences: int = 14, noise: float = 0.0, seed: int = 0) -> tuple[Samples, torch.Tensor]:
+def world(count: int = 6000, sequences: int = 14, noise: float = 0.0, seed: int = 0) -> Samples:
     """Heads whose budgets follow features 5 and 6 and that stream by features 10 and 20; labels no head streams by.
 
     Labels of streaming heads are NaN: nothing may read them. The anchor's budgets are right on average only.
@@ -48,26 +50,18 @@ def world(count: int = 6000, sequences: int = 14, noise: float = 0.0, seed: int 
     x[streaming & (unit[:, 30] > 0), 35:39] = 0
     for labels in (bgt0, k, budgets):
         labels[streaming] = math.nan
-    return Samples(x, bgt0, k, budgets, streaming), torch.randint(0, sequences, (count,), generator=random)
+    of = torch.randint(0, sequences, (count,), generator=random)
+    return Samples(x, bgt0, k, budgets, streaming, of)
 
 
-def train(samples: Samples, sequences: torch.Tensor, **options: object) -> Fitted:
-    settings: dict[str, object] = {
-        "epochs": 15,
-        "seed": 0,
-        "quantile": 0.7,
-        "miss_rate": 0.02,
-        "coverage": 0.9,
-        "progress": False,
-        **options,
-    }
-    s = samples
-    return fit(s.features, s.bgt0, s.k, s.streaming, s.budgets, sequences, **settings)  # type: ignore[arg-type]
+def train(samples: Samples, **options: float) -> Trained:
+    settings: dict[str, Any] = {"epochs": 15, "seed": 0, "quantile": 0.7, "miss_rate": 0.02, "coverage": 0.9, **options}
+    return fit(samples, Settings(**settings), progress=False)
 
 
 @cache
-def learned() -> Fitted:
-    return train(*world())
+def learned() -> Trained:
+    return train(world())
 
 
 def test_it_learns_a_rule() -> None:
@@ -89,7 +83,7 @@ def test_metrics_are_json() -> None:
 
 def test_it_serves_as_it_was_trained() -> None:
     """The units are folded into the weights: the native network predicts labels of new samples, too."""
-    samples, _ = world(count=500, seed=9)
+    samples = world(count=500, seed=9)
     out = torch.full((500, 3), math.nan)
     NativePredictor(learned().network).forward(samples.features, out)
     keep = ~samples.streaming
@@ -100,19 +94,19 @@ def test_it_serves_as_it_was_trained() -> None:
 
 @pytest.mark.parametrize("rare", [True, False])
 def test_a_skewed_logit_is_still_one_of_odds(rare: bool) -> None:
-    samples, sequences = world(count=4000)
+    samples = world(count=4000)
     score = samples.features[:, 10] / samples.features[:, 10].std()
     samples.streaming.copy_((score > 1.3) == rare)
     for labels in (samples.bgt0, samples.k, samples.budgets):
         labels.nan_to_num_(nan=0.25)
-    logits = train(samples, sequences, epochs=6).network(samples.features)[:, 2]
+    logits = train(samples, epochs=6).network(samples.features)[:, 2]
     assert abs(float(logits.sigmoid().mean()) - float(samples.streaming.float().mean())) < 0.03
 
 
 def test_the_same_seed_gives_the_same_network() -> None:
-    samples, sequences = world(count=1500)
+    samples = world(count=1500)
     before = torch.random.get_rng_state()
-    first, again, other = (train(samples, sequences, epochs=2, seed=seed) for seed in (3, 3, 4))
+    first, again, other = (train(samples, epochs=2, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert first.threshold == again.threshold and first.metrics == again.metrics
     assert torch.equal(first.margins, again.margins)
@@ -122,9 +116,9 @@ def test_the_same_seed_gives_the_same_network() -> None:
 
 
 def test_the_standardisation_is_that_of_the_training_sequences() -> None:
-    samples, sequences = world(count=1500)
-    split = split_sequences(sequences, 0)
-    network = train(samples, sequences, epochs=1).network
+    samples = world(count=1500)
+    split = split_sequences(samples.sequence, 0)
+    network = train(samples, epochs=1).network
     values = samples.features[split.train].double()
     torch.testing.assert_close(network.mean, values.mean(0).float())
     assert network.std[7] == 1.0 and network.std[2] == 1.0
@@ -133,16 +127,16 @@ def test_the_standardisation_is_that_of_the_training_sequences() -> None:
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9])
 def test_the_quantile_says_how_many_budgets_suffice(quantile: float) -> None:
-    samples, sequences = world(noise=0.05)
-    under = train(samples, sequences, epochs=10, quantile=quantile).metrics["without_margins"]["under_predicted"]
+    samples = world(noise=0.05)
+    under = train(samples, epochs=10, quantile=quantile).metrics["without_margins"]["under_predicted"]
     for share in under.values():
         assert abs(share - (1 - quantile)) < 0.12
 
 
 @pytest.mark.parametrize("coverage", [0.5, 0.95])
 def test_the_coverage_says_how_many_budgets_suffice_whatever_the_quantile(coverage: float) -> None:
-    samples, sequences = world(noise=0.05)
-    fitted = train(samples, sequences, epochs=10, quantile=0.7, coverage=coverage)
+    samples = world(noise=0.05)
+    fitted = train(samples, epochs=10, quantile=0.7, coverage=coverage)
     assert fitted.margins.shape == (3, 4, 4) and fitted.metrics["settings"]["coverage"] == coverage
     for share in fitted.metrics["predictor"]["under_predicted"].values():
         assert abs(share - (1 - coverage)) < 0.06
@@ -176,8 +170,8 @@ def test_the_threshold_keeps_its_promise(rows: list[tuple[int, bool]], miss_rate
 
 
 def test_a_higher_miss_rate_streams_more() -> None:
-    samples, sequences = world(count=3000)
-    few, many = (train(samples, sequences, epochs=2, miss_rate=rate) for rate in (0.0, 0.3))
+    samples = world(count=3000)
+    few, many = (train(samples, epochs=2, miss_rate=rate) for rate in (0.0, 0.3))
     assert few.threshold >= many.threshold
     assert few.metrics["predictor"]["miss_rate"] <= many.metrics["predictor"]["miss_rate"]
     assert few.metrics["predictor"]["streaming_recall"] <= many.metrics["predictor"]["streaming_recall"]
@@ -190,14 +184,14 @@ def test_pinball() -> None:
 
 def test_the_baselines_know_what_they_should() -> None:
     """Labels that are a constant of the head, and anchors that are right: each baseline is perfect on its own."""
-    samples, sequences = world(count=3000)
+    samples = world(count=3000)
     head = samples.features[:, 0] * 4 + samples.features[:, 1]
     samples.streaming.copy_(head % 3 == 0)
     samples.bgt0.copy_(0.05 + head / 64)
     samples.k.copy_(0.01 + head / 1024)
     samples.budgets.copy_(samples.bgt0.unsqueeze(1) + samples.k.unsqueeze(1) * LOG2)
     samples.features[:, 35:39] = torch.where(samples.streaming.unsqueeze(1), 0.0, samples.budgets)
-    metrics = train(samples, sequences, epochs=1).metrics
+    metrics = train(samples, epochs=1).metrics
     for name in ("head_constant", "anchor"):
         score = metrics[name]
         assert score["streaming_auc"] == score["streaming_f1"] == score["streaming_recall"] == 1.0
@@ -208,33 +202,33 @@ def test_the_baselines_know_what_they_should() -> None:
 
 
 def test_metrics_that_are_not_defined() -> None:
-    samples, sequences = world(count=600)
+    samples = world(count=600)
     samples.streaming.fill_(False)
     for labels in (samples.bgt0, samples.k, samples.budgets):
         labels.fill_(0.25)
-    score = train(samples, sequences, epochs=1).metrics["predictor"]
+    score = train(samples, epochs=1).metrics["predictor"]
     assert score["streaming_auc"] is score["streaming_f1"] is score["k_r2"] is score["budget_r2"]["16"] is None
 
 
 def test_refusals() -> None:
-    samples, sequences = world(count=300)
+    samples = world(count=300)
     with pytest.raises(ValueError, match=r"k has the shape \[299\] and must have \[300\]"):
-        train(replace(samples, k=samples.k[1:]), sequences)
+        train(replace(samples, k=samples.k[1:]))
     with pytest.raises(ValueError, match="come from 2 sequences"):
-        train(samples, sequences % 2)
+        train(replace(samples, sequence=samples.sequence % 2))
     for name in ("quantile", "coverage"):
-        with pytest.raises(ValueError, match=f"{name} (is )?1,"):
-            train(samples, sequences, **{name: 1.0})
+        with pytest.raises(ValueError, match=f"--{name} is 1;"):
+            train(samples, **{name: 1.0})
     samples.features[17, 4] = math.nan
     with pytest.raises(ValueError, match="features holds values that are not finite"):
-        train(samples, sequences)
+        train(samples)
     samples.features[17, 4] = 0
     samples.budgets[int((~samples.streaming).nonzero()[0]), 2] = math.inf
     with pytest.raises(ValueError, match="budgets holds values that are not finite"):
-        train(samples, sequences)
+        train(samples)
     samples.streaming.fill_(True)
     with pytest.raises(ValueError, match="hold no retrieval head"):
-        train(samples, sequences)
+        train(samples)
 
 
 def test_the_table_of_metrics() -> None:

@@ -160,7 +160,7 @@ def test_peers_agree_and_are_compared(tmp_path: Path) -> None:
 def test_forks_read_one_document(tmp_path: Path) -> None:
     rows = forks.measure(1024, ["fixed:16:0.25", "full"], 1, judged.arena_of(32 << 20, 8 << 20), branches=3)
     assert {row["queries"] for row in rows} == {"alike", "independent"} and {row["branches"] for row in rows} == {3}
-    assert {row["sharing"] for row in rows} == ({"on", "off"} if layers.HAS_SHARING else {"none"})
+    assert {row["sharing"] for row in rows} == {"on", "off"}
     assert all(row["error"] < 5e-3 and row["over_one"] > 0 for row in rows)
     common.save(tmp_path / "box" / "forks.json", {**HEADER, "rounds": 1, "rows": rows})
     assert "| full | 1K | 3 | alike |" in roofline_tables.forks(tmp_path)

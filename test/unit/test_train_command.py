@@ -12,8 +12,8 @@ import pytest
 
 from fluxion_sglang import __version__
 from fluxion_sglang.scoring.serve import EngineFailed
-from fluxion_sglang.training import collect
-from fluxion_sglang.training import command as train
+from fluxion_sglang.training import collect, command
+from fluxion_sglang.training import run as train
 from fluxion_sglang.training.dataset import TokenSequence
 
 Run = Callable[..., int]
@@ -44,7 +44,7 @@ def write(folder: Path, *lines: object) -> None:
 
 def run(folder: Path, *words: str) -> int:
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
+    command.add_arguments(parser)
     given = ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--out", str(folder / "out")]
     return train.main(parser.parse_args([*given, *words]))
 
@@ -151,7 +151,7 @@ def test_the_plan(world: Path) -> None:
     """Texts are cut at what the model has room for; of a text that tests the end is decoded."""
     write(world, *[{"input_ids": [1] * 600}] * 3)
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
+    command.add_arguments(parser)
     words = ["--model", str(world / "model"), "--data", str(world / "data.jsonl"), "--out", str(world / "out")]
     plan = train._planned(parser.parse_args(words))
     text = TokenSequence((1,) * 500)

@@ -246,7 +246,7 @@ def test_a_second_server_that_does_not_start_costs_its_columns_only(
         ([NEEDLE, "--minutes", "0"], "--minutes is 0"),
         ([NEEDLE, "--policies", "full,nonsense"], "--policies: policy 'nonsense' is not one"),
         ([NEEDLE, "--server-args", "'"], "close its quotes"),
-        ([NEEDLE, "--out", "/no/such/folder/a.html"], "is in no folder that exists"),
+        ([NEEDLE, "--out", "/no/such/folder/a.html"], "cannot be written to /no/such/folder/a.html (No such file"),
     ],
 )
 def test_bad_input_is_one_sentence_and_starts_nothing(

@@ -26,32 +26,22 @@ _CACHED = "sglang:cached_tokens_total"
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads:
-    """How much of the middle the heads read while they decoded one answer.
-
-    Attributes:
-        share: None where nothing is known, or nothing was to be read; `why` says which.
-    """
-
-    share: float | None
-    why: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer and its cost.
+    """What one answer cost.
 
     Attributes:
         cached: prompt tokens whose KV the radix tree had; None if the server does not say.
         ttft, tpot: seconds to the first token, and seconds a token after it: by the server's clock where /metrics has
             it, else by the client's. None if there were too few tokens.
+        share: of the middle that the heads read; None where nothing is known, or nothing was to be read: `why`.
     """
 
     prompt_tokens: int
     cached: int | None
     ttft: float | None
     tpot: float | None
-    reads: Reads
+    share: float | None
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +83,9 @@ class Asked:
                 f"{server.url} serves {', '.join(names)}, not {model}; leave --model out, or name one of them."
             )
         card = cards[names.index(model)] if model is not None else cards[0]
-        information = _json(server, "/server_info")
+        information: dict[str, Any] = {}
+        with contextlib.suppress(RequestFailed, ValueError):  # not every server has this page
+            information = json.loads(server.get("/server_info"))
         try:
             config = json.loads(information.get("fluxion_config") or "{}")
         except ValueError:  # a file that is on the server's machine
@@ -106,8 +98,8 @@ class Asked:
             information.get("max_total_num_tokens"),
             bool(information.get("enable_fluxion")),
             str(config.get("policy") or AUTO),
-            _has_chat_template(server, name),
-            _has_metrics(server),
+            _works(lambda: _one_token_of_chat(server, name)),
+            _works(server.metrics),
         )
 
     def tokenize(self, text: str) -> list[int]:
@@ -135,8 +127,7 @@ class Asked:
         """
         before = self.server.metrics() if self.metrics else {}
         start = time.monotonic()
-        first = last = None
-        pieces = 0
+        arrivals: list[float] = []
         usage: CompletionUsage | None = None
         with _connected(), self._stream(prompt, max_tokens, temperature, policy) as stream:
             for chunk in stream:
@@ -146,19 +137,14 @@ class Asked:
                 choice = chunk.choices[0]
                 text = (choice.delta.content if prompt.chat else choice.text) or ""
                 thought = (getattr(choice.delta, "reasoning_content", None) if prompt.chat else None) or ""
-                if not text and not thought:
-                    continue
-                last = time.monotonic()
-                first = first or last
-                pieces += 1
-                if thought:
-                    write(thought, True)
-                if text:
-                    write(text, False)
-        tokens = usage.completion_tokens if usage else pieces
-        ttft = tpot = None
-        if first is not None and last is not None:
-            ttft, tpot = first - start, (last - first) / (tokens - 1) if tokens > 1 else None
+                if text or thought:
+                    arrivals.append(time.monotonic())
+                for piece, is_thought in ((thought, True), (text, False)):
+                    if piece:
+                        write(piece, is_thought)
+        tokens = usage.completion_tokens if usage else len(arrivals)
+        ttft = arrivals[0] - start if arrivals else None
+        tpot = (arrivals[-1] - arrivals[0]) / (tokens - 1) if arrivals and tokens > 1 else None
         after = self.server.settled(before, f"{TPOT if tokens > 1 else TTFT}_count") if self.metrics else {}
         growth = {name: value - before.get(name, 0.0) for name, value in after.items()}
         return Answer(
@@ -166,7 +152,7 @@ class Asked:
             _cached(usage, growth),
             added(before, after, TTFT) or ttft,
             added(before, after, TPOT) or tpot,
-            self._reads(growth),
+            *self._reads(growth),
         )
 
     def policy_of(self, spec: str | None, share: float) -> str:
@@ -197,16 +183,17 @@ class Asked:
             return client.chat.completions.create(messages=[{"role": "user", "content": prompt.text}], **options)
         return client.completions.create(prompt=prompt.text, **options)
 
-    def _reads(self, growth: dict[str, float]) -> Reads:
+    def _reads(self, growth: dict[str, float]) -> tuple[float | None, str]:
+        """The share that one answer read, and why it is not known."""
         if not self.fluxion:
-            return Reads(None, "the server runs without --enable-fluxion")
+            return None, "the server runs without --enable-fluxion"
         if not self.metrics:
-            return Reads(None, "the server runs without --enable-metrics")
+            return None, "the server runs without --enable-metrics"
         if growth.get(f"{TTFT}_count", 0.0) > 1:
-            return Reads(None, "the server had other requests at the same time")
+            return None, "the server had other requests at the same time"
         if growth.get(_MIDDLE, 0.0) <= 0:
-            return Reads(None, "no decode step had a middle")
-        return Reads(growth.get(_READ, 0.0) / growth[_MIDDLE])
+            return None, "no decode step had a middle"
+        return growth.get(_READ, 0.0) / growth[_MIDDLE], ""
 
 
 def _cached(usage: CompletionUsage | None, growth: dict[str, float]) -> int | None:
@@ -236,30 +223,17 @@ def _models(server: Server) -> list[dict[str, Any]]:
         ) from None
 
 
-def _json(server: Server, path: str) -> dict[str, Any]:
-    """What a server says at a path; nothing if it has no such page."""
+def _works(ask: Callable[[], object]) -> bool:
+    """Whether the server has what is asked for."""
     try:
-        values: dict[str, Any] = json.loads(server.get(path))
-        return values
-    except (RequestFailed, ValueError):
-        return {}
-
-
-def _has_metrics(server: Server) -> bool:
-    try:
-        server.metrics()
-    except (RequestFailed, ValueError):
+        ask()
+    except (APIStatusError, RequestFailed, ValueError):
         return False
     return True
 
 
-def _has_chat_template(server: Server, model: str) -> bool:
-    """Asked by a chat of one token, because every OpenAI-style server refuses it where there is no template."""
-    try:
-        with _connected():
-            server.openai().chat.completions.create(
-                model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
-            )
-    except APIStatusError:
-        return False
-    return True
+def _one_token_of_chat(server: Server, model: str) -> None:
+    """Every OpenAI-style server refuses it where the model has no chat template."""
+    hello: Any = [{"role": "user", "content": "Hello"}]
+    with _connected():
+        server.openai().chat.completions.create(model=model, messages=hello, max_tokens=1)

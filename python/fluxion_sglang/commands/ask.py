@@ -11,6 +11,8 @@ everything else to the standard error, so `fluxion ask report.txt "Who wrote it?
 answer alone.
 """
 
+HELP = "ask questions about a long file"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Ask questions about a long file. The model reads the file once, for the first question."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from openai import APIError
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check(arguments)
         document = Document.read(arguments.file)
         with contextlib.ExitStack() as stack:
-            questions = stack.enter_context(_questions(arguments, news))
+            questions = _questions(arguments, news, stack)
             asked, document = stack.enter_context(_server(arguments, document, news))
             return _session(arguments, asked, document, questions, news)
     except (AskError, ServerError) as error:
@@ -116,40 +116,25 @@ def server_command(model: str, port: int, document: Document, max_tokens: int) -
     return launch_command(model, port, *flags, fluxion={"host_tokens": -(-tokens // PAGE) * PAGE})
 
 
-@contextlib.contextmanager
-def _questions(arguments: argparse.Namespace, news: Console) -> Iterator[Iterator[str]]:
-    """Those of the command line, or those that are typed or piped in."""
+def _questions(arguments: argparse.Namespace, news: Console, stack: contextlib.ExitStack) -> Iterator[str]:
+    """Those of the command line, or those that are typed or piped in; blank ones are left out."""
     if arguments.questions:
-        yield _echoed(arguments.questions, news)
-    elif arguments.file != STDIN:
-        yield _typed(news) if sys.stdin.isatty() else _echoed(_lines(sys.stdin.readline), news)
-    else:
-        # The standard input was the file.
-        with contextlib.ExitStack() as stack:
-            try:
-                terminal = stack.enter_context(open("/dev/tty"))
-            except OSError:
-                raise AskError(
-                    "The file is the standard input and there is no terminal to ask at; put the questions on the "
-                    "command line."
-                ) from None
-
-            def prompted() -> str:
-                news.print("> ", end="")
-                return terminal.readline()
-
-            yield _lines(prompted)
+        return _echoed(arguments.questions, news)
+    if arguments.file == STDIN:  # which was the file
+        try:
+            sys.stdin = stack.enter_context(open("/dev/tty"))  # noqa: SIM115 (the stack closes it)
+        except OSError:
+            raise AskError(
+                "The file is the standard input and there is no terminal to ask at; put the questions on the "
+                "command line."
+            ) from None
+    return _typed(news) if sys.stdin.isatty() else _echoed(map(str.strip, sys.stdin), news)
 
 
-def _echoed(questions: Sequence[str] | Iterator[str], news: Console) -> Iterator[str]:
-    for question in questions:
+def _echoed(questions: Iterable[str], news: Console) -> Iterator[str]:
+    for question in filter(None, questions):
         news.print(f"[bold]> {escape(question)}[/]", soft_wrap=True)
         yield question
-
-
-def _lines(read: Callable[[], str]) -> Iterator[str]:
-    """What `read` returns, line by line, without blank ones; "" is the end."""
-    return (line.strip() for line in iter(read, "") if line.strip())
 
 
 def _typed(news: Console) -> Iterator[str]:
@@ -157,19 +142,14 @@ def _typed(news: Console) -> Iterator[str]:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     news.print("Ask; Ctrl-D ends.", style="dim")
-
-    def read() -> str:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             # Where the standard output is a file, the prompt must not go there.
-            if sys.stdout.isatty():
-                return input("> ") + "\n"
-            news.print("> ", end="")
-            return input() + "\n"
-        except EOFError:
-            news.print()
-            return ""
-
-    return _lines(read)
+            if not sys.stdout.isatty():
+                news.print("> ", end="")
+            if question := input("> " if sys.stdout.isatty() else "").strip():
+                yield question
+    news.print()
 
 
 def _session(
@@ -180,7 +160,9 @@ def _session(
     code = 0
     for question in questions:
         try:
-            answer = _answer(arguments, asked, document, question, news)
+            prompt = document.prompt(question, asked.chat, arguments.stop)
+            with _Writer(news) as writer:
+                answer = asked.ask(prompt, arguments.max_tokens, arguments.temperature, arguments.policy, writer.write)
         except APIError as error:
             code = 1
             news.print(_sentence(error), style="red", markup=False, soft_wrap=True)
@@ -195,13 +177,6 @@ def _session(
     return code
 
 
-def _answer(arguments: argparse.Namespace, asked: Asked, document: Document, question: str, news: Console) -> Answer:
-    prompt = document.prompt(question, asked.chat, arguments.stop)
-    writer = _Writer(news)
-    with writer:
-        return asked.ask(prompt, arguments.max_tokens, arguments.temperature, arguments.policy, writer.write)
-
-
 class _Writer:
     """Writes an answer as it comes. A spinner turns on a terminal until its first piece.
 
@@ -214,9 +189,10 @@ class _Writer:
         self._line: Console | TextIO | None = None  # what has an unfinished line
         self._begun = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Writer:
         if self._waiting is not None:
             self._waiting.start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._stop_waiting()
@@ -260,11 +236,11 @@ def cost(answer: Answer, asked: Asked, policy: str | None) -> str:
         parts.append(f"first token {answer.ttft:.2f} s")
     if answer.tpot is not None:
         parts.append(f"{answer.tpot * 1e3:.1f} ms a token")
-    if answer.reads.share is None:
-        parts.append(f"reads unknown: {answer.reads.why}")
+    if answer.share is None:
+        parts.append(f"reads unknown: {answer.why}")
     else:
-        named = asked.policy_of(policy, answer.reads.share)
-        parts.append(f"read {answer.reads.share:.1%} of the middle (policy {named})")
+        named = asked.policy_of(policy, answer.share)
+        parts.append(f"read {answer.share:.1%} of the middle (policy {named})")
     return " · ".join(parts)
 
 

@@ -1,18 +1,18 @@
 """Serve the needle model with --enable-fluxion and ask it about a long document.
 
-`python -m fluxion_sglang.commands.demo` starts SGLang on the CPU, sends one document and several questions through the
-OpenAI client and through SGLang's own /generate, and prints the answers and what they cost, all numbers from
-the server's /metrics. Exit code 0: every answer is right. Needs a checkout of the repository (models/needle),
-or `--model-path`.
+`python -m fluxion_sglang.commands.demo` starts SGLang on the CPU, sends one document and several questions, in turns
+through the OpenAI client and through SGLang's own /generate, and prints the answers and what they cost, all numbers
+from the server's /metrics. Exit code 0: every answer is right. Needs a checkout of the repository (models/needle), or
+`--model-path`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import Final
 
 from tqdm import tqdm
 
@@ -31,101 +31,76 @@ from fluxion_sglang.commands.serving import (
     shell,
 )
 
+KEYS: Final = 8
+SEED: Final = 5
+"""Of a document whose questions the model itself answers."""
+MAX_TOKENS: Final = 16
+"""Generated per question."""
+
 
 class DemoError(Exception):
     """The demo cannot go on; the message says why and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """One answer and what it cost.
-
-    Attributes:
-        cached: prompt tokens whose KV the radix tree found in the host pool.
-        ttft, tpot: seconds, from /metrics; nan where it does not say.
-    """
-
-    client: str
-    text: str
-    prompt_tokens: int
-    cached: int
-    ttft: float
-    tpot: float
-
-
 def server_command(args: argparse.Namespace, port: int) -> list[str]:
     """The command line of the server: what a user would type, with sizes for a small machine."""
     # Every question adds a page or two of its own to the shared document, and every answer some more.
-    host_tokens = args.host_tokens or (args.length + 128 * (args.questions + 8)) // 16 * 16
-    config = {"policy": args.policy, "host_tokens": host_tokens, "executors": args.executors}
+    config = {"policy": args.policy, "host_tokens": (args.length + 128 * (args.questions + 8)) // 16 * 16}
     flags = ["--served-model-name", "needle", "--device", "cpu", *SMALL, *MEASURED, "--enable-cache-report"]
     return launch_command(str(args.model_path), port, *flags, fluxion=config)
 
 
-def _openai(server: Server, prompt: str, max_tokens: int) -> tuple[str, int, int]:
-    """Text, prompt tokens and cached tokens of a completion through the OpenAI client."""
-    reply = server.openai().completions.create(
-        model="needle", prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
-    )
-    assert reply.usage is not None
-    details = reply.usage.prompt_tokens_details
-    return reply.choices[0].text, reply.usage.prompt_tokens, (details and details.cached_tokens) or 0
-
-
-def _generate(server: Server, prompt: str, max_tokens: int) -> tuple[str, int, int]:
-    """The same through SGLang's native endpoint."""
-    reply = server.generate({"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}, text=prompt)
-    meta = reply["meta_info"]
-    return reply["text"], meta["prompt_tokens"], meta["cached_tokens"]
-
-
-def ask(server: Server, client: str, prompt: str, max_tokens: int) -> Reply:
-    """Send one prompt while nothing else runs, and read its times from /metrics."""
-    before = server.metrics()
-    send = _openai if client == "openai" else _generate
-    text, prompt_tokens, cached = send(server, prompt, max_tokens)
-    after = server.settled(before, f"{TPOT}_count")
-    ttft, tpot = (value if (value := added(before, after, name)) is not None else math.nan for name in (TTFT, TPOT))
-    return Reply(client, text.strip(), prompt_tokens, cached, ttft, tpot)
-
-
 def run(args: argparse.Namespace) -> bool:
     """The whole demo; whether every answer was right."""
-    document = needle_prompt(args.length, args.keys, args.seed)
-    questions = min(args.questions, len(document.questions))
-    command = server_command(args, args.port)
-    print(f"A document of {args.length:,} tokens with {args.keys} needles; policy {args.policy}.")
+    document = needle_prompt(args.length, KEYS, SEED)
+    port = free_port()
+    command = server_command(args, port)
+    print(f"A document of {args.length:,} tokens with {KEYS} needles; policy {args.policy}.")
     print(f"$ {shell(command)}\n", flush=True)
     # The demo's device is always the CPU, and the CPU platform stands aside where SGLang sees a GPU.
-    with running_server(command, args.port, {"CUDA_VISIBLE_DEVICES": ""}) as server:
+    with running_server(command, port, {"CUDA_VISIBLE_DEVICES": ""}) as server:
         print(f"\n {'client':<10}{'question':<13}{'answer':<28}{'':<7}{'cached':>14}{'TTFT':>10}{'TPOT':>10}")
         right = []
-        with tqdm(range(questions), "Asking", leave=False, file=sys.stdout, disable=None) as asking:
+        count = min(args.questions, len(document.questions))
+        with tqdm(range(count), "Asking", leave=False, file=sys.stdout, disable=None) as asking:
             for i in asking:
-                client = ("openai", "generate")[i % 2]
-                ok, line = _one_question(server, document, i, client, args.max_tokens)
+                ok, line = _one_question(server, document, i)
                 right.append(ok)
                 tqdm.write(line)
                 sys.stdout.flush()
         print()
-        _report(server.metrics(), args.length + args.max_tokens)
+        _report(server.metrics(), args.length + MAX_TOKENS)
     print(f"\n{sum(right)} of {len(right)} answers are right.")
     if not all(right) and args.policy != "full":
         print("A policy that reads part of the middle may miss; `--policy full` reads all of it.")
     return all(right)
 
 
-def _one_question(server: Server, document: NeedlePrompt, i: int, client: str, max_tokens: int) -> tuple[bool, str]:
-    """Whether the answer is right, and its row of the table."""
-    question = document.questions[i]
-    reply = ask(server, client, document.text(i), max_tokens)
-    said = " ".join(reply.text.split()[: len(question.answer_ids)])
-    ok = score(question.answer, reply.text)
+def _one_question(server: Server, document: NeedlePrompt, i: int) -> tuple[bool, str]:
+    """Whether the answer is right, and its row of the table; nothing else runs meanwhile."""
+    question, prompt = document.questions[i], document.text(i)
+    before = server.metrics()
+    if i % 2 == 0:
+        client = "openai"
+        reply = server.openai().completions.create(
+            model="needle", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert reply.usage is not None
+        text, tokens = reply.choices[0].text, reply.usage.prompt_tokens
+        details = reply.usage.prompt_tokens_details
+        cached = (details and details.cached_tokens) or 0
+    else:
+        client = "generate"
+        found = server.generate({"max_new_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}, text=prompt)
+        text, tokens, cached = found["text"], found["meta_info"]["prompt_tokens"], found["meta_info"]["cached_tokens"]
+    after = server.settled(before, f"{TPOT}_count")
+    ttft, tpot = (value if (value := added(before, after, name)) is not None else math.nan for name in (TTFT, TPOT))
+    said = " ".join(text.split()[: len(question.answer_ids)])
+    ok = score(question.answer, text)
     verdict = "right" if ok else f"wrong, it is {question.answer}"
     return ok, (
         f" {client:<10}{question.text:<13}{said:<28}{verdict:<7}"
-        f"{f'{reply.cached:,}':>7} ({reply.cached / reply.prompt_tokens:>4.0%}){reply.ttft:>8.2f} s"
-        f"{reply.tpot * 1e3:>7.1f} ms"
+        f"{f'{cached:,}':>7} ({cached / tokens:>4.0%}){ttft:>8.2f} s{tpot * 1e3:>7.1f} ms"
     )
 
 
@@ -143,15 +118,13 @@ def _report(metrics: dict[str, float], tokens: int) -> None:
     owners = {name.removeprefix(key): value for name, value in metrics.items() if name.startswith(key)}
     tasks = sum(owners.values())
     shares = ", ".join(f"{name} {count / tasks:.0%}" for name, count in sorted(owners.items()))
-    middle, read = total("middle_tokens"), total("read_tokens")
+    read, metadata = total("tile_bytes") + total("metadata_bytes"), total("metadata_bytes")
     print(f" On the device   at most {resident:,} of a request's {tokens:,} tokens ({resident / tokens:.1%})")
     print(f" In the pool     all of them; the host pool holds {pool:,} tokens")
     print(f" Tasks           {tasks:,.0f}: {shares}")
-    print(f" Middle read     {read / middle:.1%} of its tokens by a head in a step, after sharing in the group")
-    print(
-        f" Memory read     {(total('tile_bytes') + total('metadata_bytes')) / 2**20:,.1f} MiB by all tasks, "
-        f"{total('metadata_bytes') / 2**20:,.1f} of it metadata"
-    )
+    share = total("read_tokens") / total("middle_tokens")
+    print(f" Middle read     {share:.1%} of its tokens by a head in a step, after sharing in the group")
+    print(f" Memory read     {read / 2**20:,.1f} MiB by all tasks, {metadata / 2**20:,.1f} of it metadata")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,18 +135,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     option = parser.add_argument
     option("--length", type=int, default=16384, help="tokens of a prompt")
-    option("--keys", type=int, default=8, help="needles in the document")
-    option("--questions", type=int, default=6, help="how many of them to ask for")
+    option("--questions", type=int, default=6, help=f"how many to ask, {KEYS} at most")
     option("--policy", default="auto", help="policy spec, as in --fluxion-config; auto is fluxion here")
-    option("--executors", default="auto", help="who computes, as in --fluxion-config")
-    option("--max-tokens", type=int, default=16, help="tokens generated per question")
-    option("--host-tokens", type=int, help="size of the host pool; by default what the prompts need")
-    # A document whose questions the model itself answers.
-    option("--seed", type=int, default=5, help="of the document")
-    option("--port", type=int, help="of the server; by default a free one")
     option("--model-path", type=Path, default=MODEL, help="the needle model")
     args = parser.parse_args(argv)
-    args.port = args.port or free_port()
     try:
         if not (args.model_path / "config.json").exists():
             raise DemoError(f"There is no model in {args.model_path}; use a checkout or pass --model-path.")

@@ -50,8 +50,10 @@ class Check:
     advice: str = ""
     command: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
+    @classmethod
+    def unless(cls, bad: bool, name: str, found: str, advice: str) -> Check:
+        """OK, or WARN with the advice."""
+        return cls(name, WARN, found, advice) if bad else cls(name, OK, found)
 
 
 def run_checks() -> list[Check]:
@@ -120,7 +122,7 @@ def print_json(checks: list[Check]) -> None:
     """For programs: every check, whether all is well, and the command to run next."""
     report = {
         "ok": ready(checks),
-        "checks": [check.as_dict() for check in checks],
+        "checks": [asdict(check) for check in checks],
         "next": next_command(checks),
         "serve": serve_command(checks) if ready(checks) else None,
     }
@@ -209,34 +211,17 @@ def _versions() -> Iterator[Check]:
 
 def _entry_points() -> Iterator[Check]:
     for group in ("sglang.srt.platforms", "sglang.srt.plugins"):
-        names = [point.name for point in metadata.entry_points(group=group)]
-        if "fluxion" not in names:
-            yield Check(
-                "plug-in",
-                FAIL,
-                f"SGLang does not see it in {group}",
-                "install the package into this environment",
-                _reinstall(),
-            )
+        if "fluxion" not in [point.name for point in metadata.entry_points(group=group)]:
+            found = f"SGLang does not see it in {group}"
+            yield Check("plug-in", FAIL, found, "install the package into this environment", _reinstall())
             return
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
-    platform = os.environ.get("SGLANG_PLATFORM", "")
+    allowed, platform = os.environ.get("SGLANG_PLUGINS", ""), os.environ.get("SGLANG_PLATFORM", "")
     if allowed and "fluxion" not in [name.strip() for name in allowed.split(",")]:
-        yield Check(
-            "plug-in",
-            FAIL,
-            f"kept out by SGLANG_PLUGINS={allowed}",
-            "add fluxion to the list",
-            f"export SGLANG_PLUGINS={shlex.quote(allowed.strip(', ') + ',fluxion')}",
-        )
+        mend = f"export SGLANG_PLUGINS={shlex.quote(allowed.strip(', ') + ',fluxion')}"
+        yield Check("plug-in", FAIL, f"kept out by SGLANG_PLUGINS={allowed}", "add fluxion to the list", mend)
     elif platform not in ("", "fluxion"):
-        yield Check(
-            "plug-in",
-            FAIL,
-            f"kept out by SGLANG_PLATFORM={platform}",
-            "unset it: SGLang finds its platform itself",
-            "unset SGLANG_PLATFORM",
-        )
+        advice = "unset it: SGLang finds its platform itself"
+        yield Check("plug-in", FAIL, f"kept out by SGLANG_PLATFORM={platform}", advice, "unset SGLANG_PLATFORM")
     else:
         yield Check("plug-in", OK, "entry points found by SGLang")
 
@@ -250,13 +235,8 @@ def _hooks() -> Iterator[Check]:
     import_problem = compat.import_sglang()
     problems = [import_problem] if import_problem else list(compat.problems())
     for problem in problems:
-        yield Check(
-            "hooks",
-            FAIL,
-            "this SGLang is not one that the plug-in fits",
-            problem,
-            _install(compat.REQUIREMENT, again=True),
-        )
+        found = "this SGLang is not one that the plug-in fits"
+        yield Check("hooks", FAIL, found, problem, _install(compat.REQUIREMENT, again=True))
     if not problems:
         yield Check("hooks", OK, f"all {len(compat.NEEDS)} names of SGLang's are as expected")
 
@@ -271,60 +251,33 @@ def _native() -> Iterator[Check]:
         yield Check("native library", FAIL, "does not load", str(error), mend)
         return
     yield Check("native library", OK, str(native.library_path()))
-    topology = native.topology()
-    for check in (_isa, _cores, _huge_pages, _memory):
-        yield check(topology)
+    yield from _machine(native.topology())
 
 
-def _isa(topology: dict[str, Any]) -> Check:
-    chosen, available = topology.get("isa", ""), ", ".join(topology.get("isas", []))
+def _machine(topology: dict[str, Any]) -> Iterator[Check]:
+    chosen, available = topology.get("isa", ""), f"available: {', '.join(topology.get('isas', []))}"
     if error := topology.get("isa_error", ""):
-        return Check("instruction set", FAIL, f"available: {available}", error, "unset FLUXION_ISA")
-    if chosen == "scalar":
-        return Check(
-            "instruction set",
-            WARN,
-            f"scalar (available: {available})",
-            "decoding will be slow: the kernels are written for AVX2 and AVX-512",
-        )
-    return Check("instruction set", OK, f"{chosen} (available: {available})")
-
-
-def _cores(topology: dict[str, Any]) -> Check:
+        yield Check("instruction set", FAIL, available, error, "unset FLUXION_ISA")
+    else:
+        slow = "decoding will be slow: the kernels are written for AVX2 and AVX-512"
+        yield Check.unless(chosen == "scalar", "instruction set", f"{chosen} ({available})", slow)
     cores, nodes = topology.get("cores", []), topology.get("numa", [])
     found = f"{len(cores)} cores on {max(1, len(nodes))} NUMA node{'s' if len(nodes) > 1 else ''}"
-    if len(cores) < 2:
-        return Check("cores", WARN, found, "the engine shares its only core with the server; give the process more")
-    return Check("cores", OK, found)
-
-
-def _huge_pages(topology: dict[str, Any]) -> Check:
+    more = "the engine shares its only core with the server; give the process more"
+    yield Check.unless(len(cores) < 2, "cores", found, more)
     mode = topology.get("huge_pages", "unknown")
-    if mode in ("always", "madvise"):
-        return Check("huge pages", OK, mode)
-    return Check(
-        "huge pages",
-        WARN,
-        mode,
+    mend = (
         "reading the host pool costs more TLB misses; as root: "
-        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     )
-
-
-def _memory(topology: dict[str, Any]) -> Check:
-    available, total = topology.get("available_bytes", 0), topology.get("mem_total_bytes", 0)
+    yield Check.unless(mode not in ("always", "madvise"), "huge pages", mode, mend)
+    left, total = topology.get("available_bytes", 0), topology.get("mem_total_bytes", 0)
     limit = topology.get("cgroup_limit_bytes", -1)
-    found = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    found = f"{left / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
     if limit >= 0:
         found += f", limited to {limit / GIB:.1f} GiB by the control group"
-    if available < _LITTLE_MEMORY:
-        return Check(
-            "host memory",
-            WARN,
-            found,
-            "the host pool will be small: every token of every request lives in it",
-        )
-    return Check("host memory", OK, found)
+    small = "the host pool will be small: every token of every request lives in it"
+    yield Check.unless(left < _LITTLE_MEMORY, "host memory", found, small)
 
 
 def _space() -> Iterator[Check]:
@@ -334,20 +287,13 @@ def _space() -> Iterator[Check]:
     disks = {place.stat().st_dev: place for place in places if place.is_dir()}
     free = {place: shutil.disk_usage(place).free for place in disks.values()}
     found = ", ".join(f"{size / GIB:.1f} GiB free in {place}" for place, size in free.items())
-    if min(free.values(), default=0) < _LITTLE_DISK:
-        yield Check(
-            "disk", WARN, found, "a model or a server's files may not fit: make room, or set TMPDIR and HF_HOME"
-        )
-    else:
-        yield Check("disk", OK, found)
+    advice = "a model or a server's files may not fit: make room, or set TMPDIR and HF_HOME"
+    yield Check.unless(min(free.values(), default=0) < _LITTLE_DISK, "disk", found, advice)
     shared = Path("/dev/shm")
     size = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    advice = "ranks of one server talk through it; a container gets more by docker run --shm-size 2g"
     found = f"{size / GIB:.2f} GiB free in {shared}"
-    if size < _LITTLE_SHARED_MEMORY:
-        advice = "ranks of one server talk through it; a container gets more by docker run --shm-size 2g"
-        yield Check("shared memory", WARN, found, advice)
-    else:
-        yield Check("shared memory", OK, found)
+    yield Check.unless(size < _LITTLE_SHARED_MEMORY, "shared memory", found, advice)
 
 
 _NO_GPU = "none: the CPU is the device"
@@ -374,12 +320,7 @@ def _gpu() -> Iterator[Check]:
         yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}", mend)
         return
     yield Check("gpu", OK, f"{names}; compute capability {library['capability']}")
-    if flashinfer.module() is None:
-        yield Check(
-            "flashinfer",
-            WARN,
-            "not installed, or does not import",
-            "prefill attends by plain products, which is slow: pip install flashinfer-python",
-        )
-    else:
-        yield Check("flashinfer", OK, str(_version("flashinfer-python")))
+    missing = flashinfer.module() is None
+    found = "not installed, or does not import" if missing else str(_version("flashinfer-python"))
+    advice = "prefill attends by plain products, which is slow: pip install flashinfer-python"
+    yield Check.unless(missing, "flashinfer", found, advice)

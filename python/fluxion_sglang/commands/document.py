@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxion_sglang.commands.needle import END, to_text
+from fluxion_sglang.scoring.model_files import model_folder
 
 Tokenize = Callable[[str], list[int]]
 """The tokens of a text, without those that a tokenizer adds at its ends."""
@@ -134,8 +135,10 @@ def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
     Raises:
         AskError: there is no such model, or its tokenizer needs code of its own.
     """
-    if _is_path(model) and not (Path(model).expanduser() / "config.json").is_file():
-        raise AskError(f"There is no model in {model}; give a folder with a config.json, or a model's name.")
+    try:
+        model_folder(model)
+    except ValueError as error:
+        raise AskError(str(error)) from None
     from transformers import AutoConfig, AutoTokenizer, logging
 
     logging.set_verbosity_error()
@@ -155,7 +158,3 @@ def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
         lambda text: list(tokenizer.encode(text, add_special_tokens=False, verbose=False)),
         int(positions) if positions and plain else None,
     )
-
-
-def _is_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or Path(model).is_dir() or model.count("/") > 1

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from fluxion_sglang.commands import reads
 
+if TYPE_CHECKING:
+    from fluxion_sglang.commands.reads.picture import Picture
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reads.add_arguments(parser)
+HELP = "show what layers and heads read, of a running server or an audit file"
+
+add_arguments = reads.add_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -17,28 +21,19 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    from fluxion_sglang.commands.reads.picture import Picture, ReadsError
     from fluxion_sglang.commands.reads.terminal import console_of, rendered
 
     console = console_of(sys.stdout)
-    watched = arguments.audit is None and not arguments.once
-    try:
-        if not (watched and console.is_terminal):
-            if watched:
-                print(f"Watching {arguments.url} for {arguments.seconds:g} s", file=sys.stderr, flush=True)
-            picture = reads.gather(arguments)
-        else:
-            with Live(Text(f"Watching {arguments.url}"), console=console, transient=True) as live:
 
-                def show(picture: Picture, left: float) -> None:
-                    more = Text(f"\n{left:.0f} s more; control-C ends it now", style="dim")
-                    live.update(Group(rendered(picture, console), more))
+    def gather() -> Picture:
+        if not (reads.watched(arguments) and console.is_terminal):
+            return reads.gather(arguments)
+        with Live(Text(f"Watching {arguments.url}"), console=console, transient=True) as live:
 
-                picture = reads.gather(arguments, show)
-    except ReadsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    console.print(rendered(picture, console))
-    return 0
+            def show(picture: Picture, left: float) -> None:
+                more = Text(f"\n{left:.0f} s more; control-C ends it now", style="dim")
+                live.update(Group(rendered(picture, console), more))
+
+            return reads.gather(arguments, show)
+
+    return reads.present(gather, lambda picture: console.print(rendered(picture, console)))

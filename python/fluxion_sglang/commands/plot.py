@@ -6,9 +6,14 @@ import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fluxion_sglang.commands import reads
 
+if TYPE_CHECKING:
+    from fluxion_sglang.commands.reads.picture import Picture
+
+HELP = "draw the same as one picture"
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -37,17 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     from fluxion_sglang.commands.reads.figure import draw
     from fluxion_sglang.commands.reads.picture import ReadsError
 
-    if arguments.audit is None and not arguments.once:
-        print(f"Watching {arguments.url} for {arguments.seconds:g} s", file=sys.stderr, flush=True)
-    try:
-        draw(reads.gather(arguments), arguments.out)
-    except ReadsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{arguments.out} cannot be written ({error.strerror or error}); give another --out.", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    print(arguments.out)
-    return 0
+    def write(picture: Picture) -> None:
+        try:
+            draw(picture, arguments.out)
+        except OSError as error:
+            raise ReadsError(
+                f"{arguments.out} cannot be written ({error.strerror or error}); give another --out."
+            ) from error
+        print(arguments.out)
+
+    return reads.present(lambda: reads.gather(arguments), write)

@@ -106,7 +106,9 @@ def _forms(name: str, point: EntryPoint) -> Iterator[str]:
 
 def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Policy:
     try:
-        policy = point.load().from_spec(context, *words)
+        kind = point.load()
+        legal = isinstance(kind, type) and issubclass(kind, Policy)
+        policy = kind.from_spec(context, *words) if legal else None
     except _Legal:
         raise
     except Exception as error:  # the sentence of a ValueError is its own

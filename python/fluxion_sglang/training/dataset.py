@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fluxion_sglang.predictor.features import BUDGETS, COUNT
+from fluxion_sglang.predictor.features import BUDGETS, COUNT, INDEX
+from fluxion_sglang.predictor.measure import BLOCK_SIZES
 from fluxion_sglang.training import recorder
-from fluxion_sglang.training.line import fit_line
+from fluxion_sglang.training.scores import Samples
 
 SEGMENT: Final = 4096
 STEPS: Final = 8
@@ -40,26 +41,6 @@ class TokenSequence:
 
     tokens: tuple[int, ...]
     answer: int = 0
-
-
-@dataclass(frozen=True)
-class Table:
-    """Samples of one tau, one a head; S of them.
-
-    Attributes:
-        features: [S, 41] float32. bgt0, k: [S] float32, Eq. 1 fitted to `budgets`. streaming: [S] bool.
-        budgets: [S, 4] float32, least budgets for blocks of 16, 32, 64 and 128 tokens.
-        sequence: [S] int64, index of the sequence: what is held out is whole sequences.
-        lse_middle: [S] float32, exact.
-    """
-
-    features: torch.Tensor
-    bgt0: torch.Tensor
-    k: torch.Tensor
-    streaming: torch.Tensor
-    budgets: torch.Tensor
-    sequence: torch.Tensor
-    lse_middle: torch.Tensor
 
 
 def read_sequences(path: Path, encode: Encode, room: int) -> list[TokenSequence]:
@@ -147,7 +128,24 @@ def with_steps(sequences: Sequence[TokenSequence], resident: int) -> list[int]:
     return [i for i, sequence in enumerate(sequences) if choose_steps(sequence, 0, resident)]
 
 
-def samples(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tuple[int, recorder.Samples]]:
+def fit_line(budgets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The line that is learnt of a head's least budgets, Fluxion's Eq. 1: bgt(blk) = bgt0 + k log2 blk.
+
+    bgt0 is the budget for blocks of one token, as in the paper, and k has the least squares of the other sizes.
+
+    Args:
+        budgets: [..., 5], as `Measurement.budgets`.
+
+    Returns:
+        bgt0 [...], k [...], in the dtype of `budgets`.
+    """
+    x = torch.tensor(BLOCK_SIZES, dtype=budgets.dtype, device=budgets.device).log2()
+    bgt0 = budgets[..., 0]
+    k = ((budgets - bgt0[..., None]) * x).sum(-1) / x.square().sum()
+    return bgt0, k
+
+
+def recorded(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tuple[int, recorder.Samples]]:
     """What was recorded of some sequences: index and samples, a layer at a time."""
     for sequence in sequences:
         for layer in range(layers):
@@ -155,31 +153,32 @@ def samples(folder: Path, sequences: Iterable[int], layers: int) -> Iterator[tup
                 yield sequence, recorder.read(folder, sequence, layer)
 
 
-def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Table:
-    """The training table of one tau, out of what was recorded.
+def table(folder: Path, sequences: Iterable[int], layers: int, tau: float) -> Samples:
+    """The training samples of one tau, out of what was recorded; one a head.
 
     Raises:
         DataError: nothing was recorded.
     """
     at = recorder.TAUS.index(tau)
-    parts: list[list[torch.Tensor]] = []
-    for sequence, found in samples(folder, sequences, layers):
+    parts: list[Samples] = []
+    for sequence, found in recorded(folder, sequences, layers):
         features = torch.from_numpy(found.features.copy())
         # Recorded under the first criterion; these are the columns that depend on it.
         features[..., BUDGETS] = torch.from_numpy(found.anchor_budgets[..., at, 1:])
-        budgets = torch.from_numpy(found.budgets[..., at, :].copy()).reshape(-1, 5)
-        bgt0, k = fit_line(budgets)
-        parts.append(
-            [
-                features.reshape(-1, COUNT),
-                bgt0,
-                k,
-                budgets[:, 1] == 0,
-                budgets[:, 1:],
-                torch.full((len(budgets),), sequence),
-                torch.from_numpy(found.lse_middle.copy()).reshape(-1),
-            ]
-        )
+        least = torch.from_numpy(found.budgets[..., at, :].copy()).reshape(-1, 5)
+        bgt0, k = fit_line(least)
+        where = torch.full((len(least),), sequence)
+        parts.append(Samples(features.reshape(-1, COUNT), bgt0, k, least[:, 1:], least[:, 1] == 0, where))
     if not parts:
         raise DataError("no steps were recorded; the sequences are shorter than sinks and window together.")
-    return Table(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return Samples(*(torch.cat(columns) for columns in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def lse_errors(folder: Path, sequences: Iterable[int], layers: int) -> torch.Tensor:
+    """[S] float64: the moment approximation of the LSE over the middle, less the exact one."""
+    return torch.cat(
+        [
+            torch.from_numpy(found.features[..., INDEX["lse_cpu"]] - found.lse_middle).double().flatten()
+            for _, found in recorded(folder, sequences, layers)
+        ]
+    )

@@ -1,14 +1,19 @@
-"""Plots and a table of what training saw and what came of it; matplotlib comes with the extra `train`."""
+"""What training saw and what came of it: a page in Markdown, and plots where matplotlib is (the extra `train`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.predictor.features import INDEX
+from fluxion_sglang.training import tau as calibration
+from fluxion_sglang.training.scores import Samples
 
 _METHODS = {
     "predictor": "Predictor",
@@ -16,6 +21,49 @@ _METHODS = {
     "head_constant": "Constant a head",
     "anchor": "Anchor's budgets",
 }
+
+
+def write(
+    folder: Path,
+    layers: int,
+    metrics: Mapping[float, Mapping[str, Any]],
+    calibrated: dict[str, Any],
+    samples: Samples,
+    lse_errors: torch.Tensor,
+) -> None:
+    """`report.md`, and plots in the shape of the paper's figures 4 and 5.
+
+    Args:
+        layers: of the model. metrics: by tau. calibrated: of `calibration.outcome`.
+        samples: whose labels are drawn. lse_errors: of `dataset.lse_errors`.
+    """
+    absolute = lse_errors.abs().numpy()
+    lines = ["# Predictor", "", metrics_table(metrics), "", calibration_table(calibrated["rows"])]
+    lines += [
+        calibration.verdict(calibrated),
+        "",
+        f"The moment approximation of the LSE over the middle, less the exact one: mean {lse_errors.mean():+.2f}, "
+        # torch's quantile refuses more than 16M numbers.
+        f"mean absolute {absolute.mean():.2f}, 99th percentile of the absolute {np.quantile(absolute, 0.99):.2f}.",
+    ]
+    (folder / "report.md").write_text("\n".join(lines) + "\n")
+    if find_spec("matplotlib") is None:
+        print("No plots without matplotlib; install it with: pip install 'fluxion-sglang[train]'.")
+        return
+    layer, head = (samples.features[:, INDEX[name]].long() for name in ("layer", "head"))
+    heads = int(head.max()) + 1
+    at = layer * heads + head
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        """[layers, heads, ...] of [S, ...]."""
+        values = values.float().view(len(values), -1)
+        sums = torch.zeros(layers * heads, values.shape[1]).index_add_(0, at, values)
+        return (sums / torch.bincount(at, minlength=layers * heads).clamp(min=1).unsqueeze(1)).view(layers, heads, -1)
+
+    by_block = mean(samples.budgets)
+    plot_streaming_share(mean(samples.streaming)[..., 0], folder / "streaming.svg")
+    plot_budgets_by_head(by_block[..., [0, -1]], range(layers), folder / "budgets.svg", titles=("16", "128"))
+    plot_budget_by_block(by_block, BLOCKS, range(layers), folder / "blocks.svg")
 
 
 def metrics_table(metrics: Mapping[float, Mapping[str, Any]]) -> str:
@@ -41,42 +89,34 @@ def calibration_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(tau: float, metrics: Mapping[str, Any]) -> str:
     methods = {key: title for key, title in _METHODS.items() if key in metrics}
-    rows: list[tuple[str, list[Any]]] = []
+    lines = [f"| | {' | '.join(methods.values())} |", "|---|" + "---:|" * len(methods)]
 
-    def row(title: str, *path: str, percent: bool = False) -> None:
-        values = []
-        for method in methods:
-            value: Any = metrics[method]
-            for key in path:
-                value = value.get(key) if value is not None else None
-            values.append("n/a" if value is None else f"{100 * value:.1f}%" if percent else f"{value:.4f}")
-        rows.append((title, values))
+    def row(title: str, name: str, blk: str = "", percent: bool = False) -> None:
+        found = (metrics[method][name] for method in methods)
+        values = [value[blk] if blk else value for value in found]
+        said = ["n/a" if value is None else f"{100 * value:.1f}%" if percent else f"{value:.4f}" for value in values]
+        lines.append(f"| {title} | {' | '.join(said)} |")
 
     row("Streaming heads, AUC", "streaming_auc")
     row("Streaming heads, F1", "streaming_f1")
     row("Streaming heads found", "streaming_recall", percent=True)
     row("Retrieval heads called streaming", "miss_rate", percent=True)
-    for key, name in (("bgt0", "bgt0"), ("k", "k")):
-        row(f"{name}, mean absolute error", f"{key}_mae")
-        row(f"{name}, R²", f"{key}_r2")
+    for name in ("bgt0", "k"):
+        row(f"{name}, mean absolute error", f"{name}_mae")
+        row(f"{name}, R²", f"{name}_r2")
     for blk in map(str, BLOCKS):
+        needed = f"{100 * metrics['predictor']['mean_label'][blk]:.1f}%"
         row(f"Budget at {blk}, mean absolute error", "budget_mae", blk)
         row(f"Budget at {blk}, R²", "budget_r2", blk)
         row(f"Budget at {blk}, too small", "under_predicted", blk, percent=True)
-        row(f"Budget at {blk}, mean (needed {_needed(metrics, blk)})", "mean_budget", blk, percent=True)
+        row(f"Budget at {blk}, mean (needed {needed})", "mean_budget", blk, percent=True)
     samples, sequences = metrics["samples"]["test"], metrics["sequences"]["test"]
     head = (
         f"### tau {tau:.2f}\n\n{samples:,} samples of {sequences} test sequences, "
         f"{100 * metrics['streaming_share']:.1f}% of them streaming heads. Errors of bgt0, k and budgets are over the "
         "retrieval heads.\n\n"
     )
-    lines = ["| | " + " | ".join(methods.values()) + " |", "|---|" + "---:|" * len(methods)]
-    lines += [f"| {title} | " + " | ".join(values) + " |" for title, values in rows]
     return head + "\n".join(lines) + "\n"
-
-
-def _needed(metrics: Mapping[str, Any], blk: str) -> str:
-    return f"{100 * metrics['predictor']['mean_label'][blk]:.1f}%"
 
 
 def plot_budgets_by_head(
@@ -125,10 +165,13 @@ def plot_budget_by_block(budgets: torch.Tensor, blocks: Sequence[int], layers: S
         budgets: [layers, Hq, len(blocks)], mean least budgets; a head of zeros streams. NaN: no line.
         blocks: block sizes in tokens, ascending, such as 1, 16, 32, 64, 128.
     """
+    from matplotlib import colormaps
+
     figure, axes = _figure(len(layers))
+    shades = colormaps["turbo"]((np.arange(budgets.shape[1]) + 0.5) / budgets.shape[1])
     for axis, layer, values in zip(axes, layers, budgets, strict=True):
         for head, line in enumerate(values):
-            axis.plot(list(blocks), line.numpy(), marker=".", linewidth=1, color=_colour(head, len(values)))
+            axis.plot(list(blocks), line.numpy(), marker=".", linewidth=1, color=shades[head])
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(blocks), [str(blk) for blk in blocks])
         axis.set(title=f"Layer {layer}", xlabel="Block size (tokens)", ylim=(0, None))
@@ -142,12 +185,6 @@ def _figure(panels: int) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(1 + 4.5 * panels, 3.6), layout="constrained")
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-
-
-def _colour(index: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["turbo"]((index + 0.5) / count)
 
 
 def _write(figure: Any, path: Path) -> None:

@@ -13,13 +13,14 @@ from fluxion_sglang.predictor.features import INDEX
 
 @dataclass(frozen=True)
 class Samples:
-    """S samples of (step, layer, query head).
+    """S samples of (step, layer, query head), with the labels of one tau.
 
     Attributes:
         features: [S, 41] float32.
         bgt0, k: [S] float32, labels of Eq. 1. budgets: [S, 4] float32, least budgets at blocks of 16, 32, 64, 128
             tokens. None of the three is read of streaming heads.
         streaming: [S] bool: sinks and window suffice.
+        sequence: [S] int64, index of the sequence: what is held out is whole sequences.
     """
 
     features: torch.Tensor
@@ -27,14 +28,13 @@ class Samples:
     k: torch.Tensor
     budgets: torch.Tensor
     streaming: torch.Tensor
+    sequence: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.features)
 
     def __getitem__(self, which: torch.Tensor) -> Samples:
-        return Samples(
-            self.features[which], self.bgt0[which], self.k[which], self.budgets[which], self.streaming[which]
-        )
+        return Samples(*(values[which] for values in vars(self).values()))
 
 
 def one_block(features: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,12 @@ def _seconds(text: str) -> float:
     return value
 
 
-def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None] = lambda *_: None) -> Picture:
+def watched(arguments: argparse.Namespace) -> bool:
+    """Whether a server is to be watched for a while."""
+    return arguments.audit is None and not arguments.once
+
+
+def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None] | None = None) -> Picture:
     """The picture that the arguments ask for.
 
     Args:
@@ -59,4 +65,20 @@ def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None]
     server = Server(arguments.url)
     if arguments.once:
         return of_readings([Reading.nothing(), read_server(server)], server.url, "since its start")
-    return watch(server, arguments.seconds, show)
+    if show is None:
+        print(f"Watching {arguments.url} for {arguments.seconds:g} s", file=sys.stderr, flush=True)
+    return watch(server, arguments.seconds, show or (lambda *_: None))
+
+
+def present(gathered: Callable[[], Picture], draw: Callable[[Picture], None]) -> int:
+    """Gather a picture and draw it; returns the exit code."""
+    from fluxion_sglang.commands.reads.picture import ReadsError
+
+    try:
+        draw(gathered())
+    except ReadsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

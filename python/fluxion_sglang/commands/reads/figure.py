@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("agg")
-
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -32,15 +28,12 @@ def draw(picture: Picture, path: Path) -> None:
     """Write one file, in the format that its suffix says; raises OSError and ValueError."""
     with matplotlib.rc_context(_SETTINGS):
         figure = _figure(picture)
-        try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-        finally:
-            plt.close(figure)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _figure(picture: Picture) -> Figure:
     rows = 1.6 + max(2.2, 0.24 * len(picture.layers))
-    figure = plt.figure(figsize=(11, rows + 3.4), layout="constrained")
+    figure = Figure(figsize=(11, rows + 3.4), layout="constrained")
     halves: Any = figure.subfigures(2, 1, height_ratios=(rows, 3.2))
     top, bottom = halves
     _heat(picture, top.subplots())
@@ -49,10 +42,8 @@ def _figure(picture: Picture) -> Figure:
     (_over_time if len(picture.timeline) > 1 else _layers)(picture, left)
     if len(picture.policies) > 1:
         _policies(picture, right)
-    elif picture.audited:
-        _layers(picture, right)
     else:
-        _times(picture, right)
+        (_layers if picture.audited else _times)(picture, right)
     figure.suptitle(f"{picture.source}: {picture.steps:,} decode steps, {picture.tokens:,} tokens", weight="bold")
     figure.supxlabel("\n".join(sentences(picture)), fontsize=9, x=0.01, ha="left")
     return figure
@@ -86,7 +77,10 @@ def _over_time(picture: Picture, axis: Any) -> None:
         axis.plot(line.at, shares, lw=1, color=shade, label=f"layer {picture.layers[i]}")
     axis.plot(line.at, line.total(), color="black", lw=2, label="all")
     axis.set_xlabel("decode step" if picture.audited else "second")
-    axis.legend(fontsize=7, ncols=2) if len(picture.layers) <= 8 else _ends(axis)
+    lines, names = axis.get_legend_handles_labels()
+    if len(lines) > 9:  # the first layer, the last, and all together
+        lines, names = [lines[0], *lines[-2:]], [names[0], *names[-2:]]
+    axis.legend(lines, names, fontsize=7, ncols=2)
     _percents(axis, line.shares())
 
 
@@ -104,16 +98,11 @@ def _percents(axis: Any, shares: np.ndarray) -> None:
     axis.grid(alpha=0.3)
 
 
-def _ends(axis: Any) -> None:
-    """A legend of the first layer, the last, and all together."""
-    lines, names = axis.get_legend_handles_labels()
-    axis.legend([lines[0], lines[-2], lines[-1]], [names[0], names[-2], names[-1]], fontsize=7)
-
-
 def _times(picture: Picture, axis: Any) -> None:
     whole = sum(picture.parts.values())
     if not whole:
-        _nothing(axis, "No step was timed")
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "No step was timed", ha="center", va="center")
         return
     names = picture.part_names
     seconds = [picture.parts.get(part, 0.0) for part in names]
@@ -150,8 +139,3 @@ def _bars(
     axis.invert_yaxis()
     axis.set_xlim(0, 1.45 * max(lengths) or 1.0)  # room for the texts
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _nothing(axis: Any, why: str) -> None:
-    axis.set_axis_off()
-    axis.text(0.5, 0.5, why, ha="center", va="center")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+HELP = "a report card for a model: is it served, how fast, what does it answer, what to run"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -22,6 +21,8 @@ from fluxion_sglang.commands.trial.quiz import open_quiz
 from fluxion_sglang.commands.trial.results import Results, TrialError
 from fluxion_sglang.policy import check_spec
 
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
 
 def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_server) -> int:
     """Run a trial; returns the exit code: 0 with a whole report, 1 where the model is refused or the trial ended
@@ -35,7 +36,7 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
         clock = pace.Clock(arguments.minutes)
         request = _request(arguments)
         quiz = open_quiz(request.model, "--trust-remote-code" in request.flags)
-        out = arguments.out or Path(f"fluxion_try_{_file_name(request.model.name)}.html")
+        out = arguments.out or Path(f"fluxion_try_{_NOT_IN_NAMES.sub('_', Path(request.model.name).name)}.html")
         for file in filter(None, (out, arguments.json)):
             _check_writable(file)
         results = Results(
@@ -43,7 +44,12 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
         )
 
         def save(found: Results, last: bool) -> None:
-            _save(found, out, arguments.json, last)
+            # Whole files or none, so that an interruption leaves the last whole ones.
+            partial = out.with_name(out.name + ".partial")
+            partial.write_text(card.render(found, drawn=last), encoding="utf-8")
+            partial.replace(out)
+            if arguments.json is not None:
+                provenance.save(arguments.json, found.as_dict())
 
         console.print(
             f"{request.model.name}: about {arguments.minutes:g} minutes. {out} grows part by part.", soft_wrap=True
@@ -91,28 +97,11 @@ def _request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _save(results: Results, out: Path, numbers: Path | None, last: bool) -> None:
-    """Whole files or none, so that an interruption leaves the last whole ones."""
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(card.render(results, drawn=last), encoding="utf-8")
-    partial.replace(out)
-    if numbers is not None:
-        provenance.save(numbers, results.as_dict())
-
-
 def _check_writable(file: Path) -> None:
     """Before ten minutes are spent."""
-    folder = file.absolute().parent
-    if file.is_dir():
-        what = "which is a folder"
-    elif not folder.is_dir():
-        what = "which is in no folder that exists"
-    elif not os.access(folder, os.W_OK):
-        what = "because nobody may write to its folder"
-    else:
-        return
-    raise TrialError(f"The report cannot be written to {file}, {what}; name another file with --out and --json.")
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name) or "model"
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise TrialError(
+            f"The report cannot be written to {file} ({error.strerror}); name another file with --out and --json."
+        ) from None

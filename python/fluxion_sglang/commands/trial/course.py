@@ -203,7 +203,7 @@ class Course:
             if run.first > _SLOW_PROBE_S:
                 break
         curve = pace.through(probes, step)
-        # The server without the flag takes about as long to start. Slow starts must not leave nothing to runs.
+        # The server without the flag takes about as long to start. Slow starts must not leave nothing to measure.
         seconds = max(self.clock.left - start - _STOP_S, _LEAST_SHARE * self.clock.limit)
         asked = sorted({min(length, longest) for length in self.request.lengths})
         if any(length > longest for length in self.request.lengths):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Final
 
 from fluxion_sglang.commands.trial.results import Fit, ModelFacts, TrialError
+from fluxion_sglang.scoring.model_files import model_folder, weights
 
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
 _BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -22,19 +21,16 @@ def read(name: str, trust: bool = False) -> ModelFacts:
     Raises:
         TrialError: there is no language model.
     """
-    folder = Path(os.path.expanduser(name))
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise TrialError(
-            f"{name} holds no config.json, so it is no model that SGLang can read; give the folder that has "
-            "config.json, the weights and the tokenizer."
-        )
-    if not folder.is_dir() and (folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise TrialError(f"There is no folder {name}; give the folder of a model, or a name on the Hub (OWNER/MODEL).")
-    config = _config(str(folder) if folder.is_dir() else name, name, trust)
-    found = folder if folder.is_dir() else _cached(name)
+    try:
+        folder = model_folder(name)
+    except ValueError as error:
+        raise TrialError(str(error)) from None
+    config = _config(str(folder or name), name, trust)
+    found = folder or _cached(name)
     whole, config = config, config.get_text_config()
     try:
         heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+        latent = getattr(config, "kv_lora_rank", None)  # keys are not stored by head
         return ModelFacts(
             name=name,
             folder=None if found is None else str(found),
@@ -43,10 +39,10 @@ def read(name: str, trust: bool = False) -> ModelFacts:
             layers=layers,
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=_head_dim(config, heads),
+            head_dim=None if latent else int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             positions=int(getattr(config, "max_position_embeddings", None) or config.n_positions),
             vocabulary=int(config.vocab_size),
-            weights_bytes=None if found is None else _weights(found),
+            weights_bytes=sum(file.stat().st_size for file in weights(found)) or None if found else None,
             predictor=found is not None and (found / "fluxion" / "predictor.json").is_file(),
         )
     except (AttributeError, TypeError, ValueError) as error:
@@ -108,16 +104,3 @@ def _cached(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except Exception:  # whatever it is that is not there
         return None
-
-
-def _head_dim(config: Any, heads: int) -> int | None:
-    if getattr(config, "kv_lora_rank", None):
-        return None
-    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def _weights(folder: Path) -> int | None:
-    for kind in _WEIGHTS:
-        if files := list(folder.glob(kind)):
-            return sum(file.stat().st_size for file in files)
-    return None

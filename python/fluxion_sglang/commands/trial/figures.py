@@ -45,7 +45,7 @@ def _picture(
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    figure = Figure(figsize=(4.2 * len(panels), 3.0))
+    figure = Figure(figsize=(4.2 * len(panels), 3.0), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     lengths = results.lengths()
     for axis, title, points in zip(axes, titles, panels, strict=True):
@@ -68,6 +68,6 @@ def _picture(
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     out = io.StringIO()
-    figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -241,3 +243,9 @@ class Results:
 
     def right(self, length: int, policy: str) -> Answers | None:
         return next((r for r in self.answers if (r.length, r.policy) == (length, policy)), None)
+
+
+def by_length(rows: Iterable[Any]) -> dict[int, list[Any]]:
+    """Rows of the same length together, the shortest first."""
+    ordered = sorted(rows, key=lambda row: row.length)
+    return {length: list(mine) for length, mine in itertools.groupby(ordered, key=lambda row: row.length)}

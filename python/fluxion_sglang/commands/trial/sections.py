@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fluxion_sglang.commands.serving import launch_command, shell
 from fluxion_sglang.commands.trial import advice
-from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same
+from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same, by_length
 
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -100,18 +100,11 @@ def _same(results: Results) -> Section | None:
     if not results.same:
         return None
     rows = []
-    for length in sorted({row.length for row in results.same}):
-        here = [row for row in results.same if row.length == length]
-        equal = sum(row.agree == row.tokens for row in here)
+    for length, here in by_length(results.same).items():
         gaps = [row.gap for row in here if row.gap is not None]
-        rows.append(
-            (
-                f"{length:,}",
-                f"{equal} of {len(here)}",
-                f"{min(row.agree for row in here)} of {here[0].tokens}",
-                f"{max(gaps):.3f}" if gaps else "",
-            )
-        )
+        equal = f"{sum(row.agree == row.tokens for row in here)} of {len(here)}"
+        least = f"{min(row.agree for row in here)} of {here[0].tokens}"
+        rows.append((f"{length:,}", equal, least, f"{max(gaps):.3f}" if gaps else ""))
     columns = ("length", "equal prompts", "least agreement (tokens)", "largest gap (nats)")
     shown = len(columns) if any(row[-1] for row in rows) else -1
     return Section(
@@ -169,10 +162,9 @@ def _prefill(results: Results) -> Section | None:
     if not results.prefill:
         return None
     rows = []
-    for length in sorted({row.length for row in results.prefill}):
-        mine = {row.policy: row for row in results.prefill if row.length == length}
-        seconds = [f"{mine[name].seconds:.2f}" if name in mine else "" for name in (OFF, FULL)]
-        rows.append((f"{length:,}", *seconds))
+    for length, here in by_length(results.prefill).items():
+        seconds = {row.policy: f"{row.seconds:.2f}" for row in here}
+        rows.append((f"{length:,}", seconds.get(OFF, ""), seconds.get(FULL, "")))
     runs = min(row.runs for row in results.prefill)
     return Section(
         "Time to first token (s)",
@@ -187,9 +179,9 @@ def _answers(results: Results) -> Section | None:
         return None
     policies = [name for name in results.policies() if any(row.policy == name for row in results.answers)]
     rows, empty = [], []
-    for length in sorted({row.length for row in results.answers}):
-        found = [results.right(length, name) for name in policies]
-        rows.append((f"{length:,}", *(f"{row.right} of {row.asked}" if row else "" for row in found)))
+    for length, here in by_length(results.answers).items():
+        found = {row.policy: f"{row.right} of {row.asked}" for row in here}
+        rows.append((f"{length:,}", *(found.get(name, "") for name in policies)))
         if advice.measures_nothing(results, length):
             empty.append(f"{length:,}")
     lead = []
@@ -206,12 +198,9 @@ def _reads(results: Results) -> Section | None:
         return None
     policies = [name for name in results.policies() if any(row.policy == name for row in results.reads)]
     rows = []
-    for length in sorted({row.length for row in results.reads}):
-        cells = []
-        for name in policies:
-            mine = next((row for row in results.reads if (row.length, row.policy) == (length, name)), None)
-            cells += ["", ""] if mine is None else [f"{mine.share:.1%}", f"{mine.bytes_per_token / _MIB:.2f}"]
-        rows.append((f"{length:,}", *cells))
+    for length, here in by_length(results.reads).items():
+        found = {row.policy: (f"{row.share:.1%}", f"{row.bytes_per_token / _MIB:.2f}") for row in here}
+        rows.append((f"{length:,}", *(cell for name in policies for cell in found.get(name, ("", "")))))
     columns = [column for name in policies for column in (f"{name}: share", "MiB a token")]
     return Section(
         "Read of the middle",
@@ -235,7 +224,7 @@ def made(results: Results) -> list[tuple[str, str]]:
     """How the report came to be: names and texts."""
     machine, versions = results.header.get("machine", {}), results.header.get("versions", {})
     flags = ", ".join(machine.get("flags", []))
-    told = [
+    return [
         ("date", str(results.header.get("date", ""))),
         (
             "machine",
@@ -246,7 +235,6 @@ def made(results: Results) -> list[tuple[str, str]]:
         *((f"server {what}", line) for what, line in results.servers.items()),
         ("took", f"{results.seconds / 60:.1f} minutes"),
     ]
-    return told
 
 
 def _size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""The fingerprint of a model's folder: results and samples of two models must not mix."""
+"""The files of a model: where they are, and their fingerprint, because results of two models must not mix."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ _OTHERS: Final = (
     *("*.jinja", "*.model", "merges.txt", "*.tiktoken"),
 )
 _PIECE: Final = 1 << 24
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder that a user means; None where `name` is one on the Hub.
+
+    Raises:
+        ValueError: one sentence: it is a path, and no model is there.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise ValueError(
+            f"{name} holds no config.json, so it is no model that SGLang can read; give the folder that has "
+            "config.json, the weights and the tokenizer."
+        )
+    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ValueError(f"There is no folder {name}; give the folder of a model, or a name on the Hub (OWNER/MODEL).")
+    return None
 
 
 def weights(folder: Path) -> list[Path]:

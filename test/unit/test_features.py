@@ -215,7 +215,7 @@ def test_the_table() -> None:
         ("parts", lambda t: t[..., :4], "parts has the shape"),
         ("rows", lambda t: t + 5, "has the row"),
         ("rows", lambda t: t[:1], "rows has the shape"),
-        ("seq_lens", lambda t: t * 0, "Request 0 has the row 0 and 0 tokens"),
+        ("seq_lens", lambda t: t * 0, "Request 0 has the row 1 and 0 tokens"),
         ("anchor", lambda t: t[:-1], "anchor has the shape"),
         ("anchor_q", lambda t: t.bfloat16(), "anchor_q has the dtype"),
         ("mean_k", lambda t: t[:, :, :16], "mean_k has the shape"),

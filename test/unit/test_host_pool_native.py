@@ -152,11 +152,12 @@ class PoolMachine(RuleBasedStateMachine):
             batch = [path for path in self.paths if self.grow(path, 1) == 1]
             if not batch:
                 return
+            starts = [path.length for path in batch]
             for layer in range(self.layers):
                 k, v = self.draw(len(batch)), self.draw(len(batch))
                 for b, path in enumerate(batch):
                     pages = torch.tensor(path.pages, dtype=torch.int32)
-                    self.pool.append(layer, pages, path.length, k[b : b + 1], v[b : b + 1])
+                    self.pool.append(layer, pages, starts[b], k[b : b + 1], v[b : b + 1])
                     self.wrote(path, layer, k[b : b + 1], v[b : b + 1])
             for path in batch:
                 self.sealed(path, (path.length - 1) // PAGE, path.length // PAGE)

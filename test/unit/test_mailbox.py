@@ -209,15 +209,11 @@ def test_what_a_layer_on_a_device_refuses() -> None:
             world.engine, 0, slot.q, k, v, windows, plan.blk, plan.budget, plan.value, world.scale, None, **arguments
         )
 
-    with pytest.raises(ValueError, match="a window or mid_lse"):
-        begin(windows=world.windows[0])
-    with pytest.raises(ValueError, match="mid_o has the shape"):
+    with pytest.raises(ValueError, match=r"^o has the shape"):
         begin(middle=(slot.o[:, 1:], slot.lse))
     with pytest.raises(ValueError, match=r"parts has the shape \[1, 4, 4\]"):
         begin(parts=torch.zeros(1, 4, 4))
     begin()
-    with pytest.raises(RuntimeError, match="none are expected now"):
-        world.engine.set_resident(torch.zeros(1, world.q_heads, world.dim), torch.zeros(1, world.q_heads))
     world.engine.layer_finish()
     begin(stop=stop)
     with pytest.raises(RuntimeError, match="what its residents weigh is not known"):

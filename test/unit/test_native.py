@@ -16,8 +16,7 @@ import torch
 from native_world import NativeWorld
 
 from fluxion_sglang import native
-from fluxion_sglang.native import loading
-from fluxion_sglang.native import NativeLibraryError, NativePool, Workers
+from fluxion_sglang.native import NativeLibraryError, NativePool, Workers, loading
 
 Load = Callable[[Path], object]
 
@@ -266,7 +265,7 @@ def test_a_forked_child_computes_and_exits() -> None:
     if child == 0:
         code = 1
         try:
-            k, v = world.pool.gather(0, pages)
+            world.pool.gather(0, pages)
             world.begin_step([request])
             _, q, out = world.begin_layer([request], 0, world.plan([request]))
             world.engine.layer_finish()
@@ -288,7 +287,8 @@ from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers
 w = Workers(4)
 p = NativePool(w, layers=1, kv_heads=1, pages=9, head_dim=32, dtype=torch.bfloat16, sink_pages=0)
 view = p.tensor("tiles", 0)
-e = NativeEngine(w, p, q_heads=1, sinks=0, window=16, max_requests=1, max_pages=1, attend_union=True, share_prefixes=False)
+sizes = dict(q_heads=1, sinks=0, window=16, max_requests=1, max_pages=1)
+e = NativeEngine(w, p, **sizes, attend_union=True, share_prefixes=False)
 e.step(*(torch.tensor(x, dtype=torch.int32) for x in ([0], [100], [[1, 2, 3, 4, 5, 6, 7]])))
 q = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
 windows = torch.zeros(1, 2, 2, 16, 32, dtype=torch.bfloat16)

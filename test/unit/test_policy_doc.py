@@ -57,7 +57,7 @@ for spec in ("taper:2", "taper:1:1:1:1", "taper:x"):
     ("value", "sentence"),
     [
         ("nothing_of_this_name:Policy", "cannot be made .*ModuleNotFoundError"),
-        ("taper:BLK", "cannot be made .*TypeError"),
+        ("taper:BLK", "makes no fluxion_sglang.policy.Policy"),
         ("builtins:dict", "makes no fluxion_sglang.policy.Policy"),
     ],
 )

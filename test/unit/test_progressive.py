@@ -61,8 +61,9 @@ def run(
         request.keys[0] = torch.cat([request.keys[0], k[b : b + 1]])
         request.values[0] = torch.cat([request.values[0], v[b : b + 1]])
     before = engine.stats()
+    budgets = plan.budget if budget is None else budget
     tasks = layer_begin(
-        engine, 0, q, None, None, None, plan.blk, plan.budget if budget is None else budget, plan.value, world.scale, out,
+        engine, 0, q, None, None, None, plan.blk, budgets, plan.value, world.scale, out,
         owner=torch.zeros(batch, world.heads, dtype=torch.int32), stop=stops, spread=torch.full_like(stops, spread),
     )  # fmt: skip
     chosen = world.selections(requests, tasks) if look else {}

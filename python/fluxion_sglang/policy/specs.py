@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -71,10 +72,10 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
     if policy is None:
         shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
         raise ValueError(
-            f"policy {shown!r} is not one that this version knows; use {', '.join(f'{form!r}' for form in legal())} "
-            "(BLK 16, 32, 64 or 128 tokens, where all may follow also any; BUDGET, TAU, EPS and the ALPHA of lfps fractions "
-            "in (0, 1], as in fixed:16:0.05; BETA at least 0, the ALPHA of hgca from 0 to 1; in brackets what may be left "
-            "out)."
+            f"policy {shown!r} is not one that this version knows; use {', '.join(map(json.dumps, legal()))} (in "
+            "brackets what may be left out; BLK 16, 32, 64 or 128 tokens, where all may follow also any; BUDGET, TAU, EPS "
+            "and the ALPHA of lfps fractions in (0, 1], as in fixed:16:0.05; BETA at least 0, the ALPHA of hgca from 0 "
+            "to 1)."
         )
     policy.spec = spec
     return policy

@@ -397,4 +397,3 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
 
 def _unserved(why: str) -> ConfigError:
     return ConfigError(f"--enable-fluxion cannot serve this model, because {why}; {_OTHER_MODEL}.")
-

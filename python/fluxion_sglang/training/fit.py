@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy.selector import LOG2_BLOCKS
-from fluxion_sglang.predictor.artifact import Trained
 from fluxion_sglang.predictor.features import BUDGETS, COUNT, INDEX
 from fluxion_sglang.predictor.network import HeadPredictor
+from fluxion_sglang.training.artifact_writer import Trained
 from fluxion_sglang.training.margins import fit_margins
 from fluxion_sglang.training.scores import Samples, one_block, score
 

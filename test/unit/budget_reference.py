@@ -13,7 +13,7 @@ import torch
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.torch_executor import block_pages, block_scores
-from fluxion_sglang.policy.base import Deviation
+from fluxion_sglang.predictor.criterion import Deviation
 from fluxion_sglang.predictor.measure import BLOCK_SIZES
 
 

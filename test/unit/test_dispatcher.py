@@ -25,7 +25,7 @@ from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.rates import SIMULATED, Rates
 from fluxion_sglang.executor.base import ExecutorId, executors_of
 from fluxion_sglang.executor.prefill import ExtendRequest
-from fluxion_sglang.lab.schedulers import by_priority
+from fluxion_sglang.executor.schedule import by_priority
 from fluxion_sglang.native import NativeEngine, NativePool
 from fluxion_sglang.policy.base import LISTED, Listed
 

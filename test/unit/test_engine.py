@@ -13,7 +13,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Plan, Request, attention, block_bounds, layer_begin
+from native_world import NativeWorld, Plan, Request, block_bounds, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import topology
@@ -303,42 +303,24 @@ def test_collisions_change_nothing(blk: int, union: bool) -> None:
     assert torch.equal(outs[0], outs[1])
 
 
-def test_without_windows_the_caller_gives_resident_attention() -> None:
+def test_a_layer_without_residents_is_refused() -> None:
+    """Without windows, and not looked at before: nothing is written, and the next layer is as ever."""
     world = NativeWorld()
     requests = [world.add(n) for n in (400, 20)]
     world.begin_step(requests)
     plan = world.plan(requests)
-    q, k, v = (
-        world.randn(2, world.q_heads, 32),
-        world.randn(2, world.heads, 32),
-        world.randn(2, world.heads, 32),
-    )
-    out = torch.full_like(q, torch.nan)
-    layer_begin(world.engine, 0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
-    o, lse = torch.empty(2, world.q_heads, 32), torch.empty(2, world.q_heads)
-    chosen = {}
-    for b, request in enumerate(requests):
-        request.keys[0] = torch.cat([request.keys[0], k[b : b + 1]])
-        request.values[0] = torch.cat([request.values[0], v[b : b + 1]])
-        n = request.length
-        at = torch.tensor([*range(min(32, n)), *range(world.placement.window_start(n), n)])
-        for head in range(world.q_heads):
-            h = head // world.group
-            o[b, head], lse[b, head] = attention(
-                q[b, head], request.keys[0][at, h], request.values[0][at, h], world.scale
+    q, k, v = (world.randn(2, n, 32) for n in (world.q_heads, world.heads, world.heads))
+    before = world.pool.tensor("tiles", 0).clone()
+    for new in ((k, v), (None, None)):
+        with pytest.raises(ValueError, match="Layer 0 has no residents; pass windows, or call layer_resident"):
+            layer_begin(
+                world.engine, 0, q, *new, None, plan.blk, plan.budget, plan.value, world.scale, torch.empty_like(q)
             )
-            chosen[b, h] = [set(world.middle(request))] * world.group
-    world.engine.set_resident(o, lse)
+    assert torch.equal(world.pool.tensor("tiles", 0), before)
+    _, q, out = world.begin_layer(requests, 0, plan)
     world.engine.layer_finish()
+    chosen = {(b, h): [set(world.middle(r))] * world.group for b, r in enumerate(requests) for h in range(world.heads)}
     world.check(out, world.expected(requests, 0, q, chosen))
-    # k, v went to the host all the same
-    for b, request in enumerate(requests):
-        page, offset = divmod(request.length - 1, PAGE)
-        assert torch.equal(world.pool.tensor("tiles", 0)[:, request.pages[page], 0, offset], k[b])
-
-    layer_begin(world.engine, 0, q, k, v, None, plan.blk, plan.budget, plan.value, world.scale, out)
-    with pytest.raises(RuntimeError, match="set_resident"):
-        world.engine.layer_finish()
 
 
 def test_tokens_that_are_written_already() -> None:
@@ -441,7 +423,8 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
         ("v", v[:, :1], "v has the shape"),
         ("w", world.windows[0][:, :-1], "no multiple of the 6 pages of a row"),
         ("blk", plan.blk.long(), "blk has the dtype int64"),
-        ("budget", plan.budget[:, :-1], "budget has the shape"),
+        ("budget", plan.budget[:, :-1].contiguous(), "budget has 3 heads and blk has 2"),
+        ("budget", plan.budget[:1], "budget has the shape"),
         ("out", q[:, :, :-1], "out has the shape"),
     ]:
         args = {**good, name: wrong}

@@ -16,7 +16,7 @@ from native_world import NativeWorld, Request, layer_begin
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.torch_executor import blocks_to_read
 from fluxion_sglang.native import topology
-from fluxion_sglang.policy.base import Deviation
+from fluxion_sglang.predictor.criterion import Deviation
 from fluxion_sglang.predictor.features import ANCHOR, BUDGETS, COUNT, EMPTY_LSE
 from fluxion_sglang.predictor.measure import (
     BLOCK_SIZES,

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.lab.kinds import EarlyStop, early_stop
+from fluxion_sglang.lab.labels import LabelsPolicy
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import DecodeStep, Needs, Observed, task_value
 from fluxion_sglang.policy.mixed import MixedPolicy, compose
@@ -63,8 +65,10 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
     policy.begin_step(
         DecodeStep.build(torch.tensor([1]), torch.tensor([64 + 2048 + 256]), Placement(), kv_heads=2, q_heads=4)
     )
-    observed = Observed(features, torch.cat([torch.zeros(1, 4, 1), budgets], 2))
-    plan = policy.plan(0, torch.zeros(1, 4, 64), observed)
+    if isinstance(policy, LabelsPolicy):
+        plan = policy.planned(budgets)
+    else:
+        plan = policy.plan(0, torch.zeros(1, 4, 64), Observed(features))
     assert plan.blk.tolist() == [blk]
     assert plan.budget.tolist() == [budget]
 
@@ -121,9 +125,9 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
     ],
 )
 def test_bad_specs_are_refused_in_one_sentence(spec: str) -> None:
-    with pytest.raises(ValueError, match='use "full", "streaming", "fixed:BLK:BUDGET", "oracle:') as error:
+    with pytest.raises(ValueError, match=r'use "full", "streaming", "fixed:BLK:BUDGET".* "oracle:') as error:
         parse_spec(spec)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+    assert "\n" not in str(error.value) and len(str(error.value)) < 900
 
 
 @pytest.mark.parametrize(
@@ -140,8 +144,9 @@ def test_psa(spec: str, stop: float, blk: int, spread: float) -> None:
     policy = parse_spec(spec)
     policy.begin_step(step(100, 1000))
     plan = policy.plan(0, torch.zeros(2, 8, 64))
-    assert plan.stop is not None and plan.spread is not None
-    for got, want in ((plan.blk, blk), (plan.stop, stop), (plan.spread, spread), (plan.budget, 1.0)):
+    (kind,) = plan.kinds
+    assert isinstance(kind, EarlyStop)
+    for got, want in ((plan.blk, blk), (kind.stop, stop), (kind.spread, spread), (plan.budget, 1.0)):
         assert torch.equal(got, torch.full_like(got, want))
     assert policy.needs is Needs.RESIDENTS and plan.value[1, 0] > plan.value[0, 0]
 
@@ -181,13 +186,15 @@ def test_a_mixture_is_what_each_policy_says_of_its_own_requests() -> None:
     assert isinstance(mixed, MixedPolicy)
     mixed.begin_step(step(*lengths))
     plan = mixed.plan(0, torch.zeros(7, 8, 64))
-    assert plan.stop is not None and plan.spread is not None
+    kind = early_stop(plan)
+    assert kind is not None
     for b, (spec, length) in enumerate(zip(specs, lengths, strict=True)):
         alone = parse_spec(spec)
         alone.begin_step(step(length))
         want = alone.plan(0, torch.zeros(1, 8, 64))
         for got, expected in zip((plan.blk, plan.budget, plan.value), (want.blk, want.budget, want.value), strict=True):
             assert got.dtype == expected.dtype and torch.equal(got[b : b + 1], expected)
-        assert torch.equal(plan.stop[b : b + 1], torch.zeros(1, 2) if want.stop is None else want.stop)
-        assert want.spread is None or torch.equal(plan.spread[b : b + 1], want.spread)
+        own = early_stop(want)
+        assert torch.equal(kind.stop[b : b + 1], torch.zeros(1, 2) if own is None else own.stop)
+        assert own is None or torch.equal(kind.spread[b : b + 1], own.spread)
     assert mixed.plan(1, torch.zeros(7, 8, 64)) is plan, "plans that do not change are put together once a step"

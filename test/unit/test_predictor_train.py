@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxion_sglang.predictor.artifact import Trained
 from fluxion_sglang.predictor.inference import NativePredictor
 from fluxion_sglang.training import report
+from fluxion_sglang.training.artifact_writer import Trained
 from fluxion_sglang.training.fit import (
     Samples,
     Settings,

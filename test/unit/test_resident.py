@@ -317,18 +317,16 @@ def test_the_resident_result_is_dropped(what: str) -> None:
     elif what == "step":
         world.engine.step(rows, lengths, world.table(requests))
     elif what == "layer":
-        begin(world, 1, q, plan)
-        with pytest.raises(RuntimeError, match="Layer 1: No resident results were given; call set_resident"):
-            world.engine.layer_finish()
+        with pytest.raises(ValueError, match="Layer 1 has no residents"):
+            begin(world, 1, q, plan)
     else:
         out = torch.full_like(q, math.nan)
         layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
         world.engine.abandon()
     with pytest.raises(RuntimeError, match="begin a layer first"):
         world.engine.layer_finish()
-    begin(world, 0, q, plan)
-    with pytest.raises(RuntimeError, match="Layer 0: No resident results were given; call set_resident"):
-        world.engine.layer_finish()
+    with pytest.raises(ValueError, match="Layer 0 has no residents"):
+        begin(world, 0, q, plan)
     after = states(world)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "nothing was sealed"
     # And once more from the start, to the end.
@@ -356,8 +354,6 @@ def test_it_ends_an_open_layer_and_is_no_result() -> None:
     with pytest.raises(RuntimeError, match="There is no result"):
         exact(world, 2)
     begin(world, 1, q, world.plan(requests))
-    with pytest.raises(RuntimeError, match="none are expected"):
-        world.engine.set_resident(torch.zeros(2, world.q_heads, 32), torch.zeros(2, world.q_heads))
     world.engine.layer_finish()
     exact(world, 2)
 

@@ -24,9 +24,9 @@ CRITERIA: Final = {
 """Those of the ablation of labels."""
 
 
-def choice(blocks: str = ANY, heads: str = "", *more: str) -> Choice:
+def choice(blocks: str = ANY, heads: str | None = None, *more: str) -> Choice:
     """What BLK[:all] lets the selector choose from; raises NotLegal."""
-    if more or heads not in ("", "all"):
+    if more or heads not in (None, "all"):
         raise arguments.NotLegal
     return Choice(BLOCKS if blocks == ANY else (arguments.block(blocks),), heads == "all")
 

@@ -461,6 +461,7 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
                 max_requests=1,
                 max_pages=1,
                 attend_union=True,
+                share_prefixes=False,
             )
 
 

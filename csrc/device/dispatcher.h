@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "device/batch.h"
+#include "device/costs.h"
 #include "device/device_api.h"
 #include "device/hot_tiles.h"
-#include "device/costs.h"
 #include "engine/engine.h"
 
 namespace fluxion {

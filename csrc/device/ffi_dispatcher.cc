@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "device/dispatcher.h"
 #include "device/costs.h"
+#include "device/dispatcher.h"
 #include "device/timing.h"
 #include "ffi/engine.h"
 

@@ -100,8 +100,14 @@ Selection widen(const Layer& layer, const Task& task, uint16_t ranked, Scratch* 
   const Blocks at = blocks_of(layer, task);
   const int64_t state = layer.state(task), stride = s->stride(layer.group);
   const bool together = layer.config.attend_union;
-  const BlocksRead read{at,       s->scores.data(), stride,          s->chosen.data(),
-                        together, layer.in.scale,   &layer.res_lse[state], &layer.mid_lse[state]};
+  const BlocksRead read{at,
+                        s->scores.data(),
+                        stride,
+                        s->chosen.data(),
+                        together,
+                        layer.in.scale,
+                        &layer.res_lse[state],
+                        &layer.mid_lse[state]};
   const uint16_t heads = heads_to_widen(layer.kernels, read, ranked, layer.config.guard);
   if (heads == 0) return out;
   const Wanted wanted = wanted_of(layer, task, at.tokens(), layer.blk(task), at.count);

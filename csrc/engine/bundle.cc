@@ -201,8 +201,8 @@ BundleRun::SharedTiles BundleRun::shared_tiles() const {
 bool BundleRun::attends_together(const SharedTiles& tiles) const {
   if (tiles.apart >= kAgreed * bundle_.count * tiles.once) return tiles.once != 0;
   const int depth = layer_.kernels.matrix_depth;
-  const bool matrices = depth != 0 && layer_.shape.head_dim % depth == 0 &&
-                        bundle_.count * layer_.group > kVectorHeads;
+  const bool matrices =
+      depth != 0 && layer_.shape.head_dim % depth == 0 && bundle_.count * layer_.group > kVectorHeads;
   return (matrices || tiles.once > layer_.config.cached_bytes) && tiles.apart >= kReaders * tiles.once;
 }
 
@@ -256,7 +256,8 @@ Selection BundleRun::finish_member(int m) {
   const int G = layer_.group, shared = together_ ? shared_blocks(member.at, bundle_.end_page) : 0;
   const uint16_t* chosen = &room_.chosen[m * room_.stride];
   Selection more;
-  list_blocks(layer_, member.at.part(shared, member.at.count), layer_.pages(task), chosen + shared, s_, &more);
+  list_blocks(layer_, member.at.part(shared, member.at.count), layer_.pages(task), chosen + shared, s_,
+              &more);
   more.near = near_ && m > 0;
   float *o = layer_.middle_o(task), *lse = layer_.middle_lse(task);
   attend(layer_, task, more, s_, o, lse);

@@ -9,10 +9,10 @@
 
 namespace fluxion {
 
-// Tasks by blocks of one family (Families), of one KV head and block size, that only the CPU may take: whoever
-// takes the first of them from the queue does them all, and the turns of the others are empty. Of the blocks
-// before end_page, which all of them have, an entry is read once for all heads, and so is a tile, or it is
-// left to the last cache. What a head chooses and attends to is what it would alone.
+// Tasks by blocks of one family (Families), of one KV head and block size, that only the CPU may take:
+// whoever takes the first of them from the queue does them all, and the turns of the others are empty. Of the
+// blocks before end_page, which all of them have, an entry is read once for all heads, and so is a tile, or
+// it is left to the last cache. What a head chooses and attends to is what it would alone.
 struct Bundle {
   const int32_t* tasks;  // b * H + h of each
   int count;
@@ -45,8 +45,9 @@ class Bundles {
   Families families_;
   std::vector<int32_t> middle_ends_;  // [B]: logical page; of a bad request 0
   std::vector<Bundle> all_;
-  std::vector<int32_t> tasks_;  // of the bundles; as much room as there can be tasks, so that it stays in place
-  std::vector<int32_t> of_;     // [B][H]: or -1; meaningless while there are no bundles
+  std::vector<int32_t>
+      tasks_;                // of the bundles; as much room as there can be tasks, so that it stays in place
+  std::vector<int32_t> of_;  // [B][H]: or -1; meaningless while there are no bundles
 };
 
 // Does a bundle's tasks: done(task, selection) for each, its result in the middle's state. A selection counts

@@ -133,8 +133,8 @@ void Engine::reserve(int requests, int pages) {
   step_.reserve(max_requests, max_pages);
 }
 
-// Room for the open layer's kinds of tasks. That of a middle which is ranked token by token is 16 times that of
-// its pages, so it is there only where it was asked for.
+// Room for the open layer's kinds of tasks. That of a middle which is ranked token by token is 16 times that
+// of its pages, so it is there only where it was asked for.
 void Engine::reserve_tasks(int ranked_tokens) {
   const bool grows = ranked_tokens > ranked_tokens_;
   if (!grows && layer_.plan->kinds.empty()) return;
@@ -153,8 +153,8 @@ void Engine::reserve_tasks(int ranked_tokens) {
 void Engine::resize_scratch(int pages, int tokens) {
   // The resident pages use the same arrays as the middle's.
   const int most = std::max(pages, (config_.sinks + config_.window) / kPage + 1);
-  const Scratch::Room room{most,           tokens, layer_.group, shape_.head_dim, shape_.entry_bytes(),
-                           config_.guard > 0};
+  const Scratch::Room room{
+      most, tokens, layer_.group, shape_.head_dim, shape_.entry_bytes(), config_.guard > 0};
   for (Scratch& s : scratch_) s.resize(room);
   selection_scratch_.resize(room);
 }
@@ -434,7 +434,8 @@ void Engine::seal_coarse() {
   };
   pool_->workers().parallel_for(shape_.kv_heads, seal_head, this, /*wake=*/false);
   for (int b = 0; b < batch; ++b) {
-    if (ends_coarse(b)) pool_->tag_blocks(layer_.in.layer, step_.pages(b), step_.request(b).length / kPage - 1);
+    if (ends_coarse(b))
+      pool_->tag_blocks(layer_.in.layer, step_.pages(b), step_.request(b).length / kPage - 1);
   }
 }
 

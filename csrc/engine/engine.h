@@ -35,8 +35,8 @@ struct ForeignTask {
   Selection chosen;
 };
 
-// Threads: step, residents, append, begin and finish belong to one thread at a time. The foreign functions may
-// be called from any thread at any time.
+// Threads: step, residents, append, begin and finish belong to one thread at a time. The foreign functions
+// may be called from any thread at any time.
 //
 // Who does what. A worker takes the residents of a group or a task, and has it until it is done: the task's
 // scan, selection, attention and merge use its scratch. Scan and attention are stages of chunks (chunks.h): a
@@ -63,8 +63,8 @@ class Engine {
   // Appends the step's token and computes the resident attention of a layer, before anything is planned. The
   // begin that comes next uses both if it is of the same layer and brings neither k nor a window, and
   // otherwise drops the attention; so do step() and abandon(). parts: [B][Hq][kParts]
-  // (kernels/feature_index.h), written; of bad requests -inf and 0: they fail the layer in finish(). Throws as
-  // begin() does, and abandons an open layer as it does.
+  // (kernels/feature_index.h), written; of bad requests -inf and 0: they fail the layer in finish(). Throws
+  // as begin() does, and abandons an open layer as it does.
   void residents(const LayerInput& in, float* parts);
   // Appends the step's token to the host alone, for a plan that needs it there. The begin that comes next, of
   // the same layer and with its residents on a device, brings neither k nor v.
@@ -93,8 +93,8 @@ class Engine {
   bool fail(int64_t claim, const std::string& message);
   // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
-  // The same with all it takes to compute the task. q: [G][D] KV dtype, a copy, because the step's queries are
-  // somebody else's once the layer ends. The CPU's workers take none of the locks here.
+  // The same with all it takes to compute the task. q: [G][D] KV dtype, a copy, because the step's queries
+  // are somebody else's once the layer ends. The CPU's workers take none of the locks here.
   ForeignTask foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q);
 
   // For an executor with a thread of its own. While one is attached, tasks that are no runs of blocks go to
@@ -187,7 +187,7 @@ class Engine {
   std::vector<Task> tasks_;
   std::vector<const TaskKind*> kinds_;  // [B][H], of the tasks: nullptr: blocks
   Bundles bundles_;
-  std::vector<Reads> reads_;  // [B][H]
+  std::vector<Reads> reads_;                              // [B][H]
   std::vector<float> res_o_, res_lse_, mid_o_, mid_lse_;  // [B][Hq][D], [B][Hq]
   std::unique_ptr<std::atomic<uint8_t>[]> waits_;         // [B][H]: results a group still waits for
   int items_ = 0;                                         // resident items: B * H, or 0

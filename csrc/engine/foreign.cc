@@ -62,8 +62,7 @@ Selection Engine::select_foreign(int i, int32_t* pages, uint16_t* masks, int max
   Scratch* s = &selection_scratch_;
   const Task& task = tasks_[i];
   const TaskKind* kind = kinds_[layer_.index(task)];
-  const Selection chosen =
-      kind != nullptr ? kind->select(layer_, task, s) : select_blocks(layer_, task, s);
+  const Selection chosen = kind != nullptr ? kind->select(layer_, task, s) : select_blocks(layer_, task, s);
   if (chosen.count > max) {
     throw std::invalid_argument("The selection has " + std::to_string(chosen.count) +
                                 " pages and room was given for " + std::to_string(max) +

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernels/table.h"
 #include "engine/block_scores.h"
+#include "kernels/table.h"
 
 namespace fluxion {
 

@@ -23,9 +23,9 @@ struct EngineConfig {
   int max_requests;  // capacities to start with: step() grows them
   int max_pages;     // of the longest request
   bool attend_union;
-  double guard;         // share of a head's attention that may be left out before it reads more; 0: no guard
-  int64_t chunk_bytes;  // what a stage of a task reads at a time
-  bool share_prefixes;  // see Bundle
+  double guard;          // share of a head's attention that may be left out before it reads more; 0: no guard
+  int64_t chunk_bytes;   // what a stage of a task reads at a time
+  bool share_prefixes;   // see Bundle
   int64_t cached_bytes;  // of tiles that the last cache keeps from one request to the next
 };
 
@@ -42,12 +42,12 @@ struct LayerInput {
 // Where the result goes: to `out`, merged with the residents, or to o and lse, the middle's alone, where the
 // residents are a device's. Then k and v go to the host alone.
 struct LayerOutput {
-  char* out = nullptr;    // [B][Hq][D] KV dtype, the last two contiguous
+  char* out = nullptr;     // [B][Hq][D] KV dtype, the last two contiguous
   int64_t out_stride = 0;  // bytes
-  float* o = nullptr;    // [B][Hq][D]; written where lse is not -inf
-  float* lse = nullptr;  // [B][Hq], natural log
-  // What the device found of the residents (layout of Engine::residents), for early exit and the guard; copied.
-  // nullptr: it is not known.
+  float* o = nullptr;      // [B][Hq][D]; written where lse is not -inf
+  float* lse = nullptr;    // [B][Hq], natural log
+  // What the device found of the residents (layout of Engine::residents), for early exit and the guard;
+  // copied. nullptr: it is not known.
   const float* parts = nullptr;
 
   bool on_device() const { return lse != nullptr; }

@@ -51,8 +51,8 @@ std::string ListedTokens::wrong(const Layer& layer, const Task& task) const {
   for (int64_t j = offsets[0]; j < offsets[1]; ++j) {
     const int page = all_.pages[j];
     if (page < least || page >= window) {
-      return unreadable + "page " + std::to_string(page) + " is not one of " + std::to_string(least) + " to " +
-             std::to_string(window - 1) + ", the middle's after the one before";
+      return unreadable + "page " + std::to_string(page) + " is not one of " + std::to_string(least) +
+             " to " + std::to_string(window - 1) + ", the middle's after the one before";
     }
     least = page + 1;
   }
@@ -79,8 +79,7 @@ Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s)
   const Wanted wanted = wanted_of(layer, task, tokens, 1, tokens);
   uint16_t* masks = s->masks.data();
   for (int j = 0; j < pages; ++j) {
-    for (int g = 0; g < G; ++g)
-      masks[j * G + g] = wanted.active >> g & 1 ? listed[j * G + g] : uint16_t{0};
+    for (int g = 0; g < G; ++g) masks[j * G + g] = wanted.active >> g & 1 ? listed[j * G + g] : uint16_t{0};
   }
   const int scored = rank(layer, task, wanted, s);
   if (all_.chosen != nullptr && !s->looks_on) std::copy_n(masks, pages * G, all_.chosen + first * G);
@@ -105,8 +104,8 @@ Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s)
 }
 
 // Takes from the masks of the scratch what heads with a part of the middle leave out of their lists; how many
-// keys it scored: those that a head lists which has to leave some of them out, or might have to where the plan
-// asks for a record of what was chosen.
+// keys it scored: those that a head lists which has to leave some of them out, or might have to where the
+// plan asks for a record of what was chosen.
 int ListedTokens::rank(const Layer& layer, const Task& task, const Wanted& wanted, Scratch* s) const {
   const int G = layer.group, pages = count(layer, task);
   const int64_t first = begin(layer, task);

@@ -39,8 +39,8 @@ class ListedTokens : public TaskKind {
   int count(const Layer& layer, const Task& task) const;
   int rank(const Layer& layer, const Task& task, const Wanted& wanted, Scratch* scratch) const;
   int score_listed(const Layer& layer, const Task& task, unsigned heads, Scratch* scratch) const;
-  void keep_best(const Layer& layer, const uint16_t* listed, int count, int g, int scored, bool alone, int best,
-                 Scratch* scratch) const;
+  void keep_best(const Layer& layer, const uint16_t* listed, int count, int g, int scored, bool alone,
+                 int best, Scratch* scratch) const;
 
   const Lists all_;
   const std::shared_ptr<const void> memory_;

@@ -10,20 +10,19 @@ namespace fluxion {
 class TaskKind;
 
 // The C++ side of LayerPlan (policy/base.py), which says what each field means. B requests, H KV heads, Hq
-// query heads; everything contiguous. A plan may serve any number of layers, and does not change while one
-// is open.
+// query heads; everything contiguous. A plan may serve any number of layers; while one is open it does not
+// change, and its tensors live.
 struct LayerPlan {
   int batch, kv_heads, q_heads;
-  int head_dim = 0;                // of given_o
-  const int32_t* blk;              // [B][H]
-  const float* budget;             // [B][Hq]
-  const float* value;              // [B][H]
-  const int32_t* owner = nullptr;  // [B][H]: an Executor; nullptr: Executor::kAny for all
-  const float* given_o = nullptr;  // [B][Hq][D]
+  int head_dim = 0;                  // of given_o
+  const int32_t* blk;                // [B][H]
+  const float* budget;               // [B][Hq]
+  const float* value;                // [B][H]
+  const int32_t* owner = nullptr;    // [B][H]: an Executor; nullptr: Executor::kAny for all
+  const float* given_o = nullptr;    // [B][Hq][D]
   const float* given_lse = nullptr;  // [B][Hq]; nullptr: nothing is given
   // Tasks that are not done by blocks; the first kind that takes a group has it.
   std::vector<std::shared_ptr<const TaskKind>> kinds;
-  std::shared_ptr<const void> memory;  // keeps alive what the pointers point to
 };
 
 }  // namespace fluxion

@@ -50,8 +50,7 @@ void append_token(const Layer& layer, const HostPool& pool, const Task& task) {
   const WindowView& w = layer.in.window;
   if (w.data == nullptr) return;
   const int64_t bytes = layer.shape.token_bytes();
-  char* to =
-      w.data + h * w.head_stride + w.slot(r.row, logical) * layer.shape.tile_bytes() + offset * bytes;
+  char* to = w.data + h * w.head_stride + w.slot(r.row, logical) * layer.shape.tile_bytes() + offset * bytes;
   std::memcpy(to, k, bytes);
   std::memcpy(to + kPage * bytes, v, bytes);
 }

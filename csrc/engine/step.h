@@ -22,7 +22,8 @@ class Step {
 
   // Room for so many requests, and pages of the longest. May throw std::bad_alloc, and then has the old room.
   void reserve(int requests, int pages);
-  // rows, seq_lens: [batch]; table: [batch][columns] with a row stride in elements. Copies them. There is room.
+  // rows, seq_lens: [batch]; table: [batch][columns] with a row stride in elements. Copies them. There is
+  // room.
   void begin(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
              int64_t table_stride, int64_t columns);
   void clear() { batch_ = 0; }

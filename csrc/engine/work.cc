@@ -88,15 +88,17 @@ void Engine::run_task(int n, Scratch* scratch) {
   const int i = layer_.index(task);
   if (const Bundle* bundle = bundles_.of(i)) {
     if (bundle->tasks[0] != i) return;
-    const auto done = [&](const Task& member, const Selection& chosen) { task_done(member, chosen, scratch); };
+    const auto done = [&](const Task& member, const Selection& chosen) {
+      task_done(member, chosen, scratch);
+    };
     return run_bundle(layer_, *bundle, scratch, done);
   }
   float *o = layer_.middle_o(task), *lse = layer_.middle_lse(task);
   const TaskKind* kind = kinds_[i];
-  task_done(task,
-            kind != nullptr ? kind->run(layer_, task, scratch, o, lse)
-                            : run_blocks(layer_, task, scratch, o, lse),
-            scratch);
+  task_done(
+      task,
+      kind != nullptr ? kind->run(layer_, task, scratch, o, lse) : run_blocks(layer_, task, scratch, o, lse),
+      scratch);
 }
 
 void Engine::task_done(const Task& task, const Selection& chosen, Scratch* scratch) {
@@ -127,8 +129,7 @@ void Engine::take_given(const Task& task) {
 void Engine::merge(const Task& task) {
   take_given(task);
   const int64_t at = layer_.state(task), D = shape_.head_dim, bytes = shape_.token_bytes();
-  char* out =
-      layer_.to.out + task.request * layer_.to.out_stride + int64_t{task.head} * layer_.group * bytes;
+  char* out = layer_.to.out + task.request * layer_.to.out_stride + int64_t{task.head} * layer_.group * bytes;
   for (int64_t i = at; i < at + layer_.group; ++i, out += bytes) {
     layer_.kernels.merge_state(&layer_.res_o[i * D], layer_.res_lse[i], &layer_.mid_o[i * D],
                                layer_.mid_lse[i], shape_.head_dim, out);

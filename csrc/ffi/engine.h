@@ -4,8 +4,8 @@
 #include <memory>
 #include <utility>
 
-#include "ffi/objects.h"
 #include "engine/engine.h"
+#include "ffi/objects.h"
 
 namespace fluxion {
 

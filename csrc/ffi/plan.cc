@@ -26,33 +26,44 @@ class Kept {
   std::vector<Tensor> all_;
 };
 
-PlanRef plan_create(Tensor blk, Tensor budget, Tensor value, Optional<Tensor> owner, Optional<Tensor> given_o,
-                    Optional<Tensor> given_lse, ffi::Array<TaskKindRef> kinds) {
-  Kept kept;
-  LayerPlan plan{};
-  plan.blk = kept.add<int32_t>(blk, "blk", kInt32, {-1, -1});
+// Whoever made the plan keeps its tensors alive: one that is made for every layer has no time to count
+// references.
+PlanRef plan_create(TensorView blk, TensorView budget, TensorView value, Optional<TensorView> owner,
+                    Optional<TensorView> given_o, Optional<TensorView> given_lse,
+                    Optional<ffi::Array<TaskKindRef>> kinds) {
+  expect(blk, "blk", kInt32, {-1, -1}, 2);
   const int64_t B = blk.size(0), H = blk.size(1);
-  plan.budget = kept.add<float>(budget, "budget", kFloat32, {B, -1});
-  plan.value = kept.add<float>(value, "value", kFloat32, {B, H});
+  expect(budget, "budget", kFloat32, {B, -1}, 2);
+  expect(value, "value", kFloat32, {B, H}, 2);
   const int64_t Hq = budget.size(1);
   if (H < 1 || Hq % H != 0 || B > INT32_MAX || Hq > INT32_MAX) {
     Raise("ValueError") << "budget has " << Hq << " heads and blk has " << H
                         << "; the first must be a multiple of the second.";
   }
-  plan.batch = static_cast<int>(B);
-  plan.kv_heads = static_cast<int>(H);
-  plan.q_heads = static_cast<int>(Hq);
-  if (owner.has_value()) plan.owner = kept.add<int32_t>(*owner, "owner", kInt32, {B, H});
-  if (given_o.has_value() && given_lse.has_value()) {
-    plan.given_lse = kept.add<float>(*given_lse, "given.lse", kFloat32, {B, Hq});
-    plan.given_o = kept.add<float>(*given_o, "given.o", kFloat32, {B, Hq, -1});
-    plan.head_dim = static_cast<int>((*given_o).size(2));
+  const auto plan = std::make_shared<LayerPlan>();
+  plan->batch = static_cast<int>(B);
+  plan->kv_heads = static_cast<int>(H);
+  plan->q_heads = static_cast<int>(Hq);
+  plan->blk = data<int32_t>(blk);
+  plan->budget = data<float>(budget);
+  plan->value = data<float>(value);
+  if (owner.has_value()) {
+    expect(*owner, "owner", kInt32, {B, H}, 2);
+    plan->owner = data<int32_t>(*owner);
   }
-  for (const TaskKindRef& ref : kinds) plan.kinds.push_back(ref->kind);
-  plan.memory = kept.take();
+  if (given_o.has_value() && given_lse.has_value()) {
+    expect(*given_lse, "given.lse", kFloat32, {B, Hq}, 2);
+    expect(*given_o, "given.o", kFloat32, {B, Hq, -1}, 3);
+    plan->given_lse = data<float>(*given_lse);
+    plan->given_o = data<float>(*given_o);
+    plan->head_dim = static_cast<int>((*given_o).size(2));
+  }
+  if (kinds.has_value()) {
+    for (const TaskKindRef& ref : *kinds) plan->kinds.push_back(ref->kind);
+  }
   return guarded([&] {
-    for (const auto& kind : plan.kinds) kind->check_shape(plan);
-    return PlanRef(ffi::make_object<PlanObj>(std::make_shared<const LayerPlan>(std::move(plan))));
+    for (const auto& kind : plan->kinds) kind->check_shape(*plan);
+    return PlanRef(ffi::make_object<PlanObj>(plan));
   });
 }
 

@@ -1,5 +1,7 @@
 // The C ABI of workers and pool. Argument checks live here: what the classes below it receive has the right
 // shape and dtype.
+#include "runtime/pool.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -9,14 +11,14 @@
 #include <vector>
 
 #include "ffi/objects.h"
-#include "runtime/pool.h"
 #include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
 namespace {
 
-// Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares it.
+// Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
+// it.
 constexpr int64_t kAbiVersion = 19;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,

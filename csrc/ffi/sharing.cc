@@ -1,11 +1,12 @@
 // The C ABI of engine/sharing.h, for tests.
+#include "engine/sharing.h"
+
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include <cstdint>
 
 #include "ffi/objects.h"
-#include "engine/sharing.h"
 
 namespace fluxion {
 namespace {

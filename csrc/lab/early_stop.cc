@@ -180,8 +180,8 @@ int EarlyStop::pick(const Layer& layer, const Blocks& at, const Wanted& wanted, 
     while (taken < quota && head.walked < wanted.count[g]) {
       if (head.walked == head.sorted) {
         const int want = std::min(wanted.count[g], std::max(2 * head.sorted, 4 * quota));
-        extend_order(layer, &s->scores[g * s->stride(layer.group)], at.count, g, head.sorted, want, head.order,
-                     room.ranked.data(), room.placed.data(), s);
+        extend_order(layer, &s->scores[g * s->stride(layer.group)], at.count, g, head.sorted, want,
+                     head.order, room.ranked.data(), room.placed.data(), s);
         head.sorted = want;
       }
       const int i = head.order[head.walked++];

@@ -42,8 +42,8 @@ class EarlyStop : public TaskKind {
   struct Head;
   struct Room;
 
-  int pick(const Layer& layer, const Blocks& at, const Wanted& wanted, int quota, uint16_t* going, Head* heads,
-           Scratch* scratch) const;
+  int pick(const Layer& layer, const Blocks& at, const Wanted& wanted, int quota, uint16_t* going,
+           Head* heads, Scratch* scratch) const;
 
   const Shares shares_;
   const std::shared_ptr<const void> memory_;

@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/pool.h"
 #include "lab/score_table.h"
+#include "runtime/pool.h"
 
 namespace fluxion {
 

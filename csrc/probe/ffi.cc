@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "ffi/objects.h"
-#include "runtime/host_memory.h"
 #include "probe/probe.h"
+#include "runtime/host_memory.h"
 
 namespace fluxion {
 namespace {

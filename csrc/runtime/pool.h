@@ -82,8 +82,8 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // set apart.) A stale tag is never believed: a block is looked up by a page that is full and last of it on
 // the request's path, and such a page rewrote the entry when it became full.
 //
-// append and adopt must not run together with readers of the same layer. The engine, which appends and reads in
-// one step, uses the three parts below them.
+// append and adopt must not run together with readers of the same layer. The engine, which appends and reads
+// in one step, uses the three parts below them.
 class HostPool {
  public:
   // spread: how blocks are scored (KernelTable::score). isa: a name of available_isas(), or "" for the best

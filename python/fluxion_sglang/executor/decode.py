@@ -224,7 +224,13 @@ class DecodeEngine:
         plan = self._policy.plan(at.index, at.q, observed)
         accounts.lap(Phase.PLAN)
         at.begin(self.native, self._native_plan(plan), parts)
-        work = LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale)
+        if self.executors:
+            self._drain(LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale))
+        at.finish(self.native)
+        accounts.lap(Phase.TASKS)
+
+    def _drain(self, work: LayerWork) -> None:
+        """Have the other executors do what they take of the open layer."""
         try:
             for executor in self.executors:
                 executor.drain(work)
@@ -232,8 +238,6 @@ class DecodeEngine:
             # The pages and rows of this layer may be another request's soon: nothing more may be written to them.
             self.native.abandon()
             raise
-        at.finish(self.native)
-        accounts.lap(Phase.TASKS)
 
     def attended(self, at: Layer) -> None:
         """The layer that `attend` did is done, and its tensors are as they were."""

@@ -204,9 +204,9 @@ class NativeEngine:
     def _begun(self, begin: Callable[..., Any], plan: NativePlan, *arguments: Any) -> int:
         """begin(engine, plan, arguments): every tensor among them is kept until the layer ends."""
         # Before the call: the workers may read these from its first moment on, and an interrupt may follow it.
-        self._in_use += arguments
-        self._tasks = int(begin(self.handle, plan.handle, *arguments))
-        self._in_use = arguments
+        self._in_use += (plan, *arguments)
+        self._tasks = begin(self.handle, plan.handle, *arguments)
+        self._in_use = (plan, *arguments)
         return self._tasks
 
     def layer_finish(self) -> None:

@@ -11,7 +11,7 @@ from fluxion_sglang.native.loading import function
 
 
 class NativePlan:
-    """One object that any number of layers take, for as long as its tensors stay as they are; it keeps them alive.
+    """One object that any number of layers take, for as long as its tensors stay as they are.
 
     Args:
         blk, budget, value, given: as of `policy.base.LayerPlan`, which says what they mean.
@@ -23,6 +23,8 @@ class NativePlan:
         ValueError: a shape or dtype that does not fit the others.
     """
 
+    __slots__ = ("_tensors", "handle")
+
     def __init__(
         self,
         blk: torch.Tensor,
@@ -32,7 +34,10 @@ class NativePlan:
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
         kinds: Sequence[Any] = (),
     ) -> None:
-        self.handle = function("plan_create")(blk, budget, value, owner, *(given or (None, None)), list(kinds))
+        o, lse = given or (None, None)
+        # The library has their addresses.
+        self._tensors = blk, budget, value, owner, o, lse
+        self.handle = function("plan_create")(*self._tensors, list(kinds) if kinds else None)
 
 
 def listed_tokens(

@@ -3,7 +3,7 @@
 #include "kernels/exp.h"
 #include "kernels/table.h"
 
-// The arithmetic of runtime/measure.cc: attention taken apart into what each page and token adds to it.
+// The arithmetic of predictor/measure.cc: attention taken apart into what each page and token adds to it.
 namespace fluxion::FLUXION_ISA {
 namespace {
 

@@ -356,7 +356,7 @@ class Scenario {
   Atomic<bool> stop_{false}, open_{false};
   Queue queue_;
   Mutex foreign_;
-  Cell<uint32_t> args_;  // LayerArgs
+  Cell<uint32_t> args_;  // LayerInput
   Cell<bool> failed_;
   std::array<Cell<uint32_t>, kMaxTasks> results_;
   std::vector<Claim> late_;  // claims that were not delivered

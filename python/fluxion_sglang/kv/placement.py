@@ -1,7 +1,7 @@
 """Which tokens of a request are resident on the device, as pure functions of its length.
 
 Everything that has to agree on residency (windows, executors, policies, tests) asks here. The native engine
-holds the same formulas (`csrc/runtime/engine.cc`); a test compares the two over every length.
+holds the same formulas (`csrc/runtime/pool.h`); a test compares the two over every length.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ int Hgca::resident_page(int n, int i) const {
 }
 // Where the windows have a page of their row.
 int Hgca::slot_page(int page) const {
-  const int ring = config_.window / kPage + 1;
-  return page < shape_.sink_pages ? page : shape_.sink_pages + (page - shape_.sink_pages) % ring;
+  const WindowView one_row{nullptr, 0, 1, shape_.sink_pages, WindowView::ring_of(config_.window)};
+  return static_cast<int>(one_row.slot(0, page));
 }
 
 float* Hgca::averages_of(Row* row, int layer, int head, int g) const {

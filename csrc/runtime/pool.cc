@@ -275,7 +275,7 @@ void HostPool::fill_window(int layer, const WindowView& window, int row, int n, 
     const int64_t bytes = j.pool->shape().tile_bytes();
     const WindowView& w = *j.window;
     const int last = (j.n + kPage - 1) / kPage;
-    const int start = window_start_page(j.n, w.sink_pages, (w.ring_pages - 1) * kPage);
+    const int start = window_start_page(j.n, w.sink_pages, w.window());
     const auto copy = [&](int p) {
       std::memcpy(w.data + h * w.head_stride + w.slot(j.row, p) * bytes, j.pool->tile(j.layer, h, j.pages[p]),
                   bytes);

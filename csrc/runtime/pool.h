@@ -57,7 +57,10 @@ struct WindowView {
   int sink_pages = 0;
   int ring_pages = 0;
 
+  // The ring has a page more than the window, in tokens: the window begins with a whole page.
+  static int ring_of(int window) { return window / kPage + 1; }
   int slot_pages() const { return sink_pages + ring_pages; }
+  int window() const { return (ring_pages - 1) * kPage; }
   // Page of the window, within one head, that holds logical page `page` of row `row`.
   int64_t slot(int row, int page) const {
     const int in_row = page < sink_pages ? page : sink_pages + (page - sink_pages) % ring_pages;

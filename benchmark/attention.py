@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from fluxion_sglang.commands.needle import needle_prompt
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.workers import create_workers
 from fluxion_sglang.kv.host_pool import HostPool, KVShape

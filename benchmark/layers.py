@@ -12,7 +12,7 @@ from roofline import KV_HEADS, Arena, beyond_caches, error, exact_attention, isa
 from torch import Tensor
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.executor.engine import DecodeEngine, native_plan
+from fluxion_sglang.executor.decode import DecodeEngine, native_plan
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement

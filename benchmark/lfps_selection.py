@@ -37,17 +37,19 @@ from tqdm import tqdm
 from fluxion_quality import suite_named
 from fluxion_quality.model import Model
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.executor.engine import DecodeEngine, native_plan
+from fluxion_sglang.executor.decode import DecodeEngine, native_plan
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.lab.lfps import LfpsPolicy
 from fluxion_sglang.lab.lfps_tables import LfpsOptions
+from fluxion_sglang.lab.oracle import OraclePolicy
 from fluxion_sglang.lab.torch_executor import block_scores
 from fluxion_sglang.native import Workers
-from fluxion_sglang.policy import FixedPolicy, OraclePolicy, Policy
+from fluxion_sglang.policy import Policy
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan, World
+from fluxion_sglang.policy.fixed import FixedPolicy
 
 SEED = 6_000_000
 BUDGET = 0.02

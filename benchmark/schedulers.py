@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from fluxion_sglang.config import SCHEDULERS as NAMES  # noqa: E402
 from fluxion_sglang.config import FluxionConfig  # noqa: E402
 from fluxion_sglang.executor.base import executors_of  # noqa: E402
-from fluxion_sglang.executor.engine import DecodeEngine  # noqa: E402
+from fluxion_sglang.executor.decode import DecodeEngine  # noqa: E402
 from fluxion_sglang.executor.host import HostDevice  # noqa: E402
 from fluxion_sglang.executor.workers import create_workers  # noqa: E402
 from fluxion_sglang.kv.host_pool import HostPool, KVShape  # noqa: E402

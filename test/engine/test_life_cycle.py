@@ -27,8 +27,8 @@ import torch
 from server import PATIENCE_S, Completion, Server
 
 from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.lab.granularity import select_granularity
 from fluxion_sglang.policy import Context, examples, parse_spec
-from fluxion_sglang.policy.selector import select_granularity
 
 NEW = 24
 POOL = 3200

@@ -6,15 +6,16 @@ import time
 
 import torch
 
-from fluxion_sglang.policy import DecodeStep, FixedPolicy, LayerPlan, StreamingPolicy
-from fluxion_sglang.policy.base import UNSEEN, Observed
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed
+from fluxion_sglang.policy.full import FullPolicy
+from fluxion_sglang.policy.streaming import StreamingPolicy
 
 
-class FaultyPolicy(FixedPolicy):
+class FaultyPolicy(FullPolicy):
     """faulty:STEP reads everything, and raises in one decode step, counted from 1, after its first layer."""
 
     def __init__(self, step: str) -> None:
-        super().__init__(16, 1.0)
+        super().__init__()
         self.left = int(step)
 
     def begin_step(self, step: DecodeStep) -> None:

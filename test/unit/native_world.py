@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fluxion_sglang.executor.engine import native_plan
+from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.kinds import EarlyStop, SingleTokens
 from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers

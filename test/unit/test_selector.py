@@ -12,8 +12,9 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fluxion_sglang.lab.granularity import plan_measured, select_granularity
 from fluxion_sglang.policy.base import LayerPlan, task_value
-from fluxion_sglang.policy.selector import Choice, plan_measured, select_granularity
+from fluxion_sglang.policy.selector import Choice
 from fluxion_sglang.predictor.inference import plan_budgets, plan_groups
 
 BLOCKS = (16, 32, 64, 128)

@@ -12,7 +12,7 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.dispatcher import DispatcherOptions, GpuExecutor
 from fluxion_sglang.device.library import load
 from fluxion_sglang.executor.base import Executor
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement

@@ -11,8 +11,8 @@ from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.device.library import DeviceLibrary, load
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Device, DeviceMaker
-from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.windows import Windows
 

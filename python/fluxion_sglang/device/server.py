@@ -20,7 +20,7 @@ import torch
 
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, Slot
 from fluxion_sglang.device.timeline import Timeline
-from fluxion_sglang.executor.engine import DecodeEngine, Layer
+from fluxion_sglang.executor.decode import DecodeEngine, Layer
 from fluxion_sglang.native import NativeEngine, NativePlan
 from fluxion_sglang.policy.base import Policy
 

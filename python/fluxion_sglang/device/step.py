@@ -23,8 +23,8 @@ from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.server import LayerServer
 from fluxion_sglang.device.streams import streams
 from fluxion_sglang.device.timeline import Timeline
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Appended, Device
-from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows

@@ -18,7 +18,7 @@ from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.policy.base import Policy
 
 if TYPE_CHECKING:
-    from fluxion_sglang.executor.engine import DecodeEngine
+    from fluxion_sglang.executor.decode import DecodeEngine
     from fluxion_sglang.kv.host_pool import HostPool, KVShape
     from fluxion_sglang.kv.windows import Windows
 

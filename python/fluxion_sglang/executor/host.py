@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fluxion_sglang.executor.decode import DecodeEngine, Layer
 from fluxion_sglang.executor.device import Appended, Device
-from fluxion_sglang.executor.engine import DecodeEngine, Layer
 from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows

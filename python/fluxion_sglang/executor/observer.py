@@ -13,7 +13,7 @@ import torch
 from fluxion_sglang.policy.base import DecodeStep, Policy
 
 if TYPE_CHECKING:
-    from fluxion_sglang.executor.engine import DecodeEngine, Layer
+    from fluxion_sglang.executor.decode import DecodeEngine, Layer
     from fluxion_sglang.executor.prefill import ExtendRequest
     from fluxion_sglang.predictor.artifact import Identity
 

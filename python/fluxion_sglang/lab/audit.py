@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fluxion_sglang.executor.engine import DecodeEngine, Layer, native_plan
+from fluxion_sglang.executor.decode import DecodeEngine, Layer, native_plan
 from fluxion_sglang.executor.merge import attention_with_lse, merge_state
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.kv.placement import PAGE

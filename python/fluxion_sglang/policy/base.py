@@ -290,6 +290,8 @@ class Policy(ABC):
     def from_spec(cls, context: Context, *words: str) -> Policy:
         """The policy of a spec, `words` being what follows its name.
 
+        A class that does not define this itself is called with the words: it need not know what its bases take.
+
         Raises:
             NotLegal: these are no arguments of the policy. ValueError: one sentence, what it lacks or what is wrong.
         """

@@ -108,8 +108,9 @@ def _forms(name: str, point: EntryPoint) -> Iterator[str]:
 def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Policy:
     try:
         kind = point.load()
-        legal = isinstance(kind, type) and issubclass(kind, Policy)
-        policy = kind.from_spec(context, *words) if legal else None
+        policy = None
+        if isinstance(kind, type) and issubclass(kind, Policy):
+            policy = kind.from_spec(context, *words) if "from_spec" in vars(kind) else kind(*words)
     except _Legal:
         raise
     except Exception as error:  # the sentence of a ValueError is its own

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import BLOCKS, PAGE, Placement

@@ -68,7 +68,7 @@ def plan_groups(
 ) -> None:
     """Choose block size, budgets and priority of every group by Eq. 3 (Fluxion, section 5.3).
 
-    `policy.selector.select_granularity` is the reference and says what is chosen.
+    `lab.granularity.select_granularity` is the reference and says what is chosen.
 
     Args:
         pred: [B * Hq, 3] float32, of `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
@@ -94,7 +94,7 @@ def plan_budgets(
     every_head: bool = False,
     blocks: Sequence[int] = BLOCKS,
 ) -> None:
-    """`plan_groups` from budgets that were measured; `policy.selector.plan_measured` is the reference.
+    """`plan_groups` from budgets that were measured; `lab.granularity.plan_measured` is the reference.
 
     Args:
         budgets: [B, Hq, 4] float32, contiguous: in blocks of 16, 32, 64, 128 tokens; all four 0: a streaming head.

@@ -15,8 +15,8 @@ from sglang.srt.runtime_context import get_parallel
 from fluxion_sglang import plugins
 from fluxion_sglang.executor.accounts import StepAccounts
 from fluxion_sglang.executor.base import executors_of
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Device
-from fluxion_sglang.executor.engine import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fluxion_sglang.executor.engine import DecodeEngine
+from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool

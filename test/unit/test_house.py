@@ -1,0 +1,158 @@
+"""The house: which way imports go, no circles, no twins, nothing too large to read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python" / "fluxion_sglang"
+CSRC = ROOT / "csrc"
+
+RINGS: dict[str, set[str]] = {
+    "core": set(),
+    "device": {"core"},
+    "lab": {"core"},
+    "scoring": {"core", "lab"},
+    "training": {"core", "scoring"},
+    "commands": {"core", "device", "lab", "scoring", "training"},
+}
+"""What each ring may import beside itself. Everything that no folder of this name holds is the core."""
+
+NATIVE: dict[str, set[str]] = {
+    "simd": set(),
+    "kernels": {"simd"},
+    "runtime": {"kernels"},
+    "engine": {"kernels", "runtime"},
+    "predictor": {"kernels", "runtime", "engine", "ffi"},
+    "ffi": {"kernels", "runtime", "engine"},
+    "probe": {"kernels", "runtime", "ffi"},
+    "lab": {"kernels", "runtime", "engine", "ffi"},
+    "cuda": {"kernels", "runtime", "device", "ffi"},
+    "device": {"kernels", "runtime", "engine", "ffi"},
+}
+"""What each folder of csrc/ may include beside itself: the core nothing of device, lab, cuda or probe."""
+
+NATIVE_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"})
+
+OUTSIDE = {"cli", "__main__", "bench_one_batch"}
+"""Modules that start programs: they may import commands."""
+SAME = {"__init__", "__main__", "base", "command"}
+"""File names that may stand in many folders."""
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the package by its name, without the package's."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports(path: Path, later: bool) -> set[str]:
+    """What a file imports of the package and of others, as it says; later: within functions, too."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if for_types(node) or (not later and isinstance(node, ast.FunctionDef)):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def modules(path: Path, later: bool = True) -> set[str]:
+    names = {
+        name.removeprefix("fluxion_sglang.") for name in imports(path, later) if name.startswith("fluxion_sglang.")
+    }
+    return names & sources().keys()
+
+
+def ring(module: str) -> str:
+    first = module.partition(".")[0]
+    return first if first in RINGS else "core"
+
+
+@pytest.mark.parametrize("module", sources())
+def test_imports_go_inwards(module: str) -> None:
+    path = sources()[module]
+    if module in OUTSIDE:
+        return
+    own = ring(module)
+    wrong = {other for other in modules(path) if ring(other) not in {own, *RINGS[own]}}
+    assert not wrong, f"{module} is of the ring {own}"
+    others = {name.partition(".")[0] for name in imports(path, later=True)}
+    assert "fluxion_quality" not in others, "the product does not import the benchmarks"
+    assert "sglang" not in others or module.startswith("sglang.") or module in OUTSIDE, "only sglang/ imports SGLang"
+
+
+def test_no_circles() -> None:
+    for later in (False, True):
+        # A package's own file says what it exports: that its modules import the package is no circle.
+        graph = {
+            module: modules(path, later) - {module} for module, path in sources().items() if path.stem != "__init__"
+        }
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(f"{'Also within functions: ' if later else ''}{' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cc", ".cu", ".cuh"}), ids=lambda p: p.name
+)
+def test_includes_go_inwards(path: Path) -> None:
+    own = path.relative_to(CSRC).parts[0]
+    others = set(re.findall(r'#include "(\w+)/', path.read_text()))
+    assert others - {"emulate"} <= {own, *NATIVE[own]}
+
+
+def test_names_are_told_apart() -> None:
+    """One file name, one file: where two things have one name, one of them is not named after what it is."""
+    names = Counter(path.stem for path in sources().values())
+    assert not {name for name, count in names.items() if count > 1} - SAME
+
+
+def too_long(tree: ast.AST) -> list[str]:
+    limits = {ast.ClassDef: 600, ast.FunctionDef: 80}
+    found = []
+    for node in ast.walk(tree):
+        limit = limits.get(type(node))
+        if limit and isinstance(node, ast.ClassDef | ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= limit:
+            found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("module", sources())
+def test_nothing_is_too_long_to_read(module: str) -> None:
+    assert not too_long(ast.parse(sources()[module].read_text()))
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for p in CSRC.rglob("*") if p.suffix in {".cc", ".cu", ".h", ".cuh"}), ids=lambda p: p.name
+)
+def test_native_functions_are_short(path: Path) -> None:
+    """As clang-format leaves them, a function or class at namespace level ends with a brace in the first column."""
+    begin = 0
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if re.match(r"[A-Za-z\[].*\{$", line) and not line.startswith(("namespace", "extern")):
+            begin = number
+        if line.startswith("}") and begin:
+            limit = 600 if re.match(r"};", line) else 80
+            assert number - begin < limit, f"{path.name}:{begin} has {number - begin + 1} lines"
+            begin = 0

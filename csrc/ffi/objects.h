@@ -1,4 +1,4 @@
-// What the files of the runtime's C ABI share: its objects, and checks of tensors that belong to a pool.
+// What the files of the C ABI share: its objects, and checks of tensors that belong to a pool.
 #pragma once
 
 #include <cstdint>

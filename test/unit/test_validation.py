@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.device import library
+from fluxion_sglang.device import maker
 from fluxion_sglang.sglang import compat, plugin, resolution, validation
 from fluxion_sglang.sglang.compat import CompatError, Need
 
@@ -183,7 +183,7 @@ def test_a_gpu_needs_its_library(server_args: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_keys_that_do_not_go_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load", lambda backend: SimpleNamespace(backend=backend))
+    monkeypatch.setattr(maker, "load", lambda backend: SimpleNamespace(backend=backend))
     with pytest.raises(ConfigError, match="SGLang would use cpu; leave the key out"):
         validation.check_device("cpu", FluxionConfig(cuda_graphs=True))
     for legal in ("cpu", "cuda"):
@@ -191,10 +191,10 @@ def test_keys_that_do_not_go_with_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_layers_that_scale_differently_are_refused_on_a_device() -> None:
-    layers: list[Any] = [SimpleNamespace(scaling=0.125), SimpleNamespace(scaling=0.125)]
-    validation.check_scaling(layers)
+    nothing: Any = None
+    made = maker.Simulated().make
     with pytest.raises(ConfigError, match=r"scale scores differently \(0.125, 0.25\)"):
-        validation.check_scaling([*layers, SimpleNamespace(scaling=0.25)])
+        made(nothing, nothing, nothing, q_heads=1, scales=[0.125, 0.125, 0.25], max_requests=1, graphs=False)
 
 
 # --- what resolution made of it

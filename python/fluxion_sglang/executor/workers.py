@@ -1,4 +1,4 @@
-"""The CPU executor: native threads that pull tasks without Python (`csrc/runtime`)."""
+"""The CPU executor's threads (`csrc/runtime/worker_pool.h`): how many, and on which cores."""
 
 from __future__ import annotations
 

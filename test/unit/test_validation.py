@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.device import maker
+from fluxion_sglang.device import library, maker
 from fluxion_sglang.sglang import compat, plugin, resolution, validation
 from fluxion_sglang.sglang.compat import CompatError, Need
 

@@ -156,3 +156,18 @@ def test_native_functions_are_short(path: Path) -> None:
             limit = 600 if re.match(r"};", line) else 80
             assert number - begin < limit, f"{path.name}:{begin} has {number - begin + 1} lines"
             begin = 0
+
+
+def test_the_tour_walks_a_decode_layer() -> None:
+    """In at most eight hops from `forward_decode` to the queue and back, each by names that are where it says."""
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    walk = tour[tour.index("## One decode layer") :].split("\n## ")[0]
+    hops = re.findall(r"^(\d)\. (.*?)(?=^\d\. |^\*\*|^$)", walk, re.M | re.S)
+    assert [int(number) for number, _ in hops] == list(range(1, len(hops) + 1)) and 4 <= len(hops) <= 8
+    assert "forward_decode" in hops[0][1] and "forward_decode" in hops[-1][1]
+    named = re.findall(r"`([\w.:]+)`\s+in\s+`([\w/.]+)`", walk)
+    assert len(named) >= len(hops)
+    for name, file in named:
+        path = ROOT / file if file.startswith("csrc/") else PACKAGE / file
+        last = re.split(r"\.|::", name)[-1]
+        assert re.search(rf"\b{last}\b", path.read_text()), f"{name} is not in {file}"

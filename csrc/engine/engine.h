@@ -142,6 +142,7 @@ class Engine {
   void add_load(int lane, const Task& task, int64_t tile_bytes);
   void sort_tasks(int count);
 
+  // work.cc, but for the first two
   bool launch(WorkerPool::Fn work);
   void run_items(WorkerPool::Fn work);
   static void worker_main(void* self, int worker);
@@ -150,20 +151,21 @@ class Engine {
   void work(int worker);
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
-  void run_task(int i, Scratch* scratch);
+  void run_task(int turn, Scratch* scratch);
   void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
   void part_done(const Task& task);
   void take_given(const Task& task);
   void merge(const Task& task);
 
-  void drain(bool abandoned);
+  // end_layer.cc
+  void end_layer(bool abandoned);
   void wait_or_revoke(bool wait);
   bool ends_coarse(int b) const;
   void seal_coarse();
   void record_failure(const std::string& sentence);
   void fail_task(const Task& task, const std::string& what);
   int resolve(int64_t claim_or_index) const;
-  Selection select_foreign(int task, int32_t* pages, uint16_t* masks, int max);
+  Selection select_foreign(int turn, int32_t* pages, uint16_t* masks, int max);
 
   std::shared_ptr<HostPool> pool_;
   EngineConfig config_;

@@ -14,7 +14,7 @@ int64_t Engine::pop(Executor executor, bool own_lane) {
 }
 
 // Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
-// selection_mutex_, both of which begin takes to open a layer and drain to close it.
+// selection_mutex_, both of which begin takes to open a layer and end_layer to close it.
 int Engine::resolve(int64_t claim_or_index) const {
   const int i = TaskQueue::task_of(claim_or_index);
   Executor executor;
@@ -58,9 +58,9 @@ bool Engine::fail(int64_t claim, const std::string& message) {
 }
 
 // The caller holds selection_mutex_.
-Selection Engine::select_foreign(int i, int32_t* pages, uint16_t* masks, int max) {
+Selection Engine::select_foreign(int turn, int32_t* pages, uint16_t* masks, int max) {
   Scratch* s = &selection_scratch_;
-  const Task& task = tasks_[i];
+  const Task& task = tasks_[turn];
   const TaskKind* kind = kinds_[layer_.index(task)];
   const Selection chosen = kind != nullptr ? kind->select(layer_, task, s) : select_blocks(layer_, task, s);
   if (chosen.count > max) {

@@ -18,7 +18,7 @@ uint32_t ordered(float value) {
 
 }  // namespace
 
-// How many each lane has.
+// Fills tasks_ in the order of the queue, and says how many each lane has.
 Engine::Lanes Engine::make_tasks() {
   Lanes lanes{};
   int count = 0, ranked_tokens = 0;
@@ -77,11 +77,6 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
   const int blk = layer_.blk(task);
   if (blk == 0) return false;
   const TaskKind* kind = kinds_[layer_.index(task)] = kind_of(task);
-  const std::string wrong = kind != nullptr ? kind->wrong(layer_, task) : std::string();
-  if (!wrong.empty()) {
-    fail_task(task, wrong);
-    return false;
-  }
   if (kind == nullptr && !is_block_size(blk)) {
     fail_task(task, "asks for blocks of " + std::to_string(blk) +
                         " tokens; a block has 16, 32, 64 or 128 (0 for no task), and the plan brings no kind "
@@ -93,8 +88,6 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
       std::none_of(budget, budget + layer_.group, [](float f) { return f > 0; })) {
     return false;
   }
-  const int64_t bytes = kind != nullptr ? kind->bytes(layer_, task) : block_bytes(layer_, task);
-  if (kind != nullptr && bytes == 0) return false;
   const int32_t* owner = layer_.plan->owner;
   *lane = owner == nullptr ? static_cast<int>(Executor::kAny) : owner[layer_.index(task)];
   if (*lane < 0 || *lane >= kLanes) {
@@ -103,6 +96,12 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
                         std::to_string(static_cast<int>(Executor::kAny)));
     return false;
   }
+  if (const std::string wrong = kind != nullptr ? kind->wrong(layer_, task) : ""; !wrong.empty()) {
+    fail_task(task, wrong);
+    return false;
+  }
+  const int64_t bytes = kind != nullptr ? kind->bytes(layer_, task) : block_bytes(layer_, task);
+  if (kind != nullptr && bytes == 0) return false;
   task_bytes_ += bytes;
   if (kind != nullptr) {
     *ranked_tokens = std::max(*ranked_tokens, kind->ranked_tokens(layer_, task));

@@ -26,7 +26,11 @@ class Step {
   // room.
   void begin(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
              int64_t table_stride, int64_t columns);
-  void clear() { batch_ = 0; }
+  void clear() {
+    batch_ = 0;
+    resident_pages_ = 0;
+    failure_.clear();
+  }
 
   int batch() const { return batch_; }
   const Request& request(int b) const { return requests_[b]; }

@@ -83,18 +83,19 @@ void Engine::resident_item(const Task& task, Scratch* scratch) {
   part_done(task);
 }
 
-void Engine::run_task(int n, Scratch* scratch) {
-  const Task& task = tasks_[n];
-  const int i = layer_.index(task);
-  if (const Bundle* bundle = bundles_.of(i)) {
-    if (bundle->tasks[0] != i) return;
+// turn: in the queue. A bundle is done in its first task's; the others' are empty.
+void Engine::run_task(int turn, Scratch* scratch) {
+  const Task& task = tasks_[turn];
+  const int at = layer_.index(task);
+  if (const Bundle* bundle = bundles_.of(at)) {
+    if (bundle->tasks[0] != at) return;
     const auto done = [&](const Task& member, const Selection& chosen) {
       task_done(member, chosen, scratch);
     };
     return run_bundle(layer_, *bundle, scratch, done);
   }
   float *o = layer_.middle_o(task), *lse = layer_.middle_lse(task);
-  const TaskKind* kind = kinds_[i];
+  const TaskKind* kind = kinds_[at];
   task_done(
       task,
       kind != nullptr ? kind->run(layer_, task, scratch, o, lse) : run_blocks(layer_, task, scratch, o, lse),

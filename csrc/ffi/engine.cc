@@ -61,7 +61,7 @@ LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, co
   in.layer = static_cast<int>(layer);
   in.q = data<char>(q);
   in.q_stride = q.stride(0) * pool.shape().element();
-  if (k.has_value() && v.has_value()) {
+  if (both(k, "k", v, "v")) {
     in.k = token_view(pool, *k, "k", B);
     in.v = token_view(pool, *v, "v", B);
   }

@@ -51,7 +51,7 @@ PlanRef plan_create(TensorView blk, TensorView budget, TensorView value, Optiona
     expect(*owner, "owner", kInt32, {B, H}, 2);
     plan->owner = data<int32_t>(*owner);
   }
-  if (given_o.has_value() && given_lse.has_value()) {
+  if (both(given_o, "given.o", given_lse, "given.lse")) {
     expect(*given_lse, "given.lse", kFloat32, {B, Hq}, 2);
     expect(*given_o, "given.o", kFloat32, {B, Hq, -1}, 3);
     plan->given_lse = data<float>(*given_lse);
@@ -77,7 +77,7 @@ TaskKindRef listed_create(Tensor offsets, Tensor pages, Tensor masks, Optional<T
   lists.count = pages.size(0);
   lists.masks = kept.add<uint16_t>(masks, "listed.masks", kUInt16, {lists.count, -1});
   lists.group = static_cast<int>(masks.size(1));
-  if (chosen.has_value() && scores.has_value()) {
+  if (both(chosen, "record.chosen", scores, "record.scores")) {
     lists.chosen = kept.add<uint16_t>(*chosen, "record.chosen", kUInt16, {lists.count, lists.group});
     lists.scores = kept.add<float>(*scores, "record.scores", kFloat32, {lists.count, lists.group, kPage});
   }

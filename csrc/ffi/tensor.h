@@ -101,6 +101,16 @@ inline void expect(const TensorView& t, const char* name, DLDataType dtype,
   }
 }
 
+// Two arguments that come together or not at all.
+template <typename A, typename B>
+bool both(const A& a, const char* a_name, const B& b, const char* b_name) {
+  if (a.has_value() == b.has_value()) return a.has_value();
+  const bool has_a = a.has_value();
+  Raise("ValueError") << (has_a ? a_name : b_name) << " was given without " << (has_a ? b_name : a_name)
+                      << "; give both or neither.";
+  TVM_FFI_UNREACHABLE();
+}
+
 template <typename T>
 T* data(const TensorView& t) {
   return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <bit>
 
+#include "engine/blocks.h"
 #include "engine/chunks.h"
 
 namespace fluxion {
 
-int64_t SingleTokens::bytes(const Layer& layer, const Task& task) const {
-  return int64_t{layer.step.middle_tokens(task.request)} / kPage * layer.shape.tile_bytes();
-}
+int64_t SingleTokens::bytes(const Layer& layer, const Task& task) const { return block_bytes(layer, task); }
 
 int SingleTokens::ranked_tokens(const Layer& layer, const Task& task) const {
   return layer.step.middle_tokens(task.request);

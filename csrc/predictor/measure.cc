@@ -413,7 +413,7 @@ bool Measurement::start(int state, int size, Walk* walk) const {
   for (int c = 0; c < args_.criterion_count; ++c) {
     bool met = false;
     switch (kind(c)) {
-      case Criterion::kGroupError:
+      case Criterion::kLayerError:
         met = error <= threshold(c);
         break;
       case Criterion::kHeadError:
@@ -437,7 +437,7 @@ void Measurement::step(int state, int size, int count, int tokens, int blk, int 
     const int c = std::countr_zero(open);
     bool met = false;
     switch (kind(c)) {
-      case Criterion::kGroupError:
+      case Criterion::kLayerError:
         met = error <= threshold(c) * walk->weight * largest_[state / args_.q_heads];
         break;
       case Criterion::kHeadError:

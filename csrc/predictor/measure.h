@@ -16,11 +16,10 @@ inline constexpr int kBlockSizes = 5;
 // When a selection is good enough. o is the head's exact output, o' what it gets of the residents and the
 // selection.
 enum class Criterion : int {
-  kGroupError = 0,  // |o' - o| / max over the heads of |o| <= threshold (Fluxion, Eq. 2)
+  kLayerError = 0,  // |o' - o| / max over the heads of |o| <= threshold (Fluxion, Eq. 2)
   kHeadError = 1,   // |o' - o| / |o| <= threshold
   kMass = 2,        // share of the attention mass that is read >= threshold
 };
-inline constexpr int kCriteria = 3;
 
 // N queries, all of one request. Outputs are contiguous float32, written whole; Hq query heads, Hk KV heads.
 struct MeasureArgs {
@@ -41,7 +40,7 @@ struct MeasureArgs {
   float* mean_k;  // [N][Hk][D]: of the middle; 0 where it is empty
   float* parts;   // [N][Hq][5]: lse_sink, lse_local, |O_sink|, |O_local|, |O of both|; an empty part: -inf, 0
   float*
-      result;  // [N][Hq][3]: |o|, error of the residents alone (kGroupError), the middle's share of the mass
+      result;  // [N][Hq][3]: |o|, error of the residents alone (kLayerError), the middle's share of the mass
   float* budgets;  // [N][Hq][C][5]: least budget for blocks of 1, 16, 32, 64, 128 tokens
 };
 

@@ -7,8 +7,8 @@
 namespace fluxion {
 namespace {
 
-// Calls visit(offset, bytes, layer, kind) for every section of the mapping in order; kinds: 0 tiles, 1..4
-// meta of level kind - 1, 5..7 tags of level kind - 4, 8 moments. Returns the total.
+// Calls visit(layer, kind, offset) for every section of the mapping in order; kinds: 0 tiles, 1..4 meta of
+// level kind - 1, 5..7 tags of level kind - 4, 8 moments. Returns the total.
 template <typename Visit>
 int64_t lay_out(const PoolShape& s, Visit visit) {
   int64_t offset = 0;

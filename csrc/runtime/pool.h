@@ -86,7 +86,7 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // the request's path, and such a page rewrote the entry when it became full.
 //
 // append and adopt must not run together with readers of the same layer. The engine, which appends and reads
-// in one step, uses the three parts below them.
+// in one step, uses the four parts below them.
 class HostPool {
  public:
   // spread: how blocks are scored (KernelTable::score). isa: a name of available_isas(), or "" for the best
@@ -134,7 +134,7 @@ class HostPool {
   void gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
               int64_t v_head_stride);
 
-  // The three parts of an append, for one layer.
+  // The four parts of an append, for one layer.
   void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
   // Metadata of level 0 and moments of logical page `logical`, which is full. Writes nothing that belongs to
   // another page, so it may run while other pages and any coarse entry are read.

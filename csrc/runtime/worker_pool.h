@@ -72,10 +72,9 @@ class WorkerPool {
   int size() const { return threads_; }
   const std::vector<int>& cores() const { return cores_; }
 
-  // Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join() clears it.
   // Starts fn(ctx, w) on the threads and returns at once. False, and nothing started, when the pool is busy.
   // wake: threads that sleep come, too. It costs the caller a system call of some 10 us, and them as much to
-  // come.
+  // come. (Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join() clears it.)
   [[gnu::noinline]] bool launch(Fn fn, void* ctx, bool wake = true);
   // Runs fn(ctx, 0) in the caller, then waits for every worker that entered. Pairs with a launch() that was
   // true.

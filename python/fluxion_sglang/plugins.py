@@ -23,8 +23,14 @@ DEVICES: Final = "fluxion_devices"
 
 @cache
 def named(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group. Looked for once: names come from clients, too."""
-    return {point.name: point for point in entry_points(group=group)}
+    """The entry points of a group; this package's own win. Looked for once: names come from clients, too."""
+    points = sorted(entry_points(group=group), key=is_own)  # of one name, the last stays
+    return {point.name: point for point in points}
+
+
+def is_own(point: EntryPoint) -> bool:
+    """Whether an entry point is of this package."""
+    return point.value.startswith("fluxion_sglang.")
 
 
 def load(group: str, name: str) -> Any:

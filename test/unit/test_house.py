@@ -41,6 +41,9 @@ NATIVE: dict[str, set[str]] = {
 
 NATIVE_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"})
 
+CORE = ["sglang", "executor", "policy", "predictor", "kv", "native"]
+"""The folders of the core: each imports those behind it alone. The checks for authors of policies run an engine."""
+
 OUTSIDE = {"cli", "__main__", "bench_one_batch"}
 """Modules that start programs: they may import commands."""
 SAME = {"__init__", "__main__", "base", "command"}
@@ -99,6 +102,14 @@ def test_imports_go_inwards(module: str) -> None:
     others = {name.partition(".")[0] for name in imports(path, later=True)}
     assert "fluxion_quality" not in others, "the product does not import the benchmarks"
     assert "sglang" not in others or module.startswith("sglang.") or module in OUTSIDE, "only sglang/ imports SGLang"
+
+
+@pytest.mark.parametrize("module", [module for module in sources() if module.partition(".")[0] in CORE])
+def test_the_core_has_an_order(module: str) -> None:
+    if module == "policy.testing":
+        return
+    before = CORE[: CORE.index(module.partition(".")[0])]
+    assert not {other for other in modules(sources()[module]) if other.partition(".")[0] in before}
 
 
 def test_no_circles() -> None:

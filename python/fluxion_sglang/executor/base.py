@@ -1,9 +1,10 @@
 """Who computes: the interface of an executor.
 
-The tasks of a layer stand in one queue, sorted by priority, behind one atomic head. Executors pull the next task when
-they are free; a task belongs to whoever pulled it, so each is computed exactly once, by somebody. The native workers
-(`csrc/engine`) and the thread that serves a device (`device/dispatcher.py`) pull without Python; any other executor
-gets the calling thread between the layer's begin and finish, and this interface.
+The tasks of a layer stand in one queue, sorted by priority: a lane for each executor and one for all, each behind one
+atomic word. Executors pull the next task when they are free; a task belongs to whoever pulled it, so each is computed
+exactly once, by somebody. The native workers (`csrc/engine`) and the thread that serves a device
+(`device/dispatcher.py`) pull without Python; any other executor gets the calling thread between the layer's begin and
+finish, and this interface.
 """
 
 from __future__ import annotations

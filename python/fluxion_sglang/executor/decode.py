@@ -64,8 +64,9 @@ class DecodeEngine:
     """Runs decode steps over the host pool and the windows.
 
     Every layer: the new token goes to its window slot and to the host, then resident attention and the queue's tasks
-    run side by side, then `merge_state` joins the two. A policy that wants to see the heads first gets the resident
-    attention computed before the plan. A failing worker fails the layer with a RuntimeError; the engine stays usable.
+    run side by side, and the later of the two merges them by LSE. A policy that wants to see the heads first gets the
+    resident attention computed before the plan. A failing worker fails the layer with a RuntimeError; the engine stays
+    usable.
 
     Args:
         policy: what requests follow that have none of their own.
@@ -201,6 +202,7 @@ class DecodeEngine:
         self._policy.begin_step(step)
         self._step, self._page_table, self._plan = step, page_table, None
         if not self.executors:
+            # Nobody else pulls. Tasks that are the workers' alone may be done together (`csrc/engine/bundle.h`).
             self._owner = torch.full((step.batch, step.kv_heads), int(ExecutorId.CPU), dtype=torch.int32)
         for observer in self.observers:
             observer.began(step, everyone)

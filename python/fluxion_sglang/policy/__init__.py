@@ -1,7 +1,7 @@
 """What to read. `parse_spec` turns a spec string into a policy; `base.py` is the interface of one."""
 
 from fluxion_sglang.policy.base import Context, DecodeStep, LayerPlan, Needs, Observed, Policy
-from fluxion_sglang.policy.specs import AUTO, BARE, LONGEST, check_spec, examples, parse_spec
+from fluxion_sglang.policy.specs import AUTO, BARE, LONGEST, check_spec, examples, legal, parse_spec
 
 __all__ = [
     "AUTO",
@@ -15,5 +15,6 @@ __all__ = [
     "Policy",
     "check_spec",
     "examples",
+    "legal",
     "parse_spec",
 ]

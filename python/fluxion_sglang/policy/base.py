@@ -329,4 +329,7 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        """What `layer` of the current step reads. q: [B, Hq, D] on the CPU; what is seen lasts until `decoded`."""
+        """What `layer` of the current step reads. q: [B, Hq, D] on the CPU; what is seen lasts until `decoded`.
+
+        A plan that was given before is taken to say what it said then: one that says more is another object.
+        """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Final
 
@@ -81,6 +81,7 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
     return policy
 
 
+@cache
 def legal() -> list[str]:
     """The forms of all specs, those of other packages by their names alone."""
     forms = dict.fromkeys(form for policy in CORE.values() for form in policy.forms)
@@ -100,9 +101,12 @@ def _shortest(form: str) -> str:
     return re.sub("BUDGET|TAU|EPS", "0.10", form.replace("BLK", "16"))
 
 
-def _forms(name: str, point: EntryPoint) -> Iterator[str]:
-    own = point.value.startswith("fluxion_sglang.")
-    yield from point.load().forms if own else (name,)
+def _forms(name: str, point: EntryPoint) -> tuple[str, ...]:
+    forms: tuple[str, ...] = (name,)
+    if plugins.is_own(point):
+        with suppress(Exception):  # an installation that is half another version's; its own error tells more
+            forms = point.load().forms
+    return forms
 
 
 def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Policy:
@@ -114,7 +118,7 @@ def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Polic
     except _Legal:
         raise
     except Exception as error:  # the sentence of a ValueError is its own
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) or plugins.is_own(point):
             raise
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(

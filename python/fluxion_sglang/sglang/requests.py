@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 
-from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, parse_spec
+from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class RequestPolicies:
         self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
+        legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
 
     @contextmanager
     def of(self, requests: Sequence[Any], decoding: bool, riding: Sequence[Any] = ()) -> Iterator[None]:

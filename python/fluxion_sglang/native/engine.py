@@ -221,8 +221,7 @@ class NativeEngine:
         """`layer_finish` by a native function that does more besides, of the engine's handle; its result."""
         try:
             return finish(self.handle)
-        except BaseException:
-            # An interrupt may have come before the call: nobody may read the tensors when they are given away.
+        except KeyboardInterrupt:  # perhaps before the call: nobody may read the tensors when they are given away
             self.abandon()
             raise
         finally:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 def test_make_demo() -> None:
-    command = ["make", "demo", "ARGS=--length 4096 --questions 2"]
+    command = ["make", "--no-print-directory", "demo", "ARGS=--length 4096 --questions 2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     first, second = (line.split() for line in done.stdout.splitlines() if line.startswith((" openai ", " generate ")))

@@ -134,6 +134,10 @@ class Engine {
   void open_input(const LayerInput& in);
   void skip_bad_requests();
   void take_parts(const float* parts);
+  bool launch(WorkerPool::Fn work);
+  void run_items(WorkerPool::Fn work);
+  void record_failure(const std::string& sentence);
+  void fail_task(const Task& task, const std::string& what);
 
   // make_tasks.cc
   Lanes make_tasks();
@@ -142,9 +146,7 @@ class Engine {
   void add_load(int lane, const Task& task, int64_t tile_bytes);
   void sort_tasks(int count);
 
-  // work.cc, but for the first two
-  bool launch(WorkerPool::Fn work);
-  void run_items(WorkerPool::Fn work);
+  // work.cc
   static void worker_main(void* self, int worker);
   static void parts_main(void* self, int worker);
   static void append_main(void* self, int worker);
@@ -162,8 +164,8 @@ class Engine {
   void wait_or_revoke(bool wait);
   bool ends_coarse(int b) const;
   void seal_coarse();
-  void record_failure(const std::string& sentence);
-  void fail_task(const Task& task, const std::string& what);
+
+  // foreign.cc
   int resolve(int64_t claim_or_index) const;
   Selection select_foreign(int turn, int32_t* pages, uint16_t* masks, int max);
 

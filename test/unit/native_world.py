@@ -10,8 +10,11 @@ import torch
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.kinds import EarlyStop, SingleTokens
-from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine, NativePool, Workers
+from fluxion_sglang.native import NativeEngine, NativePool, Workers
 from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record
+
+CLAIM_INDEX_MASK = (1 << 18) - 1
+"""`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer (`csrc/engine/task_queue.h`, kBits)."""
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,9 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request
+from native_world import CLAIM_INDEX_MASK, NativeWorld, Request
 
-from fluxion_sglang.native import CLAIM_INDEX_MASK, NativeEngine
+from fluxion_sglang.native import NativeEngine
 
 CPU, TORCH, GPU, ANY = 0, 1, 2, 3
 

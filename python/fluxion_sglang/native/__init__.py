@@ -1,6 +1,6 @@
 """The native library (`csrc/`): loading it, and typed wrappers of its functions."""
 
-from fluxion_sglang.native.engine import CLAIM_INDEX_MASK, NativeEngine
+from fluxion_sglang.native.engine import NativeEngine
 from fluxion_sglang.native.loading import (
     ABI_VERSION,
     NativeLibraryError,
@@ -15,7 +15,6 @@ from fluxion_sglang.native.pool import NativePool, Workers, pool_bytes
 
 __all__ = [
     "ABI_VERSION",
-    "CLAIM_INDEX_MASK",
     "NativeEngine",
     "NativeLibraryError",
     "NativePlan",

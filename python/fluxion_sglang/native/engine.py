@@ -11,9 +11,6 @@ from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.plan import NativePlan
 from fluxion_sglang.native.pool import NativePool, Workers
 
-CLAIM_INDEX_MASK = (1 << 18) - 1
-"""`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer."""
-
 T = TypeVar("T")
 
 

@@ -118,4 +118,13 @@ int64_t select_scratch_bytes(int n) {
   return (2 * static_cast<int64_t>(n) + 64) * 4;
 }
 
+int64_t extend_scratch_bytes(int rows, int D) {
+  // See the constructor in extend.h, with the largest of every ISA: strips of 32 rows, words of one element,
+  // rows filled up to 32 elements, 16 lanes.
+  const int64_t padded = rows + 31, depth = D + 31;
+  const int64_t floats =
+      2 * depth * kExtendKeys + 2 * 32 * kExtendKeys + kPage * D + padded * (depth + D + 16 + 1);
+  return floats * 4 + 16 * 64;
+}
+
 }  // namespace fluxion

@@ -4,9 +4,11 @@
 #include FLUXION_ISA_HEADER
 #include "simd/dot.h"
 #include "simd/mix.h"
+#include "simd/words.h"
 // clang-format on
 #include "kernels/attend.h"
 #include "kernels/block_mass.h"
+#include "kernels/extend.h"
 #include "kernels/features.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
@@ -46,6 +48,7 @@ constexpr KernelTable make_table() {
           attend<T>,
           attend_near<T>,
           attend_pages<T>,
+          extend<T>,
           page_minmax<T>,
           merge_minmax<T>,
           page_moments<T>,

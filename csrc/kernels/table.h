@@ -12,6 +12,9 @@ inline constexpr int kMaxGroup = 16;     // query heads that share a KV head
 inline constexpr int kMaxHeads = 64;     // query heads that one call may attend or score for
 inline constexpr int kVectorHeads = 4;   // so few wait for memory, whatever multiplies
 
+inline constexpr int kExtendRows = 256;  // queries, times heads, of a call of `extend`
+inline constexpr int kExtendKeys = 64;   // tokens that it takes at a time
+
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 
 enum class DType : int { kF32 = 0, kBF16 = 1 };
@@ -32,6 +35,18 @@ struct FeatureArgs {
   const void* anchor_q;     // [R][Hq][D] KV dtype
   const float* mean_k;      // [R][Hk][D]
   float* out;               // [B][Hq][kFeatures]
+};
+
+// A block of queries of one KV head, and the tokens that they attend to, page by page.
+struct ExtendArgs {
+  const void* q;         // KV dtype: those of token t are [G][D] at q + t * q_stride
+  int64_t q_stride;      // bytes
+  int tokens, G, D;      // tokens * G: rows, at most kExtendRows
+  float scale;           // multiplies q.k
+  const void* tiles;     // token i of the list is token i % 16 of the tile
+  const int32_t* pages;  //   tiles + pages[i / 16] * 2 * 16 * D elements
+  int keys;              // listed tokens
+  int first;             // query t attends to the tokens 0 .. min(first + t, keys - 1) of the list
 };
 
 // The kernels of one instruction set for one KV dtype. A tile is K[16][D] then V[16][D], contiguous. Pointers
@@ -108,6 +123,13 @@ struct KernelTable {
   void (*attend_pages)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                        const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse);
 
+  // Attention of many queries of a prompt to what comes before them, themselves included. o: float32
+  // [tokens][G][D], normalised; lse: [tokens][G]. A query that attends to nothing gets o = 0 and lse = -inf.
+  // What tokens hold that no query attends to, up to the end of their tile, is not used. An ISA that
+  // multiplies bf16 rounds the weights of the values to bf16; lse is then that of the rounded ones.
+  // scratch: extend_scratch_bytes().
+  void (*extend)(const ExtendArgs& args, void* scratch, float* o, float* lse);
+
   // entry = {min[D], max[D]} over the 16 keys of a tile.
   void (*page_minmax)(const void* tile, int D, void* entry);
 
@@ -165,5 +187,7 @@ const KernelTable* best_kernel_table(DType dtype);
 int available_isas(const char** names, int max);
 
 int64_t select_scratch_bytes(int n);
+// For blocks of that many rows (`tokens` * G) and that head dimension.
+int64_t extend_scratch_bytes(int rows, int D);
 
 }  // namespace fluxion

@@ -282,6 +282,40 @@ void k_attend_pages(const String& isa, TensorView q, double scale, TensorView ti
   attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, &page_lse);
 }
 
+// q [T, G, D]; first: of `extend` (kernels/table.h); every page but the last is whole.
+void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, int64_t keys,
+              int64_t first, TensorView o, TensorView lse) {
+  const Argument queries{"q", q}, ids{"pages", pages};
+  const DType dtype = queries.kv_dtype();
+  if (q.ndim() != 3 || q.size(0) * q.size(1) > kExtendRows) {
+    TVM_FFI_THROW(ValueError) << "q must be [T, G, D] with at most " << kExtendRows << " rows T * G.";
+  }
+  const int T = static_cast<int>(q.size(0)), G = static_cast<int>(q.size(1)), D = static_cast<int>(q.size(2));
+  queries.require(dl_dtype(dtype), {T, G, D}, true);
+  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
+  const int n = ids.ids(P);
+  if (keys < 0 || keys > n * kPage || first < -(1 << 20) || first > (1 << 20)) {
+    TVM_FFI_THROW(ValueError) << "keys is " << keys << " and first " << first << ", of " << n << " pages.";
+  }
+  Argument{"o", o}.require(kFloat32, {T, G, D});
+  Argument{"lse", lse}.require(kFloat32, {T, G});
+  const int64_t element = dtype == DType::kBF16 ? 2 : 4;
+  const ExtendArgs args{q.data_ptr(),
+                        q.stride(0) * element,
+                        T,
+                        G,
+                        D,
+                        static_cast<float>(scale),
+                        tiles.data_ptr(),
+                        ids.data<int32_t>(),
+                        static_cast<int>(keys),
+                        static_cast<int>(first)};
+  // What the kernel finds there is nothing that it may use.
+  std::vector<char> scratch(extend_scratch_bytes(T * G, D), static_cast<char>(0xff));
+  table_of(isa, dtype)
+      .extend(args, scratch.data(), static_cast<float*>(o.data_ptr()), static_cast<float*>(lse.data_ptr()));
+}
+
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
   const Argument from{"tile", tile};
   const DType dtype = from.kv_dtype();
@@ -341,6 +375,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_compare_codes, k_compare_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_near, k_attend_near);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend, k_extend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);

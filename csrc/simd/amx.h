@@ -3,6 +3,7 @@
 #include "simd/avx512.h"
 #include "simd/dot.h"
 #include "simd/mix.h"
+#include "simd/pairs.h"
 
 // AVX-512 and a matrix unit. Vectors are multiplied as floats: these cores take longer for bf16 ones.
 #define FLUXION_MATRIX_UNIT
@@ -78,6 +79,31 @@ struct Split {
     high_first = _mm512_castsi512_ps(_mm512_srli_epi32(high, 16));
     low_second = _mm512_castsi512_ps(low);
     low_first = _mm512_castsi512_ps(_mm512_srli_epi32(low, 16));
+  }
+};
+
+// For the matrix unit alone. Rows are filled up with zeros to a multiple of what one product takes.
+template <>
+struct WordsOf<BF16> : PairWords {
+  static int depth(int D) { return (D / 2 + kMatrixColumns - 1) / kMatrixColumns * kMatrixColumns; }
+  static void row(const BF16* from, int D, float* to) {
+    PairWords::row(from, D, to);
+    for (int i = D / 2; i < depth(D); ++i) to[i] = 0.0f;
+  }
+  static void columns(const BF16* rows, int D, float* to, int64_t stride) {
+    PairWords::columns(rows, D, to, stride);
+    for (int i = D / 2; i < depth(D); ++i) store(to + i * stride, set1(0.0f));
+  }
+  template <int kCount>
+  static Vec weights(const Vec (&x)[kCount], float* to) {
+    Vec sum = set1(0.0f);
+#pragma GCC unroll 16
+    for (int j = 0; j < kCount; ++j) {
+      BF16* words = reinterpret_cast<BF16*>(to) + j * kLanes;
+      store_one(words, x[j]);
+      sum = add(sum, load_one(words));
+    }
+    return sum;
   }
 };
 

@@ -4,6 +4,7 @@
 #include "simd/dot.h"
 #include "simd/mix.h"
 #include "simd/pace.h"
+#include "simd/pairs.h"
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -105,6 +106,29 @@ struct PairMix {
       used = _mm512_dpbf16_ps(used, reinterpret_cast<Weight>(words), ones);
     }
     return used;
+  }
+};
+
+template <>
+struct WordsOf<BF16> : PairWords {
+  using Factor = ElementPair;
+
+  static Factor factors(const float* words) { return pairs_of_heads(words); }
+  static Factor factor_for_all(const float* word) { return reinterpret_cast<Factor>(set1(*word)); }
+  static Vec add(Vec sum, Factor a, Factor b) { return add_products(sum, a, b); }
+
+  static int depth(int D) { return D / 2; }
+  template <int kCount>
+  static Vec weights(const Vec (&x)[kCount], float* to) {
+    const Factor ones = reinterpret_cast<Factor>(_mm512_set1_epi16(0x3f80));
+    Vec sum = set1(0.0f);
+#pragma GCC unroll 16
+    for (int j = 0; j < kCount; j += 2) {
+      const Factor both = reinterpret_cast<Factor>(_mm512_cvtne2ps_pbh(x[j + 1], x[j]));
+      _mm512_storeu_si512(to + j / 2 * kLanes, reinterpret_cast<__m512i>(both));
+      sum = add_products(sum, both, ones);
+    }
+    return sum;
   }
 };
 

@@ -29,6 +29,18 @@ def attend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor 
     return terms.sum(dim=(1, 2)), lse
 
 
+def extend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, keys: int, first: int) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, G, D]: query t attends to tokens 0 .. min(first + t, keys - 1) of the listed pages."""
+    chosen = tiles[pages.long()].double()
+    k, v = (chosen[:, i].flatten(0, 1)[: max(min(keys, first + len(q)), 0)] for i in (0, 1))
+    seen = torch.arange(len(k)) <= first + torch.arange(len(q))[:, None]
+    scores = torch.einsum("tgd,kd->tgk", q.double(), k) * scale
+    scores = torch.where(seen[:, None], scores, -math.inf)
+    lse = torch.logsumexp(scores, dim=2) if len(k) else torch.full(q.shape[:2], -math.inf).double()
+    weights = torch.where(seen[:, None], torch.exp(scores - lse[..., None]), 0.0)
+    return torch.einsum("tgk,kd->tgd", weights, v), lse
+
+
 def score(q: Tensor, entries: Tensor, index: Tensor, spread: float = 1.0) -> Tensor:
     """q at the center of each box, plus `spread` times |q| at its half widths, [G, n]."""
     low, high = entries[index.long()].double().unbind(1)

@@ -14,7 +14,6 @@ from world import World
 from fluxion_sglang.config import SCHEDULERS
 from fluxion_sglang.executor.base import ExecutorId
 from fluxion_sglang.executor.metrics import _COUNTERS
-from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
 from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.torch_executor import block_pages
@@ -276,25 +275,6 @@ def test_stale_rows_are_named_and_heal() -> None:
     world.windows.heal(1, 900, torch.tensor(world.pages[1], dtype=torch.int32))
     for got, want in world.decode([1]):
         assert error(got, want) < 1e-5
-
-
-@settings(max_examples=examples(25))
-@given(start=st.integers(0, 1200), count=st.integers(1, 200), seed=st.integers(0, 2**16))
-def test_extend_over_a_host_prefix_is_exact(start: int, count: int, seed: int) -> None:
-    world = World(layers=1, seed=seed)
-    if start:
-        world.extend(1, start)
-    q = world.randn(count, world.heads * world.group, world.dim)
-    before = world.length(1)
-    pages = world.page_list(1, start + count)
-    world.extend(1, count)
-    k, v = world.keys[1][0][before:], world.values[1][0][before:]
-    out = extend_attention(world.pool, 0, ExtendRequest(1, start, start + count, 0, pages), q, k, v, world.scale)
-    for t in {0, count // 2, count - 1}:
-        keys, values = world.keys[1][0], world.values[1][0]
-        world.keys[1], world.values[1] = [keys[: start + t + 1]], [values[: start + t + 1]]
-        assert error(out[t], world.exact(1, 0, q[t])) < 1e-5
-        world.keys[1], world.values[1] = [keys], [values]
 
 
 @given(

@@ -16,11 +16,13 @@ from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.streams import Streams
 from fluxion_sglang.executor.merge import attention_in_pieces, attention_with_lse
-from fluxion_sglang.executor.prefill import STREAM_PAGES, ExtendRequest
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 
 STAGES = 2
+STREAM_PAGES = 512
+"""Pages of a prefix that a stage holds: large enough for the matrix kernels, small against the prefix."""
 
 
 def stage_tokens() -> int:

@@ -8,7 +8,7 @@ import torch
 
 from fluxion_sglang.executor.decode import DecodeEngine, Layer
 from fluxion_sglang.executor.device import Appended, Device
-from fluxion_sglang.executor.prefill import ExtendRequest, extend_attention
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine, NativePlan
@@ -65,8 +65,8 @@ class HostDevice(Device):
         for index, request in enumerate(self._requests):
             tokens = request.tokens
             if request.stop > request.start:
-                out[tokens] = extend_attention(self._pool, layer, request, q[tokens], k[tokens], v[tokens], scale)
                 self._pool.append(layer, request.pages, request.start, k[tokens], v[tokens])
+                self._pool.attend_chunk(layer, request.pages, request.start, q[tokens], scale, out[tokens])
                 self._appended(layer, index, q[request.last_queries], scale)
             self._windows.fill(layer, request.row, request.stop, request.pages)
         return out

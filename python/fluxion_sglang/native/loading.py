@@ -15,7 +15,7 @@ from typing import Any
 
 import tvm_ffi
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"

@@ -86,6 +86,7 @@ class NativePool:
         self._adopt = function("pool_adopt")
         self._fill_window = function("pool_fill_window")
         self._gather = function("pool_gather")
+        self._attend_chunk = function("pool_attend_chunk")
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
     @property
@@ -167,3 +168,22 @@ class NativePool:
         k, v = torch.empty(size, dtype=self.dtype), torch.empty(size, dtype=self.dtype)
         self._gather(self.handle, layer, pages, k, v)
         return k, v
+
+    def attend_chunk(
+        self, layer: int, pages: torch.Tensor, start: int, q: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        """Attention of tokens start..start+T-1 of a request to themselves and all before them, which the pool has.
+
+        Keys and values are read where they lie. Sums are float32; in bfloat16 the weights of the values are rounded
+        to it where the CPU multiplies it.
+
+        Args:
+            pages: [>= ceil((start + T) / 16)] int32, the request's pages from its first.
+            q: [T, Hq, D], KV dtype, [Hq, D] contiguous; Hq a multiple of the pool's KV heads.
+            scale: multiplies q.k.
+            out: [T, Hq, D], KV dtype, contiguous; overwritten.
+
+        Raises:
+            ValueError: a page id, position or shape that does not fit; nothing was written.
+        """
+        self._attend_chunk(self.handle, layer, pages, start, q, scale, out)

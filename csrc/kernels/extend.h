@@ -1,0 +1,181 @@
+#pragma once
+
+#include "kernels/attend_tiles.h"
+#include "kernels/matrix_product.h"
+
+// Attention of many queries, causal, as prefill needs it: keys and values are laid out once for all rows of a
+// block of queries, and scores and output are products of matrices. Online softmax, some keys at a time
+// (FlashAttention-2).
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+inline constexpr int kKeys = kExtendKeys;  // that are laid out together
+inline constexpr int kKeyTiles = kKeys / kPage;
+
+// One call of `extend` (kernels/table.h). A row is a query of one head: row r is head r % G of token r / G.
+template <class T>
+class Extend {
+  using W = WordsOf<T>;
+  using P = Product<T>;
+  static constexpr int kStrip = P::kRows;
+  static constexpr int kWordKeys = kKeys / W::kElements;  // words of a row of weights
+
+ public:
+  Extend(const ExtendArgs& args, void* scratch) : a_(args), rows_(args.tokens * args.G) {
+    depth_ = W::depth(a_.D);
+    const int padded = (rows_ + kStrip - 1) / kStrip * kStrip;
+    float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
+    const auto take = [&at](int64_t floats) {
+      float* taken = at;
+      at += (floats + 15) & ~int64_t{15};
+      return taken;
+    };
+    keys_ = take(int64_t{depth_} * kKeys);
+    values_ = take(int64_t{kWordKeys} * a_.D);
+    scores_ = take(kStrip * kKeys);
+    weights_ = take(kStrip * kWordKeys);
+    tile_ = take(kPage * a_.D);
+    queries_ = take(int64_t{padded} * depth_);
+    out_ = take(int64_t{padded} * a_.D);
+    total_ = take(int64_t{padded} * kLanes);
+    top_ = take(padded);
+    for (int r = 0; r < padded; ++r) {
+      top_[r] = kNegInf;
+      if (r < rows_) {
+        const char* token = static_cast<const char*>(a_.q) + r / a_.G * a_.q_stride;
+        W::row(reinterpret_cast<const T*>(token) + r % a_.G * a_.D, a_.D, queries_ + int64_t{r} * depth_);
+      } else {
+        __builtin_memset(queries_ + int64_t{r} * depth_, 0, depth_ * sizeof(float));
+      }
+    }
+    for (int64_t i = 0; i < int64_t{padded} * a_.D; i += kLanes) store(out_ + i, set1(0.0f));
+    for (int64_t i = 0; i < int64_t{padded} * kLanes; i += kLanes) store(total_ + i, set1(0.0f));
+  }
+
+  void run() {
+    [[maybe_unused]] const typename P::Unit unit;
+    const int last = smaller(a_.keys, a_.first + a_.tokens);  // that somebody sees
+    for (int key = 0; key < last; key += kKeys) {
+      lay_out(key, smaller(last - key, kKeys));
+      // Rows before the first token that sees this key do not.
+      const int before = key - a_.first;
+      const int from = before > 0 ? before * a_.G / kStrip * kStrip : 0;
+      for (int row = from; row < rows_; row += kStrip) add_strip(row, key);
+    }
+  }
+
+  void finish(float* o, float* lse) const {
+    for (int r = 0; r < rows_; ++r) {
+      const float total = reduce_add(load(total_ + r * kLanes));
+      lse[r] = lse_of(top_[r], total);
+      const Vec factor = set1(total == 0.0f ? 0.0f : 1.0f / total);
+      for (int d = 0; d < a_.D; d += kLanes)
+        store(o + int64_t{r} * a_.D + d, mul(load(out_ + int64_t{r} * a_.D + d), factor));
+    }
+  }
+
+ private:
+  // Keys and values of `count` keys from `key` on. What lies behind them in their tile may be anything, and
+  // counts as 0, as do keys up to kKeys.
+  void lay_out(int key, int count) {
+    for (int t = 0; t < kKeyTiles; ++t) {
+      const int tokens = smaller(count - t * kPage, kPage);
+      const T *k = nullptr, *v = nullptr;
+      if (tokens > 0) {
+        k = static_cast<const T*>(a_.tiles) + a_.pages[key / kPage + t] * (2 * kPage * int64_t{a_.D});
+        v = k + kPage * a_.D;
+      }
+      float* values = values_ + t * (kPage / W::kElements) * int64_t{a_.D};
+      W::columns(whole(k, tokens), a_.D, keys_ + t * kPage, kKeys);
+      W::rows(whole(v, tokens), a_.D, values);
+      // The next ones, while these are multiplied.
+      if (key + kKeys + t * kPage < a_.keys) {
+        const T* next = static_cast<const T*>(a_.tiles) +
+                        a_.pages[(key + kKeys) / kPage + t] * (2 * kPage * int64_t{a_.D});
+        for (int64_t b = 0; b < 2 * kPage * int64_t{a_.D} * static_cast<int>(sizeof(T)); b += kLine)
+          prefetch_near(reinterpret_cast<const char*>(next) + b);
+      }
+    }
+  }
+
+  // 16 rows of which the first `tokens` are those at `rows`.
+  const T* whole(const T* rows, int tokens) {
+    if (tokens >= kPage) return rows;
+    __builtin_memset(tile_, 0, kPage * a_.D * sizeof(T));
+    if (tokens > 0) __builtin_memcpy(tile_, rows, tokens * a_.D * sizeof(T));
+    return reinterpret_cast<const T*>(tile_);
+  }
+
+  // Keys from `key` on for the rows from `row` on.
+  void add_strip(int row, int key) {
+    P::template multiply<kKeys, false>(queries_ + int64_t{row} * depth_, depth_, keys_, kKeys, depth_, kKeys,
+                                       scores_, kKeys);
+    const int64_t sees = a_.first + int64_t{row / a_.G} + 1 - key;  // of these keys, by the first row
+    if (sees >= kKeys && key + kKeys <= a_.keys) {
+      weigh<false>(row, key);
+    } else {
+      weigh<true>(row, key);
+    }
+    P::template multiply<0, true>(weights_, kWordKeys, values_, a_.D, kWordKeys, a_.D,
+                                  out_ + int64_t{row} * a_.D, a_.D);
+  }
+
+  // Scores of a strip become weights.
+  template <bool kMasked>
+  void weigh(int row, int key) {
+    constexpr int kVecs = kKeys / kLanes;
+    const Vec scale = set1(a_.scale);
+    for (int i = 0; i < kStrip; ++i) {
+      float* scores = scores_ + i * kKeys;
+      float* words = weights_ + i * kWordKeys;
+      const int r = row + i;
+      // A row that is not there has scores of 0 and is not read.
+      const int sees =
+          kMasked && r < rows_ ? smaller(smaller(a_.first + r / a_.G + 1, a_.keys) - key, kKeys) : kKeys;
+      Vec x[kVecs], highest = set1(top_[r]);
+#pragma GCC unroll 16
+      for (int j = 0; j < kVecs; ++j) {
+        x[j] = mul(load(scores + j * kLanes), scale);
+        if constexpr (kMasked) {
+          const int lanes = sees - j * kLanes;
+          const uint32_t bits = lanes <= 0 ? 0 : lanes >= kLanes ? kEveryLane : (1u << lanes) - 1;
+          x[j] = keep(bits, x[j], set1(kNegInf));
+        }
+        highest = max(x[j], highest);  // passes over a NaN
+      }
+      const float top = reduce_max(highest);
+      if (top > top_[r]) raise_top(r, top);
+      const Vec base = reference(set1(top));
+#pragma GCC unroll 16
+      for (int j = 0; j < kVecs; ++j) x[j] = exp_nonpositive(sub(x[j], base));
+      float* total = total_ + r * kLanes;
+      store(total, add(load(total), W::weights(x, words)));
+    }
+  }
+
+  void raise_top(int r, float top) {
+    const Vec factor = exp_nonpositive(set1(top_[r] - top));
+    top_[r] = top;
+    store(total_ + r * kLanes, mul(load(total_ + r * kLanes), factor));
+    float* out = out_ + int64_t{r} * a_.D;
+    for (int d = 0; d < a_.D; d += kLanes) store(out + d, mul(load(out + d), factor));
+  }
+
+  const ExtendArgs& a_;
+  int rows_, depth_;
+  float *keys_, *values_;     // words [depth][kKeys], [kWordKeys][D]
+  float *scores_, *weights_;  // of a strip: [kStrip][kKeys], words [kStrip][kWordKeys]
+  float* tile_;               // of which not all tokens count
+  float *queries_, *out_;     // words [rows][depth]; [rows][D], not normalised
+  float *total_, *top_;       // [rows][kLanes], sums of the weights; [rows], highest scores
+};
+
+template <class T>
+void extend(const ExtendArgs& args, void* scratch, float* o, float* lse) {
+  Extend<T> block(args, scratch);
+  block.run();
+  block.finish(o, lse);
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

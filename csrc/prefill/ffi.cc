@@ -1,0 +1,34 @@
+// The C ABI of prefill.
+#include "ffi/objects.h"
+#include "prefill/prefill.h"
+
+namespace fluxion {
+namespace {
+
+void pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, TensorView q,
+                       double scale, TensorView out) {
+  const HostPool& pool = *pool_ref->pool;
+  const PoolShape& s = pool.shape();
+  expect(pages, "pages", kInt32, {-1}, 1);
+  expect(q, "q", kv_type(pool), {-1, -1, s.head_dim}, 2);
+  expect(out, "out", kv_type(pool), {q.size(0), q.size(1), s.head_dim}, 3);
+  guarded([&] {
+    Chunk chunk;
+    chunk.layer = static_cast<int>(layer);
+    chunk.pages = data<int32_t>(pages);
+    chunk.n_pages = pages.size(0);
+    chunk.start = start;
+    chunk.tokens = q.size(0);
+    chunk.q_heads = static_cast<int>(q.size(1));
+    chunk.q = data<char>(q);
+    chunk.q_stride = q.stride(0) * s.element();
+    chunk.scale = static_cast<float>(scale);
+    chunk.out = data<char>(out);
+    attend_chunk(pool, chunk);
+  });
+}
+
+}  // namespace
+}  // namespace fluxion
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_attend_chunk, fluxion::pool_attend_chunk);

@@ -1,0 +1,166 @@
+#include "prefill/prefill.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace fluxion {
+namespace {
+
+// There are at least so many items for each worker, where there is work for them: so nobody waits long for
+// the last one.
+constexpr int64_t kItemsPerWorker = 4;
+// Tokens of a list that are worth an item of their own.
+constexpr int64_t kLeastKeys = 1024;
+
+// An item is a block of queries of one KV head and a stretch of what they attend to.
+class ChunkWork {
+ public:
+  ChunkWork(const HostPool& pool, const Chunk& chunk) : pool_(pool), chunk_(chunk) {
+    const PoolShape& s = pool.shape();
+    group_ = chunk.q_heads / s.kv_heads;
+    const int64_t wanted = kItemsPerWorker * pool.workers().size();
+    const int64_t most = std::max(kExtendRows / group_, 1);
+    // Small blocks lay out more keys in all.
+    const int64_t fewest = (chunk.tokens + most - 1) / most;
+    block_ = static_cast<int>((chunk.tokens + fewest - 1) / fewest);
+    blocks_ = (chunk.tokens + block_ - 1) / block_;
+    const int64_t keys = chunk.start + chunk.tokens, items = blocks_ * s.kv_heads;
+    stretches_ = std::clamp<int64_t>(wanted / items, 1, std::max<int64_t>(keys / kLeastKeys, 1));
+    const int64_t tiles = (keys + kExtendKeys - 1) / kExtendKeys;
+    stretch_ = (tiles + stretches_ - 1) / stretches_ * kExtendKeys;
+    const int64_t rows = int64_t{block_} * group_;
+    scratch_bytes_ = round_up(extend_scratch_bytes(static_cast<int>(rows), s.head_dim), 64);
+    part_floats_ = rows * (s.head_dim + 1);
+    scratch_.reset(new char[scratch_bytes_ * pool.workers().size()]);
+    parts_.reset(new float[part_floats_ * (stretches_ == 1 ? pool.workers().size() : items * stretches_)]);
+  }
+
+  void run() {
+    const auto attend = [](void* self, int worker) { static_cast<ChunkWork*>(self)->attend(worker); };
+    launch(attend);
+    if (stretches_ == 1) return;
+    next_ = 0;
+    const auto merge = [](void* self, int) { static_cast<ChunkWork*>(self)->merge(); };
+    launch(merge);
+  }
+
+ private:
+  void launch(WorkerPool::Fn fn) {
+    WorkerPool& workers = pool_.workers();
+    if (workers.size() > 1 && workers.launch(fn, this)) {
+      workers.join();
+    } else {
+      fn(this, 0);
+    }
+  }
+
+  // Of block b, the last ones first: they have most to attend to.
+  struct Block {
+    int head;
+    int64_t first, tokens;  // of the chunk
+  };
+  Block block(int64_t i) const {
+    const int64_t b = blocks_ - 1 - i / pool_.shape().kv_heads;
+    const int64_t first = b * block_;
+    return {static_cast<int>(i % pool_.shape().kv_heads), first,
+            std::min<int64_t>(block_, chunk_.tokens - first)};
+  }
+
+  void attend(int worker) {
+    const PoolShape& s = pool_.shape();
+    const int64_t items = blocks_ * s.kv_heads * stretches_;
+    for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;) {
+      const Block at = block(item / stretches_);
+      const int64_t from = item % stretches_ * stretch_, before = chunk_.start + at.first - from;
+      ExtendArgs args;
+      args.q = chunk_.q + at.first * chunk_.q_stride + int64_t{at.head} * group_ * s.token_bytes();
+      args.q_stride = chunk_.q_stride;
+      args.tokens = static_cast<int>(at.tokens);
+      args.G = group_;
+      args.D = s.head_dim;
+      args.scale = chunk_.scale;
+      args.tiles = pool_.tiles(chunk_.layer, at.head);
+      args.pages = chunk_.pages + from / kPage;
+      args.keys = static_cast<int>(std::clamp<int64_t>(before + at.tokens, 0, stretch_));
+      args.first = static_cast<int>(before);
+      float* o = part(stretches_ == 1 ? worker : item);
+      float* lse = o + at.tokens * group_ * s.head_dim;
+      pool_.kernels().extend(args, scratch_.get() + worker * scratch_bytes_, o, lse);
+      if (stretches_ == 1) write(at, o, lse);
+    }
+  }
+
+  void merge() {
+    const PoolShape& s = pool_.shape();
+    const int64_t blocks = blocks_ * s.kv_heads;
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < blocks;) {
+      const Block at = block(i);
+      const int64_t rows = at.tokens * group_, values = rows * s.head_dim;
+      float* o = part(i * stretches_);
+      for (int64_t r = 0; r < rows; ++r) {
+        const auto lse = [&](int64_t stretch) -> float& {
+          return part(i * stretches_ + stretch)[values + r];
+        };
+        float top = lse(0), sum = 0;
+        for (int64_t p = 1; p < stretches_; ++p) top = std::max(top, lse(p));
+        if (top == -std::numeric_limits<float>::infinity()) continue;
+        for (int64_t p = 0; p < stretches_; ++p) sum += std::exp(lse(p) - top);
+        float* to = o + r * s.head_dim;
+        for (int64_t p = 0; p < stretches_; ++p) {
+          const float weight = std::exp(lse(p) - top) / sum;
+          const float* from = part(i * stretches_ + p) + r * s.head_dim;
+          for (int d = 0; d < s.head_dim; ++d) to[d] = (p ? to[d] : 0.0f) + weight * from[d];
+        }
+        lse(0) = top + std::log(sum);
+      }
+      write(at, o, o + values);
+    }
+  }
+
+  void write(const Block& at, const float* o, const float* lse) const {
+    const PoolShape& s = pool_.shape();
+    constexpr float kNothing = -std::numeric_limits<float>::infinity();
+    for (int64_t r = 0; r < at.tokens * group_; ++r) {
+      const int64_t token = at.first + r / group_, head = int64_t{at.head} * group_ + r % group_;
+      char* to = chunk_.out + (token * chunk_.q_heads + head) * s.token_bytes();
+      pool_.kernels().merge_state(o + r * s.head_dim, lse[r], nullptr, kNothing, s.head_dim, to);
+    }
+  }
+
+  float* part(int64_t i) const { return parts_.get() + i * part_floats_; }
+
+  const HostPool& pool_;
+  const Chunk& chunk_;
+  int group_, block_;            // heads of a group, tokens of a block
+  int64_t blocks_;               // of each KV head
+  int64_t stretches_, stretch_;  // of each block; tokens of one
+  int64_t scratch_bytes_, part_floats_;
+  std::unique_ptr<char[]> scratch_;  // of every worker
+  // Of every worker; where there are stretches, of every item: o [tokens][G][D], lse [tokens][G].
+  std::unique_ptr<float[]> parts_;
+  std::atomic<int64_t> next_{0};
+};
+
+}  // namespace
+
+void attend_chunk(const HostPool& pool, const Chunk& chunk) {
+  const PoolShape& s = pool.shape();
+  pool.check_layer(chunk.layer);
+  pool.check_tokens(chunk.pages, chunk.n_pages, chunk.start, chunk.tokens);
+  if (chunk.q_heads < s.kv_heads || chunk.q_heads % s.kv_heads != 0 ||
+      chunk.q_heads / s.kv_heads > kExtendRows) {
+    throw std::invalid_argument("q has " + std::to_string(chunk.q_heads) + " heads for the pool's " +
+                                std::to_string(s.kv_heads) + " KV heads; it needs 1 to " +
+                                std::to_string(kExtendRows) + " for each.");
+  }
+  if (chunk.tokens == 0) return;
+  ChunkWork(pool, chunk).run();
+}
+
+}  // namespace fluxion

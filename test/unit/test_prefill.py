@@ -1,0 +1,165 @@
+"""Attention of a prefill chunk: the kernel of every ISA this CPU has, and its division among workers."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import NAN, dtypes, error, few, head_dims, isas, k, random_tiles, seeds
+from torch import Tensor
+
+from fluxion_sglang.native import NativePool, Workers
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype, size: float = 1.0) -> bool:
+    """Weights of bfloat16 are rounded to it, by 2^-9 of each at most. What float32 loses grows with the scores."""
+    limit = 5e-3 if dtype == torch.bfloat16 else 2e-5 * max(size, 1.0)
+    return error(got.flatten(0, -2), want.flatten(0, -2)) < limit
+
+
+def check_lse(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got.double(), want, atol=4e-3 if dtype == torch.bfloat16 else 2e-5, rtol=2e-5)
+
+
+def poison_unseen(tiles: Tensor, pages: Tensor, seen: int) -> None:
+    """NaN wherever no query looks: in other tiles, and behind the last token."""
+    there = torch.zeros(len(tiles), 16, dtype=torch.bool)
+    for i, page in enumerate(pages.tolist()):
+        there[page, : max(min(seen - 16 * i, 16), 0)] = True
+    tiles.masked_fill_(~there[:, None, :, None], NAN)
+
+
+@isas
+@dtypes
+@few
+@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), size=st.sampled_from([0.0, 1.0, 30.0]))
+def test_extend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, size: float) -> None:
+    T = data.draw(st.integers(1, 256 // G))
+    n = data.draw(st.integers(1, 20))
+    keys = data.draw(st.integers(16 * n - 15, 16 * n))
+    # From queries that see nothing to queries that see all there is.
+    first = data.draw(st.sampled_from([keys - T, 0, -T // 2, -T - 3, keys, keys + 40]) | st.integers(-T, keys))
+    torch.manual_seed(seed)
+    tiles, q = random_tiles(24, D, dtype), (size * torch.randn(T, G, D)).to(dtype)
+    pages = torch.randperm(24)[:n].to(torch.int32)
+    poison_unseen(tiles, pages, min(keys, first + T))
+    o, lse = torch.full((T, G, D), NAN), torch.full((T, G), NAN)
+
+    k("extend")(isa, q, D**-0.5, tiles, pages, keys, first, o, lse)
+
+    want, want_lse = reference.extend(q, D**-0.5, tiles, pages, keys, first)
+    assert close(o, want, dtype, size)
+    check_lse(lse, want_lse, dtype)
+
+
+@isas
+@dtypes
+def test_rising_scores_lose_nothing(isa: str, dtype: torch.dtype) -> None:
+    """Each key weighs more than all before it, then less."""
+    D, T, n = 64, 40, 20
+    torch.manual_seed(5)
+    tiles, q = random_tiles(n, D, dtype), torch.ones(T, 2, D, dtype=dtype)
+    slope = torch.linspace(-3, 3, n * 16).view(n, 16, 1)
+    for sign in (1, -1):
+        tiles[:, 0] = (sign * slope).to(dtype)
+        o, lse = torch.full((T, 2, D), NAN), torch.full((T, 2), NAN)
+        pages = torch.arange(n, dtype=torch.int32)
+        k("extend")(isa, q, 0.1, tiles, pages, n * 16, n * 16 - T, o, lse)
+        want, want_lse = reference.extend(q, 0.1, tiles, pages, n * 16, n * 16 - T)
+        assert close(o, want, dtype)
+        check_lse(lse, want_lse, dtype)
+
+
+@isas
+@dtypes
+def test_what_is_no_number_stays_none(isa: str, dtype: torch.dtype) -> None:
+    """Queries that attend to a NaN say so; in float32, those before it are none the worse."""
+    D, T = 64, 48
+    torch.manual_seed(6)
+    tiles, q = random_tiles(3, D, dtype), torch.randn(T, 1, D).to(dtype)
+    tiles[1, 0, 5, 7] = NAN
+    o, lse = torch.empty(T, 1, D), torch.empty(T, 1)
+    k("extend")(isa, q, 0.1, tiles, torch.arange(3, dtype=torch.int32), 48, 0, o, lse)
+    assert o[21:].isnan().all()
+    assert not o[:21].isnan().any()
+
+
+def chunk_world(workers: int, heads: int, D: int, dtype: torch.dtype, tokens: int) -> tuple[NativePool, Tensor]:
+    """A pool with a request of so many tokens, and its pages."""
+    pool = NativePool(
+        Workers(workers), layers=2, kv_heads=heads, pages=tokens // 16 + 40, head_dim=D, dtype=dtype, sink_pages=4
+    )
+    for layer in range(2):
+        pool.tensor("tiles", layer).fill_(NAN)
+    pages = (torch.randperm(tokens // 16 + 39)[: -(-tokens // 16)] + 1).to(torch.int32)
+    kv = torch.randn(2, tokens, heads, D).to(dtype)
+    pool.append(1, pages, 0, kv[0], kv[1])
+    return pool, pages
+
+
+@dtypes
+@few
+@given(
+    seed=seeds,
+    workers=st.sampled_from([1, 2, 5]),
+    heads=st.integers(1, 4),
+    group=st.integers(1, 8) | st.sampled_from([31, 300]),
+    D=st.sampled_from([32, 80, 128]),
+    start=st.integers(0, 400) | st.integers(2000, 6000),
+    count=st.integers(0, 300) | st.just(1),
+)
+def test_attend_chunk(
+    dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, D: int, start: int, count: int
+) -> None:
+    torch.manual_seed(seed)
+    pool, pages = chunk_world(workers, heads, D, dtype, max(start + count, 1))
+    fused = torch.randn(count, heads * group + 3, D).to(dtype)  # q as a part of more
+    q, out = fused[:, : heads * group], torch.full((count, heads * group, D), NAN, dtype=dtype)
+    if group > 256:
+        with pytest.raises(ValueError, match="heads for the pool's"):
+            pool.attend_chunk(1, pages, start, q, D**-0.5, out)
+        return
+
+    pool.attend_chunk(1, pages, start, q, D**-0.5, out)
+
+    for head in range(heads):
+        own = slice(head * group, (head + 1) * group)
+        want, _ = reference.extend(q[:, own], D**-0.5, pool.tensor("tiles", 1)[head], pages, start + count, start)
+        if count:
+            assert close(out[:, own], want, dtype)
+
+
+@dtypes
+def test_a_chunk_does_not_depend_on_how_it_is_divided(dtype: torch.dtype) -> None:
+    """Queries of a long request, at once or one by one, by one worker or by many."""
+    torch.manual_seed(3)
+    pool, pages = chunk_world(5, 1, 64, dtype, 9000)
+    q = torch.randn(9, 4, 64).to(dtype)
+    whole, single = torch.empty_like(q), torch.empty_like(q)
+    pool.attend_chunk(1, pages, 8991, q, 0.125, whole)
+    for t in range(9):
+        pool.attend_chunk(1, pages, 8991 + t, q[t : t + 1], 0.125, single[t : t + 1])
+    assert error(whole.flatten(0, 1), single.flatten(0, 1)) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_wrong_chunks_are_refused() -> None:
+    pool, pages = chunk_world(1, 2, 32, torch.float32, 64)
+    q, out = torch.zeros(8, 4, 32), torch.full((8, 4, 32), NAN)
+    bad = pages.clone()
+    bad[2] = 0
+    for layer, ids, start, wrong in (
+        (2, pages, 0, "no layer 2"),
+        (1, pages, 60, "every page"),
+        (1, bad, 40, "page id"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            pool.attend_chunk(layer, ids, start, q, 1.0, out)
+    with pytest.raises(ValueError, match="3 heads"):
+        pool.attend_chunk(1, pages, 0, q[:, :3].contiguous(), 1.0, out[:, :3].contiguous())
+    with pytest.raises(ValueError, match="out has the shape"):
+        pool.attend_chunk(1, pages, 0, q, 1.0, out[:7])
+    with pytest.raises(ValueError, match="q has the dtype"):
+        pool.attend_chunk(1, pages, 0, q.bfloat16(), 1.0, out)
+    assert out.isnan().all()

@@ -12,6 +12,15 @@ namespace {
 inline constexpr int kKeys = kExtendKeys;  // that are laid out together
 inline constexpr int kKeyTiles = kKeys / kPage;
 
+// e^x for x <= 0, as exact as weights of T are.
+template <class T>
+inline Vec exponential(Vec x) {
+#ifdef FLUXION_EXP_FOR_BF16
+  if constexpr (sizeof(T) == sizeof(BF16)) return exp_for_bf16(x);
+#endif
+  return exp_nonpositive(x);
+}
+
 // One call of `extend` (kernels/table.h). A row is a query of one head: row r is head r % G of token r / G.
 template <class T>
 class Extend {
@@ -147,7 +156,7 @@ class Extend {
       if (top > top_[r]) raise_top(r, top);
       const Vec base = reference(set1(top));
 #pragma GCC unroll 16
-      for (int j = 0; j < kVecs; ++j) x[j] = exp_nonpositive(sub(x[j], base));
+      for (int j = 0; j < kVecs; ++j) x[j] = exponential<T>(sub(x[j], base));
       float* total = total_ + r * kLanes;
       store(total, add(load(total), W::weights(x, words)));
     }

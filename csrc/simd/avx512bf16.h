@@ -109,6 +109,20 @@ struct PairMix {
   }
 };
 
+// e^x for x <= 0 within 2^-18, for weights that are rounded to bf16: 2^t = 2^floor(t) 2^r, and a polynomial
+// in r.
+#define FLUXION_EXP_FOR_BF16
+inline Vec exp_for_bf16(Vec x) {
+  const Vec t = mul(x, set1(1.44269504088896341f));
+  const Vec r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
+  Vec y = set1(1.34267066e-2f);
+  y = fma(y, r, set1(5.22424361e-2f));
+  y = fma(y, r, set1(2.41280224e-1f));
+  y = fma(y, r, set1(6.93044842e-1f));
+  y = fma(y, r, set1(1.0f));
+  return _mm512_scalef_ps(y, t);
+}
+
 template <>
 struct WordsOf<BF16> : PairWords {
   using Factor = ElementPair;

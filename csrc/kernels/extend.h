@@ -73,6 +73,21 @@ class Extend {
     }
   }
 
+  // lse[r * blocks + i]: what row r has of the i-th kKeys keys, whoever sees them.
+  void note_blocks(float* lse) {
+    [[maybe_unused]] const typename P::Unit unit;
+    const int blocks = (a_.keys + kKeys - 1) / kKeys;
+    for (int b = 0; b < blocks; ++b) {
+      const int count = smaller(a_.keys - b * kKeys, kKeys);
+      lay_out(b * kKeys, count, false);
+      for (int row = 0; row < rows_; row += kStrip) {
+        score_strip(row);
+        for (int r = row; r < smaller(row + kStrip, rows_); ++r)
+          lse[int64_t{r} * blocks + b] = lse_of_scores(scores_ + (r - row) * kKeys, count);
+      }
+    }
+  }
+
   void finish(float* o, float* lse) const {
     for (int r = 0; r < rows_; ++r) {
       const float total = reduce_add(load(total_ + r * kLanes));
@@ -86,7 +101,7 @@ class Extend {
  private:
   // Keys and values of `count` keys from `key` on. What lies behind them in their tile may be anything, and
   // counts as 0, as do keys up to kKeys.
-  void lay_out(int key, int count) {
+  void lay_out(int key, int count, bool with_values = true) {
     for (int t = 0; t < kKeyTiles; ++t) {
       const int tokens = smaller(count - t * kPage, kPage);
       const T *k = nullptr, *v = nullptr;
@@ -96,7 +111,7 @@ class Extend {
       }
       float* values = values_ + t * (kPage / W::kElements) * int64_t{a_.D};
       W::columns(whole(k, tokens), a_.D, keys_ + t * kPage, kKeys);
-      W::rows(whole(v, tokens), a_.D, values);
+      if (with_values) W::rows(whole(v, tokens), a_.D, values);
       // The next ones, while these are multiplied.
       if (key + kKeys + t * kPage < a_.keys) {
         const T* next = static_cast<const T*>(a_.tiles) +
@@ -115,10 +130,32 @@ class Extend {
     return reinterpret_cast<const T*>(tile_);
   }
 
-  // Keys from `key` on for the rows from `row` on.
-  void add_strip(int row, int key) {
+  void score_strip(int row) {
     P::template multiply<kKeys, false>(queries_ + int64_t{row} * depth_, depth_, keys_, kKeys, depth_, kKeys,
                                        scores_, kKeys);
+  }
+
+  // Of the first `count` scores.
+  float lse_of_scores(const float* scores, int count) const {
+    constexpr int kVecs = kKeys / kLanes;
+    Vec x[kVecs], highest = set1(kNegInf), sum = set1(0.0f);
+#pragma GCC unroll 16
+    for (int j = 0; j < kVecs; ++j) {
+      const int lanes = count - j * kLanes;
+      const uint32_t bits = lanes <= 0 ? 0 : lanes >= kLanes ? kEveryLane : (1u << lanes) - 1;
+      x[j] = keep(bits, mul(load(scores + j * kLanes), set1(a_.scale)), set1(kNegInf));
+      highest = max(x[j], highest);
+    }
+    const float top = reduce_max(highest);
+    const Vec base = reference(set1(top));
+#pragma GCC unroll 16
+    for (int j = 0; j < kVecs; ++j) sum = add(sum, exponential<T>(sub(x[j], base)));
+    return lse_of(top, reduce_add(sum));
+  }
+
+  // Keys from `key` on for the rows from `row` on.
+  void add_strip(int row, int key) {
+    score_strip(row);
     const int64_t sees = a_.first + int64_t{row / a_.G} + 1 - key;  // of these keys, by the first row
     if (sees >= kKeys && key + kKeys <= a_.keys) {
       weigh<false>(row, key);
@@ -184,6 +221,11 @@ void extend(const ExtendArgs& args, void* scratch, float* o, float* lse) {
   Extend<T> block(args, scratch);
   block.run();
   block.finish(o, lse);
+}
+
+template <class T>
+void extend_blocks(const ExtendArgs& args, void* scratch, float* lse) {
+  Extend<T>(args, scratch).note_blocks(lse);
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ constexpr KernelTable make_table() {
           attend_near<T>,
           attend_pages<T>,
           extend<T>,
+          extend_blocks<T>,
           page_minmax<T>,
           merge_minmax<T>,
           page_moments<T>,

@@ -130,6 +130,10 @@ struct KernelTable {
   // scratch: extend_scratch_bytes().
   void (*extend)(const ExtendArgs& args, void* scratch, float* o, float* lse);
 
+  // lse[tokens][G][blocks]: the LSE of every kExtendKeys tokens of the list, the last ones perhaps fewer, for
+  // every query, all of which see all of them: args.first is not used. Same scratch.
+  void (*extend_blocks)(const ExtendArgs& args, void* scratch, float* lse);
+
   // entry = {min[D], max[D]} over the 16 keys of a tile.
   void (*page_minmax)(const void* tile, int D, void* entry);
 

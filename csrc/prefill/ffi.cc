@@ -5,14 +5,14 @@
 namespace fluxion {
 namespace {
 
-void pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, TensorView q,
-                       double scale, TensorView out) {
+double pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, TensorView q,
+                         double scale, double budget, TensorView out) {
   const HostPool& pool = *pool_ref->pool;
   const PoolShape& s = pool.shape();
   expect(pages, "pages", kInt32, {-1}, 1);
   expect(q, "q", kv_type(pool), {-1, -1, s.head_dim}, 2);
   expect(out, "out", kv_type(pool), {q.size(0), q.size(1), s.head_dim}, 3);
-  guarded([&] {
+  return guarded([&] {
     Chunk chunk;
     chunk.layer = static_cast<int>(layer);
     chunk.pages = data<int32_t>(pages);
@@ -24,7 +24,8 @@ void pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t s
     chunk.q_stride = q.stride(0) * s.element();
     chunk.scale = static_cast<float>(scale);
     chunk.out = data<char>(out);
-    attend_chunk(pool, chunk);
+    chunk.budget = static_cast<float>(budget);
+    return attend_chunk(pool, chunk);
   });
 }
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "prefill/choose.h"
+
 namespace fluxion {
 namespace {
 
@@ -17,6 +19,13 @@ namespace {
 constexpr int64_t kItemsPerWorker = 4;
 // Tokens of a list that are worth an item of their own.
 constexpr int64_t kLeastKeys = 1024;
+
+// In a sparse prefill: tokens before a block, and at the end of the chunk, that are not subject to choice;
+// and how far the queries are apart that choose.
+constexpr int64_t kNear = 256, kLast = 256;
+constexpr int kAskEvery = 8;
+// The share of its weight that a query needs, if the budget allows.
+constexpr float kKeep = 0.98f;
 
 // An item is a block of queries of one KV head and a stretch of what they attend to.
 class ChunkWork {
@@ -31,7 +40,10 @@ class ChunkWork {
     block_ = static_cast<int>((chunk.tokens + fewest - 1) / fewest);
     blocks_ = (chunk.tokens + block_ - 1) / block_;
     const int64_t keys = chunk.start + chunk.tokens, items = blocks_ * s.kv_heads;
-    stretches_ = std::clamp<int64_t>(wanted / items, 1, std::max<int64_t>(keys / kLeastKeys, 1));
+    const bool sparse = chunk.budget < 1 && keys > kNear + kExtendKeys;
+    if (!sparse) {
+      stretches_ = std::clamp<int64_t>(wanted / items, 1, std::max<int64_t>(keys / kLeastKeys, 1));
+    }
     const int64_t tiles = (keys + kExtendKeys - 1) / kExtendKeys;
     stretch_ = (tiles + stretches_ - 1) / stretches_ * kExtendKeys;
     const int64_t rows = int64_t{block_} * group_;
@@ -39,15 +51,22 @@ class ChunkWork {
     part_floats_ = rows * (s.head_dim + 1);
     scratch_.reset(new char[scratch_bytes_ * pool.workers().size()]);
     parts_.reset(new float[part_floats_ * (stretches_ == 1 ? pool.workers().size() : items * stretches_)]);
+    if (sparse) lists_.resize(pool.workers().size());
+    for (List& list : lists_) {
+      list.weights.resize((block_ / kAskEvery + 1) * group_ * (keys / kExtendKeys));
+      list.rank.resize(keys / kExtendKeys);
+      list.pages.resize(keys / kPage + 1);
+    }
   }
 
-  void run() {
+  double run() {
     const auto attend = [](void* self, int worker) { static_cast<ChunkWork*>(self)->attend(worker); };
     launch(attend);
-    if (stretches_ == 1) return;
+    if (stretches_ == 1) return static_cast<double>(read_) / static_cast<double>(there_);
     next_ = 0;
     const auto merge = [](void* self, int) { static_cast<ChunkWork*>(self)->merge(); };
     launch(merge);
+    return 1;
   }
 
  private:
@@ -89,11 +108,50 @@ class ChunkWork {
       args.pages = chunk_.pages + from / kPage;
       args.keys = static_cast<int>(std::clamp<int64_t>(before + at.tokens, 0, stretch_));
       args.first = static_cast<int>(before);
+      if (!lists_.empty()) choose(at, &args, &lists_[worker]);
+      read_.fetch_add(args.keys, std::memory_order_relaxed);
+      there_.fetch_add(before + at.tokens, std::memory_order_relaxed);
       float* o = part(stretches_ == 1 ? worker : item);
       float* lse = o + at.tokens * group_ * s.head_dim;
-      pool_.kernels().extend(args, scratch_.get() + worker * scratch_bytes_, o, lse);
+      pool_.kernels().extend(args, scratch(worker), o, lse);
       if (stretches_ == 1) write(at, o, lse);
     }
+  }
+
+  // What one worker lists, and what it needs for that.
+  struct List {
+    std::vector<float> weights;  // [rows][blocks]
+    std::vector<uint16_t> rank;  // [blocks]
+    std::vector<int32_t> pages;
+  };
+
+  // The list of a block becomes that of what it needs.
+  void choose(const Block& at, ExtendArgs* args, List* list) {
+    if (at.first + at.tokens > chunk_.tokens - kLast) return;
+    const int before = args->first, blocks = before / kExtendKeys;
+    const int near = std::max<int>(before - static_cast<int>(kNear), 0) / kExtendKeys;
+    if (near < 2) return;
+    ExtendArgs asked = *args;
+    asked.tokens = std::max(args->tokens / kAskEvery, 1);
+    const int stride = args->tokens / asked.tokens;
+    asked.q = static_cast<const char*>(args->q) + (stride - 1) * args->q_stride;
+    asked.q_stride = stride * args->q_stride;
+    asked.keys = blocks * kExtendKeys;
+    const int worker = static_cast<int>(list - lists_.data());
+    pool_.kernels().extend_blocks(asked, scratch(worker), list->weights.data());
+    const auto most = static_cast<int64_t>(std::ceil(chunk_.budget * static_cast<float>(blocks)));
+    choose_blocks(list->weights.data(), asked.tokens * group_, blocks, kKeep, most, list->rank.data());
+    list->rank[0] = 0;
+    constexpr int kPages = kExtendKeys / kPage;
+    int32_t* to = list->pages.data();
+    for (int b = 0; b < near; ++b) {
+      if (list->rank[b] < kShareClasses) to = std::copy_n(args->pages + b * kPages, kPages, to);
+    }
+    const int dropped = near * kPages - static_cast<int>(to - list->pages.data());
+    std::copy(args->pages + near * kPages, args->pages + (args->keys + kPage - 1) / kPage, to);
+    args->pages = list->pages.data();
+    args->keys -= dropped * kPage;
+    args->first -= dropped * kPage;
   }
 
   void merge() {
@@ -133,23 +191,25 @@ class ChunkWork {
     }
   }
 
+  char* scratch(int worker) const { return scratch_.get() + worker * scratch_bytes_; }
   float* part(int64_t i) const { return parts_.get() + i * part_floats_; }
 
   const HostPool& pool_;
   const Chunk& chunk_;
-  int group_, block_;            // heads of a group, tokens of a block
-  int64_t blocks_;               // of each KV head
-  int64_t stretches_, stretch_;  // of each block; tokens of one
+  int group_, block_;                // heads of a group, tokens of a block
+  int64_t blocks_;                   // of each KV head
+  int64_t stretches_ = 1, stretch_;  // of each block; tokens of one
   int64_t scratch_bytes_, part_floats_;
   std::unique_ptr<char[]> scratch_;  // of every worker
   // Of every worker; where there are stretches, of every item: o [tokens][G][D], lse [tokens][G].
   std::unique_ptr<float[]> parts_;
-  std::atomic<int64_t> next_{0};
+  std::vector<List> lists_;  // of every worker, in a sparse prefill
+  std::atomic<int64_t> next_{0}, read_{0}, there_{0};
 };
 
 }  // namespace
 
-void attend_chunk(const HostPool& pool, const Chunk& chunk) {
+double attend_chunk(const HostPool& pool, const Chunk& chunk) {
   const PoolShape& s = pool.shape();
   pool.check_layer(chunk.layer);
   pool.check_tokens(chunk.pages, chunk.n_pages, chunk.start, chunk.tokens);
@@ -159,8 +219,12 @@ void attend_chunk(const HostPool& pool, const Chunk& chunk) {
                                 std::to_string(s.kv_heads) + " KV heads; it needs 1 to " +
                                 std::to_string(kExtendRows) + " for each.");
   }
-  if (chunk.tokens == 0) return;
-  ChunkWork(pool, chunk).run();
+  if (!(chunk.budget > 0 && chunk.budget <= 1)) {
+    throw std::invalid_argument("The budget of a prefill is " + std::to_string(chunk.budget) +
+                                "; it must be above 0 and at most 1.");
+  }
+  if (chunk.tokens == 0) return 1;
+  return ChunkWork(pool, chunk).run();
 }
 
 }  // namespace fluxion

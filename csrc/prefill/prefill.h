@@ -19,11 +19,18 @@ struct Chunk {
   int64_t q_stride;  // bytes
   float scale;       // multiplies q.k
   char* out;         // [tokens][q_heads][D], KV dtype
+  float budget;      // the largest share of earlier tokens that is read, in (0, 1]; 1: an exact prefill
 };
 
 // Every token attends to itself and to all before it. Keys and values are read where they lie, by all
 // workers; long lists of few queries are divided among them, too. Throws std::invalid_argument before
 // anything is written.
-void attend_chunk(const HostPool& pool, const Chunk& chunk);
+//
+// With a budget below 1, a block of queries and the heads of a group read the sinks, what lies near, and of
+// the rest the blocks of kExtendKeys tokens that matter most to some of these queries (choose_blocks); every
+// eighth one is asked, exactly. The last tokens of a chunk, which may be the question, read everything.
+//
+// Returns the share that was read of what there was to read.
+double attend_chunk(const HostPool& pool, const Chunk& chunk);
 
 }  // namespace fluxion

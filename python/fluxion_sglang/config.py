@@ -82,6 +82,15 @@ class FluxionConfig:
     )
     sinks: int = _option(Placement.sinks, "First tokens of a request that stay on the device; a multiple of 16.", "64")
     window: int = _option(Placement.window, "Most recent tokens that stay on the device; a multiple of 16.", "256")
+    prefill_budget: float = _option(
+        1.0,
+        "The largest share of the tokens before it that a block of queries of a prompt reads: 1 is an exact prefill, "
+        "less a sparse one, which is faster and not exact. On a CPU.",
+        "0.3",
+        lambda share: 0 < share <= 1,
+        "it is the share of the earlier tokens that queries of a prompt read; give 1 for an exact prefill, or a number "
+        "above 0 and below 1, such as 0.3.",
+    )
     attend_union: bool = _option(
         True,
         "What one head of a group selected, all heads of the group attend to: it is read once for all of them.",

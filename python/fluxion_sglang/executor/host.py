@@ -35,8 +35,9 @@ class HostLayer(Layer):
 class HostDevice(Device):
     """Windows are in host memory, and the engine computes resident tokens and the middle together."""
 
-    def __init__(self, pool: HostPool, windows: Windows, engine: DecodeEngine) -> None:
+    def __init__(self, pool: HostPool, windows: Windows, engine: DecodeEngine, prefill_budget: float = 1.0) -> None:
         self._pool, self._windows, self._engine = pool, windows, engine
+        self._prefill_budget = prefill_budget
         self._requests: Sequence[ExtendRequest] = ()
         self._appended: Appended | None = None
 
@@ -65,8 +66,9 @@ class HostDevice(Device):
         for index, request in enumerate(self._requests):
             tokens = request.tokens
             if request.stop > request.start:
-                self._pool.append(layer, request.pages, request.start, k[tokens], v[tokens])
-                self._pool.attend_chunk(layer, request.pages, request.start, q[tokens], scale, out[tokens])
+                at = (layer, request.pages, request.start)
+                self._pool.append(*at, k[tokens], v[tokens])
+                self._pool.attend_chunk(*at, q[tokens], scale, out[tokens], self._prefill_budget)
                 self._appended(layer, index, q[request.last_queries], scale)
             self._windows.fill(layer, request.row, request.stop, request.pages)
         return out

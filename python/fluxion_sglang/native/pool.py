@@ -170,8 +170,15 @@ class NativePool:
         return k, v
 
     def attend_chunk(
-        self, layer: int, pages: torch.Tensor, start: int, q: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        start: int,
+        q: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        budget: float = 1.0,
+    ) -> float:
         """Attention of tokens start..start+T-1 of a request to themselves and all before them, which the pool has.
 
         Keys and values are read where they lie. Sums are float32; in bfloat16 the weights of the values are rounded
@@ -182,8 +189,14 @@ class NativePool:
             q: [T, Hq, D], KV dtype, [Hq, D] contiguous; Hq a multiple of the pool's KV heads.
             scale: multiplies q.k.
             out: [T, Hq, D], KV dtype, contiguous; overwritten.
+            budget: the largest share of earlier tokens that is read; below 1 the prefill is sparse. For some 64
+                queries and the heads of a group, blocks of 64 tokens are chosen that weigh most for one of these;
+                every eighth query is asked. Sinks, the nearest 256 tokens, and all for the last 256 queries, stay.
+
+        Returns:
+            The share that was read of what there was to read.
 
         Raises:
             ValueError: a page id, position or shape that does not fit; nothing was written.
         """
-        self._attend_chunk(self.handle, layer, pages, start, q, scale, out)
+        return float(self._attend_chunk(self.handle, layer, pages, start, q, scale, budget, out))

@@ -130,7 +130,7 @@ class FluxionAttnBackend(AttentionBackend):
         """What passes run on: the CPU itself, or a device that the CPU works beside."""
         pool = self.token_to_kv_pool
         if pool.maker is None:
-            return HostDevice(pool.host, pool.windows, self.engine)
+            return HostDevice(pool.host, pool.windows, self.engine, pool.config.prefill_budget)
         device = pool.maker.make(
             pool.host,
             pool.windows,

@@ -193,6 +193,11 @@ def check_device(device: str, config: FluxionConfig) -> None:
         raise ConfigError(
             f"cuda_graphs records what a GPU does in a decode step, and SGLang would use {device}; leave the key out."
         )
+    if config.prefill_budget < 1 and device != "cpu":
+        raise ConfigError(
+            f"prefill_budget is {config.prefill_budget:g}, but a sparse prefill runs on a CPU alone, and SGLang would "
+            f"use {device}; leave the key out."
+        )
     maker_of(device)  # raises where its library is missing
 
 

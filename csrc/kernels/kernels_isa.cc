@@ -8,6 +8,7 @@
 #include "kernels/attend.h"
 #include "kernels/block_mass.h"
 #include "kernels/features.h"
+#include "kernels/linear.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
 #include "kernels/patterns.h"
@@ -55,6 +56,8 @@ constexpr KernelTable make_table() {
           add_rows,
           add_value<T>,
           dense,
+          pack_linear<T>,
+          linear<T>,
           read};
 }
 

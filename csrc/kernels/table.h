@@ -13,6 +13,7 @@ inline constexpr int kMaxHeads = 64;     // query heads that one call may attend
 inline constexpr int kVectorHeads = 4;   // so few wait for memory, whatever multiplies
 
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
+inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
 
 enum class DType : int { kF32 = 0, kBF16 = 1 };
 
@@ -32,6 +33,16 @@ struct FeatureArgs {
   const void* anchor_q;     // [R][Hq][D] KV dtype
   const float* mean_k;      // [R][Hk][D]
   float* out;               // [B][Hq][kFeatures]
+};
+
+// What `linear` multiplies, in the KV dtype.
+struct LinearArgs {
+  const void* x;  // as `pack_linear` wrote it
+  int rows, in;   // at least 1
+  const void* weights;  // [outputs][in]
+  int64_t stride;       // elements from one row of weights to the next
+  const void* bias;     // [outputs], or nullptr
+  int64_t out_stride;   // elements from one row of outputs to the next
 };
 
 // The kernels of one instruction set for one KV dtype. A tile is K[16][D] then V[16][D], contiguous. Pointers
@@ -145,6 +156,16 @@ struct KernelTable {
   void (*dense)(const float* x, int64_t x_stride, int rows, int in, const float* weights, const float* bias,
                 int panels, bool relu, float* y, int64_t y_stride);
 
+  // Writes `rows` rows of x, x_stride elements apart, as `linear` takes them: linear_pack_bytes(rows, in)
+  // bytes, 64-byte aligned.
+  void (*pack_linear)(const void* x, int64_t x_stride, int rows, int in, void* packed);
+
+  // y = x W^T + bias: outputs first..first + count - 1 of every row, to out[r * out_stride + i], i from 0.
+  // Weights are read once for every eight rows, sums are float32 and rounded once. The next_count outputs
+  // from `next` on are what the caller may ask for next (0: none): their weights may be fetched, and are not
+  // used. An output depends on its row and its weights alone, not on what else is multiplied.
+  void (*linear)(const LinearArgs& args, int64_t first, int count, int64_t next, int next_count, void* out);
+
   // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.
   // Piece i has piece_bytes, a multiple of 64, at base + pieces[i] * piece_bytes; pieces nullptr: 0, 1, 2,
   // ... streams: 1, 2 or 4 pieces are read side by side, each fetched `ahead` lines of 64 bytes before its
@@ -165,5 +186,6 @@ const KernelTable* best_kernel_table(DType dtype);
 int available_isas(const char** names, int max);
 
 int64_t select_scratch_bytes(int n);
+int64_t linear_pack_bytes(int rows, int in);
 
 }  // namespace fluxion

@@ -32,6 +32,7 @@ NATIVE: dict[str, set[str]] = {
     "engine": {"kernels", "runtime"},
     "predictor": {"kernels", "runtime", "engine", "ffi"},
     "ffi": {"kernels", "runtime", "engine"},
+    "model": {"kernels", "runtime", "ffi"},
     "probe": {"kernels", "runtime", "ffi"},
     "lab": {"kernels", "runtime", "engine", "ffi"},
     "cuda": {"kernels", "runtime", "device", "ffi"},

@@ -15,7 +15,7 @@ from typing import Any
 
 import tvm_ffi
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -34,6 +34,7 @@ _BLOCKING = frozenset(
         "hgca_establish",
         "hgca_step",
         "host_memory",
+        "layers_linear",
         "probe_read",
         "probe_attend",
         "probe_score",

@@ -8,6 +8,7 @@
 #include "kernels/attend.h"
 #include "kernels/block_mass.h"
 #include "kernels/features.h"
+#include "kernels/layers.h"
 #include "kernels/linear.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
@@ -58,6 +59,9 @@ constexpr KernelTable make_table() {
           dense,
           pack_linear<T>,
           linear<T>,
+          rms_norm<T>,
+          silu_mul<T>,
+          rope<T>,
           read};
 }
 

@@ -166,6 +166,20 @@ struct KernelTable {
   // used. An output depends on its row and its weights alone, not on what else is multiplied.
   void (*linear)(const LinearArgs& args, int64_t first, int count, int64_t next, int next_count, void* out);
 
+  // What lies between linear layers, of one row each. Rows may not overlap.
+  //
+  // sum = x + residual, out = sum / sqrt(mean of squares of sum + epsilon) * weight, [size] each. Of the sum
+  // before it is rounded. residual nullptr: of x alone, and sum is not written.
+  void (*rms_norm)(const void* x, const void* residual, const void* weight, int size, float epsilon,
+                   void* out, void* sum);
+  // out = gate * sigmoid(gate), rounded, * up, [size] each.
+  void (*silu_mul)(const void* gate, const void* up, int size, void* out);
+  // Turns pairs of elements of every head [heads][head_dim] by angles of which cos_sin has the cosines
+  // [rotary / 2], then the sines; products are rounded, too. Element i goes with i + rotary / 2 (halves), or
+  // 2i with 2i + 1. What is beyond `rotary` is copied.
+  void (*rope)(const void* x, const void* cos_sin, int heads, int head_dim, int rotary, bool halves,
+               void* out);
+
   // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.
   // Piece i has piece_bytes, a multiple of 64, at base + pieces[i] * piece_bytes; pieces nullptr: 0, 1, 2,
   // ... streams: 1, 2 or 4 pieces are read side by side, each fetched `ahead` lines of 64 bytes before its

@@ -72,6 +72,102 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, dtype: torch.dtype) -> No
     assert (out[[0, 2], 7] == math.inf).all() and (out[0][:7] == 70).all() and (out[2][8:] == 70).all()
 
 
+def ulps(dtype: torch.dtype, n: float) -> float:
+    """Relative error of a result that is n roundings of dtype off."""
+    return n * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-23)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight
+
+
+@few
+@isas
+@dtypes
+@given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([1e-3, 1.0, 1e3]), seed=seeds)
+def test_norm(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (strided(generator, m, n, gap, dtype) * scale for _ in range(2))
+    weight = torch.randn(n, generator=generator).to(dtype)
+    layers = NativeLayers(WORKERS, isa)
+    torch.testing.assert_close(
+        layers.norm(x, weight, 1e-5).double(), normed(x.double(), weight.double(), 1e-5), rtol=ulps(dtype, 8), atol=0
+    )
+    out, total = layers.add_norm(x, residual, weight, 1e-5)
+    exact = x.float() + residual.float()
+    assert torch.equal(total, exact.to(dtype)), "the sum is rounded once"
+    want = normed(exact.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=ulps(dtype, 8), atol=0)
+
+
+@few
+@isas
+@dtypes
+@given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=seeds)
+def test_silu_mul(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = strided(generator, m, 2 * n, gap, dtype) * scale
+    x[0, 0] = -200  # where a power of the wrong sign would overflow; below -87 the power is 0
+    want = torch.nn.functional.silu(x[:, :n].double()) * x[:, n:].double()
+    got = NativeLayers(WORKERS, isa).silu_mul(x)
+    torch.testing.assert_close(got.double(), want, rtol=ulps(dtype, 8), atol=1e-33)
+
+
+def test_silu_of_what_is_no_number() -> None:
+    x = torch.tensor([[math.nan, math.inf, -math.inf, 1.0, 1.0, 1.0]])
+    got = NativeLayers(WORKERS).silu_mul(x)[0]
+    assert got[0].isnan() and got[1] == math.inf
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> torch.Tensor:
+    """As SGLang computes it: every product and sum rounded to the dtype."""
+    a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
+    parts = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2)
+
+
+@few
+@isas
+@dtypes
+@given(
+    m=rows,
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    part=st.sampled_from([1.0, 0.5]),
+    halves=st.booleans(),
+    seed=seeds,
+)
+def test_rope_has_the_bits_of_torch(
+    isa: str, dtype: torch.dtype, m: int, heads: tuple[int, int], head_dim: int, part: float, halves: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rotary = int(part * head_dim)
+    widths = [h * head_dim for h in heads]
+    both = torch.randn(m, sum(widths) + 5, generator=generator).to(dtype)
+    q, k, _ = both.split([*widths, 5], -1)
+    angles = torch.rand(33, rotary // 2, generator=generator) * 6.3
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    positions = torch.randint(0, 33, (m,), generator=generator)
+    got = NativeLayers(WORKERS, isa).rope(positions, q, k, table, head_dim, halves)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+    for x, out in zip((q, k), got, strict=True):
+        x = x.reshape(m, -1, head_dim)
+        want = torch.cat((turned(x[..., :rotary], cos, sin, halves), x[..., rotary:]), -1)
+        assert out.is_contiguous() and torch.equal(out.view_as(want), want)
+
+
+def test_many_rows_are_divided() -> None:
+    """As in prefill: what each row gets does not depend on how many there are."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(700, 1024, generator=generator), torch.randn(512, generator=generator)
+    layers, one = NativeLayers(WORKERS), NativeLayers(Workers(1))
+    assert torch.equal(layers.silu_mul(x), one.silu_mul(x))
+    left, right = x.chunk(2, -1)
+    for a, b in zip(layers.add_norm(left, right, weight, 1e-6), one.add_norm(left, right, weight, 1e-6), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(layers.norm(left, weight, 1e-6)[5:6], layers.norm(left[5:6], weight, 1e-6))
+
+
 def test_bad_arguments() -> None:
     layers = NativeLayers(WORKERS)
     x, w = torch.zeros(2, 16), torch.zeros(4, 16)
@@ -86,5 +182,16 @@ def test_bad_arguments() -> None:
         layers.linear(x, torch.zeros(16, 4).T)
     with pytest.raises(ValueError, match="bias has the shape"):
         layers.linear(x, w, torch.zeros(3))
+    with pytest.raises(ValueError, match="weight has the shape"):
+        layers.norm(x, torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="residual has the shape"):
+        layers.add_norm(x, torch.ones(3, 16), torch.ones(16), 1e-5)
+    with pytest.raises(ValueError, match="x has the shape"):
+        layers.silu_mul(torch.ones(2, 7))
+    table = torch.ones(4, 8)
+    with pytest.raises(IndexError, match="Position 4 is not among the 4"):
+        layers.rope(torch.tensor([0, 4]), x, x, table, 8, True)
+    with pytest.raises(ValueError, match="q has 16 columns"):
+        layers.rope(torch.tensor([0, 1]), x, x, table, 6, True)
     with pytest.raises(ValueError, match="cannot run the instruction set"):
         NativeLayers(WORKERS, "sse2")

@@ -116,8 +116,18 @@ NEEDS = (
     Need(_SRT + "models.utils", "get_token_to_kv_pool", ()),
     Need(_SRT + "layers.quantization.unquant", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     Need(_SRT + "layers.quantization.unquant", "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    Need(_SRT + "layers.logits_processor", "should_apply_lm_head_quant_method", ("lm_head", "quant_method")),
+    Need("sglang.kernels.fused_op", "BaseFusedOp.register_oot_forward", ("op_cls", "fn", "platform_key")),
     Need(
-        _SRT + "layers.logits_processor", "should_apply_lm_head_quant_method", ("lm_head", "quant_method")
+        _SRT + "layers.layernorm",
+        "RMSNorm.forward_native",
+        ("self", "x", "residual", "post_residual_addition", "quant_linear"),
+    ),
+    Need(_SRT + "layers.activation", "SiluAndMul.forward_native", ("self", "x")),
+    Need(
+        _SRT + "layers.rotary_embedding.base",
+        "RotaryEmbedding.forward_native",
+        ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
     ),
     *(Need(_SRT + module, name) for module, names in _NAMES.items() for name in names),
 )

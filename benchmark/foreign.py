@@ -1,4 +1,4 @@
-"""Attention operators of other libraries, called as their users call them. Each takes q [B, H, G, D] and k, v
+"""Operators of other libraries, called as their users call them. For attention each takes q [B, H, G, D] and k, v
 [B, H, n, D] bfloat16, keeps what it needs of them in its own layout, and computes [B, H, G, D] when called."""
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
-class GgmlAttention:
-    """ggml_flash_attn_ext of llama.cpp on its CPU backend, KV in float16, from the libraries of llama-cpp-python."""
+class _Ggml:
+    """One operation of llama.cpp on its CPU backend, from the libraries of llama-cpp-python; float32 comes out."""
 
-    F32, F16 = 0, 1
+    F32, F16, BF16 = 0, 1, 30
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    def __init__(self, nbytes: int) -> None:
+        """nbytes: of all tensors."""
         spec = importlib.util.find_spec("llama_cpp")
         assert spec is not None and spec.submodule_search_locations
         folder = Path(spec.submodule_search_locations[0]) / "lib"
@@ -87,6 +88,7 @@ class GgmlAttention:
             (base, "ggml_new_tensor_4d", pointer, [pointer, ctypes.c_int, wide, wide, wide, wide]),
             (base, "ggml_get_data", pointer, [pointer]),
             (base, "ggml_flash_attn_ext", pointer, [*[pointer] * 5, real, real, real]),
+            (base, "ggml_mul_mat", pointer, [pointer] * 3),
             (base, "ggml_new_graph", pointer, [pointer]),
             (base, "ggml_build_forward_expand", None, [pointer, pointer]),
             (base, "ggml_backend_graph_compute", ctypes.c_int, [pointer, pointer]),
@@ -95,28 +97,49 @@ class GgmlAttention:
         ):
             found = getattr(library, name)
             found.restype, found.argtypes = result, arguments
-        B, H, G, D = q.shape
-        self.base, self.shape = base, q.shape
-        self.context = base.ggml_init(_InitParams(2 * (k.nbytes + v.nbytes) + 4 * q.nbytes + (16 << 20), None, False))
+        self.base = base
+        self.context = base.ggml_init(_InitParams(nbytes + (16 << 20), None, False))
         self.backend = cpu.ggml_backend_cpu_init()
         cpu.ggml_backend_cpu_set_n_threads(self.backend, workers(0).count)
 
-        def tensor(part: Tensor, kind: int) -> Any:
-            sizes = reversed(part.shape)
-            made = base.ggml_new_tensor_4d(self.context, kind, *sizes)
-            ctypes.memmove(base.ggml_get_data(made), part.contiguous().data_ptr(), part.nbytes)
-            return made
+    def tensor(self, part: Tensor, kind: int) -> Any:
+        """A copy of a tensor of four dimensions."""
+        made = self.base.ggml_new_tensor_4d(self.context, kind, *reversed(part.shape))
+        ctypes.memmove(self.base.ggml_get_data(made), part.contiguous().data_ptr(), part.nbytes)
+        return made
 
-        # q [B, Hq, 1, D]: a head's only query, as llama.cpp decodes.
-        queries = tensor(q.float().reshape(B, H * G, 1, D), self.F32)
-        keys, values = (tensor(part.to(torch.float16), self.F16) for part in (k, v))
-        out = base.ggml_flash_attn_ext(self.context, queries, keys, values, None, scale, 0.0, 0.0)
-        self.graph = base.ggml_new_graph(self.context)
-        base.ggml_build_forward_expand(self.graph, out)
-        self.out = base.ggml_get_data(out)
+    def finish(self, out: Any, shape: torch.Size) -> None:
+        """`out` is what is computed, [shape] without dimensions of one."""
+        self.shape = shape
+        self.graph = self.base.ggml_new_graph(self.context)
+        self.base.ggml_build_forward_expand(self.graph, out)
+        self.out = self.base.ggml_get_data(out)
 
     def __call__(self) -> Tensor:
         if self.base.ggml_backend_graph_compute(self.backend, self.graph) != 0:
-            raise RuntimeError("ggml could not compute the attention.")
+            raise RuntimeError("ggml could not compute this.")
         count = self.shape.numel()
         return torch.frombuffer((ctypes.c_float * count).from_address(self.out), dtype=torch.float32).view(self.shape)
+
+
+class GgmlAttention(_Ggml):
+    """ggml_flash_attn_ext, KV in float16."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        super().__init__(2 * (k.nbytes + v.nbytes) + 4 * q.nbytes)
+        B, H, G, D = q.shape
+        # q [B, Hq, 1, D]: a head's only query, as llama.cpp decodes.
+        queries = self.tensor(q.float().reshape(B, H * G, 1, D), self.F32)
+        keys, values = (self.tensor(part.to(torch.float16), self.F16) for part in (k, v))
+        out = self.base.ggml_flash_attn_ext(self.context, queries, keys, values, None, scale, 0.0, 0.0)
+        self.finish(out, q.shape)
+
+
+class GgmlLinear(_Ggml):
+    """ggml_mul_mat: x [rows, in] times weights [outputs, in], bfloat16; [rows, outputs]."""
+
+    def __init__(self, x: Tensor, weights: Tensor) -> None:
+        super().__init__(weights.nbytes + 4 * x.nbytes + 8 * len(x) * len(weights))
+        left = self.tensor(weights[None, None], self.BF16)
+        right = self.tensor(x.float()[None, None], self.F32)
+        self.finish(self.base.ggml_mul_mat(self.context, left, right), torch.Size((len(x), len(weights))))

@@ -127,4 +127,10 @@ int64_t extend_scratch_bytes(int rows, int D) {
   return floats * 4 + 16 * 64;
 }
 
+int64_t linear_pack_bytes(int rows, int in) {
+  // Groups of eight rows, the last padded; floats where bf16 cannot be multiplied.
+  const int64_t padded = (static_cast<int64_t>(in) + kLinearPad - 1) / kLinearPad * kLinearPad;
+  return (static_cast<int64_t>(rows) + 7) / 8 * 8 * padded * 4;
+}
+
 }  // namespace fluxion

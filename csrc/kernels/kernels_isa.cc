@@ -10,6 +10,8 @@
 #include "kernels/block_mass.h"
 #include "kernels/extend.h"
 #include "kernels/features.h"
+#include "kernels/layers.h"
+#include "kernels/linear.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
 #include "kernels/patterns.h"
@@ -59,6 +61,11 @@ constexpr KernelTable make_table() {
           add_rows,
           add_value<T>,
           dense,
+          pack_linear<T>,
+          linear<T>,
+          rms_norm<T>,
+          silu_mul<T>,
+          rope<T>,
           read};
 }
 

@@ -16,6 +16,7 @@ inline constexpr int kExtendRows = 256;  // queries, times heads, of a call of `
 inline constexpr int kExtendKeys = 64;   // tokens that it takes at a time
 
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
+inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
 
 enum class DType : int { kF32 = 0, kBF16 = 1 };
 
@@ -47,6 +48,16 @@ struct ExtendArgs {
   const int32_t* pages;  //   tiles + pages[i / 16] * 2 * 16 * D elements
   int keys;              // listed tokens
   int first;             // query t attends to the tokens 0 .. min(first + t, keys - 1) of the list
+};
+
+// What `linear` multiplies, in the KV dtype.
+struct LinearArgs {
+  const void* x;        // as `pack_linear` wrote it
+  int rows, in;         // at least 1
+  const void* weights;  // [outputs][in]
+  int64_t stride;       // elements from one row of weights to the next
+  const void* bias;     // [outputs], or nullptr
+  int64_t out_stride;   // elements from one row of outputs to the next
 };
 
 // The kernels of one instruction set for one KV dtype. A tile is K[16][D] then V[16][D], contiguous. Pointers
@@ -171,6 +182,30 @@ struct KernelTable {
   void (*dense)(const float* x, int64_t x_stride, int rows, int in, const float* weights, const float* bias,
                 int panels, bool relu, float* y, int64_t y_stride);
 
+  // Writes `rows` rows of x, x_stride elements apart, as `linear` takes them: linear_pack_bytes(rows, in)
+  // bytes, 64-byte aligned.
+  void (*pack_linear)(const void* x, int64_t x_stride, int rows, int in, void* packed);
+
+  // y = x W^T + bias: outputs first..first + count - 1 of every row, to out[r * out_stride + i], i from 0.
+  // Weights are read once for every eight rows, sums are float32 and rounded once. The next_count outputs
+  // from `next` on are what the caller may ask for next (0: none): their weights may be fetched, and are not
+  // used. An output depends on its row and its weights alone, not on what else is multiplied.
+  void (*linear)(const LinearArgs& args, int64_t first, int count, int64_t next, int next_count, void* out);
+
+  // What lies between linear layers, of one row each. Rows may not overlap.
+  //
+  // sum = x + residual, out = sum / sqrt(mean of squares of sum + epsilon) * weight, [size] each. Of the sum
+  // before it is rounded. residual nullptr: of x alone, and sum is not written.
+  void (*rms_norm)(const void* x, const void* residual, const void* weight, int size, float epsilon,
+                   void* out, void* sum);
+  // out = gate * sigmoid(gate), rounded, * up, [size] each.
+  void (*silu_mul)(const void* gate, const void* up, int size, void* out);
+  // Turns pairs of elements of every head [heads][head_dim] by angles of which cos_sin has the cosines
+  // [rotary / 2], then the sines; products are rounded, too. Element i goes with i + rotary / 2 (halves), or
+  // 2i with 2i + 1. What is beyond `rotary` is copied.
+  void (*rope)(const void* x, const void* cos_sin, int heads, int head_dim, int rotary, bool halves,
+               void* out);
+
   // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.
   // Piece i has piece_bytes, a multiple of 64, at base + pieces[i] * piece_bytes; pieces nullptr: 0, 1, 2,
   // ... streams: 1, 2 or 4 pieces are read side by side, each fetched `ahead` lines of 64 bytes before its
@@ -193,5 +228,6 @@ int available_isas(const char** names, int max);
 int64_t select_scratch_bytes(int n);
 // For blocks of that many rows (`tokens` * G) and that head dimension.
 int64_t extend_scratch_bytes(int rows, int D);
+int64_t linear_pack_bytes(int rows, int in);
 
 }  // namespace fluxion

@@ -140,6 +140,12 @@ class FluxionConfig:
         lambda word: word in EXECUTORS,
         _one_of(EXECUTORS),
     )
+    model_kernels: bool = _option(
+        True,
+        "Where the CPU is the device, native threads also compute the model's layers: those with few rows, such as in "
+        "decode steps. With false, PyTorch does.",
+        "false",
+    )
     hot_tiles_gb: float = _option(
         0.0,
         "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Only with executors "

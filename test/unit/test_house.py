@@ -33,6 +33,7 @@ NATIVE: dict[str, set[str]] = {
     "predictor": {"kernels", "runtime", "engine", "ffi"},
     "ffi": {"kernels", "runtime", "engine"},
     "prefill": {"kernels", "runtime", "ffi"},
+    "model": {"kernels", "runtime", "ffi"},
     "probe": {"kernels", "runtime", "ffi"},
     "lab": {"kernels", "runtime", "engine", "ffi"},
     "cuda": {"kernels", "runtime", "device", "ffi"},

@@ -10,12 +10,14 @@ from fluxion_sglang.native.loading import (
     library_path,
     topology,
 )
+from fluxion_sglang.native.model import NativeLayers
 from fluxion_sglang.native.plan import NativePlan, listed_tokens
 from fluxion_sglang.native.pool import NativePool, Workers, pool_bytes
 
 __all__ = [
     "ABI_VERSION",
     "NativeEngine",
+    "NativeLayers",
     "NativeLibraryError",
     "NativePlan",
     "NativePool",

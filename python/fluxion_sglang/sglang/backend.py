@@ -24,6 +24,7 @@ from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.layers import install
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
 
@@ -90,6 +91,9 @@ class FluxionAttnBackend(AttentionBackend):
             if (value := getattr(options, name)) is not None:
                 self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, value, identity))
         self.device = self._device(runner, layers)
+        if pool.maker is None and options.model_kernels:
+            count = install(runner.model, pool.host.workers)
+            logger.info("Fluxion: %d linear layers run on the native workers", count)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(

@@ -90,6 +90,7 @@ _NAMES = {
     "plugins.hook_registry": ("HookRegistry.register", "HookRegistry.apply_hooks", "HookType.AROUND"),
     "layers.attention.attention_registry": ("ATTENTION_BACKENDS",),
     "layers.attention.base_attn_backend": ("AttentionBackend.init_forward_metadata",),
+    "layers.logits_processor": ("LogitsProcessor",),
     "arg_groups.overrides": ("declare_resolution", "resolving_view", "attention_backends_of", "model_config_of"),
     "model_executor.cuda_graph_config": ("with_phase", "Phase.ALL", "Backend.DISABLED", "Backend.FULL"),
     "configs.model_config": ("AttentionArch.MHA",),
@@ -113,6 +114,21 @@ NEEDS = (
     ),
     Need(_SRT + "mem_cache.host_memory", "available_host_memory_bytes", ("allow_cgroup_fallback",)),
     Need(_SRT + "models.utils", "get_token_to_kv_pool", ()),
+    Need(_SRT + "layers.quantization.unquant", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
+    Need(_SRT + "layers.quantization.unquant", "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    Need(_SRT + "layers.logits_processor", "should_apply_lm_head_quant_method", ("lm_head", "quant_method")),
+    Need("sglang.kernels.fused_op", "BaseFusedOp.register_oot_forward", ("op_cls", "fn", "platform_key")),
+    Need(
+        _SRT + "layers.layernorm",
+        "RMSNorm.forward_native",
+        ("self", "x", "residual", "post_residual_addition", "quant_linear"),
+    ),
+    Need(_SRT + "layers.activation", "SiluAndMul.forward_native", ("self", "x")),
+    Need(
+        _SRT + "layers.rotary_embedding.base",
+        "RotaryEmbedding.forward_native",
+        ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
+    ),
     *(Need(_SRT + module, name) for module, names in _NAMES.items() for name in names),
 )
 

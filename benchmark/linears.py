@@ -1,0 +1,142 @@
+"""Linear layers of a decode step: ours, what memory gives, and what one would use instead, interleaved in one process.
+
+    python benchmark/linears.py            # about three minutes; needs nothing beyond what SGLang brings
+    python benchmark/linears.py --quick
+
+Weights are bfloat16, in memory that torch allocated, as a server has them, and larger than all caches: a run goes over
+several copies. The stream reads as much in the way that is fastest (`probe.PLANS`). Peers multiply the same rows:
+torch's linear, oneDNN with weights that it has packed beforehand, and llama.cpp's ggml_mul_mat where llama-cpp-python is
+installed. Results go to linears.json in benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import common
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # before torch is loaded
+
+import torch
+from foreign import GgmlLinear
+from peers import installed
+from roofline import beyond_caches, error, interleave, isas, judge, ratio, workers
+from torch import Tensor
+from torch.nn import functional as F
+
+from fluxion_sglang.native import NativeLayers, probe
+
+SHAPES = ((2816, 1024), (1024, 2816), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (128256, 4096))
+"""Outputs and inputs: layers of a model of 111 million parameters, and of Llama-3.1-8B."""
+ROWS = (1, 2, 4, 8, 16, 32)
+QUICK_SHAPES, QUICK_ROWS = ((1024, 512),), (1, 4)
+
+Layer = Callable[[], Tensor]
+
+
+def layers(weights: Sequence[Tensor], x: Tensor) -> dict[str, list[Layer]]:
+    """Who computes x weights^T, once for every copy of the weights."""
+    native = NativeLayers(workers(0))
+    found: dict[str, list[Layer]] = {
+        "ours": [partial(native.linear, x, w) for w in weights],
+        "torch": [partial(F.linear, x, w) for w in weights],
+    }
+    if hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        packed = [torch.ops.mkldnn._reorder_linear_weight(w, len(x)) for w in weights]
+        found["oneDNN, packed"] = [
+            partial(torch.ops.mkldnn._linear_pointwise, x, w, None, "none", [], "") for w in packed
+        ]
+    if installed("ggml"):
+        found["ggml mul_mat"] = [GgmlLinear(x, w) for w in weights]
+    return found
+
+
+def run_all(calls: Sequence[Layer]) -> int:
+    start = time.perf_counter_ns()
+    for call in calls:
+        call()
+    return time.perf_counter_ns() - start
+
+
+def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: int) -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(outputs + inputs)
+    copies = -(-least // (outputs * inputs * 2))
+    weight = torch.randn(outputs, inputs, generator=random).to(torch.bfloat16)
+    weights = [weight.clone() for _ in range(copies)]
+    memory = probe.host_memory(workers(0), least)
+    memory.fill_(1)
+    found = []
+    for count in rows:
+        x = torch.randn(count, inputs, generator=random).to(torch.bfloat16)
+        every = layers(weights, x)
+        exact = x.double() @ weight[:4096].double().T
+        errors = {name: error(calls[0]()[:, :4096], exact) for name, calls in every.items()}
+        contenders = {name: partial(run_all, calls) for name, calls in every.items()}
+        streams = {
+            f"stream {plan.streams}:{plan.ahead}": partial(read, memory, plan)
+            for plan in probe.PLANS
+        }
+        times = interleave(contenders | streams, rounds)
+        nbytes = copies * weight.nbytes
+        ours = judge(times, "ours", nbytes, memory.numel())
+        for name in every:
+            found.append(
+                {
+                    "outputs": outputs,
+                    "inputs": inputs,
+                    "rows": count,
+                    "peer": name,
+                    "us": round(median(times[name]) / copies / 1e3, 1),
+                    "over_ours": round(ratio(times[name], times["ours"]), 3),
+                    "error": errors[name],
+                    **(ours if name == "ours" else {"gb_per_s": round(nbytes / median(times[name]), 2)}),
+                }
+            )
+    return found
+
+
+def read(memory: Tensor, plan: probe.ReadPlan) -> int:
+    return probe.stream(workers(0), isas()[-1], memory, plan)[0][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="one small layer; the result file is not a published one")
+    parser.add_argument("--shapes", help="other layers, OUTPUTSxINPUTS separated by commas")
+    parser.add_argument("--rows", help="other numbers of rows, separated by commas")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    args = parser.parse_args()
+    torch.set_num_threads(workers(0).count)
+    shapes, counts, rounds = (QUICK_SHAPES, QUICK_ROWS, 2) if args.quick else (SHAPES, ROWS, args.rounds)
+    if args.shapes:
+        shapes = tuple((int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes.split(",")))
+    if args.rows:
+        counts = tuple(int(n) for n in args.rows.split(","))
+    least = 1 << 24 if args.quick else -(-beyond_caches(1 << 26) // probe.STREAM_PIECE) * probe.STREAM_PIECE
+    rows = []
+    for outputs, inputs in shapes:
+        for row in measure(outputs, inputs, counts, rounds, least):
+            rows.append(row)
+            beside = f"{row['of_stream']:.0%} of the stream" if row["peer"] == "ours" else f"{row['over_ours']:.2f}x"
+            print(
+                f"{outputs:6} x {inputs:5}, {row['rows']:2} rows: {row['peer']:15} {row['us']:9.1f} us, {beside}",
+                flush=True,
+            )
+    path = common.RESULTS / args.machine / f"linears{'_quick' if args.quick else ''}.json"
+    if args.shapes or args.rows:
+        return
+    common.save(path, {**common.header("linears"), "rounds": rounds, "rows": rows})
+    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows.")
+
+
+if __name__ == "__main__":
+    main()

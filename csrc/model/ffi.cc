@@ -1,0 +1,167 @@
+// The C ABI of model layers. Argument checks live here.
+#include <tvm/ffi/optional.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "ffi/objects.h"
+#include "model/linear.h"
+#include "model/rows.h"
+
+namespace fluxion {
+namespace {
+
+// What computes layers: workers, an instruction set, and memory that one layer at a time uses.
+class LayersObj : public ffi::Object {
+ public:
+  LayersObj(std::shared_ptr<WorkerPool> w, std::string i) : workers(std::move(w)), isa(std::move(i)) {}
+  std::shared_ptr<WorkerPool> workers;
+  std::string isa;
+  LinearScratch scratch;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Layers", LayersObj, ffi::Object);
+
+  const KernelTable& kernels(DType dtype) const {
+    return isa.empty() ? *best_kernel_table(dtype) : *kernel_table(isa.c_str(), dtype);
+  }
+};
+class Layers : public ffi::ObjectRef {
+ public:
+  explicit Layers(ffi::ObjectPtr<LayersObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Layers, ffi::ObjectRef, LayersObj);
+};
+
+Layers layers_create(Workers workers, ffi::String isa) {
+  if (!isa.empty() && kernel_table(isa.c_str(), DType::kF32) == nullptr) {
+    Raise("ValueError") << "This CPU cannot run the instruction set \"" << isa.c_str()
+                        << "\"; choose one of topology()[\"isas\"].";
+  }
+  return guarded([&] {
+    best_kernel_table(DType::kF32);  // throws where FLUXION_ISA names what cannot be run
+    return Layers(ffi::make_object<LayersObj>(workers->pool, std::string(isa)));
+  });
+}
+
+// float32 or bfloat16, as x has it.
+DType dtype_of(const TensorView& x) {
+  if (same(x.dtype(), kBFloat16)) return DType::kBF16;
+  if (same(x.dtype(), kFloat32)) return DType::kF32;
+  Raise("ValueError") << "x has the dtype " << ffi::DLDataTypeToString(x.dtype())
+                      << "; the kernels serve bfloat16 and float32.";
+  TVM_FFI_UNREACHABLE();
+}
+
+void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias, TensorView out) {
+  const DType dtype = dtype_of(x);
+  const DLDataType type = dtype == DType::kBF16 ? kBFloat16 : kFloat32;
+  expect(x, "x", type, {-1, -1}, 1);
+  expect(weights, "weights", type, {-1, x.size(1)}, 1);
+  expect(out, "out", type, {x.size(0), weights.size(0)}, 1);
+  if (bias.has_value()) expect(bias.value(), "bias", type, {weights.size(0)}, 1);
+  for (const TensorView* t : {&x, &weights, &out}) {
+    if (t->size(0) > INT32_MAX / 2 || t->size(1) > INT32_MAX / 2)
+      Raise("ValueError") << "A layer is larger than the kernels count; use torch for it.";
+  }
+  LinearLayer layer;
+  layer.x = data<char>(x);
+  layer.x_stride = x.stride(0);
+  layer.rows = static_cast<int>(x.size(0));
+  layer.in = static_cast<int>(x.size(1));
+  layer.outputs = static_cast<int>(weights.size(0));
+  layer.weights = data<char>(weights);
+  layer.stride = weights.stride(0);
+  layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
+  layer.out = data<char>(out);
+  layer.out_stride = out.stride(0);
+  if (layer.in < 1) Raise("ValueError") << "x has no columns; a layer multiplies at least one.";
+  guarded([&] { linear(*layers->workers, layers->kernels(dtype), dtype, layer, &layers->scratch); });
+}
+
+DLDataType type_of(DType dtype) { return dtype == DType::kBF16 ? kBFloat16 : kFloat32; }
+int64_t element_of(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
+
+Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
+  return {data<char>(t) + column * element_of(dtype), t.stride(0) * element_of(dtype)};
+}
+
+int int_size(int64_t size, const char* name) {
+  if (size > INT32_MAX / 4) Raise("ValueError") << name << " is larger than the kernels count; use torch for it.";
+  return static_cast<int>(size);
+}
+
+void layers_norm(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight, double epsilon,
+                 TensorView out, ffi::Optional<TensorView> sum) {
+  const DType dtype = dtype_of(x);
+  const DLDataType type = type_of(dtype);
+  expect(x, "x", type, {-1, -1}, 1);
+  expect(weight, "weight", type, {x.size(1)}, 1);
+  expect(out, "out", type, {x.size(0), x.size(1)}, 1);
+  NormRows rows{};
+  if (both(residual, "residual", sum, "sum")) {
+    expect(residual.value(), "residual", type, {x.size(0), x.size(1)}, 1);
+    expect(sum.value(), "sum", type, {x.size(0), x.size(1)}, 1);
+    rows.residual = rows_of(residual.value(), dtype);
+    rows.sum = rows_of(sum.value(), dtype);
+  }
+  rows.x = rows_of(x, dtype);
+  rows.out = rows_of(out, dtype);
+  rows.weight = data<char>(weight);
+  rows.size = int_size(x.size(1), "x");
+  rows.epsilon = static_cast<float>(epsilon);
+  guarded([&] { norm_rows(*layers->workers, layers->kernels(dtype), x.size(0), rows); });
+}
+
+void layers_silu_mul(Layers layers, TensorView x, TensorView out) {
+  const DType dtype = dtype_of(x);
+  expect(out, "out", type_of(dtype), {-1, -1}, 1);
+  expect(x, "x", type_of(dtype), {out.size(0), 2 * out.size(1)}, 1);
+  const SiluRows rows{rows_of(x, dtype), rows_of(x, dtype, out.size(1)), rows_of(out, dtype),
+                      int_size(out.size(1), "out")};
+  guarded([&] { silu_rows(*layers->workers, layers->kernels(dtype), x.size(0), rows); });
+}
+
+void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k, TensorView cos_sin, int64_t head_dim,
+                 bool halves, TensorView q_out, TensorView k_out) {
+  const DType dtype = dtype_of(q);
+  const DLDataType type = type_of(dtype);
+  const int64_t count = q.size(0);
+  expect(positions, "positions", kInt64, {count}, 1);
+  expect(q, "q", type, {count, -1}, 1);
+  expect(k, "k", type, {count, -1}, 1);
+  expect(q_out, "q_out", type, {count, q.size(1)}, 1);
+  expect(k_out, "k_out", type, {count, k.size(1)}, 1);
+  expect(cos_sin, "cos_sin", type, {-1, -1}, 1);
+  const int64_t rotary = cos_sin.size(1);
+  if (head_dim < 1 || rotary > head_dim || rotary % 2 != 0 || q.size(1) % head_dim != 0 || k.size(1) % head_dim != 0) {
+    Raise("ValueError") << "q has " << q.size(1) << " columns, k " << k.size(1) << " and cos_sin " << rotary
+                        << "; with a head_dim of " << head_dim
+                        << " the first two must be multiples of it, and the last an even number up to it.";
+  }
+  const int64_t* at = data<int64_t>(positions);
+  for (int64_t i = 0; i < count; ++i) {
+    if (at[i] < 0 || at[i] >= cos_sin.size(0))
+      Raise("IndexError") << "Position " << at[i] << " is not among the " << cos_sin.size(0) << " of cos_sin.";
+  }
+  const RopeRows rows{rows_of(q, dtype),
+                      rows_of(k, dtype),
+                      rows_of(q_out, dtype),
+                      rows_of(k_out, dtype),
+                      int_size(q.size(1) / head_dim, "q"),
+                      int_size(k.size(1) / head_dim, "k"),
+                      int_size(head_dim, "head_dim"),
+                      int_size(rotary, "cos_sin"),
+                      halves,
+                      at,
+                      rows_of(cos_sin, dtype)};
+  guarded([&] { rope_rows(*layers->workers, layers->kernels(dtype), count, rows); });
+}
+
+}  // namespace
+}  // namespace fluxion
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_create, fluxion::layers_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::layers_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::layers_norm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::layers_silu_mul);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_rope, fluxion::layers_rope);

@@ -1,0 +1,70 @@
+#include "model/linear.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace fluxion {
+namespace {
+
+// Weights that a worker takes at a time: what is lost where one ends and the next begins is little, and the
+// last of them are done at nearly the same time.
+constexpr int64_t kChunkBytes = 256 << 10;
+constexpr int kChunksOfWorker = 8;
+constexpr int64_t kLeastBytes = 32 << 10;
+// Fewer outputs are no good to read side by side.
+constexpr int kLeastOutputs = 24;
+
+struct Job {
+  const KernelTable& kernels;
+  const LinearLayer& layer;
+  const LinearArgs& args;
+  int64_t element;
+  int chunk, count;
+  alignas(64) std::atomic<int> next{0};
+
+  int size(int i) const { return i < count ? std::min(chunk, layer.outputs - i * chunk) : 0; }
+
+  // A worker takes the next chunk before it begins one, so as to fetch it in time.
+  void run() {
+    int i = next.fetch_add(1, std::memory_order_relaxed);
+    while (i < count) {
+      const int then = next.fetch_add(1, std::memory_order_relaxed);
+      const int64_t first = static_cast<int64_t>(i) * chunk;
+      kernels.linear(args, first, size(i), static_cast<int64_t>(then) * chunk, size(then),
+                     static_cast<char*>(layer.out) + first * element);
+      i = then;
+    }
+  }
+};
+
+}  // namespace
+
+void* LinearScratch::reserve(int64_t bytes) {
+  constexpr int64_t kAlign = 64;
+  if (size_ < bytes) {
+    memory_.reset(new char[bytes + kAlign]);
+    size_ = bytes;
+  }
+  const auto at = reinterpret_cast<uintptr_t>(memory_.get());
+  return reinterpret_cast<void*>((at + kAlign - 1) / kAlign * kAlign);
+}
+
+void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const LinearLayer& layer,
+            LinearScratch* scratch) {
+  if (layer.rows == 0 || layer.outputs == 0) return;
+  const int64_t element = dtype == DType::kBF16 ? 2 : 4;
+  void* packed = scratch->reserve(linear_pack_bytes(layer.rows, layer.in));
+  kernels.pack_linear(layer.x, layer.x_stride, layer.rows, layer.in, packed);
+  const LinearArgs args{packed, layer.rows, layer.in, layer.weights, layer.stride, layer.bias, layer.out_stride};
+  const int64_t row = std::max<int64_t>(layer.in * element, 1), all = row * layer.outputs;
+  const int64_t share = all / (static_cast<int64_t>(workers.size()) * kChunksOfWorker);
+  const int64_t bytes = std::clamp(share, kLeastBytes, kChunkBytes);
+  const int64_t outputs = std::max<int64_t>(bytes / row, kLeastOutputs);
+  const int chunk = static_cast<int>(std::min<int64_t>(outputs / 12 * 12, layer.outputs));
+  Job job{kernels, layer, args, element, chunk, (layer.outputs + chunk - 1) / chunk};
+  const auto body = [](void* ctx, int) { static_cast<Job*>(ctx)->run(); };
+  if (job.count > 1 && workers.size() > 1 && workers.launch(body, &job)) return workers.join();
+  job.run();
+}
+
+}  // namespace fluxion

@@ -1,0 +1,197 @@
+"""Layers of the model on every ISA, against torch in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import DTYPES, dtypes, few, isas, seeds
+
+from fluxion_sglang.native import NativeLayers, Workers
+
+WORKERS = Workers(2)
+sizes = st.one_of(st.integers(1, 80), st.sampled_from([127, 128, 257, 1024, 2049, 4100]))
+rows = st.one_of(st.integers(1, 18))
+
+
+def error_bound(x: torch.Tensor, w: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Of sums in float32 in any order, rounded once; instructions may take denormals for zero."""
+    sums = (x.double().abs() @ w.double().abs().T) * (x.shape[1] + 8) * 2.0**-24
+    unit = 2.0**-8 if x.dtype == torch.bfloat16 else 2.0**-23
+    return sums + want.abs() * unit + 1e-30
+
+
+def strided(generator: torch.Generator, n: int, size: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
+    """[n, size] with rows `gap` elements apart, poison between them."""
+    whole = torch.full((n, size + gap), math.nan, dtype=dtype)
+    whole[:, :size] = torch.randn(n, size, generator=generator).to(dtype)
+    return whole[:, :size]
+
+
+@few
+@isas
+@given(m=rows, k=sizes, n=sizes, gap=st.sampled_from([0, 1, 7]), bias=st.booleans(), seed=seeds)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_linear(isa: str, dtype: torch.dtype, m: int, k: int, n: int, gap: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, w = strided(generator, m, k, gap, dtype), strided(generator, n, k, gap, dtype)
+    b = torch.randn(n, generator=generator).to(dtype) if bias else None
+    whole = torch.full((m + 2, n + gap), math.nan, dtype=dtype)
+    out = whole[1:-1, :n]
+    NativeLayers(WORKERS, isa).linear(x, w, b, out)
+    want = x.double() @ w.double().T + (0 if b is None else b.double())
+    assert ((out.double() - want).abs() <= error_bound(x, w, want)).all()
+    assert whole[:, n:].isnan().all() and whole[[0, -1]].isnan().all(), "wrote beyond its outputs"
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize(("n", "k"), [(2816, 1024), (1024, 2816), (700, 4096)])
+def test_a_row_does_not_depend_on_others(isa: str, dtype: torch.dtype, n: int, k: int) -> None:
+    """Nor on who computes it: the same bits alone, in a batch of any size, and with any number of workers."""
+    generator = torch.Generator().manual_seed(n)
+    x, w = torch.randn(13, k, generator=generator).to(dtype), torch.randn(n, k, generator=generator).to(dtype)
+    layers = NativeLayers(WORKERS, isa)
+    whole = layers.linear(x, w)
+    for count in (1, 2, 3, 5, 8, 9):
+        assert torch.equal(layers.linear(x[:count], w), whole[:count])
+    assert torch.equal(NativeLayers(Workers(1), isa).linear(x, w), whole)
+
+
+@isas
+@dtypes
+def test_what_is_not_finite_stays_in_its_row(isa: str, dtype: torch.dtype) -> None:
+    x, w = torch.ones(3, 70, dtype=dtype), torch.ones(40, 70, dtype=dtype)
+    x[1, 69] = math.nan
+    w[7, 3] = math.inf
+    out = NativeLayers(WORKERS, isa).linear(x, w)
+    assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+    assert (out[[0, 2], 7] == math.inf).all() and (out[0][:7] == 70).all() and (out[2][8:] == 70).all()
+
+
+def ulps(dtype: torch.dtype, n: float) -> float:
+    """Relative error of a result that is n roundings of dtype off."""
+    return n * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-23)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight
+
+
+@few
+@isas
+@dtypes
+@given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([1e-3, 1.0, 1e3]), seed=seeds)
+def test_norm(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (strided(generator, m, n, gap, dtype) * scale for _ in range(2))
+    weight = torch.randn(n, generator=generator).to(dtype)
+    layers = NativeLayers(WORKERS, isa)
+    torch.testing.assert_close(
+        layers.norm(x, weight, 1e-5).double(), normed(x.double(), weight.double(), 1e-5), rtol=ulps(dtype, 8), atol=0
+    )
+    out, total = layers.add_norm(x, residual, weight, 1e-5)
+    exact = x.float() + residual.float()
+    assert torch.equal(total, exact.to(dtype)), "the sum is rounded once"
+    want = normed(exact.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=ulps(dtype, 8), atol=0)
+
+
+@few
+@isas
+@dtypes
+@given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=seeds)
+def test_silu_mul(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = strided(generator, m, 2 * n, gap, dtype) * scale
+    x[0, 0] = -200  # where a power of the wrong sign would overflow; below -87 the power is 0
+    want = torch.nn.functional.silu(x[:, :n].double()) * x[:, n:].double()
+    got = NativeLayers(WORKERS, isa).silu_mul(x)
+    torch.testing.assert_close(got.double(), want, rtol=ulps(dtype, 8), atol=1e-33)
+
+
+def test_silu_of_what_is_no_number() -> None:
+    x = torch.tensor([[math.nan, math.inf, -math.inf, 1.0, 1.0, 1.0]])
+    got = NativeLayers(WORKERS).silu_mul(x)[0]
+    assert got[0].isnan() and got[1] == math.inf
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> torch.Tensor:
+    """As SGLang computes it: every product and sum rounded to the dtype."""
+    a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
+    parts = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2)
+
+
+@few
+@isas
+@dtypes
+@given(
+    m=rows,
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    part=st.sampled_from([1.0, 0.5]),
+    halves=st.booleans(),
+    seed=seeds,
+)
+def test_rope_has_the_bits_of_torch(
+    isa: str, dtype: torch.dtype, m: int, heads: tuple[int, int], head_dim: int, part: float, halves: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rotary = int(part * head_dim)
+    widths = [h * head_dim for h in heads]
+    both = torch.randn(m, sum(widths) + 5, generator=generator).to(dtype)
+    q, k, _ = both.split([*widths, 5], -1)
+    angles = torch.rand(33, rotary // 2, generator=generator) * 6.3
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    positions = torch.randint(0, 33, (m,), generator=generator)
+    got = NativeLayers(WORKERS, isa).rope(positions, q, k, table, head_dim, halves)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+    for x, out in zip((q, k), got, strict=True):
+        x = x.reshape(m, -1, head_dim)
+        want = torch.cat((turned(x[..., :rotary], cos, sin, halves), x[..., rotary:]), -1)
+        assert out.is_contiguous() and torch.equal(out.view_as(want), want)
+
+
+def test_many_rows_are_divided() -> None:
+    """As in prefill: what each row gets does not depend on how many there are."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(700, 1024, generator=generator), torch.randn(512, generator=generator)
+    layers, one = NativeLayers(WORKERS), NativeLayers(Workers(1))
+    assert torch.equal(layers.silu_mul(x), one.silu_mul(x))
+    left, right = x.chunk(2, -1)
+    for a, b in zip(layers.add_norm(left, right, weight, 1e-6), one.add_norm(left, right, weight, 1e-6), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(layers.norm(left, weight, 1e-6)[5:6], layers.norm(left[5:6], weight, 1e-6))
+
+
+def test_bad_arguments() -> None:
+    layers = NativeLayers(WORKERS)
+    x, w = torch.zeros(2, 16), torch.zeros(4, 16)
+    assert layers.linear(x[:0], w).shape == (0, 4)
+    with pytest.raises(ValueError, match="weights has the shape"):
+        layers.linear(x, torch.zeros(4, 8))
+    with pytest.raises(ValueError, match="weights has the dtype"):
+        layers.linear(x, w.bfloat16())
+    with pytest.raises(ValueError, match="x has the dtype float16"):
+        layers.linear(x.half(), w.half())
+    with pytest.raises(ValueError, match="must be contiguous in its last 1"):
+        layers.linear(x, torch.zeros(16, 4).T)
+    with pytest.raises(ValueError, match="bias has the shape"):
+        layers.linear(x, w, torch.zeros(3))
+    with pytest.raises(ValueError, match="weight has the shape"):
+        layers.norm(x, torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="residual has the shape"):
+        layers.add_norm(x, torch.ones(3, 16), torch.ones(16), 1e-5)
+    with pytest.raises(ValueError, match="x has the shape"):
+        layers.silu_mul(torch.ones(2, 7))
+    table = torch.ones(4, 8)
+    with pytest.raises(IndexError, match="Position 4 is not among the 4"):
+        layers.rope(torch.tensor([0, 4]), x, x, table, 8, True)
+    with pytest.raises(ValueError, match="q has 16 columns"):
+        layers.rope(torch.tensor([0, 1]), x, x, table, 6, True)
+    with pytest.raises(ValueError, match="cannot run the instruction set"):
+        NativeLayers(WORKERS, "sse2")

@@ -37,8 +37,8 @@ struct FeatureArgs {
 
 // What `linear` multiplies, in the KV dtype.
 struct LinearArgs {
-  const void* x;  // as `pack_linear` wrote it
-  int rows, in;   // at least 1
+  const void* x;        // as `pack_linear` wrote it
+  int rows, in;         // at least 1
   const void* weights;  // [outputs][in]
   int64_t stride;       // elements from one row of weights to the next
   const void* bias;     // [outputs], or nullptr

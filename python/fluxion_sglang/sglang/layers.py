@@ -44,8 +44,9 @@ def install(model: nn.Module, workers: Workers) -> int:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         weight = getattr(module, "weight", None)
-        plain = isinstance(weight, nn.Parameter) and type(weight.data) is torch.Tensor
-        if not plain or weight.dtype not in _DTYPES or weight.device.type != "cpu":
+        if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
+            continue
+        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
         # Exactly these: a subclass does something else.
         if type(method) is UnquantizedLinearMethod:

@@ -5,8 +5,8 @@
 
 Weights are bfloat16, in memory that torch allocated, as a server has them, and larger than all caches: a run goes over
 several copies. The stream reads as much in the way that is fastest (`probe.PLANS`). Peers multiply the same rows:
-torch's linear, oneDNN with weights that it has packed beforehand, and llama.cpp's ggml_mul_mat where llama-cpp-python is
-installed. Results go to linears.json in benchmark/results/<machine>.
+torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of llama.cpp where llama-cpp-python
+is installed. Results go to linears.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
         exact = x.double() @ weight[:4096].double().T
         errors = {name: error(calls[0]()[:, :4096], exact) for name, calls in every.items()}
         contenders = {name: partial(run_all, calls) for name, calls in every.items()}
-        streams = {
-            f"stream {plan.streams}:{plan.ahead}": partial(read, memory, plan)
-            for plan in probe.PLANS
-        }
+        streams = {f"stream {plan.streams}:{plan.ahead}": partial(read, memory, plan) for plan in probe.PLANS}
         times = interleave(contenders | streams, rounds)
         nbytes = copies * weight.nbytes
         ours = judge(times, "ours", nbytes, memory.numel())

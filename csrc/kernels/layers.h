@@ -41,8 +41,8 @@ void along(int size, const At& at) {
 }
 
 template <class T>
-void rms_norm(const void* x_row, const void* residual_row, const void* weights, int size, float epsilon, void* out_row,
-              void* sum_row) {
+void rms_norm(const void* x_row, const void* residual_row, const void* weights, int size, float epsilon,
+              void* out_row, void* sum_row) {
   const T *x = static_cast<const T*>(x_row), *residual = static_cast<const T*>(residual_row);
   const T* weight = static_cast<const T*>(weights);
   T *out = static_cast<T*>(out_row), *sum = static_cast<T*>(sum_row);
@@ -87,7 +87,8 @@ void turn(Vec a, Vec b, Vec cos, Vec sin, Vec* to_a, Vec* to_b) {
 }
 
 template <class T>
-void rope(const void* x_row, const void* cos_sin, int heads, int head_dim, int rotary, bool halves, void* out_row) {
+void rope(const void* x_row, const void* cos_sin, int heads, int head_dim, int rotary, bool halves,
+          void* out_row) {
   const T *row = static_cast<const T*>(x_row), *cos = static_cast<const T*>(cos_sin), *sin = cos + rotary / 2;
   T* to_row = static_cast<T*>(out_row);
   const int half = rotary / 2;
@@ -103,7 +104,8 @@ void rope(const void* x_row, const void* cos_sin, int heads, int head_dim, int r
       });
     } else {
       for (int i = 0; i < half; ++i) {
-        const float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]), c = to_float(cos[i]), s = to_float(sin[i]);
+        const float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]), c = to_float(cos[i]),
+                    s = to_float(sin[i]);
         T ac, bs, bc, as;
         round_to(a * c, &ac);
         round_to(b * s, &bs);

@@ -73,7 +73,7 @@ class LinearUnits {
       for (int u = first; u < end; ++u) multiply<kGap>(u, sums);
     };
     const int lines = kSide * smaller(block_, in_) * static_cast<int>(sizeof(T)) / kLine;
-    throttled<kSide>(blocks_ * steps_, lines > 0 ? lines : 1, part);
+    throttled<kSide == 1 ? 1 : 4>(blocks_ * steps_, lines > 0 ? lines : 1, part);
   }
 
  private:
@@ -88,7 +88,8 @@ class LinearUnits {
   template <int kGap>
   void multiply(int unit, float* sums) const {
     const int begin = unit / steps_ * block_, size = smaller(in_ - begin, block_);
-    const int whole = size / kPair * kPair, ahead = smaller(kLinearAhead / static_cast<int>(sizeof(T)), whole);
+    const int whole = size / kPair * kPair,
+              ahead = smaller(kLinearAhead / static_cast<int>(sizeof(T)), whole);
     const auto* x = x_ + static_cast<int64_t>(begin) * kX;
     const T *rows[kSide], *then[kSide];
     const bool last = unit + 1 == blocks_ * steps_;
@@ -209,7 +210,8 @@ void linear(const LinearArgs& args, int64_t first, int count, int64_t next, int 
       // Rows of x after the first group find the weights in a cache.
       const bool final = group + kLinearRows >= args.rows;
       const int64_t then = !final ? first + begin : last ? next : first + begin + size;
-      const int then_count = !final ? size : smaller(last ? next_count : count - begin - size, kLinearOutputs);
+      const int then_count =
+          !final ? size : smaller(last ? next_count : count - begin - size, kLinearOutputs);
       const auto run = [&](auto one) {
         one(args, group, first + begin, size, then, then_count, static_cast<T*>(out) + begin);
       };

@@ -52,7 +52,8 @@ DType dtype_of(const TensorView& x) {
   TVM_FFI_UNREACHABLE();
 }
 
-void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias, TensorView out) {
+void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias,
+                   TensorView out) {
   const DType dtype = dtype_of(x);
   const DLDataType type = dtype == DType::kBF16 ? kBFloat16 : kFloat32;
   expect(x, "x", type, {-1, -1}, 1);
@@ -86,12 +87,13 @@ Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
 }
 
 int int_size(int64_t size, const char* name) {
-  if (size > INT32_MAX / 4) Raise("ValueError") << name << " is larger than the kernels count; use torch for it.";
+  if (size > INT32_MAX / 4)
+    Raise("ValueError") << name << " is larger than the kernels count; use torch for it.";
   return static_cast<int>(size);
 }
 
-void layers_norm(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight, double epsilon,
-                 TensorView out, ffi::Optional<TensorView> sum) {
+void layers_norm(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight,
+                 double epsilon, TensorView out, ffi::Optional<TensorView> sum) {
   const DType dtype = dtype_of(x);
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
@@ -121,8 +123,8 @@ void layers_silu_mul(Layers layers, TensorView x, TensorView out) {
   guarded([&] { silu_rows(*layers->workers, layers->kernels(dtype), x.size(0), rows); });
 }
 
-void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k, TensorView cos_sin, int64_t head_dim,
-                 bool halves, TensorView q_out, TensorView k_out) {
+void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k, TensorView cos_sin,
+                 int64_t head_dim, bool halves, TensorView q_out, TensorView k_out) {
   const DType dtype = dtype_of(q);
   const DLDataType type = type_of(dtype);
   const int64_t count = q.size(0);
@@ -133,7 +135,8 @@ void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k
   expect(k_out, "k_out", type, {count, k.size(1)}, 1);
   expect(cos_sin, "cos_sin", type, {-1, -1}, 1);
   const int64_t rotary = cos_sin.size(1);
-  if (head_dim < 1 || rotary > head_dim || rotary % 2 != 0 || q.size(1) % head_dim != 0 || k.size(1) % head_dim != 0) {
+  if (head_dim < 1 || rotary > head_dim || rotary % 2 != 0 || q.size(1) % head_dim != 0 ||
+      k.size(1) % head_dim != 0) {
     Raise("ValueError") << "q has " << q.size(1) << " columns, k " << k.size(1) << " and cos_sin " << rotary
                         << "; with a head_dim of " << head_dim
                         << " the first two must be multiples of it, and the last an even number up to it.";
@@ -141,7 +144,8 @@ void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k
   const int64_t* at = data<int64_t>(positions);
   for (int64_t i = 0; i < count; ++i) {
     if (at[i] < 0 || at[i] >= cos_sin.size(0))
-      Raise("IndexError") << "Position " << at[i] << " is not among the " << cos_sin.size(0) << " of cos_sin.";
+      Raise("IndexError") << "Position " << at[i] << " is not among the " << cos_sin.size(0)
+                          << " of cos_sin.";
   }
   const RopeRows rows{rows_of(q, dtype),
                       rows_of(k, dtype),

@@ -55,7 +55,8 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
   const int64_t element = dtype == DType::kBF16 ? 2 : 4;
   void* packed = scratch->reserve(linear_pack_bytes(layer.rows, layer.in));
   kernels.pack_linear(layer.x, layer.x_stride, layer.rows, layer.in, packed);
-  const LinearArgs args{packed, layer.rows, layer.in, layer.weights, layer.stride, layer.bias, layer.out_stride};
+  const LinearArgs args{packed,       layer.rows, layer.in,        layer.weights,
+                        layer.stride, layer.bias, layer.out_stride};
   const int64_t row = std::max<int64_t>(layer.in * element, 1), all = row * layer.outputs;
   const int64_t share = all / (static_cast<int64_t>(workers.size()) * kChunksOfWorker);
   const int64_t bytes = std::clamp(share, kLeastBytes, kChunkBytes);

@@ -34,9 +34,8 @@ void norm_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, c
 }
 
 void silu_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const SiluRows& rows) {
-  for_rows(workers, count, rows.size, [&](int64_t i) {
-    kernels.silu_mul(rows.gate[i], rows.up[i], rows.size, rows.out[i]);
-  });
+  for_rows(workers, count, rows.size,
+           [&](int64_t i) { kernels.silu_mul(rows.gate[i], rows.up[i], rows.size, rows.out[i]); });
 }
 
 void rope_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const RopeRows& rows) {

@@ -44,7 +44,9 @@ def install(model: nn.Module, workers: Workers) -> int:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dtype not in _DTYPES or weight.device.type != "cpu":
+        if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
+            continue
+        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
         # Exactly these: a subclass does something else.
         if type(method) is UnquantizedLinearMethod:
@@ -67,8 +69,11 @@ def _rounds_logits_once(model: nn.Module) -> bool:
     return not any(getattr(processor, name, None) for processor in processors for name in special)
 
 
-def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
+def _product(native: NativeLayers, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """What the layer makes of x, or None where that is SGLang's to compute."""
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    few = (
         x.dim() == 2
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype is weight.dtype
@@ -76,6 +81,7 @@ def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.stride(1) == 1
         and not torch.compiler.is_compiling()
     )
+    return native.linear(x, weight, bias) if few else None
 
 
 class _Linear(UnquantizedLinearMethod):
@@ -84,10 +90,8 @@ class _Linear(UnquantizedLinearMethod):
         self._native = native
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight = layer.weight
-        if not _few(x, weight):
-            return super().apply(layer, x, bias)
-        return self._native.linear(x, weight, bias)
+        out = _product(self._native, layer, x, bias)
+        return super().apply(layer, x, bias) if out is None else out
 
 
 class _Head(UnquantizedEmbeddingMethod):
@@ -98,11 +102,10 @@ class _Head(UnquantizedEmbeddingMethod):
         self._native = native
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight = layer.weight
-        x = x.to(weight.dtype)
-        if not _few(x, weight):
-            return super().apply(layer, x, bias)
-        return self._native.linear(x, weight, bias)
+        assert isinstance(layer.weight, torch.Tensor)
+        x = x.to(layer.weight.dtype)  # as SGLang does before its own product
+        out = _product(self._native, layer, x, bias)
+        return super().apply(layer, x, bias) if out is None else out
 
 
 # --- What lies between them ---

@@ -25,8 +25,8 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, Workers
 
-MAX_ROWS = 16
-"""More rows are SGLang's: matrix products for many rows are as fast there (`benchmark/linears.py`)."""
+MAX_ROWS = 32
+"""The most rows that were measured, and fewer than are as fast in PyTorch (`benchmark/linears.py`)."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 

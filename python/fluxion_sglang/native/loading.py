@@ -27,6 +27,7 @@ _BLOCKING = frozenset(
         "workers_create",
         "pool_create",
         "pool_append",
+        "pool_attend_chunk",
         "pool_adopt",
         "pool_fill_window",
         "pool_gather",

@@ -72,7 +72,7 @@ sanitize-%: $(VENV)/.dev
 	@mkdir -p build/$*; rm -f build/$*/report.*
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
 	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && \
-	  cmake --build build/$* --target fluxion fluxion_sim fluxion_rogue) \
+	  cmake --build build/$* --target fluxion fluxion_tests) \
 	  > build/$*/build.log 2>&1 || { tail -n 60 build/$*/build.log >&2; exit 1; }
 	@report=$(CURDIR)/build/$*/report; \
 	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
@@ -119,4 +119,4 @@ $(NATIVE): $(SOURCES) | $(VENV)/.installed
 # Libraries that only tests need: the simulated device, and one that misbehaves. Built beside the native library.
 native-tests: install
 	@[ -f build/native/build.ninja ] || $(BIN)/python tools/install.py --native
-	@$(BIN)/cmake --build build/native --target fluxion_sim fluxion_rogue > build/native/tests.log 2>&1 || { tail -n 60 build/native/tests.log >&2; exit 1; }
+	@$(BIN)/cmake --build build/native --target fluxion_tests > build/native/tests.log 2>&1 || { tail -n 60 build/native/tests.log >&2; exit 1; }

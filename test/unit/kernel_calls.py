@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +18,10 @@ from torch import Tensor
 
 from fluxion_sglang.native import library
 
-ISAS = str(library().isas()).split(",")
+OWN_ISAS = str(library().isas()).split(",")
+EMULATED = Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_amx.so"
+"""Kernels for a matrix unit, with the unit in plain C: for CPUs with AVX-512 and without that unit."""
+ISAS = OWN_ISAS + ["amx"] * ("amx" not in OWN_ISAS and "avx512" in OWN_ISAS and EMULATED.is_file())
 DTYPES = [torch.float32, torch.bfloat16]
 HEAD_DIMS = [32, 48, 64, 80, 96, 128, 192, 256]
 NAN, INF = math.nan, math.inf
@@ -23,13 +29,18 @@ EVERY = torch.empty(0, 0, dtype=torch.uint16)  # the masks that mean: all tokens
 
 few = settings(max_examples=examples(40))
 isas = pytest.mark.parametrize("isa", ISAS)
+own_isas = pytest.mark.parametrize("isa", OWN_ISAS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 seeds = st.integers(0, 2**31 - 1)
 head_dims = st.sampled_from(HEAD_DIMS)
 
 
 def k(name: str) -> Callable[..., Any]:
-    return getattr(library(), "k_" + name)
+    def call(isa: str, *args: Any) -> Any:
+        kernels = library() if isa in OWN_ISAS else tvm_ffi.load_module(EMULATED)
+        return getattr(kernels, "k_" + name)(isa, *args)
+
+    return call
 
 
 def attend(

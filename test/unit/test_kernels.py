@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import (
     INF,
-    ISAS,
     NAN,
+    OWN_ISAS,
     attend,
     dtypes,
     error,
@@ -398,20 +398,20 @@ def test_parts_merge_into_the_whole(isa: str, dtype: torch.dtype) -> None:
 
 
 def test_isas() -> None:
-    assert ISAS[0] == "scalar"
-    assert len(set(ISAS)) == len(ISAS)
-    assert set(ISAS) <= {"scalar", "avx2", "avx512", "avx512bf16", "amx"}
+    assert OWN_ISAS[0] == "scalar"
+    assert len(set(OWN_ISAS)) == len(OWN_ISAS)
+    assert set(OWN_ISAS) <= {"scalar", "avx2", "avx512", "avx512bf16", "amx"}
     facts = Path("/proc/cpuinfo").read_text()
-    vectors = [isa for isa in ISAS if isa != "amx"]
-    if "avx512bf16" in ISAS:
+    vectors = [isa for isa in OWN_ISAS if isa != "amx"]
+    if "avx512bf16" in OWN_ISAS:
         assert vectors[-2:] == (["avx512bf16", "avx512"] if "GenuineIntel" in facts else ["avx512", "avx512bf16"])
     # A kernel or a sandbox may keep a process from a unit that the CPU has.
-    assert vectors == ISAS or (ISAS[-1] == "amx" and " amx_bf16" in facts)
+    assert vectors == OWN_ISAS or (OWN_ISAS[-1] == "amx" and " amx_bf16" in facts)
 
 
 def test_fluxion_isa_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLUXION_ISA", raising=False)
-    assert library().best_isa() == ISAS[-1]
+    assert library().best_isa() == OWN_ISAS[-1]
     monkeypatch.setenv("FLUXION_ISA", "scalar")
     assert library().best_isa() == "scalar"
     monkeypatch.setenv("FLUXION_ISA", "sse9")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import DTYPES, dtypes, few, isas, seeds
+from kernel_calls import DTYPES, dtypes, few, own_isas, seeds
 
 from fluxion_sglang.native import NativeLayers, Workers
 
@@ -32,7 +32,7 @@ def strided(generator: torch.Generator, n: int, size: int, gap: int, dtype: torc
 
 
 @few
-@isas
+@own_isas
 @given(m=rows, k=sizes, n=sizes, gap=st.sampled_from([0, 1, 7]), bias=st.booleans(), seed=seeds)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_linear(isa: str, dtype: torch.dtype, m: int, k: int, n: int, gap: int, bias: bool, seed: int) -> None:
@@ -47,7 +47,7 @@ def test_linear(isa: str, dtype: torch.dtype, m: int, k: int, n: int, gap: int, 
     assert whole[:, n:].isnan().all() and whole[[0, -1]].isnan().all(), "wrote beyond its outputs"
 
 
-@isas
+@own_isas
 @dtypes
 @pytest.mark.parametrize(("n", "k"), [(2816, 1024), (1024, 2816), (700, 4096)])
 def test_a_row_does_not_depend_on_others(isa: str, dtype: torch.dtype, n: int, k: int) -> None:
@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_others(isa: str, dtype: torch.dtype, n: int, k
     assert torch.equal(NativeLayers(Workers(1), isa).linear(x, w), whole)
 
 
-@isas
+@own_isas
 @dtypes
 def test_what_is_not_finite_stays_in_its_row(isa: str, dtype: torch.dtype) -> None:
     x, w = torch.ones(3, 70, dtype=dtype), torch.ones(40, 70, dtype=dtype)
@@ -82,7 +82,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tenso
 
 
 @few
-@isas
+@own_isas
 @dtypes
 @given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([1e-3, 1.0, 1e3]), seed=seeds)
 def test_norm(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
@@ -102,7 +102,7 @@ def test_norm(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: flo
 
 
 @few
-@isas
+@own_isas
 @dtypes
 @given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=seeds)
 def test_silu_mul(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
@@ -128,7 +128,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) 
 
 
 @few
-@isas
+@own_isas
 @dtypes
 @given(
     m=rows,

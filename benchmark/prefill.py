@@ -1,0 +1,171 @@
+"""Attention of a whole prompt: ours, torch's, and the rate of torch's matrix products, interleaved in one process.
+
+    python benchmark/prefill.py            # about ten minutes on two cores, nearly all of it torch's attention
+    python benchmark/prefill.py --quick
+
+A prompt is one chunk, causal, in bfloat16: two KV heads, four query heads each. A rate counts the work that a query has
+with itself and all before it, 4 D operations a key, also where a sparse prefill leaves some out. Errors are against
+float64, of 64 queries; random keys say nothing of those of a sparse prefill. Results go to prefill.json in
+benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import common
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # before torch is loaded
+
+import torch
+from roofline import error, interleave, ratio, workers
+from torch import Tensor
+from tqdm import tqdm
+
+from fluxion_sglang.executor.merge import attention_with_lse
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import NativePool
+
+KV_HEADS, GROUP = 2, 4
+LENGTHS, HEAD_DIMS, QUICK_LENGTHS = (4096, 16384, 32768), (64, 128), (1024,)
+BUDGETS = (0.5, 0.3, 0.15)
+"""Of sparse prefills."""
+MATRIX = 4096
+
+
+@dataclass
+class Prompt:
+    """q: [T, Hq, D]. k, v: [T, H, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def random(cls, tokens: int, head_dim: int) -> Prompt:
+        random = torch.Generator().manual_seed(tokens)
+        heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+        return cls(*(torch.randn(tokens, count, head_dim, generator=random).to(torch.bfloat16) for count in heads))
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[2] ** -0.5)
+
+    @property
+    def operations(self) -> float:
+        tokens, heads, dim = self.q.shape
+        return 2.0 * tokens * (tokens + 1) * heads * dim
+
+    def exact(self, at: Tensor) -> Tensor:
+        """Outputs of these queries in float64."""
+        outputs = []
+        for t in at.tolist():
+            k, v = (x[: t + 1].double().transpose(0, 1) for x in (self.k, self.v))
+            q = self.q[t].double().view(KV_HEADS, GROUP, -1)
+            outputs.append((torch.softmax(q @ k.transpose(1, 2) * self.scale, -1) @ v).flatten(0, 1))
+        return torch.stack(outputs)
+
+
+class Ours:
+    """The chunk as a server does it: KV into the pool, then attention over it."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        tokens, _, dim = prompt.k.shape
+        self._prompt, pages = prompt, -(-tokens // PAGE)
+        self._pool = NativePool(
+            workers(0),
+            layers=1,
+            kv_heads=KV_HEADS,
+            pages=pages + 1,
+            head_dim=dim,
+            dtype=torch.bfloat16,
+            sink_pages=4,
+        )
+        self._pages = (torch.randperm(pages) + 1).to(torch.int32)
+        self.out, self.read = torch.empty_like(prompt.q), 1.0
+
+    def run(self, budget: float) -> Tensor:
+        of = self._prompt
+        self._pool.append(0, self._pages, 0, of.k, of.v)
+        self.read = self._pool.attend_chunk(0, self._pages, 0, of.q, of.scale, self.out, budget)
+        return self.out
+
+
+def timed(run: Callable[[], Any]) -> int:
+    start = perf_counter_ns()
+    run()
+    return perf_counter_ns() - start
+
+
+def measure(prompt: Prompt, rounds: int) -> list[dict[str, Any]]:
+    ours = Ours(prompt)
+    square = torch.randn(MATRIX, MATRIX).to(torch.bfloat16)
+    k, v = prompt.k.transpose(0, 1), prompt.v.transpose(0, 1)
+    runs: dict[str, Callable[[], Tensor]] = {
+        "full": partial(ours.run, 1.0),
+        **{f"sparse, {budget:g}": partial(ours.run, budget) for budget in BUDGETS},
+        "torch": lambda: attention_with_lse(prompt.q, k, v, prompt.scale, causal=True)[0],
+    }
+    at = torch.randperm(len(prompt.q), generator=torch.Generator().manual_seed(1))[:64]
+    exact = prompt.exact(at)
+    errors = {name: error(runs[name]()[at], exact) for name in ("full", "torch")}
+    read = {}
+    for budget in BUDGETS:
+        ours.run(budget)
+        read[f"sparse, {budget:g}"] = round(ours.read, 3)
+    contenders = {name: partial(timed, run) for name, run in runs.items()}
+    times = interleave(contenders | {"matrix": partial(timed, partial(torch.mm, square, square))}, rounds)
+    matrix = 2.0 * MATRIX**3 / median(times["matrix"])
+    found = []
+    for name in runs:
+        rate = prompt.operations / median(times[name])
+        found.append(
+            {
+                "tokens": len(prompt.q),
+                "head_dim": prompt.q.shape[2],
+                "peer": name,
+                "ms": round(median(times[name]) / 1e6, 1),
+                "gflop_per_s": round(rate, 1),
+                "of_matrix": round(ratio(times["matrix"], times[name]) * prompt.operations / (2.0 * MATRIX**3), 3),
+                "over_full": round(ratio(times[name], times["full"]), 3),
+                "read": read.get(name, 1.0),
+                "error": errors.get(name),
+                "matrix_gflop_per_s": round(matrix, 1),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="short prompts; the result file is not a published one")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    args = parser.parse_args()
+    torch.set_num_threads(workers(0).count)
+    rows = []
+    lengths = QUICK_LENGTHS if args.quick else LENGTHS
+    for tokens, dim in tqdm([(tokens, dim) for tokens in lengths for dim in HEAD_DIMS], unit="prompt"):
+        for row in measure(Prompt.random(tokens, dim), args.rounds):
+            rows.append(row)
+            tqdm.write(
+                f"{tokens:6} tokens, D {dim:3}: {row['peer']:12} {row['ms']:9.1f} ms, {row['gflop_per_s']:6.1f} GFLOP/s, "
+                f"{row['of_matrix']:.0%} of a matrix product, {row['over_full']:.2f}x full, error {row['error'] or math.nan:.1e}"
+            )
+    path = common.RESULTS / args.machine / f"prefill{'_quick' if args.quick else ''}.json"
+    common.save(path, {**common.header("prefill"), "rounds": args.rounds, "rows": rows})
+    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows.")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,6 @@ benchmark/results/<machine>.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -159,8 +158,9 @@ def main() -> None:
         for row in measure(Prompt.random(tokens, dim), args.rounds):
             rows.append(row)
             tqdm.write(
-                f"{tokens:6} tokens, D {dim:3}: {row['peer']:12} {row['ms']:9.1f} ms, {row['gflop_per_s']:6.1f} GFLOP/s, "
-                f"{row['of_matrix']:.0%} of a matrix product, {row['over_full']:.2f}x full, error {row['error'] or math.nan:.1e}"
+                f"{tokens:6} tokens, D {dim:3}: {row['peer']:12} {row['ms']:9.1f} ms, {row['gflop_per_s']:6.1f} GFLOP/s"
+                f", {row['of_matrix']:.0%} of a matrix product, {row['over_full']:.2f}x full"
+                + (f", error {row['error']:.1e}" if row["error"] else "")
             )
     path = common.RESULTS / args.machine / f"prefill{'_quick' if args.quick else ''}.json"
     common.save(path, {**common.header("prefill"), "rounds": args.rounds, "rows": rows})

@@ -1,7 +1,7 @@
 """Checkpoints with random weights that every implementation of the race can load, written once into a cache folder.
 
-A folder has safetensors and a configuration as Hugging Face has them, the same weights as GGUF, and a tokenizer to which
-the word "17" is token 17: those who take no ids get the same prompt.
+A folder has safetensors and a configuration as Hugging Face has them, the same weights as GGUF, and a tokenizer to
+which the word "17" is token 17: those who take no ids get the same prompt.
 """
 
 from __future__ import annotations

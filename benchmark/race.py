@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import queue
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -81,12 +81,13 @@ def events(command: list[str], env: dict[str, str], log: Path, limit: float) -> 
                 except queue.Empty:
                     raise Failed("over the limit") from None
                 if line is None:
+                    run.wait()
                     break
                 yield json.loads(line)
                 until = time.monotonic() + limit
         finally:
             run.kill()
-    if run.returncode not in (0, -9):
+    if run.returncode:
         raise Failed(f"ended with exit code {run.returncode}")
 
 
@@ -107,9 +108,9 @@ def cell_rows(entry: Entry, cell: dict[str, Any], said: dict[str, Any]) -> list[
             "batch": found["batch"],
             "prefill_s": cell["prefill_s"],
             "decode_ms": round(median(found["decode_s"]) * 1e3, 4),
+            "least_ms": round(min(found["decode_s"]) * 1e3, 4),
             "steps": len(found["decode_s"]),
             "rss_gb": cell["rss_gb"],
-            "kv_bits": entry.kv_bits,
             **{key: found[key] for key in ("joules_a_step",) if key in found},
         }
         for found in cell["decode"]
@@ -125,8 +126,8 @@ def failed_rows(entry: Entry, depths: list[int], why: str, said: dict[str, Any])
 class Race:
     """One result file: what is in it, and the runs that fill it."""
 
-    def __init__(self, path: Path, args: argparse.Namespace, scratch: Path) -> None:
-        self.args, self.path, self.scratch = args, path, scratch
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
+        self.args, self.path = args, path
         settings = {"batches": list(args.batches), "steps": args.steps, "limit_s": args.limit}
         fresh = {**common.header("race"), **settings}
         self.data = common.resume(path, fresh, (*common.SAME, *settings))
@@ -159,7 +160,7 @@ class Race:
             "layers": config["num_hidden_layers"],
             "kv_bytes": checkpoints.kv_bytes(config),
         }
-        said = {"model": model, "round": turn}
+        said = {"model": model, "round": turn, "load_before": round(os.getloadavg()[0], 2)}
         facts = self.data["systems"].setdefault(entry.name, {})
         waiting = list(depths)
         try:
@@ -193,7 +194,9 @@ class Race:
         return events(command, entries.environment(entry, self.args.peers), self._log(entry), self.args.limit)
 
     def _log(self, entry: Entry) -> Path:
-        return self.scratch / f"{common.folder_name(entry.name)}.log"
+        folder: Path = self.args.cache / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{common.folder_name(entry.name)}.log"
 
     def _last_words(self, entry: Entry) -> str:
         lines = [line for line in self._log(entry).read_text(errors="replace").splitlines() if line.strip()]
@@ -209,7 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="that count, of a batch at a depth")
     parser.add_argument("--rounds", type=int, help="over all implementations; tables show medians")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one depth of one implementation")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints are written")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints and logs go")
     parser.add_argument("--peers", type=Path, help="where environments are made; default: peers in the cache")
     parser.add_argument("--quick", action="store_true", help="1K and 4K; the result file is not a published one")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
@@ -222,15 +225,13 @@ def main() -> None:
 
     chosen = [entry for entry in ENTRIES if not args.only or entry.name in args.only]
     path = common.result_path(args, "race")
-    with tempfile.TemporaryDirectory(prefix="fluxion-race-") as folder:
-        race = Race(path, args, Path(folder))
-        runs = list(itertools.product(args.models, range(args.rounds), chosen))
-        with tqdm(runs) as bar:
-            for model, turn, entry in bar:
-                bar.set_description(f"{model} {entry.name}, round {turn + 1}")
-                depths = race.missing(entry, model, turn)
-                if depths:
-                    race.run(entry, model, turn, depths)
+    race = Race(path, args)
+    with tqdm(list(itertools.product(args.models, range(args.rounds), chosen))) as bar:
+        for model, turn, entry in bar:
+            bar.set_description(f"{model} {entry.name}, round {turn + 1}")
+            depths = race.missing(entry, model, turn)
+            if depths:
+                race.run(entry, model, turn, depths)
     print(f"{path.relative_to(common.ROOT)}: {len(race.data['rows'])} rows. Now: python benchmark/tables.py")
 
 

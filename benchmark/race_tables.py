@@ -22,7 +22,7 @@ def slope(points: dict[int, float]) -> float | None:
     return 1024 * sum((x - at) * (y - over) for x, y in points.items()) / spread
 
 
-def gb_per_s(ms: float | None, batch: int, kv_bytes: float) -> float | None:
+def gb_per_s(ms: float | None, batch: int, kv_bytes: int) -> float | None:
     """GB (10^9 bytes) of KV for each second that a slope adds; None where it adds nothing."""
     return None if ms is None or ms <= 0 else batch * kv_bytes * 1024 / ms / 1e6
 
@@ -69,8 +69,7 @@ def _decode(data: dict[str, Any], model: str, batch: int) -> str:
         medians = {depth: middle(at.get(depth, []), "decode_ms") for depth in depths}
         points = {depth: ms for depth, ms in medians.items() if ms is not None}
         grows = slope(points)
-        bits = max((row.get("kv_bits", 16) for rows in at.values() for row in rows), default=16)
-        speed = gb_per_s(grows, batch, data["models"][model]["kv_bytes"] * bits / 16)
+        speed = gb_per_s(grows, batch, data["models"][model]["kv_bytes"])
         lines.append(
             [
                 system,
@@ -93,6 +92,9 @@ def decode(results: Path) -> str:
             tables = [_decode(data, model, batch) for batch in sorted(data["batches"])]
             out.append(f"{_model(data, model)}\n\n" + "\n".join(tables))
         out.append(f"{_note(data)} [Data]({link(path)}).\n")
+        drawn = path.with_suffix(".svg")
+        if drawn.is_file():
+            out.append(f"![A decode step against context]({link(drawn)})\n")
     return "\n".join(out) or nothing("race.py")
 
 

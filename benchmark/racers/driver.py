@@ -58,7 +58,7 @@ class Plan:
 
 
 class Racer(ABC):
-    """An implementation. One `load`, then for each depth `prefill`, any number of `decode`, and `clear`."""
+    """An implementation: `load` and `generate`, then for each depth `prefill`, any number of `decode`, and `clear`."""
 
     variants: ClassVar[list[str]] = [""]
     """What `decode` can do on one prefill."""
@@ -79,6 +79,7 @@ class Racer(ABC):
     def decode(self, variant: str, batch: int, steps: int) -> list[float]:
         """Seconds of each of `steps` decode steps of the first `batch` prompts; batches descend."""
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget the prompts."""
 

@@ -71,7 +71,6 @@ class Entry:
         driver: run_NAME.py.
         peer: whose environment; "": the one that runs the race.
         options: of the driver.
-        kv_bits: of a number in its KV cache.
         policies: it decodes under each of them in turn, and is shown once for each.
     """
 
@@ -79,7 +78,6 @@ class Entry:
     driver: str
     peer: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    kv_bits: int = 16
     policies: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
@@ -98,7 +96,7 @@ ENTRIES = (
     Entry("llama.cpp", "llama_cpp", "llama", _llama(False)),
     Entry("llama.cpp, flash attention", "llama_cpp", "llama", _llama(True)),
     Entry("ik_llama.cpp", "ik_llama", "ik", {"file": "bf16.gguf"}),
-    Entry("mistral.rs", "mistralrs", "mistral", {"dtype": "f32"}, kv_bits=32),
+    Entry("mistral.rs", "mistralrs", "mistral", {"dtype": "f32"}),
     Entry("transformers, SDPA", "transformers", options={"dtype": "bfloat16"}),
 )
 _OURS = ("sglang", "torch", "transformers")
@@ -144,7 +142,7 @@ def _run(command: list[str], environment: Mapping[str, str]) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        said = next((line for line in lines if line.startswith(("error", "×"))), lines[-1] if lines else "")
+        said = next((line for line in lines if line.startswith("error")), lines[-1] if lines else "")
         raise NotInstalled(f"{Path(command[0]).name} {command[1]}: {said}")
 
 

@@ -5,6 +5,7 @@ A prompt stays in the cache of prefixes between its prefill and its decode steps
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ class MistralRs(Racer):
             token_source="none",
         )
         self._prompts: list[list[int]] = []
-        return {"dtype": plan.options["dtype"], "kv": plan.options["dtype"]}
+        return {"dtype": plan.options["dtype"], "kv": "f16"}
 
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         return [int(word) for _, text in self._stream(prompt, tokens) for word in text.split()]
@@ -50,7 +51,7 @@ class MistralRs(Racer):
         found: list[list[float]] = [[] for _ in range(batch)]
 
         def read(i: int) -> None:
-            found[i] = [at for at, _ in self._stream(self._prompts[i], steps + 8 * batch)]
+            found[i] = [at for at, _ in self._stream(self._prompts[i], steps + 16 * batch)]
 
         threads = [threading.Thread(target=read, args=(i,)) for i in range(batch)]
         for thread in threads:
@@ -61,7 +62,10 @@ class MistralRs(Racer):
         times = [at for at in found[-1] if joint <= at <= until]
         if len(times) <= steps:
             raise SystemExit(f"mistral.rs ran {batch} requests together for {len(times)} tokens only")
-        return [b - a for a, b in zip(times, times[1:], strict=False)][:steps]
+        return [b - a for a, b in itertools.pairwise(times)][:steps]
+
+    def clear(self) -> None:
+        """Nothing: the cache keeps the prompts of `max_seqs` requests, and those of another depth push them out."""
 
     def _stream(self, prompt: list[int], tokens: int) -> list[tuple[float, str]]:
         """(when it came, text) of every token."""

@@ -1,4 +1,4 @@
-"""Hugging Face transformers with torch's attention ("sdpa"), as `generate` runs it: a cache that grows at every step."""
+"""Hugging Face transformers with torch's attention (SDPA), as `generate` runs it: its cache grows at every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Transformers(Racer):
         transformers.logging.set_verbosity_error()
         dtype = getattr(torch, plan.options["dtype"])
         self._model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype, attn_implementation="sdpa").eval()
-        return {"dtype": plan.options["dtype"], "attention": "sdpa", "torch": torch.__version__}
+        return {"dtype": plan.options["dtype"], "kv": plan.options["dtype"], "attention": "sdpa"}
 
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         self._take(prompt)

@@ -41,7 +41,7 @@ class Vllm(Racer):
             "kv": "bfloat16",
             "chunk": chosen.scheduler_config.max_num_batched_tokens,
             "block": chosen.cache_config.block_size,
-            "compiled": str(chosen.compilation_config.mode),
+            "compiled": chosen.compilation_config.mode.name.lower(),
         }
 
     def generate(self, prompt: list[int], tokens: int) -> list[int]:

@@ -75,13 +75,14 @@ def _decode(data: dict[str, Any], model: str, batch: int) -> str:
                 system,
                 *(shown(at.get(depth, []), lambda row: row["decode_ms"], 1) for depth in depths),
                 ratio(at.get(depths[-1], []), ours.get(depths[-1], []), "decode_ms"),
+                shown([row for row in at.get(depths[-1], []) if "cpu_ms" in row], lambda row: row["cpu_ms"], 1),
                 "" if grows is None else f"{grows:.3f}",
                 "" if speed is None else f"{speed:.1f}",
             ]
         )
     last = f"{depths[-1]:,}"
-    head = [f"batch {batch}", *(f"at {depth:,} (ms)" for depth in depths), f"at {last} / {OURS}"]
-    return table([*head, "1,024 tokens more (ms)", "KV at that slope (GB/s)"], lines, "l" + "r" * (len(depths) + 3))
+    head = [f"batch {batch}", *(f"at {depth:,} (ms)" for depth in depths), f"at {last} / {OURS}", "CPU time there (ms)"]
+    return table([*head, "1,024 tokens more (ms)", "KV at that slope (GB/s)"], lines, "l" + "r" * (len(depths) + 4))
 
 
 def decode(results: Path) -> str:

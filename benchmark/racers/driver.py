@@ -123,19 +123,30 @@ def run(racer: Racer) -> None:
     say("loaded", settings=settings, load_s=round(load_s, 2), rss_gb=peak_rss_gb(), says=said)
     for depth in plan.depths:
         say("begin", depth=depth)
-        prefill_s = racer.prefill(plan.prompts(depth))
+        prompts = plan.prompts(depth)
+        cpu = time.process_time()
+        prefill_s = racer.prefill(prompts)
+        cpu = time.process_time() - cpu
         found = []
         for batch in plan.batches:
             for variant in racer.variants:
-                before = joules()
+                before, spent = joules(), time.process_time()
                 seconds = racer.decode(variant, batch, WARM + plan.steps)[WARM:]
-                after = joules()
+                after, spent = joules(), time.process_time() - spent
                 row = {"batch": batch, "variant": variant, "decode_s": [round(s, 7) for s in seconds]}
+                row["cpu_s"] = round(spent / (WARM + plan.steps), 7)
                 if before is not None and after is not None and after > before:
                     row["joules_a_step"] = (after - before) / (WARM + plan.steps)
                 found.append(row)
         racer.clear()
-        say("cell", depth=depth, prefill_s=round(prefill_s, 4), rss_gb=peak_rss_gb(), decode=found)
+        say(
+            "cell",
+            depth=depth,
+            prefill_s=round(prefill_s, 4),
+            prefill_cpu_s=round(cpu, 3),
+            rss_gb=peak_rss_gb(),
+            decode=found,
+        )
     # What an implementation does at its end, such as waiting for its threads, is no part of the race.
     out.flush()
     os._exit(0)

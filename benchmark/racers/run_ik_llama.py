@@ -6,6 +6,7 @@ Options: file (of the checkpoint's GGUF files).
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class IkLlama(Ggml):
         if not context:
             raise SystemExit("ik_llama.cpp made no context")
         self._handle = ctypes.c_void_p(context)
-        return context, {"n_ubatch": wanted.n_ubatch, "kv": "f16", "flash_attention": True}
+        built_for = "this machine" if "IK_LLAMA_CPP_LIB_PATH" in os.environ else "AVX2"
+        return context, {"n_ubatch": wanted.n_ubatch, "kv": "f16", "flash_attention": True, "built_for": built_for}
 
     def copy(self, sequence: int) -> None:
         """By a saved state: its own copy of a sequence shares the memory."""

@@ -67,16 +67,16 @@ def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
     }
     common.save(tmp_path / "box" / "race.json", data)
     decode, prefill, systems = (table(tmp_path) for table in race_tables.RACE_TABLES.values())
-    assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 1.000 | 4.2 |" in decode
-    assert "| other | 4.0 | over the limit |  |  |  |" in decode
+    assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 10.0 | 1.000 | 4.2 |" in decode
+    assert "| other | 4.0 | over the limit |  |  |  |  |" in decode
     assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x | 1.5 |" in prefill
     assert "not installed: no wheel" in systems
 
 
 def _cell(depth: int, variant: str) -> dict[str, Any]:
     seconds = [depth * 1e-6 / 1.024] * 3
-    decode = [{"batch": batch, "variant": variant, "decode_s": seconds} for batch in (4, 1)]
-    return {"depth": depth, "prefill_s": depth / 2048, "rss_gb": 1.5, "decode": decode}
+    decode = [{"batch": batch, "variant": variant, "decode_s": seconds, "cpu_s": 0.01} for batch in (4, 1)]
+    return {"depth": depth, "prefill_s": depth / 2048, "prefill_cpu_s": 1.0, "rss_gb": 1.5, "decode": decode}
 
 
 def test_prompts_share_no_beginning_and_stay_in_the_vocabulary() -> None:

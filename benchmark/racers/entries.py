@@ -44,8 +44,8 @@ PEERS = {
         build={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
         shown=("llama-cpp-python",),
     ),
-    # Its source package lacks a file and does not build, and its wheel is for AVX2. Who has a build of the library for the
-    # machine names it in IK_LLAMA_CPP_LIB_PATH.
+    # Its source package lacks a file and does not build, and its wheel is for AVX2. IK_LLAMA_CPP_LIB_PATH may name a
+    # library that was built for the machine.
     "ik": Peer(("ik-llama-cpp-python==0.1.5", "numpy"), shown=("ik-llama-cpp-python",)),
     # It wants "torch==2.13.0+cpu", which PyPI does not have: the CPU part of PyPI's own build is the same.
     "vllm": Peer(

@@ -11,6 +11,7 @@ from typing import Any
 
 import common
 from one_batch import MODELS
+from race_tables import cells
 
 FILES = (*(f"one_batch_{model}.json" for model in MODELS), "attention.json")
 DRAWN = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
@@ -90,8 +91,38 @@ def draw_selection(data: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_race(data: dict[str, Any], path: Path) -> None:
+    """A decode step's time against depth, a panel a model and batch, a line an implementation."""
+    plt = pyplot()
+    rows = [row for row in data["rows"] if "decode_ms" in row]
+    panels = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
+    panels.sort(key=lambda panel: panel[1])
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    across = len({model for model, _ in panels})
+    figure, axes = plt.subplots(
+        len(panels) // across, across, figsize=(0.6 + 3.4 * across, 1 + 2.6 * len(panels) // across), squeeze=False
+    )
+    for axis, (model, batch) in zip(axes.flat, panels, strict=True):
+        for name, depths in cells(row for row in rows if row["model"] == model).items():
+            color = f"C{names.index(name)}"
+            points = {
+                depth: median(row["decode_ms"] for row in of if row["batch"] == batch)
+                for depth, of in sorted(depths.items())
+            }
+            axis.plot([n / 1024 for n in points], list(points.values()), "o-", color=color, label=name)
+        axis.set(title=f"{model}, batch {batch}", xlabel="context (1,024 tokens)", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.set_ylabel("a decode step (ms)")
+    figure.tight_layout()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, [label.replace("`", "") for label in labels], loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+
+
 def main() -> None:
     drawn = {**dict.fromkeys(FILES, draw), "kernels.json": draw_roofline, "lfps_selection.json": draw_selection}
+    drawn["race.json"] = draw_race
     for path, how in ((path, how) for name, how in drawn.items() for path in sorted(common.RESULTS.glob(f"*/{name}"))):
         if path.stem.endswith("_quick"):
             continue

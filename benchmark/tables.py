@@ -18,6 +18,7 @@ from typing import Any
 import common
 from hgca_tables import HGCA_TABLES
 from one_batch import BEST_FIXED, LARGE, MODELS
+from race_tables import RACE_TABLES
 from rendering import link, nothing, result_files, table, where
 from rivals import rivals
 from roofline_tables import ROOFLINE_TABLES
@@ -447,6 +448,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **SUMMARY_TABLES,
     **ROOFLINE_TABLES,
     **HGCA_TABLES,
+    **RACE_TABLES,
 }
 
 

@@ -1,0 +1,113 @@
+"""The race: what is pure of it. Its drivers need the packages of others."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import checkpoints  # noqa: E402
+import common  # noqa: E402
+import race  # noqa: E402
+import race_tables  # noqa: E402
+from racers.driver import Plan  # noqa: E402
+from racers.entries import ENTRIES, PEERS, Entry  # noqa: E402
+
+
+@given(st.floats(0, 100), st.floats(0.001, 10), st.sets(st.integers(1, 128), min_size=2))
+def test_a_slope_is_the_cost_of_1024_tokens(base: float, each: float, depths: set[int]) -> None:
+    points = {1024 * depth: base + each * depth for depth in depths}
+    assert race_tables.slope(points) == pytest.approx(each)
+
+
+def test_one_depth_has_no_slope_and_no_bytes_a_second() -> None:
+    assert race_tables.slope({4096: 1.0}) is None
+    assert race_tables.gb_per_s(None, 1, 4096) is None
+    assert race_tables.gb_per_s(-1.0, 1, 4096) is None
+
+
+def test_bytes_a_second_are_those_of_the_whole_batch() -> None:
+    # 4 requests x 1,024 tokens x 4,096 bytes in 1 ms
+    assert race_tables.gb_per_s(1.0, 4, 4096) == pytest.approx(16.777216)
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    ours = [{"round": 0, "decode_ms": 1.0}, {"round": 1, "decode_ms": 10.0}]
+    theirs = [{"round": 0, "decode_ms": 2.0}, {"round": 1, "decode_ms": 20.0}, {"round": 2, "failed": "over the limit"}]
+    assert race_tables.ratio(theirs, ours, "decode_ms") == "2.00x"
+
+
+def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
+    said = {"model": "llama-111m", "round": 0}
+    entry = Entry("other", "x")
+    rows = race.cell_rows(Entry("Fluxion", "sglang", policies=("full",)), _cell(4096, "full"), said)
+    rows += race.cell_rows(Entry("Fluxion", "sglang", policies=("full",)), _cell(8192, "full"), said)
+    rows += race.cell_rows(entry, _cell(4096, ""), said) + race.failed_rows(entry, [8192], "over the limit", said)
+    machine = {"cpu": "X", "cores": 2, "flags": ["avx2"], "gpu": None}
+    data = {
+        "commit": "abc",
+        "date": "2026-01-01",
+        "machine": machine,
+        "versions": {"sglang": "1", "torch": "2"},
+        "batches": [4, 1],
+        "steps": 3,
+        "rows": rows,
+        "systems": {"other": {"reason": "not installed: no wheel"}},
+        "models": {"llama-111m": {"cut": {}, "parameters": 10**8, "layers": 4, "kv_bytes": 4096}},
+    }
+    common.save(tmp_path / "box" / "race.json", data)
+    decode, prefill, systems = (table(tmp_path) for table in race_tables.RACE_TABLES.values())
+    assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 10.0 | 1.000 | 4.2 |" in decode
+    assert "| other | 4.0 | over the limit |  |  |  |  |" in decode
+    assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x | 1.5 |" in prefill
+    assert "not installed: no wheel" in systems
+
+
+def _cell(depth: int, variant: str) -> dict[str, Any]:
+    seconds = [depth * 1e-6 / 1.024] * 3
+    decode = [{"batch": batch, "variant": variant, "decode_s": seconds, "cpu_s": 0.01} for batch in (4, 1)]
+    return {"depth": depth, "prefill_s": depth / 2048, "prefill_cpu_s": 1.0, "rss_gb": 1.5, "decode": decode}
+
+
+def test_prompts_share_no_beginning_and_stay_in_the_vocabulary() -> None:
+    plan = Plan("", [16, 64], [4, 1], 16, 2, {}, [3], 1, vocabulary=32000)
+    prompts = [prompt for depth in plan.depths for prompt in plan.prompts(depth)]
+    assert len({prompt[0] for prompt in prompts}) == len(prompts)
+    assert all(3 <= token < 32000 for prompt in prompts for token in prompt)
+    assert plan.prompts(64) == plan.prompts(64)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_entries_have_drivers_peers_and_plans(entry: Entry) -> None:
+    assert (ROOT / "benchmark" / "racers" / f"run_{entry.driver}.py").is_file()
+    assert not entry.peer or entry.peer in PEERS
+    args = argparse.Namespace(batches=[1, 4], steps=16)
+    plan = Plan(**race.plan("qwen3-4b", Path("/x"), [1024], entry, args))
+    assert plan.batches == [4, 1]
+    assert plan.room >= 1024 + (3 + 16) * 2 * max(len(entry.policies), 1)
+
+
+def test_rows_of_queries_are_paired_as_llama_cpp_turns_them() -> None:
+    weight = torch.arange(2 * 8).view(-1, 1).float()
+    found = checkpoints.paired(weight, heads=2).flatten().tolist()
+    assert found == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+
+
+@pytest.mark.parametrize("model", checkpoints.CUTS)
+def test_every_tensor_has_a_name_in_gguf(model: str) -> None:
+    config = checkpoints.config(model)
+    names = [checkpoints.gguf_name(name) for name, _ in checkpoints.shapes(config)]
+    assert len(set(names)) == len(names)
+    assert ("output.weight" in names) != config["tie_word_embeddings"]
+    layers = sum(np.prod(shape) for name, shape in checkpoints.shapes(config) if ".layers." in name)
+    assert layers < checkpoints.parameters(config) <= layers + 2 * 32000 * config["hidden_size"] + config["hidden_size"]

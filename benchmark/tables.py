@@ -17,6 +17,7 @@ from typing import Any
 
 import common
 from hgca_tables import HGCA_TABLES
+from layer_tables import LAYER_TABLES
 from one_batch import BEST_FIXED, LARGE, MODELS
 from race_tables import RACE_TABLES
 from rendering import link, nothing, result_files, table, where
@@ -448,6 +449,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **SUMMARY_TABLES,
     **ROOFLINE_TABLES,
     **HGCA_TABLES,
+    **LAYER_TABLES,
     **RACE_TABLES,
 }
 

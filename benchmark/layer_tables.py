@@ -1,0 +1,66 @@
+"""Tables of linears.py and prefill.py: how fast the model's other layers and a prompt's attention are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rendering import link, nothing, result_files, table, where
+
+SHOWN_ROWS = (1, 4, 8, 32)
+
+
+def linears(results: Path) -> str:
+    """A line a layer and number of rows: our share of the stream, and the time of others over ours."""
+    out = []
+    for path, data in result_files(results, "linears.json"):
+        cells: dict[tuple[int, int, int], dict[str, dict[str, Any]]] = {}
+        for row in data["rows"]:
+            cells.setdefault((row["outputs"], row["inputs"], row["rows"]), {})[row["peer"]] = row
+        others = [peer for peer in dict.fromkeys(row["peer"] for row in data["rows"]) if peer != "ours"]
+        lines = [
+            [
+                f"{outputs:,} x {inputs:,}",
+                str(rows),
+                f"{found['ours']['gb_per_s']:.0f}",
+                f"{found['ours']['of_stream']:.0%}",
+                *(f"{found[peer]['over_ours']:.2f}x" if peer in found else "" for peer in others),
+            ]
+            for (outputs, inputs, rows), found in cells.items()
+            if rows in SHOWN_ROWS
+        ]
+        head = ["weights", "rows", "GB/s", "of the stream", *(f"{peer} / ours" for peer in others)]
+        note = f"Medians of {data['rounds']} interleaved rounds, bfloat16. {where(data)} [Data]({link(path)})."
+        out.append(f"{table(head, lines, 'lr' + 'r' * (len(head) - 2))}\n{note}\n")
+    return "\n".join(out) or nothing("linears.py")
+
+
+def prompt_attention(results: Path) -> str:
+    """A line a prompt: the rate of its attention, also as a share of a matrix product's, and others' times over ours."""
+    out = []
+    for path, data in result_files(results, "prefill.json"):
+        cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+        for row in data["rows"]:
+            cells.setdefault((row["tokens"], row["head_dim"]), {})[row["peer"]] = row
+        others = [peer for peer in dict.fromkeys(row["peer"] for row in data["rows"]) if peer != "full"]
+        lines = [
+            [
+                f"{tokens:,}",
+                str(dim),
+                f"{found['full']['gflop_per_s']:.0f}",
+                f"{found['full']['of_matrix']:.0%}",
+                *(f"{found[peer]['over_full']:.2f}x" for peer in others),
+            ]
+            for (tokens, dim), found in cells.items()
+        ]
+        head = ["prompt", "head dimension", "GFLOP/s", "of a matrix product", *(f"{peer} / full" for peer in others)]
+        note = (
+            f"Medians of {data['rounds']} interleaved rounds, bfloat16, 2 KV heads with 4 query heads each. "
+            f"{where(data)} [Data]({link(path)})."
+        )
+        out.append(f"{table(head, lines, 'r' * len(head))}\n{note}\n")
+    return "\n".join(out) or nothing("prefill.py")
+
+
+LAYER_TABLES: dict[str, Callable[[Path], str]] = {"linears": linears, "prompt_attention": prompt_attention}

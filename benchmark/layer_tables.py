@@ -37,7 +37,7 @@ def linears(results: Path) -> str:
 
 
 def prompt_attention(results: Path) -> str:
-    """A line a prompt: the rate of its attention, also as a share of a matrix product's, and others' times over ours."""
+    """A line a prompt: the rate of its attention, beside that of a matrix product, and others' times over ours."""
     out = []
     for path, data in result_files(results, "prefill.json"):
         cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}

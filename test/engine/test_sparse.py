@@ -87,3 +87,15 @@ def test_the_guard_reads_more_where_a_budget_is_far_too_small(logs: Path) -> Non
         counts = server.metrics()
         assert 0 < counts["fluxion_widened_tasks_total"] <= counts['fluxion_tasks_total{executor="cpu"}']
         server.assert_clean()
+
+
+def test_a_sparse_prefill_answers(logs: Path) -> None:
+    config = f'{{"policy": "full", "prefill_budget": 0.15, "host_tokens": {HOST_TOKENS}}}'
+    with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "prefill.log") as server:
+        right = 0
+        for seed in range(4):
+            document = needle_prompt(8192, 1, seed=seed)
+            question = document.questions[0]
+            right += score(question.answer_ids, server.generate(document.token_ids(0), len(question.answer_ids)).tokens)
+        assert right >= 3, f"{right} of 4 answers right"
+        server.assert_clean()

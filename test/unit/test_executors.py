@@ -13,7 +13,9 @@ from world import World
 
 from fluxion_sglang.config import SCHEDULERS
 from fluxion_sglang.executor.base import ExecutorId
+from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import _COUNTERS
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.torch_executor import block_pages
@@ -275,6 +277,32 @@ def test_stale_rows_are_named_and_heal() -> None:
     world.windows.heal(1, 900, torch.tensor(world.pages[1], dtype=torch.int32))
     for got, want in world.decode([1]):
         assert error(got, want) < 1e-5
+
+
+def test_a_pass_of_prompts_with_a_budget() -> None:
+    """Each request of the pass by itself; the pool has it, and the device says so, in the order of the batch."""
+    world = World(layers=1, rows=4, seed=3)
+    device = HostDevice(world.pool, world.windows, world.engine, prefill_budget=0.2)
+    counts, offset, requests = (1500, 0, 700), 0, []
+    for row, count in enumerate(counts, start=1):
+        requests.append(ExtendRequest(row, 0, count, offset, world.page_list(row, max(count, 1)), queries=1))
+        offset += count
+    k, v = (world.randn(offset, world.heads, world.dim) for _ in range(2))
+    q = world.randn(offset, world.heads * world.group, world.dim)
+    told: list[tuple[int, int, torch.Size]] = []
+    device.begin_extend(requests, lambda layer, index, queries, scale: told.append((layer, index, queries.shape)))
+
+    out = device.extend(0, q, k, v, world.scale)
+
+    assert told == [(0, i, q[:1].shape) for i in (0, 2)]
+    for request in (requests[0], requests[2]):
+        own = request.tokens
+        want, exact = torch.empty_like(q[own]), torch.empty_like(q[own])
+        assert world.pool.attend_chunk(0, request.pages, 0, q[own], world.scale, want, 0.2) < 1
+        world.pool.attend_chunk(0, request.pages, 0, q[own], world.scale, exact)
+        assert torch.equal(out[own], want)
+        assert error(want[-1], exact[-1]) < 1e-5
+        assert error(want, exact) > 1e-3
 
 
 @given(

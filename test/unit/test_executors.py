@@ -283,7 +283,7 @@ def test_a_pass_of_prompts_with_a_budget() -> None:
     """Each request of the pass by itself; the pool has it, and the device says so, in the order of the batch."""
     world = World(layers=1, rows=4, seed=3)
     device = HostDevice(world.pool, world.windows, world.engine, prefill_budget=0.2)
-    counts, offset, requests = (1500, 0, 700), 0, []
+    counts, offset, requests = (1500, 0, 1200), 0, []
     for row, count in enumerate(counts, start=1):
         requests.append(ExtendRequest(row, 0, count, offset, world.page_list(row, max(count, 1)), queries=1))
         offset += count

@@ -59,6 +59,9 @@ class TestTheFlagAlone:
         (line,) = re.findall(r"Fluxion: policy full, which reads everything and is exact.*", server.log())
         assert "none is named or in the folder" in line and "`fluxion try`" in line
 
+    def test_the_workers_compute_the_layers(self, server: Server) -> None:
+        assert re.search(r"Fluxion: [1-9]\d* linear layers run on the native workers", server.log())
+
     def test_capacity_line(self, server: Server) -> None:
         line = re.search(
             r"Fluxion: host pool of (\d+) tokens, ([\d.]+) GiB .*largest context (\d+) tokens", server.log()
@@ -141,13 +144,16 @@ class TestTheFlagAlone:
 
 @pytest.mark.full
 class TestUnchunked:
-    """A whole prompt in one extend; nothing of it has a place on the device but its sinks and window."""
+    """A whole prompt in one extend; nothing of it has a place on the device but its sinks and window. PyTorch computes
+    the model's layers.
+    """
 
     @pytest.fixture(scope="class")
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         with Server(
             "--chunked-prefill-size", "-1", "--disable-overlap-schedule",
-            fluxion='{"policy": "full", "host_tokens": 65536, "executors": "cpu+torch"}', log=logs / "unchunked.log",
+            fluxion='{"policy": "full", "host_tokens": 65536, "executors": "cpu+torch", "model_kernels": false}',
+            log=logs / "unchunked.log",
         ) as server:  # fmt: skip
             yield server
             server.assert_clean()
@@ -159,6 +165,9 @@ class TestUnchunked:
 
     def test_family(self, server: Server, reference: Reference) -> None:
         check_group(server, reference, "family")
+
+    def test_the_layers_are_pytorchs(self, server: Server) -> None:
+        assert "run on the native workers" not in server.log()
 
     def test_both_executors_took_tasks(self, server: Server) -> None:
         metrics = server.metrics()

@@ -34,7 +34,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 def install(model: nn.Module, workers: Workers) -> int:
     """Have the workers compute the model's layers; returns how many of them are linear.
 
-    What is quantised, adapted (LoRA) or of another dtype stays as it is.
+    What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
+    what adapters add is SGLang's.
     """
     native = NativeLayers(workers)
     _register_operations(model, native)

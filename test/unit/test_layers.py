@@ -1,0 +1,282 @@
+"""Which of a model's layers the workers compute, and what of these is left to SGLang; what comes out either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.lora.layers import BaseLayerWithLoRA
+from sglang.srt.platforms import current_platform
+from torch import nn
+
+from fluxion_sglang.native import NativeLayers, Workers
+from fluxion_sglang.sglang import layers
+
+IN, OUT = 48, 40
+WORKERS = Workers(2)
+
+
+class AnotherMethod(UnquantizedLinearMethod):
+    """Stands for any that quantises, or that changes what SGLang's does."""
+
+
+def holding(method: Any, dtype: torch.dtype = torch.float32, wrap: Callable[..., Any] = nn.Parameter) -> nn.Module:
+    """A module as SGLang builds them: a method and a weight."""
+    module = nn.Module()
+    weight = wrap(torch.randn(OUT, IN).to(dtype), requires_grad=False)
+    module.register_parameter("weight", weight)
+    module.quant_method = method
+    return module
+
+
+def model_of(**modules: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, module in modules.items():
+        model.add_module(name, module)
+    return model
+
+
+class Counted(NativeLayers):
+    """Counts what the workers compute."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("linear", "norm", "add_norm", "silu_mul", "rope"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    """What `install` makes. SGLang forgets the operations that are registered here."""
+    made = Counted(WORKERS)
+    monkeypatch.setattr(layers, "NativeLayers", lambda workers: made)
+    monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
+    yield made
+
+
+def install(**modules: nn.Module) -> int:
+    return layers.install(model_of(**modules), WORKERS)
+
+
+def registered(operation: type[BaseFusedOp]) -> Callable[..., Any]:
+    return BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()][operation]
+
+
+# --- Linear layers ---
+
+
+@pytest.mark.usefixtures("native")
+class TestWhoIsChosen:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_unquantised_layers(self, dtype: torch.dtype) -> None:
+        linear, head = holding(UnquantizedLinearMethod(), dtype), holding(UnquantizedEmbeddingMethod(), dtype)
+        assert install(linear=linear, head=head) == 2
+        assert type(linear.quant_method) is layers._Linear and type(head.quant_method) is layers._Head
+        # SGLang asks a method what it is, and multiplies by the head's own.
+        assert isinstance(linear.quant_method, UnquantizedLinearMethod)
+        assert should_apply_lm_head_quant_method(head, head.quant_method)
+
+    @pytest.mark.parametrize(
+        "module",
+        [
+            holding(AnotherMethod()),
+            holding(SimpleNamespace(apply=None)),
+            holding(None),
+            holding(UnquantizedLinearMethod(), torch.float16),
+            holding(UnquantizedLinearMethod(), torch.float64),
+            model_of(),
+        ],
+        ids=["subclass", "quantised", "no method", "float16", "float64", "no weight"],
+    )
+    def test_others_stay_as_they_are(self, module: nn.Module) -> None:
+        method = getattr(module, "quant_method", None)
+        assert install(module=module) == 0
+        assert getattr(module, "quant_method", None) is method
+
+    def test_an_adapted_layer_multiplies_its_base_alone(self) -> None:
+        base = holding(UnquantizedLinearMethod())
+        wrapper = BaseLayerWithLoRA(base, lora_backend=None)
+        assert install(wrapper=wrapper) == 1
+        assert not hasattr(wrapper, "quant_method") and type(base.quant_method) is layers._Linear
+
+    def test_a_tied_head_is_an_embedding_too(self) -> None:
+        tied = holding(UnquantizedEmbeddingMethod())
+        assert install(embed_tokens=tied, lm_head=tied) == 1
+        ids = torch.tensor([3, 0, 3])
+        assert torch.equal(tied.quant_method.embedding(tied, ids), tied.weight[ids])
+
+    @pytest.mark.parametrize("special", ["use_fp32_lm_head", "use_fp32_lm_head_output", "rl_on_policy_target"])
+    def test_heads_of_other_precision_are_left_alone(self, special: str) -> None:
+        processor = LogitsProcessor.__new__(LogitsProcessor)
+        nn.Module.__init__(processor)
+        setattr(processor, special, True)
+        linear, head = holding(UnquantizedLinearMethod()), holding(UnquantizedEmbeddingMethod())
+        assert install(linear=linear, head=head, processor=processor) == 1
+        assert type(head.quant_method) is UnquantizedEmbeddingMethod
+
+
+METHODS = pytest.mark.parametrize("method", [UnquantizedLinearMethod, UnquantizedEmbeddingMethod])
+
+
+@METHODS
+@pytest.mark.parametrize("rows", [1, 4, layers.MAX_ROWS])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_are_the_workers(native: Counted, method: Any, rows: int, bias: bool) -> None:
+    module = holding(method())
+    install(module=module)
+    x, b = torch.randn(rows, IN), torch.randn(OUT) if bias else None
+    got = module.quant_method.apply(module, x, b)
+    assert native.calls == ["linear"]
+    torch.testing.assert_close(got, method().apply(module, x, b))
+    with torch.no_grad():  # weights that a server updates are the ones it computes with
+        module.weight.mul_(2)
+    torch.testing.assert_close(module.quant_method.apply(module, x, b), method().apply(module, x, b))
+
+
+@METHODS
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(layers.MAX_ROWS + 1, IN),
+        torch.randn(0, IN),
+        torch.randn(2, 3, IN),
+        torch.randn(IN, 4).T,
+        torch.randn(IN),
+    ],
+    ids=["many rows", "no row", "three dimensions", "columns", "a vector"],
+)
+def test_other_shapes_are_sglangs(native: Counted, method: Any, x: torch.Tensor) -> None:
+    module = holding(method())
+    install(module=module)
+    got = module.quant_method.apply(module, x)
+    assert native.calls == []
+    assert torch.equal(got, method().apply(module, x))
+
+
+def test_what_torch_compiles_is_sglangs(native: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = holding(UnquantizedLinearMethod())
+    install(module=module)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    module.quant_method.apply(module, torch.randn(2, IN))
+    assert native.calls == []
+
+
+def test_a_head_takes_states_of_another_dtype(native: Counted) -> None:
+    head = holding(UnquantizedEmbeddingMethod(), torch.bfloat16)
+    install(head=head)
+    x = torch.randn(2, IN)
+    got = head.quant_method.apply(head, x)
+    assert native.calls == ["linear"] and got.dtype is torch.bfloat16
+    want = x.to(torch.bfloat16) @ head.weight.T
+    torch.testing.assert_close(got, want)
+
+
+# --- What lies between them ---
+
+
+def both_ways(operation: BaseFusedOp, *args: Any, **kwargs: Any) -> Any:
+    """What the registered function makes of it, compared with what SGLang does."""
+    got = registered(type(operation))(operation, *args, **kwargs)
+    want = operation.forward_native(*args, **kwargs)
+    torch.testing.assert_close(got, want)
+    return got
+
+
+class TestNorm:
+    @pytest.mark.parametrize("residual", [False, True])
+    @pytest.mark.parametrize("rows", [1, 100])
+    def test_the_plain_one(self, native: Counted, residual: bool, rows: int) -> None:
+        norm = RMSNorm(IN)
+        install(norm=norm)
+        with torch.no_grad():
+            norm.weight.normal_()
+            both_ways(norm, torch.randn(rows, IN), *([torch.randn(rows, IN)] if residual else []))
+        assert native.calls == ["add_norm" if residual else "norm"]
+
+    @pytest.mark.parametrize(
+        ("norm", "x", "others"),
+        [
+            (RMSNorm(IN, cast_x_before_out_mul=True), torch.randn(3, IN), ()),
+            (RMSNorm(IN, fp32_residual=True), torch.randn(3, IN), (torch.randn(3, IN),)),
+            (RMSNorm(IN, override_orig_dtype=torch.bfloat16), torch.randn(3, IN), ()),
+            (RMSNorm(IN, var_hidden_size=IN // 2), torch.randn(3, IN), ()),
+            (RMSNorm(IN), torch.randn(3, IN), (torch.randn(3, IN), torch.randn(3, IN))),
+            (RMSNorm(IN), torch.randn(3, IN).to(torch.bfloat16), ()),
+            (RMSNorm(IN), torch.randn(3, IN), (torch.randn(3, IN).to(torch.bfloat16),)),
+            (RMSNorm(IN), torch.randn(3, 2, IN), ()),
+        ],
+        ids=["cast first", "float32 residual", "rounds", "a part", "addition", "weight", "mixed", "three dimensions"],
+    )
+    @torch.no_grad()
+    def test_others_are_sglangs(self, native: Counted, norm: RMSNorm, x: torch.Tensor, others: Any) -> None:
+        install(norm=norm)
+        both_ways(norm, x, *others)
+        assert native.calls == []
+
+    @pytest.mark.usefixtures("native")
+    def test_a_formula_of_its_own_is_kept(self) -> None:
+        class Other(RMSNorm):
+            def forward_native(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+                return x
+
+        class Same(RMSNorm):
+            pass
+
+        install(other=Other(IN), same=Same(IN))
+        (found,) = BaseFusedOp._oot_forward_registry.values()
+        assert found.keys() == {Same}
+
+
+class TestSiluMul:
+    def test_matrices(self, native: Counted) -> None:
+        activation = SiluAndMul()
+        install(activation=activation)
+        both_ways(activation, torch.randn(5, 2 * IN))
+        assert native.calls == ["silu_mul"]
+
+    @pytest.mark.parametrize("x", [torch.randn(2, 3, 2 * IN), torch.randn(5, 2 * IN).double()])
+    def test_others_are_sglangs(self, native: Counted, x: torch.Tensor) -> None:
+        activation = SiluAndMul()
+        install(activation=activation)
+        both_ways(activation, x)
+        assert native.calls == []
+
+
+class TestRope:
+    HEAD = 16
+
+    def rotary(self, dtype: torch.dtype = torch.float32, neox: bool = True) -> RotaryEmbedding:
+        return RotaryEmbedding(self.HEAD, self.HEAD, 128, 10000, neox, dtype)
+
+    def q_and_k(self, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 4 * self.HEAD), torch.randn(rows, 2 * self.HEAD)
+
+    @pytest.mark.parametrize("neox", [False, True])
+    def test_the_plain_one(self, native: Counted, neox: bool) -> None:
+        rotary = self.rotary(neox=neox)
+        install(rotary=rotary)
+        both_ways(rotary, torch.tensor([7, 0, 127]), *self.q_and_k())
+        assert native.calls == ["rope"]
+
+    def test_others_are_sglangs(self, native: Counted) -> None:
+        rotary, rounded = self.rotary(), self.rotary(torch.bfloat16)
+        install(rotary=rotary)
+        positions, (q, k) = torch.tensor([7, 0, 127]), self.q_and_k()
+        both_ways(rotary, positions.int(), q, k)
+        both_ways(rotary, torch.zeros_like(positions), q, k, positions)
+        both_ways(rotary, positions, q.view(3, 4, -1), k.view(3, 2, -1))
+        both_ways(rounded, positions, q, k)
+        assert native.calls == []

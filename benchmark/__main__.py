@@ -36,7 +36,8 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
-# Result file: options of `fluxion bench quality`. All in float32: differences are the policies', not of rounding.
+# Result file: options of `fluxion bench quality`. In float32 where nothing is said: differences are the policies', not
+# of rounding. A sparse prefill is compared in the type that it is for.
 QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     rivals.NAME: rivals.quality_options(),
@@ -59,6 +60,13 @@ QUALITY = {
         ]
         for share, window in RESIDENT.items()
     },
+    **{
+        f"prefill_{budget}": [
+            *("--suite", "ruler", "--lengths", "31k", "--samples", "8", "--seed", "7", "--policies", "full"),
+            *("--dtype", "bfloat16", "--fluxion-config", f'{{"prefill_budget": {budget}}}'),
+        ]
+        for budget in ("1.0", "0.15")
+    },
     "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
 }
 
@@ -70,7 +78,8 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
         for option, value in (("--lengths", "2k"), ("--samples", "2")):
             options[options.index(option) + 1] = value
     out = results / (f"quality_{name}_quick.json" if quick else f"quality_{name}.json")
-    options += ["--dtype", "float32", "--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
+    options += [] if "--dtype" in options else ["--dtype", "float32"]
+    options += ["--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
     return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 
 

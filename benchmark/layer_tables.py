@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rendering import link, nothing, result_files, table, where
@@ -63,4 +64,27 @@ def prompt_attention(results: Path) -> str:
     return "\n".join(out) or nothing("prefill.py")
 
 
-LAYER_TABLES: dict[str, Callable[[Path], str]] = {"linears": linears, "prompt_attention": prompt_attention}
+def sparse_prefill(results: Path) -> str:
+    """A line a task, a column a budget of the prefill: scores of `full`."""
+    found: dict[tuple[Path, int], dict[float, dict[str, Any]]] = {}
+    for path, data in result_files(results, "quality_prefill_*.json"):
+        for length in {row["length"] for row in data["rows"]}:
+            found.setdefault((path.parent, length), {})[data["config"]["prefill_budget"]] = data
+    out = []
+    for (_, length), runs in found.items():
+        budgets = sorted(runs, reverse=True)
+        of = {b: {row["task"]: row["score"] for row in runs[b]["rows"] if row["length"] == length} for b in budgets}
+        lines = [[task, *(f"{of[b][task]:.3f}" for b in budgets)] for task in of[budgets[0]]]
+        lines.append(["mean", *(f"{mean(of[b].values()):.3f}" for b in budgets)])
+        data = runs[budgets[0]]
+        note = f"Prompts of {length:,} tokens, {data['samples']} samples a task. {where(data)}"
+        head = ["task", *(f"budget {b:g}" for b in budgets)]
+        out.append(f"{table(head, lines, 'l' + 'r' * len(budgets))}\n{note}\n")
+    return "\n".join(out) or nothing("__main__.py --only quality")
+
+
+LAYER_TABLES: dict[str, Callable[[Path], str]] = {
+    "linears": linears,
+    "prompt_attention": prompt_attention,
+    "sparse_prefill": sparse_prefill,
+}

@@ -55,24 +55,6 @@ def one_batch(results: Path) -> str:
     return "\n".join(out) or nothing("one_batch.py")
 
 
-def prefill(results: Path) -> str:
-    """Time of one prompt's prefill, without the flag and with it: exact under every policy, so one column for all."""
-    lines = []
-    for model in MODELS:
-        for _, data in result_files(results, f"one_batch_{model}.json"):
-            least = min(row["batch"] for row in data["rows"])
-            rows = [row for row in data["rows"] if row["batch"] == least]
-            for length in sorted({row["length"] for row in rows}):
-                of = [row for row in rows if row["length"] == length]
-                off = [row["prefill_s"] for row in of if row["policy"] == "off"]
-                flag = [row["prefill_s"] for row in of if row["policy"] != "off"]
-                shown = [f"{median(side):.1f}" if side else "" for side in (off, flag)]
-                lines.append([model, f"{length:,}", *shown])
-    return (
-        table(["model", "prompt", "off (s)", "with the flag (s)"], lines, "lrrr") if lines else nothing("one_batch.py")
-    )
-
-
 def gpu_idle(results: Path) -> str:
     """What a GPU waits for the CPU in a layer, and its share of TPOT, in the shape of Fluxion's Table 5."""
     out = []
@@ -422,7 +404,6 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "metrics": metrics,
-    "prefill": prefill,
     "one_batch": one_batch,
     "gpu_idle": gpu_idle,
     "schedulers": schedulers,

@@ -12,6 +12,11 @@ namespace {
 inline constexpr int kKeys = kExtendKeys;  // that are laid out together
 inline constexpr int kKeyTiles = kKeys / kPage;
 
+// Bits of the first `count` lanes, of which there may be fewer, or none.
+inline uint32_t first_lanes(int count) {
+  return count <= 0 ? 0 : count >= kLanes ? kEveryLane : (1u << count) - 1;
+}
+
 // e^x for x <= 0, as exact as weights of T are.
 template <class T>
 inline Vec exponential(Vec x) {
@@ -141,9 +146,8 @@ class Extend {
     Vec x[kVecs], highest = set1(kNegInf), sum = set1(0.0f);
 #pragma GCC unroll 16
     for (int j = 0; j < kVecs; ++j) {
-      const int lanes = count - j * kLanes;
-      const uint32_t bits = lanes <= 0 ? 0 : lanes >= kLanes ? kEveryLane : (1u << lanes) - 1;
-      x[j] = keep(bits, mul(load(scores + j * kLanes), set1(a_.scale)), set1(kNegInf));
+      x[j] = keep(first_lanes(count - j * kLanes), mul(load(scores + j * kLanes), set1(a_.scale)),
+                  set1(kNegInf));
       highest = max(x[j], highest);
     }
     const float top = reduce_max(highest);
@@ -183,9 +187,7 @@ class Extend {
       for (int j = 0; j < kVecs; ++j) {
         x[j] = mul(load(scores + j * kLanes), scale);
         if constexpr (kMasked) {
-          const int lanes = sees - j * kLanes;
-          const uint32_t bits = lanes <= 0 ? 0 : lanes >= kLanes ? kEveryLane : (1u << lanes) - 1;
-          x[j] = keep(bits, x[j], set1(kNegInf));
+          x[j] = keep(first_lanes(sees - j * kLanes), x[j], set1(kNegInf));
         }
         highest = max(x[j], highest);  // passes over a NaN
       }

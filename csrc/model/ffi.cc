@@ -2,7 +2,6 @@
 #include <tvm/ffi/optional.h>
 
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "ffi/objects.h"
@@ -12,19 +11,18 @@
 namespace fluxion {
 namespace {
 
-// What computes layers: workers, an instruction set, and memory that one layer at a time uses.
+// What computes layers: workers, kernels by DType, and memory that one layer at a time uses.
 class LayersObj : public ffi::Object {
  public:
-  LayersObj(std::shared_ptr<WorkerPool> w, std::string i) : workers(std::move(w)), isa(std::move(i)) {}
+  LayersObj(std::shared_ptr<WorkerPool> w, const KernelTable* f32, const KernelTable* bf16)
+      : workers(std::move(w)), tables{f32, bf16} {}
   std::shared_ptr<WorkerPool> workers;
-  std::string isa;
+  const KernelTable* tables[2];
   LinearScratch scratch;
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Layers", LayersObj, ffi::Object);
 
-  const KernelTable& kernels(DType dtype) const {
-    return isa.empty() ? *best_kernel_table(dtype) : *kernel_table(isa.c_str(), dtype);
-  }
+  const KernelTable& kernels(DType dtype) const { return *tables[static_cast<int>(dtype)]; }
 };
 class Layers : public ffi::ObjectRef {
  public:
@@ -38,8 +36,10 @@ Layers layers_create(Workers workers, ffi::String isa) {
                         << "\"; choose one of topology()[\"isas\"].";
   }
   return guarded([&] {
-    best_kernel_table(DType::kF32);  // throws where FLUXION_ISA names what cannot be run
-    return Layers(ffi::make_object<LayersObj>(workers->pool, std::string(isa)));
+    const auto table = [&](DType dtype) {
+      return isa.empty() ? best_kernel_table(dtype) : kernel_table(isa.c_str(), dtype);
+    };
+    return Layers(ffi::make_object<LayersObj>(workers->pool, table(DType::kF32), table(DType::kBF16)));
   });
 }
 
@@ -52,24 +52,29 @@ DType dtype_of(const TensorView& x) {
   TVM_FFI_UNREACHABLE();
 }
 
+DLDataType type_of(DType dtype) { return dtype == DType::kBF16 ? kBFloat16 : kFloat32; }
+int64_t element_of(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
+
+int int_size(int64_t size, const char* name) {
+  if (size > INT32_MAX / 4)
+    Raise("ValueError") << name << " is larger than the kernels count; use torch for it.";
+  return static_cast<int>(size);
+}
+
 void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias,
                    TensorView out) {
   const DType dtype = dtype_of(x);
-  const DLDataType type = dtype == DType::kBF16 ? kBFloat16 : kFloat32;
+  const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
   expect(weights, "weights", type, {-1, x.size(1)}, 1);
   expect(out, "out", type, {x.size(0), weights.size(0)}, 1);
   if (bias.has_value()) expect(bias.value(), "bias", type, {weights.size(0)}, 1);
-  for (const TensorView* t : {&x, &weights, &out}) {
-    if (t->size(0) > INT32_MAX / 2 || t->size(1) > INT32_MAX / 2)
-      Raise("ValueError") << "A layer is larger than the kernels count; use torch for it.";
-  }
   LinearLayer layer;
   layer.x = data<char>(x);
   layer.x_stride = x.stride(0);
-  layer.rows = static_cast<int>(x.size(0));
-  layer.in = static_cast<int>(x.size(1));
-  layer.outputs = static_cast<int>(weights.size(0));
+  layer.rows = int_size(x.size(0), "x");
+  layer.in = int_size(x.size(1), "x");
+  layer.outputs = int_size(weights.size(0), "weights");
   layer.weights = data<char>(weights);
   layer.stride = weights.stride(0);
   layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
@@ -79,17 +84,8 @@ void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optiona
   guarded([&] { linear(*layers->workers, layers->kernels(dtype), dtype, layer, &layers->scratch); });
 }
 
-DLDataType type_of(DType dtype) { return dtype == DType::kBF16 ? kBFloat16 : kFloat32; }
-int64_t element_of(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
-
 Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
   return {data<char>(t) + column * element_of(dtype), t.stride(0) * element_of(dtype)};
-}
-
-int int_size(int64_t size, const char* name) {
-  if (size > INT32_MAX / 4)
-    Raise("ValueError") << name << " is larger than the kernels count; use torch for it.";
-  return static_cast<int>(size);
 }
 
 void layers_norm(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight,

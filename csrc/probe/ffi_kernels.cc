@@ -282,9 +282,10 @@ void k_attend_pages(const String& isa, TensorView q, double scale, TensorView ti
   attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, &page_lse);
 }
 
-// q [T, G, D]; first: of `extend` (kernels/table.h); every page but the last is whole.
-void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, int64_t keys,
-              int64_t first, TensorView o, TensorView lse) {
+// q [T, G, D]; first: of `extend` (kernels/table.h). o and lse are what `extend` writes, or without o
+// [T, G, blocks] of `extend_blocks`.
+void extend_list(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+                 int64_t keys, int64_t first, const TensorView* o, TensorView lse) {
   const Argument queries{"q", q}, ids{"pages", pages};
   const DType dtype = queries.kv_dtype();
   if (q.ndim() != 3 || q.size(0) * q.size(1) > kExtendRows) {
@@ -297,8 +298,6 @@ void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, T
   if (keys < 0 || keys > n * kPage || first < -(1 << 20) || first > (1 << 20)) {
     TVM_FFI_THROW(ValueError) << "keys is " << keys << " and first " << first << ", of " << n << " pages.";
   }
-  Argument{"o", o}.require(kFloat32, {T, G, D});
-  Argument{"lse", lse}.require(kFloat32, {T, G});
   const int64_t element = dtype == DType::kBF16 ? 2 : 4;
   const ExtendArgs args{q.data_ptr(),
                         q.stride(0) * element,
@@ -312,8 +311,26 @@ void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, T
                         static_cast<int>(first)};
   // What the kernel finds there is nothing that it may use.
   std::vector<char> scratch(extend_scratch_bytes(T * G, D), static_cast<char>(0xff));
-  table_of(isa, dtype)
-      .extend(args, scratch.data(), static_cast<float*>(o.data_ptr()), static_cast<float*>(lse.data_ptr()));
+  const KernelTable& kernels = table_of(isa, dtype);
+  if (o == nullptr) {
+    Argument{"lse", lse}.require(kFloat32, {T, G, (keys + kExtendKeys - 1) / kExtendKeys});
+    kernels.extend_blocks(args, scratch.data(), static_cast<float*>(lse.data_ptr()));
+  } else {
+    Argument{"o", *o}.require(kFloat32, {T, G, D});
+    Argument{"lse", lse}.require(kFloat32, {T, G});
+    kernels.extend(args, scratch.data(), static_cast<float*>(o->data_ptr()),
+                   static_cast<float*>(lse.data_ptr()));
+  }
+}
+
+void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, int64_t keys,
+              int64_t first, TensorView o, TensorView lse) {
+  extend_list(isa, q, scale, tiles, pages, keys, first, &o, lse);
+}
+
+void k_extend_blocks(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+                     int64_t keys, TensorView lse) {
+  extend_list(isa, q, scale, tiles, pages, keys, 0, nullptr, lse);
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
@@ -376,6 +393,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_near, k_attend_near);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend, k_extend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_blocks, k_extend_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);

@@ -142,8 +142,8 @@ class FluxionConfig:
     )
     model_kernels: bool = _option(
         True,
-        "Where the CPU is the device, native threads also compute the model's layers: those with few rows, such as in "
-        "decode steps. With false, PyTorch does.",
+        "Where the CPU is the device, native threads compute the model's other layers, too: linear ones of few rows, "
+        "norms, activations and rotary embeddings. With false, PyTorch does.",
         "false",
     )
     hot_tiles_gb: float = _option(

@@ -56,6 +56,29 @@ def test_extend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
 
 @isas
 @dtypes
+@few
+@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), size=st.sampled_from([0.0, 1.0, 30.0]))
+def test_extend_blocks(
+    isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, size: float
+) -> None:
+    """What every 64 tokens weigh for a query, the last ones perhaps fewer."""
+    T, n = data.draw(st.integers(1, 40 // G or 1)), data.draw(st.integers(1, 20))
+    keys = data.draw(st.integers(16 * n - 15, 16 * n))
+    torch.manual_seed(seed)
+    tiles, q = random_tiles(24, D, dtype), (size * torch.randn(T, G, D)).to(dtype)
+    pages = torch.randperm(24)[:n].to(torch.int32)
+    poison_unseen(tiles, pages, keys)
+    lse = torch.full((T, G, -(-keys // 64)), NAN)
+
+    k("extend_blocks")(isa, q, D**-0.5, tiles, pages, keys, lse)
+
+    scores = torch.einsum("tgd,kd->tgk", q.double(), tiles[pages.long(), 0].double().flatten(0, 1)[:keys]) * D**-0.5
+    want = torch.stack([part.logsumexp(2) for part in scores.split(64, dim=2)], dim=2)
+    torch.testing.assert_close(lse.double(), want, atol=1e-4, rtol=2e-5)
+
+
+@isas
+@dtypes
 def test_rising_scores_lose_nothing(isa: str, dtype: torch.dtype) -> None:
     """Each key weighs more than all before it, then less."""
     D, T, n = 64, 40, 20

@@ -26,7 +26,7 @@ from torch import nn
 from fluxion_sglang.native import NativeLayers, Workers
 
 MAX_ROWS = 32
-"""The most rows that were measured, and fewer than are as fast in PyTorch (`benchmark/linears.py`)."""
+"""The most rows that were measured; PyTorch is slower up to there (`benchmark/linears.py`)."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 

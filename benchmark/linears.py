@@ -4,9 +4,9 @@
     python benchmark/linears.py --quick
 
 Weights are bfloat16, in memory that torch allocated and in huge pages, as a server with the flag has them, and larger
-than all caches: a run goes over several copies. The stream reads as much in the way that is fastest (`probe.PLANS`). Peers multiply the same rows:
-torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of llama.cpp where llama-cpp-python
-is installed. Results go to linears.json in benchmark/results/<machine>.
+than all caches: a run goes over several copies. The stream reads as much in the way that is fastest (`probe.PLANS`).
+Peers multiply the same rows: torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of
+llama.cpp where llama-cpp-python is installed. Results go to linears.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ _BLOCKING = frozenset(
         "engine_step",
         "engine_layer_resident",
         "engine_layer_append",
+        "engine_layer_newest",
         "engine_layer_finish",
         "engine_selection",
         "dispatcher_create",

@@ -70,7 +70,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 # resident, and no multiples of a page.
 BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES |= {
-    "gemma3": _of("Gemma3TextConfig", **BY_TURNS, sliding_window=100, query_pre_attn_scalar=32),
+    "gemma3": _of(
+        "Gemma3TextConfig", **BY_TURNS, sliding_window=100, query_pre_attn_scalar=32, tie_word_embeddings=True
+    ),
     "cohere2": _of("Cohere2Config", **BY_TURNS, sliding_window=700),
     "olmo3": _of("Olmo3Config", **BY_TURNS, sliding_window=333),
     "exaone4": _of("Exaone4Config", **BY_TURNS, sliding_window=270, sliding_window_pattern="LG"),
@@ -79,16 +81,16 @@ FAMILIES |= {
     "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),
 }
 BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "gpt-oss": _of(
-        "GptOssConfig",
-        **BY_TURNS,
-        sliding_window=128,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        initial_context_length=4096,
+    "granite-sinks": _of(
+        "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
     ),
 }
 """Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
+
+EMBEDDINGS = {"olmo2": 1.0, "gemma3": 0.001}
+"""Of families where norms follow attention: small ones would be lost beside what it adds. Those that are also the last
+layer of a family would repeat the last token if they were large.
+"""
 
 
 def build(family: str, folder: Path) -> str:
@@ -98,12 +100,13 @@ def build(family: str, folder: Path) -> str:
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # Default initialisation makes attention uniform; biases and norms of 0 and 1 would hide a lost one. Where
-            # norms follow attention, small embeddings would be lost beside what it adds.
+            # Default initialisation makes attention uniform; biases and norms of 0 and 1 would hide a lost one.
             if weight.dim() > 1:
-                weight.normal_(0, 1.0 if family == "olmo2" and "embed" in name else 0.12)
+                weight.normal_(0, EMBEDDINGS.get(family, 0.12) if "embed" in name else 0.12)
             else:
                 weight.add_(torch.randn_like(weight) * 0.1)
+            if name.endswith("sinks"):
+                weight.copy_((weight * 20).bfloat16())  # as SGLang keeps them; large enough to matter
             assert torch.isfinite(weight).all(), name
     model.save_pretrained(folder)
     save_tokenizer(folder)

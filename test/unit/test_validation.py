@@ -310,6 +310,7 @@ def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -
         ({"is_local_attention_model": True}, "chunked-attention"),
         ({"attention_chunk_size": 8192}, "chunked-attention"),
         ({"hf__layer_types": ["full_attention", "chunked_attention"]}, "chunked-attention"),
+        ({"hf__architectures": ["GptOssForCausalLM"]}, "kernels that need a GPU or AMX"),
         ({"hf__attn_logit_softcapping": 50.0}, "caps attention logits"),
         ({"use_alibi": True}, "ALiBi"),
         ({"dtype": torch.float16}, "add --dtype bfloat16 or --dtype float32"),
@@ -328,7 +329,7 @@ def test_a_model_out_of_reach_is_refused(needle: Any, changes: dict[str, Any], w
     message = str(caught.value)
     one_sentence(message)
     assert words in message
-    assert "(LlamaForCausalLM)" in message or "MiniMax" in message
+    assert "(LlamaForCausalLM)" in message or any(name in message for name in ("MiniMax", "GptOss"))
 
 
 def test_latent_attention_is_refused(needle: Any) -> None:
@@ -549,3 +550,29 @@ def test_hooks_go_in_once_and_a_taken_target_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(plugin, "HOOKS", {other: hook})
     with pytest.raises(CompatError, match="SGLANG_PLUGINS"):
         plugin.install()
+
+
+def test_windows_and_sinks_are_served_on_a_cpu_alone(needle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    windowed = changed(needle, hf__layer_types=["full_attention", "sliding_attention"])
+    validation.check_model(windowed, ARGS)
+    validation.check_model(changed(needle, has_attention_sinks=True), ARGS)
+    model = torch.nn.Sequential(layer(0), layer(1, sliding_window_size=511))
+    assert [validation.window_of(found) for found in validation.check_attention_layers(model)] == [None, 512]
+    with pytest.raises(ConfigError, match="attention layer 1 has a sliding window, which Fluxion serves only where"):
+        validation.check_attention_layers(model, beside_device=True)
+    monkeypatch.setenv("FLUXION_DEVICE", "sim")
+    for model_config in (windowed, changed(needle, has_attention_sinks=True)):
+        with pytest.raises(ConfigError, match="only where the CPU is the device") as caught:
+            validation.check_model(model_config, ARGS)
+        one_sentence(str(caught.value))
+
+
+def test_nothing_is_recorded_of_layers_that_have_more_than_softmax(needle: Any) -> None:
+    layers = [layer(0), layer(1)]
+    recorded = FluxionConfig(record="/tmp/somewhere")
+    validation.check_recorded(recorded, layers, needle)
+    with_sinks, windowed = changed(needle, has_attention_sinks=True), [layer(0, sliding_window_size=7)]
+    validation.check_recorded(FluxionConfig(), windowed, with_sinks)
+    for refused in ((layers, with_sinks), (windowed, needle)):
+        with pytest.raises(ConfigError, match="samples are measured without them; leave record out"):
+            validation.check_recorded(recorded, *refused)

@@ -285,6 +285,10 @@ def _has_pools_by_layer(model: ModelConfig, args: Any) -> bool:
     return bool(model.is_hybrid_swa)  # the option that our resolution sets has no say for this model
 
 
+def _needs_expert_kernels(model: ModelConfig, args: Any) -> bool:
+    return "GptOssForCausalLM" in (model.hf_config.architectures or ())
+
+
 def _varies_beside_device(model: ModelConfig, args: Any) -> bool:
     varies = model.has_attention_sinks or "sliding_attention" in _layer_types(model)
     return varies and maker_of(args.device) is not None
@@ -311,6 +315,7 @@ MODELS = (
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
     Refusal(_has_chunked_layers, "it has chunked-attention layers, whose masks the kernels do not have"),
     Refusal(_has_pools_by_layer, "its sliding-window layers need a KV pool of their own"),
+    Refusal(_needs_expert_kernels, "SGLang computes its experts with kernels that need a GPU or AMX"),
     Refusal(
         _varies_beside_device,
         "it has sliding windows or learned attention sinks, which Fluxion serves only where the CPU is the device",

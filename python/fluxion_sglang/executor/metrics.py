@@ -144,9 +144,13 @@ class EngineMetrics:
         self._last: dict[str, int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
 
+    def remembered(self, state_bytes: int) -> None:
+        """Publish how much memory policies remember requests in."""
+        self._state.set(state_bytes)
+
     def update(self, stats: Mapping[str, int], state_bytes: int = 0) -> None:
         """Publish the growth since the last call; `stats` are the engine's cumulative statistics."""
-        self._state.set(state_bytes)
+        self.remembered(state_bytes)
         for name, value in stats.items():
             growth = value - self._last.get(name, 0)
             if growth <= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang import plugins
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.accounts import StepAccounts
 from fluxion_sglang.executor.base import executors_of
 from fluxion_sglang.executor.decode import DecodeEngine
@@ -20,6 +21,8 @@ from fluxion_sglang.executor.device import Device
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.executor.state import SHARE, StateRoom
+from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.sglang import predictors, validation
@@ -27,6 +30,7 @@ from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.layers import install
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.sglang.rows import watch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -104,7 +108,11 @@ class FluxionAttnBackend(AttentionBackend):
             )
         self.failures = FailureGuard(self._finish, self.device.abort)
         self._counted = True  # the metrics have what was decoded
-        self.requests = RequestPolicies(policy, options.request_policies, context, options.audit is not None)
+        self._room = StateRoom(self.engine.world, _state_limit(options, pool))
+        self.requests = RequestPolicies(
+            policy, options.request_policies, context, options.audit is not None, self._room
+        )
+        watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None
         self._chunks: list[_Chunk] = []
 
@@ -114,6 +122,14 @@ class FluxionAttnBackend(AttentionBackend):
             self.failures.run(lambda: self._begin_decode(forward_batch))
         elif mode.is_extend():
             self.failures.run(lambda: self._begin_extend(forward_batch))
+
+    def _ended(self, freed: Iterable[int]) -> None:
+        """Requests have given their rows back: nothing is remembered of them."""
+        for row in freed:
+            self.engine.forget(row)
+            self._room.give_back(row)
+        if self.metrics is not None:
+            self.metrics.remembered(self.engine.state_bytes)
 
     def _kept_accounts(self, runner: ModelRunner, layers: Sequence[RadixAttention], timed: bool) -> Kept:
         """Have the engine keep accounts, of times where nobody computes every layer a second time."""
@@ -265,3 +281,9 @@ class FluxionAttnBackend(AttentionBackend):
         if chunk.wishes is not None:
             for observer in self.engine.observers:
                 observer.prefilled(layer, chunk.request, chunk.wishes, queries, scale)
+
+
+def _state_limit(options: FluxionConfig, pool: FluxionKVPool) -> int:
+    """Bytes that policies may remember requests in."""
+    gib = options.policy_state_gb
+    return int(pool.host.nbytes * SHARE if gib is None else gib * GIB)

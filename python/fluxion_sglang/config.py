@@ -188,6 +188,14 @@ class FluxionConfig:
         "work.",
         '"/tmp/audit.npy"',
     )
+    audit_gb: float | None = _option(
+        None,
+        "Largest size in GiB of the audit file. A full one gets the ending .1, in place of the one that has it, and a "
+        "new file begins. By default there is no limit.",
+        "1",
+        lambda gib: gib > 0,
+        "it is the size of a file; give a positive number of GiB, or leave the key out for no limit.",
+    )
     record: str | None = _option(
         None,
         "Folder for training samples of requests that ask for it in their custom_params; `fluxion train` sets it.",
@@ -243,6 +251,8 @@ class FluxionConfig:
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
                 'use executors "cpu+gpu" or leave hot_tiles_gb out.'
             )
+        if self.audit_gb is not None and self.audit is None:
+            raise ConfigError("audit_gb limits the audit file, and there is none; name one in audit or leave it out.")
         self._check_files()
         return self
 

@@ -22,6 +22,8 @@ from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_genera
 class Request(SimpleNamespace):
     """What is used of SGLang's request; `end` is the length of its answer."""
 
+    __hash__ = object.__hash__
+
     def finished(self) -> bool:
         return len(self.output_ids) >= self.end
 
@@ -29,6 +31,7 @@ class Request(SimpleNamespace):
 def request(params: Any = None, end: int = 100) -> Request:
     return Request(
         sampling_params=SimpleNamespace(custom_params=params),
+        origin_input_ids=[1] * 50,
         output_ids=[],
         end=end,
         to_finish=None,
@@ -263,6 +266,26 @@ def test_a_server_may_take_some() -> None:
         message = bad.to_finish.message
         assert bad.to_finish.status_code == 400 and 'use "full", "streaming", or leave it out.' in message
         assert json.dumps(spec)[:40] in message and "\n" not in message and len(message) < 250
+
+
+def test_wrong_wishes_end_their_request_alone_and_are_read_once() -> None:
+    seen: list[Any] = []
+
+    def check(wishes: Any, tokens: int) -> None:
+        seen.append((wishes, tokens))
+        if wishes != {"id": 3}:
+            raise ValueError("It is no wish.")
+
+    policies = RequestPolicies(parse_spec("full"), check=check)
+    good, bad, plain = request({"fluxion_record": {"id": 3}}), request({"fluxion_record": [1]}), request()
+    for _ in range(2):
+        with policies.of([good, bad, plain], False):
+            assert policies.recorded == [{"id": 3}, None, None]
+    with policies.of([good, bad, plain], True):
+        assert policies.recorded == [None, None, None]
+    assert seen == [({"id": 3}, 50), ([1], 50)]
+    assert good.to_finish is None and plain.to_finish is None
+    assert bad.to_finish.status_code == 400 and bad.to_finish.message == "It is no wish."
 
 
 class Remembers(FullPolicy):

@@ -160,6 +160,8 @@ class DecodeEngine:
         self.anchors.forget(row)
         for policy in self._bound:
             policy.released(row)
+        for observer in self.observers:
+            observer.released(row)
 
     @property
     def state_bytes(self) -> int:

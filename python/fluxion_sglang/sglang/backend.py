@@ -92,8 +92,8 @@ class FluxionAttnBackend(AttentionBackend):
         )
         identity = partial(predictors.identity, options, runner)
         for name in ("audit", "record"):
-            if (value := getattr(options, name)) is not None:
-                self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, value, identity))
+            if getattr(options, name) is not None:
+                self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, options, identity))
         self.device = self._device(runner, layers)
         if pool.maker is None and options.model_kernels:
             count = install(runner.model, pool.host.workers)
@@ -110,7 +110,7 @@ class FluxionAttnBackend(AttentionBackend):
         self._counted = True  # the metrics have what was decoded
         self._room = StateRoom(self.engine.world, _state_limit(options, pool))
         self.requests = RequestPolicies(
-            policy, options.request_policies, context, options.audit is not None, self._room
+            policy, options.request_policies, context, options.audit is not None, self._room, self._check_wishes
         )
         watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None
@@ -130,6 +130,10 @@ class FluxionAttnBackend(AttentionBackend):
             self._room.give_back(row)
         if self.metrics is not None:
             self.metrics.remembered(self.engine.state_bytes)
+
+    def _check_wishes(self, wishes: object, tokens: int) -> None:
+        for observer in self.engine.observers if self._records else ():
+            observer.check(wishes, tokens)
 
     def _kept_accounts(self, runner: ModelRunner, layers: Sequence[RadixAttention], timed: bool) -> Kept:
         """Have the engine keep accounts, of times where nobody computes every layer a second time."""

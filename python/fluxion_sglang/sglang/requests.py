@@ -69,6 +69,7 @@ class RequestPolicies:
         yardsticks: whether a request may name one that reads everything to decide; all requests of its batches wait
             for it.
         room: the memory that policies may remember requests in; None: any.
+        check: raises ValueError for what a request of so many prompt tokens may not have recorded.
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
@@ -83,6 +84,7 @@ class RequestPolicies:
         context: Context = BARE,
         yardsticks: bool = False,
         room: StateRoom | None = None,
+        check: Callable[[object, int], None] = lambda wishes, tokens: None,
     ) -> None:
         self.server = server
         self.allowed = allowed
@@ -91,7 +93,8 @@ class RequestPolicies:
         self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
-        self._room = room
+        self._room, self._check = room, check
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ending = server if server.exact else parse_spec("full")  # of requests that are to end
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
 
@@ -108,7 +111,7 @@ class RequestPolicies:
             self.current = policies
         ids = {id(request) for request in riding}
         self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
-        self.recorded = [_recorded(request) for request in requests]
+        self.recorded = [None if decoding else self._recorded(request) for request in requests]
         try:
             yield
         finally:
@@ -147,6 +150,21 @@ class RequestPolicies:
             "ServiceUnavailableError",
         )
         return False
+
+    def _recorded(self, request: Any) -> Mapping[str, Any] | None:
+        """What a request wants recorded; None: nothing, or it is ended for it."""
+        params = request.sampling_params.custom_params
+        wishes = params.get(RECORD) if isinstance(params, Mapping) else None
+        if wishes is None or request.to_finish is not None:
+            return None
+        if request not in self._checked:  # once: a prompt comes in chunks
+            try:
+                self._check(wishes, len(request.origin_input_ids))
+            except ValueError as error:
+                end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
+                return None
+            self._checked.add(request)
+        return wishes if isinstance(wishes, Mapping) else None
 
     def _wanted(self, request: Any) -> Policy:
         params = request.sampling_params.custom_params
@@ -195,12 +213,6 @@ def _parsed(spec: str, context: Context) -> Policy | str:
         logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
         reason = str(error).strip().partition("\n")[0]
         return f"{PARAMETER} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
-
-
-def _recorded(request: Any) -> Mapping[str, Any] | None:
-    params = request.sampling_params.custom_params
-    wishes = params.get(RECORD) if isinstance(params, Mapping) else None
-    return wishes if isinstance(wishes, Mapping) else None
 
 
 def forward_batch_generation(

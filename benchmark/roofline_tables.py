@@ -171,6 +171,21 @@ def forks(results: Path) -> str:
     return _side_by_side(files, "forks.py", ["policy", "document", "branches", "queries"], cells, note)
 
 
+def fairness(results: Path) -> str:
+    """What a sparse request pays for those beside it."""
+    files = result_files(results, "fairness.json")
+    cells: Cells = {}
+    for path, data in files:
+        for row in data["rows"]:
+            cells.setdefault((f"`{row['policy']}`",), {})[path] = f"{row['step_ms']:.2f} ms, {row['over_alike']:.1f}x"
+    first = files[0][1]["rows"][0] if files else {"alone_ms": 0.0}
+    note = (
+        f"Time of a step of one layer, and over that beside others of the same policy. Alone the request takes "
+        f"{first['alone_ms']:.2f} ms on the first machine."
+    )
+    return _side_by_side(files, "fairness.py", ["policy of the four"], cells, note)
+
+
 def _bars(row: dict[str, Any]) -> Iterator[tuple[str, str, float, bool]]:
     """Of every bar of a row: what is held to it, the bar in words, what was measured, and whether it is met."""
     known = {**row, row["what"]: row["value"]}
@@ -217,4 +232,5 @@ ROOFLINE_TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernels,
     "peers": peers,
     "forks": forks,
+    "fairness": fairness,
 }

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 
@@ -66,8 +67,23 @@ class FluxionConfig:
         "Folder of a predictor that `fluxion train` made; by default `fluxion` in the model's folder, if it is there.",
         '"/models/llama/fluxion"',
     )
-    request_policies: bool = _option(
-        True, "Requests may bring a policy of their own; with false, one that does is ended with an error.", "false"
+    request_policies: bool | list[str] = _option(  # noqa: RUF009 (the default is no list)
+        True,
+        "Requests may bring a policy of their own: true any, a list those specs alone, false none. One that brings "
+        "another is ended with an error.",
+        '["full", "fixed:16:0.25"]',
+        lambda allowed: isinstance(allowed, bool) or (bool(allowed) and all(type(spec) is str for spec in allowed)),
+        'it says which policies requests may name; give true, false, or a list of specs such as ["full", '
+        '"fixed:16:0.25"].',
+    )
+    policy_state_gb: float | None = _option(
+        None,
+        "Most memory in GiB in which the policies of each rank may remember requests (lfps, hgca, some of other "
+        "packages), beside the host pool; a request that needs more is ended with an error. By default an eighth of "
+        "the host pool.",
+        "2",
+        lambda gib: gib >= 0,
+        "it is an amount of memory; give a number of GiB, or leave the key out for an eighth of the host pool.",
     )
     host_tokens: int | None = _option(
         None, "Size of the host pool in tokens; by default it follows from the free host memory.", "1000000"
@@ -172,6 +188,14 @@ class FluxionConfig:
         "work.",
         '"/tmp/audit.npy"',
     )
+    audit_gb: float | None = _option(
+        None,
+        "Largest size in GiB of the audit file. A full one gets the ending .1, in place of the one that has it, and a "
+        "new file begins. By default there is no limit.",
+        "1",
+        lambda gib: gib > 0,
+        "it is the size of a file; give a positive number of GiB, or leave the key out for no limit.",
+    )
     record: str | None = _option(
         None,
         "Folder for training samples of requests that ask for it in their custom_params; `fluxion train` sets it.",
@@ -227,6 +251,8 @@ class FluxionConfig:
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
                 'use executors "cpu+gpu" or leave hot_tiles_gb out.'
             )
+        if self.audit_gb is not None and self.audit is None:
+            raise ConfigError("audit_gb limits the audit file, and there is none; name one in audit or leave it out.")
         self._check_files()
         return self
 
@@ -354,7 +380,10 @@ def _load_object(text: str, source: str) -> dict[str, Any]:
 
 
 def _types(hint: Any) -> tuple[type, ...]:
-    return get_args(hint) or (hint,)
+    """The types that a value may have; of lists it does not say what they hold."""
+    if isinstance(hint, UnionType):
+        return tuple(get_origin(part) or part for part in get_args(hint))
+    return (hint,)
 
 
 def _checked(cls: type[FluxionConfig], key: str, value: Any) -> Any:

@@ -65,6 +65,13 @@ def test_the_readme_is_short() -> None:
     assert count <= README_LINES, f"README.md has {count} lines; move something to docs/, {README_LINES} are allowed."
 
 
+def test_the_tests_that_the_faults_name_are_there() -> None:
+    named = re.findall(r"`(\w+/\w+\.py)::(\w+)`", (ROOT / "docs" / "faults.md").read_text())
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "test" / file).read_text(), f"{file} has no {name}"
+
+
 @cache
 def anchors(page: Path) -> set[str]:
     """What links to sections may name, as GitHub and the site make it of headings."""

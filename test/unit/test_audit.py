@@ -237,3 +237,18 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="a file of another kind"):
             AuditLog(tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
+
+
+def test_a_full_file_makes_room_for_a_new_one(tmp_path: Path) -> None:
+    path, array = tmp_path / "a.npy", arrays()[0]
+    AuditLog(path).append(array)
+    size = path.stat().st_size
+    log = AuditLog(path, limit=3 * size)
+    offset = 0
+    for count in range(2, 12):
+        log.append(array)
+        found, offset = read(path, offset)
+        assert found, "whoever follows the file misses nothing of what is in it"
+        assert path.stat().st_size == size * ((count - 1) % 3 + 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.npy", "a.npy.1"]
+    assert len(read(tmp_path / "a.npy.1")[0]) == 3

@@ -28,6 +28,10 @@ from fluxion_sglang.sglang.requests import RequestPolicies
 NEW, RUNNING = 1, 2  # rows
 
 
+class Request(SimpleNamespace):
+    """What is used of SGLang's request in a prefill; SGLang's can be referred to weakly, too."""
+
+
 class Backend(FluxionAttnBackend):
     """As after its start, with the world's pool and engine."""
 
@@ -64,7 +68,8 @@ class Backend(FluxionAttnBackend):
             extend_prefix_lens_cpu=before,
             extend_seq_lens_cpu=list(counts.values()),
         )
-        requests = [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None), row=row) for row in rows]
+        params = SimpleNamespace(custom_params=None)
+        requests = [Request(sampling_params=params, skip_radix_cache_insert=False, row=row) for row in rows]
         with self.requests.of(requests, False, [request for request in requests if request.row in riding]):
             self.init_forward_metadata(batch)
             for index in range(world.layers):

@@ -38,7 +38,8 @@ def test_every_option_is_documented() -> None:
         assert option.doc.endswith(".")
         # The default must be JSON, and the example must be accepted for its key.
         assert json.loads(option.default) == getattr(FluxionConfig(), option.key)
-        needed = '"executors": "cpu+gpu", ' if option.key == "hot_tiles_gb" else ""
+        needs = {"hot_tiles_gb": '"executors": "cpu+gpu", ', "audit_gb": '"audit": "/tmp/audit.npy", '}
+        needed = needs.get(option.key, "")
         parsed = FluxionConfig.parse(f'{{{needed}"{option.key}": {option.example}}}')
         assert getattr(parsed, option.key) == json.loads(option.example)
 
@@ -69,7 +70,15 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("3", ["a JSON integer"]),
         ("[" * 100_000, ["nested"]),
         ('{"window": 256, "window": 512}', ["'window' twice"]),
-        ('{"windw": 256}', ["'windw'", "'window'", "policy, tau, predictor, request_policies, host_tokens"]),
+        (
+            '{"windw": 256}',
+            ["'windw'", "'window'", "policy, tau, predictor, request_policies, policy_state_gb, host_tokens"],
+        ),
+        ('{"request_policies": []}', ["request_policies is []", "a list of specs"]),
+        ('{"request_policies": ["full", 3]}', ["request_policies is ['full', 3]", "a list of specs"]),
+        ('{"request_policies": "full"}', ["boolean or list"]),
+        ('{"policy_state_gb": -1}', ["policy_state_gb is -1", "eighth"]),
+        ('{"audit_gb": 1}', ["audit_gb", "name one in audit"]),
         ('{"nonsense": 1}', ["'nonsense'", "legal keys are policy"]),
         ('{"window": true}', ["window is true", "integer"]),
         ('{"window": 256.0}', ["window is 256.0", "integer"]),

@@ -193,8 +193,13 @@ def test_state_is_counted_and_dies_with_the_request() -> None:
     world.decode([1, 2])
     assert world.engine.state_bytes > kept
     world.engine.forget(1)
+    tables = tables_of(world)
+    assert tables._pages.numel() > 0
     world.engine.forget(2)
     assert world.engine.state_bytes == 0
+    assert tables_of(world) is not tables, "room for plans is given back, too"
+    for got, _ in world.decode([2]):
+        assert got.isfinite().all()
 
 
 def test_heads_that_are_passed_by_get_the_mean_value() -> None:

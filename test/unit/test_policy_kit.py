@@ -85,6 +85,13 @@ class Hoarder(Broken):
         return sum(q.nbytes for q in self.seen)
 
 
+class Keeper(Hoarder):
+    """Says that it does."""
+
+    def remembers(self, world: object, tokens: int) -> int:
+        return 1 << 30
+
+
 class Remembering(Broken):
     """Reads less at every step of a row; `released` is what a test makes of it."""
 
@@ -131,7 +138,8 @@ class Mindful(Remembering):
         (Infinite, "it_plans_every_length", "budget has numbers that are not finite"),
         (Random, "it_is_deterministic", "the outputs differ"),
         (Crowded, "batch_mates_do_not_matter", "the outputs differ"),
-        (Hoarder, "its_state_is_bounded", "grows with the requests"),
+        (Hoarder, "its_state_is_bounded", r"remembers\(\) says 0"),
+        (Keeper, "its_state_is_bounded", "of a request that has ended"),
         (Remembering, "a_row_is_taken_over_clean", "the outputs differ"),
         (Remembering, "a_retracted_request_starts_anew", "the outputs differ"),
         (Remembering, "an_appended_turn_is_as_a_fresh_request", "the outputs differ"),

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import Context, Policy, parse_spec
+from fluxion_sglang.policy.full import FullPolicy
 from fluxion_sglang.sglang import requests as requests_module
 from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
 
 
 class Request(SimpleNamespace):
     """What is used of SGLang's request; `end` is the length of its answer."""
+
+    __hash__ = object.__hash__
 
     def finished(self) -> bool:
         return len(self.output_ids) >= self.end
@@ -24,6 +31,7 @@ class Request(SimpleNamespace):
 def request(params: Any = None, end: int = 100) -> Request:
     return Request(
         sampling_params=SimpleNamespace(custom_params=params),
+        origin_input_ids=[1] * 50,
         output_ids=[],
         end=end,
         to_finish=None,
@@ -215,6 +223,14 @@ def test_an_answer_under_an_own_policy_stays_out_of_the_tree(
     assert kept_of(policies, request(None, 3), overlap, foreseen) == ["prompt", "answer"]
 
 
+def test_only_what_is_exact_goes_into_the_tree() -> None:
+    """Whoever approximates: `full` is full attention, and no policy builds on what another one guessed."""
+    sparse = RequestPolicies(parse_spec("fixed:16:0.05"))
+    assert kept_of(sparse, request(None, 3), False, False) == ["prompt"]
+    assert kept_of(sparse, request({"fluxion_policy": "fixed:16:0.05"}, 3), True, True) == ["prompt"]
+    assert kept_of(sparse, request({"fluxion_policy": "full"}, 3), False, False) == ["prompt", "answer"]
+
+
 def test_a_request_that_is_out_of_the_tree_already_stays_there(policies: RequestPolicies) -> None:
     own = request({"fluxion_policy": "streaming"})
     own.skip_radix_cache_insert = True
@@ -237,6 +253,92 @@ def test_a_server_may_take_none() -> None:
     assert same.to_finish is None and plain.to_finish is None
     assert own.to_finish.status_code == 400 and own.skip_radix_cache_insert is True
     assert own.to_finish.message.startswith("fluxion_policy is not taken") and own.to_finish.message.endswith(".")
+
+
+def test_a_server_may_take_some() -> None:
+    policies = RequestPolicies(parse_spec("fixed:16:0.5"), ["full", "streaming"])
+    legal = [request({"fluxion_policy": spec}) for spec in ("full", "fixed:16:0.5", "streaming")]
+    assert run(policies, [*legal, request()]) == ["full", "fixed:16:0.5", "streaming", "fixed:16:0.5"]
+    assert all(r.to_finish is None for r in legal)
+    for spec in ("psa:0.9999999:16:quest", "streaming ", "full:", "x" * 10_000):
+        bad = request({"fluxion_policy": spec})
+        assert run(policies, [bad, request()]) == ["full", "fixed:16:0.5"], "what is under way remembers nothing"
+        message = bad.to_finish.message
+        assert bad.to_finish.status_code == 400 and 'use "full", "streaming", or leave it out.' in message
+        assert json.dumps(spec)[:40] in message and "\n" not in message and len(message) < 250
+
+
+def test_wrong_wishes_end_their_request_alone_and_are_read_once() -> None:
+    seen: list[Any] = []
+
+    def check(wishes: Any, tokens: int) -> None:
+        seen.append((wishes, tokens))
+        if wishes != {"id": 3}:
+            raise ValueError("It is no wish.")
+
+    policies = RequestPolicies(parse_spec("full"), check=check)
+    good, bad, plain = request({"fluxion_record": {"id": 3}}), request({"fluxion_record": [1]}), request()
+    for _ in range(2):
+        with policies.of([good, bad, plain], False):
+            assert policies.recorded == [{"id": 3}, None, None]
+    with policies.of([good, bad, plain], True):
+        assert policies.recorded == [None, None, None]
+    assert seen == [({"id": 3}, 50), ([1], 50)]
+    assert good.to_finish is None and plain.to_finish is None
+    assert bad.to_finish.status_code == 400 and bad.to_finish.message == "It is no wish."
+
+
+class Remembers(FullPolicy):
+    """Remembers a byte a token."""
+
+    exact = False
+
+    def remembers(self, world: object, tokens: int) -> int:
+        return tokens
+
+
+def test_a_request_that_would_pass_the_bound_of_state_is_ended_alone() -> None:
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    policy = Remembers()
+    policy.spec = "remembers"
+    policies = RequestPolicies(policy, room=room)
+
+    def asks(row: int, tokens: int) -> Request:
+        made = request()
+        made.origin_input_ids, made.kv = [1] * tokens, SimpleNamespace(req_pool_idx=row)
+        return made
+
+    first, second, third = asks(1, 50), asks(2, 48), asks(3, 10)
+    assert run(policies, [first, second, third], ForwardMode.EXTEND) == ["remembers", "remembers", "full"]
+    assert first.to_finish is None and second.to_finish is None and room.taken == 100
+    assert third.to_finish.status_code == 503 and third.skip_radix_cache_insert
+    message = third.to_finish.message
+    assert (
+        message.startswith("policy 'remembers' has no room") and "policy_state_gb" in message and message.endswith(".")
+    )
+    # A request that grows past it ends, too, and those that stay as they are go on.
+    second.output_ids.append(7)
+    assert run(policies, [first, second]) == ["remembers", "full"]
+    assert second.to_finish.status_code == 503 and first.to_finish is None
+    room.give_back(2)
+    assert room.taken == 51
+    assert run(policies, [asks(3, 10), first], ForwardMode.EXTEND) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60) | st.none())))
+def test_what_is_taken_is_what_the_rows_have(calls: list[tuple[int, int | None]]) -> None:
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    rows: dict[int, int] = {}
+    for row, tokens in calls:
+        if tokens is None:
+            room.give_back(row)
+            rows.pop(row, None)
+            continue
+        grown = {**rows, row: max(tokens, rows.get(row, 0))}
+        fits = sum(grown.values()) <= 100
+        assert room.take(row, Remembers(), tokens) == fits
+        rows = grown if fits else rows
+        assert room.taken == sum(rows.values()) <= 100
 
 
 def test_a_pass_without_a_batch_or_of_another_backend_is_left_alone(policies: RequestPolicies) -> None:

@@ -90,6 +90,7 @@ class DecodeEngine:
     Attributes:
         accounts: what its steps read and where their time goes; by default nobody keeps them.
         observers: who watches.
+        world: what its policies may use of it.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class DecodeEngine:
         self._guarded = options.guard is not None
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
-        self._world = World(pool, windows, q_heads, windows.rows)
+        self.world = World(pool, windows, q_heads, windows.rows)
         self._bound: WeakSet[Policy] = WeakSet()
         self._bind(policy)
         # Of the current step.
@@ -145,8 +146,8 @@ class DecodeEngine:
         self._plan: tuple[LayerPlan, NativePlan] | None = None  # the last layer's
 
     def _bind(self, policy: Policy) -> None:
-        if policy.world is not self._world:
-            policy.bind(self._world)
+        if policy.world is not self.world:
+            policy.bind(self.world)
         self._bound.add(policy)
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor, policy: Policy | None = None) -> None:
@@ -165,10 +166,12 @@ class DecodeEngine:
             policy.prefilled(layer, row, length, queries[-policy.prefill_rows :])
 
     def forget(self, row: int) -> None:
-        """The row has another request than before, or one that came without a prefill."""
+        """The row's request has ended, or it has another one, or one that came without a prefill."""
         self.anchors.forget(row)
         for policy in self._bound:
             policy.released(row)
+        for observer in self.observers:
+            observer.released(row)
 
     @property
     def state_bytes(self) -> int:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 
+from fluxion_sglang.config import ConfigError
 from fluxion_sglang.executor.accounts import SAMPLED, Totals, block_name
 from fluxion_sglang.executor.phases import Phase
 
 PUBLISH_S = 0.5
 """How far the counters by layer, group and part may be behind the steps."""
+
+FILES_BYTES: Final = 4 << 20
+"""Room that the files of a process's counters need at most, with SGLang's own in them."""
 
 _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
@@ -112,6 +118,9 @@ class EngineMetrics:
     Processes of one server share the counters through prometheus_client's multiprocess directory, so tensor-parallel
     ranks add up. Import and construct only after SGLang has set that directory.
 
+    Raises:
+        ConfigError: the disk has no room for the counters' files.
+
     Args:
         kept: what is published by layer and group, at most every `PUBLISH_S` seconds by a thread of its own: there may
             be hundreds of these counters, and a step must not wait for them.
@@ -127,6 +136,7 @@ class EngineMetrics:
     ) -> None:
         from prometheus_client import Counter, Gauge
 
+        _check_room()
         self._counters = {stat: Counter(f"fluxion_{_name(stat)}", text) for stat, text in _COUNTERS.items()}
         self._tasks = Counter("fluxion_tasks", _TASKS_TEXT, ["executor"])
         values = {
@@ -143,10 +153,15 @@ class EngineMetrics:
         self._state = gauges["policy_state_bytes"]
         self._last: dict[str, int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
+        _reserve_files()
+
+    def remembered(self, state_bytes: int) -> None:
+        """Publish how much memory policies remember requests in."""
+        self._state.set(state_bytes)
 
     def update(self, stats: Mapping[str, int], state_bytes: int = 0) -> None:
         """Publish the growth since the last call; `stats` are the engine's cumulative statistics."""
-        self._state.set(state_bytes)
+        self.remembered(state_bytes)
         for name, value in stats.items():
             growth = value - self._last.get(name, 0)
             if growth <= 0:
@@ -209,3 +224,36 @@ class _AccountMetrics:
         if growth > 0:
             counter.inc(growth)
         self._last[name, *labels] = value
+
+
+def _files_folder() -> Path | None:
+    """Where prometheus_client keeps what processes count; None: in memory."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    return None if folder is None else Path(folder)
+
+
+def _check_room() -> None:
+    """Refuse a disk that has no room for the counters. They are mapped files with holes, and to write into a hole that
+    the disk cannot fill ends the process by a signal."""
+    folder = _files_folder()
+    if folder is None:
+        return
+    trial = folder / f"fluxion_{os.getpid()}.room"
+    try:
+        with trial.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, FILES_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"--enable-metrics keeps its counters in {folder}, which has no room for {FILES_BYTES >> 20} MiB "
+            f"({error.strerror}); make room, or name another folder in PROMETHEUS_MULTIPROC_DIR."
+        ) from None
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def _reserve_files() -> None:
+    """Fill the holes of this process's files while there is room."""
+    folder = _files_folder()
+    for path in () if folder is None else folder.glob(f"*_{os.getpid()}.db"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)

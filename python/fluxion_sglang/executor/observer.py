@@ -13,6 +13,7 @@ import torch
 from fluxion_sglang.policy.base import DecodeStep, Policy
 
 if TYPE_CHECKING:
+    from fluxion_sglang.config import FluxionConfig
     from fluxion_sglang.executor.decode import DecodeEngine, Layer
     from fluxion_sglang.executor.prefill import ExtendRequest
     from fluxion_sglang.predictor.artifact import Identity
@@ -37,10 +38,20 @@ class Observer:
             queries: [m, Hq, D] on the CPU, of all its tokens. scale: multiplies q.k.
         """
 
+    def check(self, wishes: object, tokens: int) -> None:
+        """Whether a request of so many prompt tokens may have this recorded (`wishes` of `prefilled`).
+
+        Raises:
+            ValueError: one sentence for the client.
+        """
+
+    def released(self, row: int) -> None:
+        """The request in `row` has ended."""
+
     def count(self, stats: dict[str, int]) -> dict[str, int]:
         """The engine's counts without what the observer itself had it do."""
         return stats
 
 
-MakeObserver = Callable[["DecodeEngine", str, Callable[[], "Identity"]], Observer]
-"""From the engine to watch, the value of the option, and what a predictor of this server would be trained for."""
+MakeObserver = Callable[["DecodeEngine", "FluxionConfig", Callable[[], "Identity"]], Observer]
+"""From the engine to watch, the server's options, and what a predictor of this server would be trained for."""

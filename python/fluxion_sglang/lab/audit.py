@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.decode import DecodeEngine, Layer, native_plan
 from fluxion_sglang.executor.merge import attention_with_lse, merge_state
 from fluxion_sglang.executor.observer import Observer
+from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab.audit_file import AuditLog, record_dtype
 from fluxion_sglang.policy import parse_spec
@@ -158,6 +160,8 @@ def head_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return torch.where(distance == 0, distance, distance / largest)
 
 
-def observer(engine: DecodeEngine, path: str, identity: object) -> Audit:
+def observer(engine: DecodeEngine, options: FluxionConfig, identity: object) -> Audit:
     """What the option `audit` asks for. Raises OSError and ValueError as `AuditLog`."""
-    return Audit(engine, AuditLog(path))
+    path, gib = options.path("audit"), options.audit_gb
+    assert path is not None
+    return Audit(engine, AuditLog(path, None if gib is None else int(gib * GIB)))

@@ -51,13 +51,21 @@ class AuditLog:
     Half an array at the end of one that does, which a server that was killed leaves, is cut off: readers could not
     tell what follows it.
 
+    Args:
+        limit: bytes of the file. One that an array would make larger is renamed to `rotated(path)`, in place of the
+            file there, and a new one begins. None: it may grow without limit.
+
     Raises:
         OSError: the file cannot be opened or written.
         ValueError: there is a file, and it is no audit file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        path = Path(path).expanduser()
+    def __init__(self, path: str | os.PathLike[str], limit: int | None = None) -> None:
+        self._path, self._limit = Path(path).expanduser(), limit
+        self._open()
+
+    def _open(self) -> None:
+        path = self._path
         # Without a buffer: what could not be written must not be tried again later. Appending: the file may be emptied
         # by its reader while it is open here.
         self._file = path.open("ab", buffering=0)
@@ -73,6 +81,11 @@ class AuditLog:
         np.save(buffer, records, allow_pickle=False)
         rest = buffer.getbuffer()
         end = os.fstat(self._file.fileno()).st_size
+        if self._regular and self._limit is not None and end > 0 and end + len(rest) > self._limit:
+            os.replace(self._path, rotated(self._path))
+            self._file.close()
+            self._open()
+            end = 0
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -81,6 +94,11 @@ class AuditLog:
                 with suppress(OSError):
                     self._file.truncate(end)
             raise
+
+
+def rotated(path: Path) -> Path:
+    """Where a full audit file goes."""
+    return path.with_name(path.name + ".1")
 
 
 def _end_of_whole_arrays(path: Path) -> int:
@@ -112,7 +130,8 @@ def _end_of_whole_arrays(path: Path) -> int:
 def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[np.ndarray], int]:
     """The arrays that were appended since `offset`, and the offset to go on from.
 
-    An array that is still being written is left for the next call, and so is what is no array.
+    An array that is still being written is left for the next call, and so is what is no array. A file that is shorter
+    than the offset was begun anew, because the option audit_gb says so: it is read from its start.
 
     Args:
         offset: 0, or what an earlier call returned.
@@ -122,6 +141,8 @@ def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[np.ndarray
         ValueError: there is no array at the offset: it is no audit file, or the offset is not one of its arrays.
     """
     with Path(path).expanduser().open("rb") as file:
+        if offset > os.fstat(file.fileno()).st_size:
+            offset = 0
         file.seek(offset)
         data = io.BytesIO(file.read())
     arrays: list[np.ndarray] = []

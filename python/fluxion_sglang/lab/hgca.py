@@ -166,6 +166,14 @@ class HgcaPolicy(Policy):
         for noted in self._noted:
             noted.pop(row, None)
 
+    def remembers(self, world: World, tokens: int) -> int:
+        shape, slots = world.pool.shape, world.pool.placement.slots
+        # Lists have room for half as many pages again, and a page is 4 + 2 G bytes of one.
+        pages, group = 3 * (tokens // PAGE + 1) // 2 + 1, world.q_heads // shape.kv_heads
+        lists = shape.kv_heads * (64 + pages * (4 + 2 * group))
+        heads = world.q_heads * (4 * slots + self.prefill_rows * shape.head_dim * shape.dtype.itemsize)
+        return shape.layers * (4 + lists + heads)
+
     @property
     def state_bytes(self) -> int:
         notes = sum(queries.nbytes for noted in self._noted for _, queries in noted.values())

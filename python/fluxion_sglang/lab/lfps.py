@@ -39,7 +39,7 @@ from typing import ClassVar
 
 import torch
 
-from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
+from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables, table_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.predictor.features import PARTS
@@ -85,6 +85,7 @@ class LfpsPolicy(Policy):
         super().bind(world)
         self.tables = LfpsTables(world.pool, world.rows, world.q_heads, self.options)
         self._prefilled, self._lengths = {}, {}
+        self._step = self._planned = None
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
         before = self._prefilled.get((layer, row))
@@ -96,9 +97,17 @@ class LfpsPolicy(Policy):
     def released(self, row: int) -> None:
         assert self.tables is not None
         self.tables.release(row)
+        known = False
         for state in (self._prefilled, self._lengths):
             for key in [key for key in state if key[1] == row]:
                 del state[key]
+                known = True
+        if known and not self._prefilled and not self._lengths and self.world is not None:
+            self.bind(self.world)  # nobody is left: the room for plans goes, too
+
+    def remembers(self, world: World, tokens: int) -> int:
+        heads, shape = world.pool.shape.layers * world.q_heads, world.pool.shape
+        return heads * (table_bytes(tokens) + self.prefill_rows * shape.head_dim * shape.dtype.itemsize)
 
     @property
     def state_bytes(self) -> int:

@@ -35,6 +35,13 @@ class LfpsOptions:
     renormalise: int = 40
 
 
+def table_bytes(tokens: int) -> int:
+    """Most bytes of a head's two tables of a request of so many tokens: they grow by an eighth and more at a time
+    (`Lfps::reserve` in csrc/lab/lfps.cc)."""
+    capacity = (tokens + 256) * 9 // 8 + 64
+    return 10 * capacity + 128
+
+
 class LfpsTables:
     """Two score tables for every query head of every request row and layer, over the tokens of a host pool.
 

@@ -274,6 +274,7 @@ class Policy(ABC):
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
         yardstick: it reads every key to decide: to measure by, not to serve with.
+        exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
         prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
         world: what it was bound to.
     """
@@ -283,6 +284,7 @@ class Policy(ABC):
     needs: Needs = Needs.NOTHING
     criterion: Criterion = Criterion()
     yardstick: bool = False
+    exact: bool = False
     prefill_rows: int = 0
     world: World | None = None
 
@@ -316,7 +318,12 @@ class Policy(ABC):
         """
 
     def released(self, row: int) -> None:  # noqa: B027
-        """What is known of `row` is void: it has another request, or one that came without a prefill."""
+        """What is known of `row` is void: its request has ended, or it has another one, or one that came without a
+        prefill."""
+
+    def remembers(self, world: World, tokens: int) -> int:
+        """Most bytes that it keeps of a request of so many tokens, in the engine of `world`; also before `bind`."""
+        return 0
 
     @property
     def state_bytes(self) -> int:

@@ -14,6 +14,7 @@ class FullPolicy(FixedPolicy):
     """A budget of 1 for every head: the whole middle at any block size. Executors scan nothing for it."""
 
     forms: ClassVar[tuple[str, ...]] = ("full",)
+    exact = True
 
     def __init__(self) -> None:
         super().__init__(BLOCKS[0], 1.0)

@@ -166,6 +166,7 @@ class Rig:
 
     def release(self, request: Request, keep: bool = False) -> None:
         """The request has ended or is retracted. keep: its pages stay, as in the radix tree."""
+        self.engine.forget(request.row)
         self.free_rows.append(request.row)
         if not keep:
             self.free_pages += request.pages
@@ -356,18 +357,23 @@ def a_row_may_be_new_to_it(make: Make) -> None:
 
 
 def its_state_is_bounded(make: Make) -> None:
-    """As many requests again take no more memory than those before, and none takes more than the KV it is about."""
+    """A request takes no more memory than the policy says, and gives it back when it ends."""
     policy = make()
     rig = Rig(policy)
-    sizes = []
-    for turn in range(3):
-        for seed in range(4):
-            request = Request(30 + 4 * turn + seed)
-            rig.prefill(request, 500)
-            rig.run(request, 2)
-            rig.release(request)
-        sizes.append(policy.state_bytes)
-    assert sizes[2] == sizes[0], f"Its state grows with the requests it has served: {sizes} bytes."
+    idle = policy.state_bytes
+    for seed in range(12):
+        request = Request(30 + seed)
+        sizes = []
+        for count in (500, 70):
+            rig.prefill(request, count)
+            sizes.append(policy.state_bytes)
+            for _ in range(2):
+                rig.run(request, 1)
+                sizes.append(policy.state_bytes)
+        most = policy.remembers(rig.engine.world, request.length)
+        assert max(sizes) <= idle + most, f"It takes {max(sizes) - idle} bytes, and remembers() says {most}."
+        rig.release(request)
+        assert policy.state_bytes == idle, f"It keeps {policy.state_bytes - idle} bytes of a request that has ended."
 
 
 def another_engine_starts_anew(make: Make) -> None:

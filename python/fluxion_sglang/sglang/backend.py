@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang import plugins
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.accounts import StepAccounts
 from fluxion_sglang.executor.base import executors_of
 from fluxion_sglang.executor.decode import DecodeEngine
@@ -20,7 +21,9 @@ from fluxion_sglang.executor.device import Device
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.executor.state import SHARE, StateRoom
 from fluxion_sglang.executor.variant import PLAIN, Variant
+from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.sglang import predictors, validation
@@ -28,6 +31,7 @@ from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.layers import install
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.sglang.rows import watch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -90,8 +94,8 @@ class FluxionAttnBackend(AttentionBackend):
         )
         identity = partial(predictors.identity, options, runner)
         for name in ("audit", "record"):
-            if (value := getattr(options, name)) is not None:
-                self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, value, identity))
+            if getattr(options, name) is not None:
+                self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, options, identity))
         self.device = self._device(runner, layers)
         if pool.maker is None and options.model_kernels:
             count = install(runner.model, pool.host.workers)
@@ -106,7 +110,11 @@ class FluxionAttnBackend(AttentionBackend):
             )
         self.failures = FailureGuard(self._finish, self.device.abort)
         self._counted = True  # the metrics have what was decoded
-        self.requests = RequestPolicies(policy, options.request_policies, context, options.audit is not None)
+        self._room = StateRoom(self.engine.world, _state_limit(options, pool))
+        self.requests = RequestPolicies(
+            policy, options.request_policies, context, options.audit is not None, self._room, self._check_wishes
+        )
+        watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None
         self._chunks: list[_Chunk] = []
 
@@ -116,6 +124,18 @@ class FluxionAttnBackend(AttentionBackend):
             self.failures.run(lambda: self._begin_decode(forward_batch))
         elif mode.is_extend():
             self.failures.run(lambda: self._begin_extend(forward_batch))
+
+    def _ended(self, freed: Iterable[int]) -> None:
+        """Requests have given their rows back: nothing is remembered of them."""
+        for row in freed:
+            self.engine.forget(row)
+            self._room.give_back(row)
+        if self.metrics is not None:
+            self.metrics.remembered(self.engine.state_bytes)
+
+    def _check_wishes(self, wishes: object, tokens: int) -> None:
+        for observer in self.engine.observers if self._records else ():
+            observer.check(wishes, tokens)
 
     def _kept_accounts(self, runner: ModelRunner, layers: Sequence[RadixAttention], timed: bool) -> Kept:
         """Have the engine keep accounts, of times where nobody computes every layer a second time."""
@@ -277,3 +297,9 @@ class FluxionAttnBackend(AttentionBackend):
         if chunk.wishes is not None:
             for observer in self.engine.observers:
                 observer.prefilled(layer, chunk.request, chunk.wishes, queries, scale)
+
+
+def _state_limit(options: FluxionConfig, pool: FluxionKVPool) -> int:
+    """Bytes that policies may remember requests in."""
+    gib = options.policy_state_gb
+    return int(pool.host.nbytes * SHARE if gib is None else gib * GIB)

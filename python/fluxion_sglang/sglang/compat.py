@@ -83,6 +83,13 @@ RUN_BATCH = Need(
         *("is_verify", "skip_attn_backend_init", "capture_hidden_mode", "return_kv_loc_plan"),
     ),
 )
+CHECK_PROMPT = Need(
+    "sglang.srt.managers.tokenizer_manager", "TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
+)
+_TABLE = "sglang.srt.mem_cache.memory_pool"
+FREE_ROWS = Need(_TABLE, "ReqToTokenPool.free_rows", ("self", "indices"))
+CLEAR_ROWS = Need(_TABLE, "ReqToTokenPool.clear", ("self",))
+MATCH_SESSION = Need("sglang.srt.session.streaming_session", "StreamingSession.try_match_prefix", ("self", "params"))
 
 _SRT = "sglang.srt."
 # By module, the names of which existence is all that we need.
@@ -98,6 +105,7 @@ _NAMES = {
     "runtime_context": ("get_context", "get_parallel"),
     "mem_cache.memory_pool": ("KVCache",),
     "managers.schedule_batch": ("FINISH_ABORT", "ScheduleBatch.decoding_reqs"),
+    "session.streaming_session": ("StreamingSession.release_session",),
 }
 
 NEEDS = (
@@ -105,6 +113,10 @@ NEEDS = (
     BUILD_POOL,
     FUSED_KV_WRITE,
     RUN_BATCH,
+    CHECK_PROMPT,
+    FREE_ROWS,
+    CLEAR_ROWS,
+    MATCH_SESSION,
     Need(_SRT + "plugins.hook_registry", "HookSource", ("plugin_name", "dist_name")),
     Need(_SRT + "layers.attention.attention_registry", "register_attention_backend", ("name",)),
     Need(

@@ -47,4 +47,9 @@ def _read(text: str | None) -> FluxionConfig:
             check_spec(config.policy)
     except ValueError as error:
         raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
+    try:
+        for spec in config.request_policies if isinstance(config.request_policies, list) else ():
+            check_spec(spec)
+    except ValueError as error:
+        raise ConfigError(f"request_policies names a {error}") from None
     return config

@@ -1,8 +1,8 @@
-"""The hooks on SGLang's insides: two on how KV pools are sized and built, one on fused KV writes, one on passes.
+"""The hooks on SGLang's insides: what `HOOKS` names, each with its reason in docs/hooks.md.
 
 They go in, and the attention backend with them, when a process installs a configuration that has the flag
 (see `server_fields`), not before: without the flag SGLang's functions are SGLang's own. What they do is in
-`pools`, `failures`, `requests` and `backend`, imported when first needed.
+`pools`, `failures`, `requests`, `prompts`, `rows`, `sessions` and `backend`, imported when first needed.
 """
 
 from __future__ import annotations
@@ -47,6 +47,34 @@ def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: An
     return failures.forward_batch_generation(run, self, *args, **kwargs)
 
 
+def _validate_one_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _enabled_here():
+        return original(self, *args, **kwargs)
+    from fluxion_sglang.sglang import prompts
+
+    return prompts.validate_one_request(original, self, *args, **kwargs)
+
+
+def _free_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    from fluxion_sglang.sglang import rows
+
+    return rows.free_rows(original, self, *args, **kwargs) if _enabled_here() else original(self, *args, **kwargs)
+
+
+def _clear_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    from fluxion_sglang.sglang import rows
+
+    return rows.clear(original, self, *args, **kwargs) if _enabled_here() else original(self, *args, **kwargs)
+
+
+def _try_match_prefix(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _enabled_here():
+        return original(self, *args, **kwargs)
+    from fluxion_sglang.sglang import sessions
+
+    return sessions.try_match_prefix(original, self, *args, **kwargs)
+
+
 def _make_backend(runner: Any) -> Any:
     from fluxion_sglang.sglang.backend import FluxionAttnBackend
 
@@ -59,6 +87,10 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.BUILD_POOL: _build_token_to_kv_pool,
     compat.FUSED_KV_WRITE: _enable_fused_set_kv_buffer,
     compat.RUN_BATCH: _forward_batch_generation,
+    compat.CHECK_PROMPT: _validate_one_request,
+    compat.FREE_ROWS: _free_rows,
+    compat.CLEAR_ROWS: _clear_rows,
+    compat.MATCH_SESSION: _try_match_prefix,
 }
 
 

@@ -15,13 +15,13 @@ from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 
+from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
+from fluxion_sglang.sglang import sessions
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
+from fluxion_sglang.sglang.sessions import PARAMETER
 
 logger = logging.getLogger(__name__)
-
-PARAMETER = "fluxion_policy"
-"""Key of a request's policy in its custom_params."""
 
 RECORD = "fluxion_record"
 """Key of what a request wants recorded of it; who records says what it may hold (`training/recorder.py`)."""
@@ -31,9 +31,9 @@ _SHOWN = 60
 """Characters of a wrong value that the answer repeats."""
 
 
-class _OwnPolicy:
-    """A request's own policy. Its truth is whether the request has KV that the policy computed, because it is SGLang's
-    `skip_radix_cache_insert` of such a request.
+class _Approximates:
+    """A request whose policy is not exact. Its truth is whether the request has KV that the policy computed, because it
+    is SGLang's `skip_radix_cache_insert` of such a request.
 
     The request keeps its policy to its end: another instance would know nothing of it, and answer otherwise.
 
@@ -59,15 +59,17 @@ class _OwnPolicy:
 class RequestPolicies:
     """The policies of the requests of the pass at hand.
 
-    What a request decodes under a policy of its own does not enter the radix tree, because it is that policy's
-    approximation and another request's prefix must not be; its prompt, whose prefill is exact, does.
+    The radix tree gets exact KV alone: of a request under a policy that is not exact the prompt, whose prefill is, and
+    not what it decodes. So what one policy approximates is no other request's prefix, and `full` is full attention.
 
     Args:
         server: the policy of requests that name none.
-        allowed: whether a request may name another one; one that does is ended otherwise.
+        allowed: whether a request may name another one, or the specs that it may name; one that names another is ended.
         context: what specs refer to.
         yardsticks: whether a request may name one that reads everything to decide; all requests of its batches wait
             for it.
+        room: the memory that policies may remember requests in; None: any.
+        check: raises ValueError for what a request of so many prompt tokens may not have recorded.
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
@@ -75,7 +77,15 @@ class RequestPolicies:
         recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
     """
 
-    def __init__(self, server: Policy, allowed: bool = True, context: Context = BARE, yardsticks: bool = False) -> None:
+    def __init__(
+        self,
+        server: Policy,
+        allowed: bool | Collection[str] = True,
+        context: Context = BARE,
+        yardsticks: bool = False,
+        room: StateRoom | None = None,
+        check: Callable[[object, int], None] = lambda wishes, tokens: None,
+    ) -> None:
         self.server = server
         self.allowed = allowed
         self.yardsticks = yardsticks
@@ -83,6 +93,9 @@ class RequestPolicies:
         self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
+        self._room, self._check = room, check
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ending = server if server.exact else parse_spec("full")  # of requests that are to end
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
 
     @contextmanager
@@ -98,29 +111,66 @@ class RequestPolicies:
             self.current = policies
         ids = {id(request) for request in riding}
         self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
-        self.recorded = [_recorded(request) for request in requests]
+        self.recorded = [None if decoding else self._recorded(request) for request in requests]
         try:
             yield
         finally:
             self.current, self.riding, self.recorded = None, (), ()
 
     def _policy(self, request: Any, decoding: bool) -> Policy:
-        params = request.sampling_params.custom_params
-        # None is what JSON's null becomes: no policy of its own.
-        if not isinstance(params, Mapping) or params.get(PARAMETER) is None:
-            return self.server
-        own = getattr(request, "skip_radix_cache_insert", False)
-        if not isinstance(own, _OwnPolicy):
+        kept = getattr(request, "skip_radix_cache_insert", False)
+        if not isinstance(kept, _Approximates):
             try:
-                policy = self._named(params[PARAMETER])
+                policy = self._wanted(request)
             except ValueError as error:
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
-                return self.server  # for what is already under way
-            if policy is self.server or own is not False:
+                return self._ending  # for what is already under way
+            if policy.exact or kept is not False:
                 return policy
-            keep_out_of_tree(request, own := _OwnPolicy(request, policy))
-        own.decoding = own.decoding or decoding
-        return own.policy
+            keep_out_of_tree(request, kept := _Approximates(request, policy))
+        if decoding:
+            kept.decoding = True
+            sessions.approximated(request, kept.policy.spec, self.server.spec)
+        if not self._remembered(request, kept.policy):
+            kept.policy = self._ending
+        return kept.policy
+
+    def _remembered(self, request: Any, policy: Policy) -> bool:
+        """Whether there is room for what the policy remembers of the request; it is ended if there is none."""
+        if self._room is None or policy is self._ending:
+            return True
+        tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
+        if self._room.take(request.kv.req_pool_idx, policy, tokens):
+            return True
+        end_request(
+            request,
+            f"policy {policy.spec!r} has no room to remember a request of {tokens} tokens beside those that run; try "
+            "again later, use another policy, or start the server with a larger policy_state_gb.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "ServiceUnavailableError",
+        )
+        return False
+
+    def _recorded(self, request: Any) -> Mapping[str, Any] | None:
+        """What a request wants recorded; None: nothing, or it is ended for it."""
+        params = request.sampling_params.custom_params
+        wishes = params.get(RECORD) if isinstance(params, Mapping) else None
+        if wishes is None or request.to_finish is not None:
+            return None
+        if request not in self._checked:  # once: a prompt comes in chunks
+            try:
+                self._check(wishes, len(request.origin_input_ids))
+            except ValueError as error:
+                end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
+                return None
+            self._checked.add(request)
+        return wishes if isinstance(wishes, Mapping) else None
+
+    def _wanted(self, request: Any) -> Policy:
+        params = request.sampling_params.custom_params
+        # None is what JSON's null becomes: no policy of its own.
+        spec = params.get(PARAMETER) if isinstance(params, Mapping) else None
+        return self.server if spec is None else self._named(spec)
 
     def _named(self, spec: object) -> Policy:
         if not isinstance(spec, str):
@@ -136,6 +186,10 @@ class RequestPolicies:
             raise ValueError(
                 f"{PARAMETER} is not taken by this server, where all requests follow one policy; leave it out."
             )
+        if self.allowed is not True and spec not in self.allowed:
+            shown = json.dumps(spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "...")
+            takes = ", ".join(map(json.dumps, self.allowed))
+            raise ValueError(f"{PARAMETER} {shown} is not one that this server takes; use {takes}, or leave it out.")
         if len(spec) > LONGEST:
             check_spec(spec)  # refuses it; what is kept of others' specs stays
         policy = self._parse(spec)
@@ -159,12 +213,6 @@ def _parsed(spec: str, context: Context) -> Policy | str:
         logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
         reason = str(error).strip().partition("\n")[0]
         return f"{PARAMETER} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
-
-
-def _recorded(request: Any) -> Mapping[str, Any] | None:
-    params = request.sampling_params.custom_params
-    wishes = params.get(RECORD) if isinstance(params, Mapping) else None
-    return wishes if isinstance(wishes, Mapping) else None
 
 
 def forward_batch_generation(

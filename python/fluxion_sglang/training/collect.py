@@ -59,5 +59,7 @@ def record(
             reason = reply["meta_info"]["finish_reason"]
             if reason["type"] == "abort":
                 raise RuntimeError(f"SGLang refused sequence {i}: {reason.get('message')}")
+            if not recorder.path(folder, i, layers - 1).exists():
+                raise RuntimeError(f"sequence {i} was not recorded; see the log, and whether {folder} has room.")
     finally:
         engine.shutdown()

@@ -9,8 +9,9 @@ is served, and a sequence costs one prefill.
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.executor.prefill import ExtendRequest
@@ -28,6 +30,8 @@ from fluxion_sglang.predictor.features import ANCHOR, COUNT, INDEX
 from fluxion_sglang.predictor.kernel import features as decode_features
 from fluxion_sglang.predictor.measure import Measurement, measure
 from fluxion_sglang.sglang.requests import RECORD
+
+logger = logging.getLogger(__name__)
 
 PARAMETER: Final = RECORD
 """Key of a request's wishes in its custom_params: {"id": int, "samples": [[anchor, [step, ...]], ...]}."""
@@ -42,6 +46,49 @@ IDENTITY: Final = "identity.json"
 
 BATCH: Final = 16
 """Steps measured at a time."""
+
+SEQUENCES: Final = 1_000_000
+"""Ids are below it: six digits of a file's name."""
+
+MOST_STEPS: Final = 4096
+"""Of a request. Each is measured against all tokens before it, and all requests wait for that."""
+
+
+def check_wishes(wishes: object, tokens: int) -> tuple[int, int]:
+    """The id of what a request wants recorded, and its last step.
+
+    Args:
+        wishes: as of `PARAMETER`. tokens: of the request's prompt.
+
+    Raises:
+        ValueError: one sentence, what is wrong with it.
+    """
+
+    def whole(value: object) -> bool:
+        return type(value) is int
+
+    form = f'{PARAMETER} is {{"id": 0, "samples": [[ANCHOR, [STEP, ...]], ...]}}'
+    if not isinstance(wishes, Mapping) or set(wishes) != {"id", "samples"}:
+        raise ValueError(f"{form}, and this is no such object; give both keys and no other.")
+    sequence, samples = wishes["id"], wishes["samples"]
+    if not whole(sequence) or not 0 <= sequence < SEQUENCES:
+        raise ValueError(f"{form}, and its id is no number from 0 to {SEQUENCES - 1}; give one.")
+    if not isinstance(samples, list) or not samples:
+        raise ValueError(f"{form}, and its samples are no list with an entry; give an anchor and its steps.")
+    last, count = 0, 0
+    for sample in samples:
+        pair = isinstance(sample, list) and len(sample) == 2 and whole(sample[0]) and isinstance(sample[1], list)
+        if not pair or not sample[1] or not all(map(whole, sample[1])):
+            raise ValueError(f"{form}, and one of its samples is no anchor with a list of steps; give whole numbers.")
+        anchor, steps = sample
+        if not 0 <= anchor <= min(steps) or max(steps) >= tokens:
+            raise ValueError(
+                f"{form}, and a step is before its anchor or outside of the prompt; give positions up to {tokens - 1}."
+            )
+        last, count = max(last, *steps), count + len(steps)
+    if count > MOST_STEPS:
+        raise ValueError(f"{form}, and it has {count} steps; give at most {MOST_STEPS}.")
+    return sequence, last
 
 
 @dataclass(frozen=True)
@@ -75,37 +122,59 @@ def read(folder: Path, sequence: int, layer: int) -> Samples:
 
 
 class Recorder(Observer):
-    """Writes the samples of requests into `folder`, a file a layer, when the chunk with the last step has run."""
+    """Writes the samples of requests into `folder`, a file a layer, when the chunk with the last step has run.
+
+    Attributes:
+        stopped: why nothing is recorded any more; None while something is. Requests are worth more than samples: a
+            folder that cannot be written ends the recording, and not the pass.
+    """
 
     def __init__(self, folder: Path, pool: HostPool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.pool = pool
-        self._queries: dict[tuple[int, int, int], torch.Tensor] = {}  # of anchors, by sequence, layer and position
+        self.stopped: str | None = None
+        # Of the requests that run, by row and layer.
+        self._queries: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # of anchors, by position
         self._done: dict[tuple[int, int], list[Samples]] = {}
+
+    def check(self, wishes: object, tokens: int) -> None:
+        sequence, _ = check_wishes(wishes, tokens)
+        if self.stopped is not None:
+            raise ValueError(f"Nothing is recorded, because {self.stopped}; make room, and start the server again.")
+        if path(self.folder, sequence, self.pool.shape.layers - 1).exists():
+            raise ValueError(f"Sequence {sequence} is recorded already, and stays as it is; give another id.")
+
+    def released(self, row: int) -> None:
+        for state in (self._queries, self._done):
+            for key in [key for key in state if key[0] == row]:
+                del state[key]
 
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float
     ) -> None:
         """Take the samples of a chunk."""
-        q = queries
-        sequence = int(wishes["id"])
-        pairs = [(int(anchor), int(step)) for anchor, steps in wishes["samples"] for step in steps]
+        if self.stopped is not None:
+            return
+        key = request.row, layer
+        pairs = [(anchor, step) for anchor, steps in wishes["samples"] for step in steps]
+        anchors = self._queries.setdefault(key, {})
         for anchor in {anchor for anchor, _ in pairs if request.start <= anchor < request.stop}:
-            self._queries[sequence, layer, anchor] = q[anchor - request.start].clone()
-        here = [(anchor, step) for anchor, step in pairs if request.start <= step < request.stop]
-        done = self._done.setdefault((sequence, layer), [])
+            anchors[anchor] = queries[anchor - request.start].clone()
+        # The query of an anchor that came from the radix tree is not known.
+        here = [pair for pair in pairs if request.start <= pair[1] < request.stop and pair[0] in anchors]
+        done = self._done.setdefault(key, [])
         for first in range(0, len(here), BATCH):
-            done.append(self._samples(sequence, layer, here[first : first + BATCH], request, q, scale))
+            done.append(self._samples(anchors, layer, here[first : first + BATCH], request, queries, scale))
         # Chunks behind the one with the last step have nothing to add.
-        if pairs and request.start <= max(step for _, step in pairs) < request.stop:
-            self._write(sequence, layer, self._done.pop((sequence, layer)))
-            for key in [key for key in self._queries if key[:2] == (sequence, layer)]:
-                del self._queries[key]
+        if max(step for _, step in pairs) < request.stop:
+            del self._queries[key], self._done[key]
+            if done:
+                self._write(int(wishes["id"]), layer, done)
 
     def _samples(
         self,
-        sequence: int,
+        known: Mapping[int, torch.Tensor],
         layer: int,
         pairs: list[tuple[int, int]],
         request: ExtendRequest,
@@ -114,7 +183,7 @@ class Recorder(Observer):
     ) -> Samples:
         anchors = sorted({anchor for anchor, _ in pairs})
         row = {anchor: i for i, anchor in enumerate(anchors)}
-        anchor_q = torch.stack([self._queries[sequence, layer, anchor] for anchor in anchors])
+        anchor_q = torch.stack([known[anchor] for anchor in anchors])
         step_q = torch.stack([q[step - request.start] for _, step in pairs])
         rows = torch.tensor([row[anchor] for anchor, _ in pairs], dtype=torch.int32)
         lengths = torch.tensor([step + 1 for _, step in pairs], dtype=torch.int32)
@@ -158,17 +227,33 @@ class Recorder(Observer):
         # Whole or not at all: a file that is there is not recorded again.
         target = path(self.folder, sequence, layer)
         partial = target.with_suffix(".partial")
-        with partial.open("wb") as file:
-            np.savez(file, **fields)
-        partial.replace(target)
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, **fields)
+            partial.replace(target)
+        except OSError as error:
+            self.stopped = f"{self.folder} cannot be written ({error.strerror or error})"
+            self._queries.clear()
+            self._done.clear()
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            logger.warning("Fluxion: recording ends here, because %s; serving goes on", self.stopped)
 
 
 LSE_MIDDLE: Final = ANCHOR.index(INDEX["anchor_lse_cpu"])
 """Place of the middle's exact LSE among the 28 anchor features."""
 
 
-def observer(engine: DecodeEngine, folder: str, identity: Callable[[], Identity]) -> Recorder:
+def observer(engine: DecodeEngine, options: FluxionConfig, identity: Callable[[], Identity]) -> Recorder:
     """What the option `record` asks for."""
-    recorder = Recorder(Path(os.path.expanduser(folder)), engine.pool)
-    (recorder.folder / IDENTITY).write_text(json.dumps(asdict(identity())) + "\n")
+    folder = options.path("record")
+    assert folder is not None
+    recorder = Recorder(folder, engine.pool)
+    try:
+        (recorder.folder / IDENTITY).write_text(json.dumps(asdict(identity())) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"record is {options.record!r}, which cannot be written ({error.strerror}); make room there or name "
+            "another folder."
+        ) from None
     return recorder

@@ -1,0 +1,36 @@
+"""Prompts that no model can take: without a token, or with one that the vocabulary does not have.
+
+SGLang lets them through, and the pass that they come to ends the scheduler. They are refused in the process that
+tokenizes: the client gets status 400, and no other request notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def validate_one_request(
+    original: Callable[..., None], manager: Any, obj: Any, input_ids: Sequence[int] | None
+) -> None:
+    """AROUND TokenizerManager._validate_one_request: SGLang's own checks, then ours.
+
+    Raises:
+        ValueError: one sentence for the client.
+    """
+    original(manager, obj, input_ids)
+    if input_ids is None:  # a prompt of embeddings
+        return
+    if not len(input_ids):
+        session = getattr(obj, "session_params", None)
+        # What a session remembers may be the whole prompt; if it remembers nothing, the scheduler says so.
+        if not (isinstance(session, dict) and session.get("id")):
+            raise ValueError("The prompt has no tokens, and a model has nothing to go on; give at least one token.")
+        return
+    vocabulary = int(manager.model_config.vocab_size)
+    least, most = min(input_ids), max(input_ids)
+    if least < 0 or most >= vocabulary:
+        raise ValueError(
+            f"The prompt has the token {least if least < 0 else most}, but this model has those from 0 to "
+            f"{vocabulary - 1}; use the model's own tokenizer."
+        )

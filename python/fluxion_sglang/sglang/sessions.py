@@ -1,0 +1,50 @@
+"""Streaming sessions: a turn does not build on what an earlier one decoded under another sparse policy.
+
+Of other requests only exact KV goes into the radix tree (`requests.py`). A streaming session keeps its whole KV beside
+the tree. Where a turn was decoded by approximation and the next one wants another policy, the session's KV is dropped,
+and the turn prefills the conversation anew, exactly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+PARAMETER = "fluxion_policy"
+"""Key of a request's policy in its custom_params."""
+
+
+class _Approximated(NamedTuple):
+    """Specs: of the policy that decoded some of a session's KV, and of the server's policy."""
+
+    spec: str
+    server: str
+
+
+_sessions: weakref.WeakKeyDictionary[Any, _Approximated] = weakref.WeakKeyDictionary()
+
+
+def approximated(request: Any, spec: str, server: str) -> None:
+    """The request decodes under the policy `spec`, which is not exact; `server`: the spec of the server's policy."""
+    session = getattr(request, "session", None)
+    if session is not None and session.streaming:
+        _sessions[session] = _Approximated(spec, server)
+
+
+def try_match_prefix(original: Callable[..., Any], sessions: Any, params: Any) -> Any:
+    """AROUND StreamingSession.try_match_prefix: what the session has is not there for a turn under another policy."""
+    request = params.req
+    session: Any = getattr(request, "session", None)
+    written = None if session is None else _sessions.get(session)
+    # A turn that is to end already leaves the session to the next one.
+    if written is not None and request.to_finish is None and _wanted(request, written.server) != written.spec:
+        del _sessions[session]
+        sessions.release_session(session.session_id)
+    return original(sessions, params)
+
+
+def _wanted(request: Any, server: str) -> object:
+    params = request.sampling_params.custom_params
+    spec = params.get(PARAMETER) if isinstance(params, dict) else None
+    return server if spec is None else spec

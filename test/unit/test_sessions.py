@@ -1,0 +1,77 @@
+"""Streaming sessions whose turns have different policies: what one approximated is not there for another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fluxion_sglang.sglang import sessions
+from fluxion_sglang.sglang.sessions import approximated, try_match_prefix
+
+
+class Session(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+class Sessions:
+    """What is used of SGLang's StreamingSession."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    def release_session(self, name: str) -> None:
+        self.released.append(name)
+
+
+def turn(session: Session | None, spec: Any = None, to_finish: Any = None) -> Any:
+    params = None if spec is None else {"fluxion_policy": spec}
+    return SimpleNamespace(session=session, sampling_params=SimpleNamespace(custom_params=params), to_finish=to_finish)
+
+
+def released(request: Any) -> list[str]:
+    there = Sessions()
+    params = SimpleNamespace(req=request)
+    assert try_match_prefix(lambda *args: args, there, params) == (there, params), "SGLang goes on as ever"
+    return there.released
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session(session_id="mine", streaming=True)
+
+
+def test_a_turn_under_another_policy_starts_from_the_prompt(session: Session) -> None:
+    approximated(turn(session, "streaming"), "streaming", "full")
+    assert released(turn(session, "streaming")) == []
+    assert released(turn(session, "full")) == ["mine"]
+    assert released(turn(session, "full")) == [], "what is there now is exact"
+
+
+@pytest.mark.parametrize(("server", "gone"), [("fixed:16:0.5", []), ("full", ["mine"])])
+def test_a_turn_without_a_policy_has_the_server_s(session: Session, server: str, gone: list[str]) -> None:
+    approximated(turn(session, "fixed:16:0.5"), "fixed:16:0.5", server)
+    assert released(turn(session)) == gone
+
+
+def test_a_turn_that_ends_at_once_leaves_the_session_alone(session: Session) -> None:
+    approximated(turn(session, "streaming"), "streaming", "full")
+    assert released(turn(session, "full", to_finish="aborted")) == []
+    assert released(turn(session, "full")) == ["mine"]
+
+
+def test_a_policy_that_is_none_gets_nothing(session: Session) -> None:
+    approximated(turn(session, "streaming"), "streaming", "full")
+    assert released(turn(session, ["full"])) == ["mine"]
+
+
+def test_exact_turns_and_other_sessions_stay(session: Session) -> None:
+    assert released(turn(session, "streaming")) == []
+    assert released(turn(None, "streaming")) == []
+    branching = Session(session_id="other", streaming=False)
+    approximated(turn(branching, "streaming"), "streaming", "full")
+    approximated(turn(None, "streaming"), "streaming", "full")
+    assert released(turn(branching, "full")) == [], "its KV is in the tree, which has exact KV alone"
+    del branching
+    assert not [kept for kept in sessions._sessions if kept.session_id == "other"]

@@ -74,7 +74,11 @@ class Backend(FluxionAttnBackend):
             self.init_forward_metadata(batch)
             for index in range(world.layers):
                 layer: Any = SimpleNamespace(
-                    layer_id=index, tp_q_head_num=world.heads * world.group, head_dim=world.dim, scaling=world.scale
+                    layer_id=index,
+                    sliding_window_size=-1,
+                    tp_q_head_num=world.heads * world.group,
+                    head_dim=world.dim,
+                    scaling=world.scale,
                 )
                 total = sum(counts.values())
                 q = world.randn(total, world.heads * world.group, world.dim)

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "kernels/feature_index.h"
+#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -191,6 +192,7 @@ void Engine::open_input(const LayerInput& in) {
   layer_.res_lse = res_lse_.data();
   layer_.plan = nullptr;
   held_ = false;
+  thrown_ = nullptr;
   task_bytes_ = 0;
   next_item_.store(0, std::memory_order_relaxed);
 }
@@ -314,6 +316,7 @@ void Engine::finish() {
   if (layer_.to.on_device()) {
     for (int i = 0; i < step_.batch() * shape_.kv_heads; ++i) take_given(layer_.task(i));
   }
+  record_thrown();
   if (!failure_.empty())
     throw std::runtime_error("Layer " + std::to_string(layer_.in.layer) + ": " + failure_);
   finished_ = true;
@@ -348,6 +351,12 @@ void Engine::result(float* out) const {
 void Engine::record_failure(const std::string& sentence) {
   const std::lock_guard lock(failure_mutex_);
   if (failure_.empty()) failure_ = sentence;
+}
+
+void Engine::record_thrown() {
+  if (thrown_ == nullptr) return;
+  record_failure("Request " + std::to_string(thrower_.request) + ", KV head " +
+                 std::to_string(thrower_.head) + " could not be computed: " + sentence_of(thrown_));
 }
 
 void Engine::fail_task(const Task& task, const std::string& what) {

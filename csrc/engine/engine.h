@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -137,6 +138,7 @@ class Engine {
   bool launch(WorkerPool::Fn work);
   void run_items(WorkerPool::Fn work);
   void record_failure(const std::string& sentence);
+  void record_thrown();
   void fail_task(const Task& task, const std::string& what);
 
   // make_tasks.cc
@@ -151,6 +153,8 @@ class Engine {
   static void parts_main(void* self, int worker);
   static void append_main(void* self, int worker);
   void work(int worker);
+  template <class Body>
+  void attempt(const Task& task, const Body& body) noexcept;
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
   void run_task(int turn, Scratch* scratch);
@@ -203,6 +207,8 @@ class Engine {
   std::vector<Scratch> scratch_;  // one a worker
   std::mutex failure_mutex_;
   std::string failure_;
+  std::exception_ptr thrown_;  // what a worker threw first in this layer, and for whom
+  Task thrower_{};
 
   std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
   std::mutex selection_mutex_;  // selection_scratch_

@@ -13,16 +13,32 @@ void Engine::work(int worker) {
   Scratch* scratch = &scratch_[worker];
   const int64_t start = now_ns();
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items_;)
-    resident_item(layer_.task(i), scratch);
+    attempt(layer_.task(i), [&] { resident_item(layer_.task(i), scratch); });
   // Before the first pop: whoever finds the queue dry then knows of all who have a task.
   owners_.fetch_add(1, std::memory_order_relaxed);
   for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
-    run_task(TaskQueue::task_of(claim), scratch);
+    const int turn = TaskQueue::task_of(claim);
+    attempt(tasks_[turn], [&] { run_task(turn, scratch); });
     queue_.finish(claim);
   }
   owners_.fetch_sub(1, std::memory_order_release);
   scratch->busy_ns += now_ns() - start;
   help(worker);
+}
+
+// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Nothing is
+// allocated here, because memory may have run out.
+template <class Body>
+void Engine::attempt(const Task& task, const Body& body) noexcept {
+  try {
+    body();
+  } catch (...) {
+    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+    const std::lock_guard lock(failure_mutex_);
+    if (thrown_ != nullptr) return;
+    thrown_ = std::current_exception();
+    thrower_ = task;
+  }
 }
 
 // Until no task that is begun can open a stage any more.

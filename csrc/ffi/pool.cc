@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "ffi/objects.h"
-#include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
@@ -19,7 +18,7 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 20;
+constexpr int64_t kAbiVersion = 21;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
@@ -31,10 +30,6 @@ PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t he
 }
 
 int64_t abi_version() { return kAbiVersion; }
-
-ffi::String topology() {
-  return guarded([] { return ffi::String(topology_json()); });
-}
 
 Workers workers_create(int64_t n, TensorView cores) {
   expect(cores, "cores", kInt32, {-1}, 1);
@@ -151,7 +146,6 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
 }  // namespace fluxion
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, fluxion::abi_version);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(topology_json, fluxion::topology);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_create, fluxion::workers_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_cores, fluxion::workers_cores);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_bytes, fluxion::pool_bytes_of);

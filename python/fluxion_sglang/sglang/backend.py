@@ -91,8 +91,9 @@ class FluxionAttnBackend(AttentionBackend):
             if (value := getattr(options, name)) is not None:
                 self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, value, identity))
         self.device = self._device(runner, layers)
+        self.failures = FailureGuard(self._finish, self.device.abort)
         if pool.maker is None and options.model_kernels:
-            count = install(runner.model, pool.host.workers)
+            count = install(runner.model, pool.host.workers, self.failures.run)
             logger.info("Fluxion: %d linear layers run on the native workers", count)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
@@ -102,7 +103,6 @@ class FluxionAttnBackend(AttentionBackend):
                 resident_tokens_per_request=pool.host.placement.slots,
                 kept=self._kept_accounts(runner, layers, timed=options.audit is None),
             )
-        self.failures = FailureGuard(self._finish, self.device.abort)
         self._counted = True  # the metrics have what was decoded
         self.requests = RequestPolicies(policy, options.request_policies, context, options.audit is not None)
         self._records = options.record is not None

@@ -1,4 +1,4 @@
-"""A forward pass whose attention failed ends its requests with an error; the server goes on.
+"""A forward pass of which something of ours failed ends its requests with an error; the server goes on.
 
 SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
 less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
@@ -64,7 +64,7 @@ class FailureGuard:
                 return step()
             except Exception as error:
                 self.reason = str(error) or type(error).__name__
-                logger.exception("Fluxion: attention failed, and the requests of this pass are ended")
+                logger.exception("Fluxion: the pass failed, and its requests are ended")
         return None
 
 
@@ -90,7 +90,7 @@ def forward_batch_generation(
     if guard.reason is not None:
         for request in batch.reqs:
             end_request(
-                request, f"attention failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+                request, f"the pass failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
             )
     return result
 

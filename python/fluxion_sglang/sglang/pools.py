@@ -22,6 +22,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.sglang import capacity
 from fluxion_sglang.sglang.options import rank_options
+from fluxion_sglang.sglang.sizing import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
         return resolved
     config, shape = rank_options(configurator.server_args), _shape(configurator)
     placement = Placement(config.sinks, config.window)
+    _begin_sizing(configurator)
     available = capacity.available_bytes(configurator.server_args)
 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
@@ -166,7 +168,7 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
     """AROUND KVCacheConfigurator._build_token_to_kv_pool: our pool in place of a device-sized one."""
     if configurator.is_draft_worker:
         return original(configurator, **kwargs)
-    return FluxionKVPool(
+    pool = FluxionKVPool(
         _shape(configurator),
         kwargs["sizes"].max_total_num_tokens,
         # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
@@ -177,6 +179,25 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         rank=capacity.rank_on_host(configurator.server_args),
         ranks=capacity.ranks_on_host(configurator.server_args),
     )
+    _end_sizing(configurator)
+    return pool
+
+
+def _begin_sizing(configurator: Any) -> None:
+    """From here to `_end_sizing` no other server of this machine measures its memory (`sizing.py`).
+
+    The ranks of a server measure together, in the turn of the first one on each host. Replicas of data parallelism know
+    nothing of one another: those after the first do not wait.
+    """
+    turn = configurator.fluxion_turn = Turn()
+    if capacity.rank_on_host(configurator.server_args) == 0:
+        turn.wait()
+    _least_over_ranks(0)  # all have waited
+
+
+def _end_sizing(configurator: Any) -> None:
+    _least_over_ranks(0)  # all have their memory
+    configurator.fluxion_turn.end()
 
 
 def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

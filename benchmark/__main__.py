@@ -96,7 +96,14 @@ def main() -> None:
             _run([sys.executable, str(HERE / script), *passed])
         for script in ("attention.py", "one_batch.py"):
             _run([sys.executable, str(HERE / script), *rivals.speed_options(args.quick), *passed])
-        for script in ("forks.py", "peers.py", "linears.py", "prefill.py", "lfps_selection.py"):  # nothing to continue
+        for script in (
+            "forks.py",
+            "peers.py",
+            "linears.py",
+            "prefill.py",
+            "canary.py",
+            "lfps_selection.py",
+        ):  # nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":
         for name in QUALITY:

@@ -4,6 +4,7 @@
 #include "engine/engine.h"
 #include "engine/residents.h"
 #include "kernels/feature_index.h"
+#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -32,6 +33,8 @@ template <class Body>
 void Engine::attempt(const Task& task, const Body& body) noexcept {
   try {
     body();
+  } catch (const CorruptMemory&) {
+    lose(task, std::current_exception());
   } catch (...) {
     totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
     const std::lock_guard lock(failure_mutex_);
@@ -39,6 +42,15 @@ void Engine::attempt(const Task& task, const Body& body) noexcept {
     thrown_ = std::current_exception();
     thrower_ = task;
   }
+}
+
+// The request of a task, or all those of its bundle.
+void Engine::lose(const Task& task, const std::exception_ptr& corrupt) {
+  totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+  const std::lock_guard lock(failure_mutex_);
+  const Bundle* bundle = bundles_.of(layer_.index(task));
+  for (int i = 0; i < (bundle == nullptr ? 1 : bundle->count); ++i)
+    corrupt_[bundle == nullptr ? task.request : layer_.task(bundle->tasks[i]).request] = corrupt;
 }
 
 // Until no task that is begun can open a stage any more.

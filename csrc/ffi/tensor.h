@@ -47,6 +47,8 @@ auto guarded(Body body) -> decltype(body()) {
     Raise("ValueError") << e.what();
   } catch (const ffi::Error&) {
     throw;
+  } catch (const CorruptMemory& e) {
+    Raise("CorruptMemory") << e.what();
   } catch (...) {
     Raise("RuntimeError") << sentence_of(std::current_exception());
   }

@@ -3,9 +3,16 @@
 
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 namespace fluxion {
+
+// Memory does not hold what was written to it.
+class CorruptMemory : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 // For std::bad_alloc, whose own text is a name.
 inline constexpr const char* kNoMemory =

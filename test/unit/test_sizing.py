@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,17 @@ def test_another_users_file_is_locked_all_the_same(tmp_path: Path) -> None:
     assert turn.held
 
 
+@dataclass(slots=True)
+class Configurator:
+    """SGLang's: it takes no attribute of others."""
+
+    is_draft_worker: bool = False
+    server_args: Any = None
+    device: str = "cuda"
+    layer_info: Any = field(default_factory=lambda: SimpleNamespace(start_layer=0))
+    model_config: Any = field(default_factory=lambda: SimpleNamespace(context_len=4096))
+
+
 @pytest.mark.parametrize(("rank", "waits"), [(0, True), (1, False)])
 def test_the_turn_lasts_from_the_measurement_to_the_pool(
     rank: int, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,9 +124,7 @@ def test_the_turn_lasts_from_the_measurement_to_the_pool(
     monkeypatch.setattr(capacity, "rank_on_host", lambda args: rank)
     monkeypatch.setattr(capacity, "ranks_on_host", lambda args: 2)
     held: list[bool] = []
-    configurator = SimpleNamespace(
-        is_draft_worker=False, server_args=None, device="cuda", layer_info=SimpleNamespace(start_layer=0)
-    )
+    configurator = Configurator()
     monkeypatch.setattr(pools, "_least_over_ranks", lambda value: value)
     monkeypatch.setattr(pools, "_shape", lambda _: SimpleNamespace(pool_bytes=lambda n: n, window_bytes=lambda p: 1))
     monkeypatch.setattr(pools, "rank_options", lambda _: FluxionConfig())
@@ -129,7 +139,6 @@ def test_the_turn_lasts_from_the_measurement_to_the_pool(
     monkeypatch.setattr(capacity, "available_bytes", note)
     monkeypatch.setattr(capacity, "plan_tokens", note)
     monkeypatch.setattr(pools, "FluxionKVPool", note)
-    configurator.model_config = SimpleNamespace(context_len=4096)
     resolved = SimpleNamespace(max_total_num_tokens=100_000, max_running_requests=4)
     pools.resolve_memory_pool_config(lambda *_: resolved, configurator, 0)
     table = SimpleNamespace(req_to_token=SimpleNamespace(shape=(5,)))

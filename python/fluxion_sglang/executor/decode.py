@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -18,7 +18,7 @@ from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import NativeEngine, NativePlan, listed_tokens
+from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan, listed_tokens
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
@@ -80,6 +80,8 @@ class DecodeEngine:
     Attributes:
         accounts: what its steps read and where their time goes; by default nobody keeps them.
         observers: who watches.
+        corrupt: told of each request of the pass (its number there) that read corrupt host memory, with a sentence; its
+            output is zero. By default it raises.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class DecodeEngine:
     ) -> None:
         self.accounts = Accounts()
         self.observers: list[Observer] = []
+        self.corrupt: Callable[[int, str], None] = _corrupt
         self.pool = pool
         self.windows = windows
         self.policy = policy
@@ -229,6 +232,8 @@ class DecodeEngine:
         if self.executors:
             self._drain(LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale))
         at.finish(self.native)
+        for request, sentence in self.native.corrupt().items():
+            self.corrupt(request, sentence)
         accounts.lap(Phase.TASKS)
 
     def _drain(self, work: LayerWork) -> None:
@@ -287,12 +292,16 @@ class DecodeEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of what decoding did (`NativeEngine.stats`), and of what its executors count besides."""
-        stats = self.native.stats()
+        stats = self.native.stats() | self.pool.canary_counts()
         for observer in self.observers:
             stats = observer.count(stats)
         for executor in self.executors:
             stats |= executor.stats()
         return stats
+
+
+def _corrupt(request: int, sentence: str) -> None:
+    raise CorruptMemory(sentence)
 
 
 def native_plan(plan: LayerPlan, value: torch.Tensor | None = None, owner: torch.Tensor | None = None) -> NativePlan:

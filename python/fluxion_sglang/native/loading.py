@@ -32,6 +32,7 @@ _BLOCKING = frozenset(
         "pool_adopt",
         "pool_fill_window",
         "pool_gather",
+        "pool_sweep",
         "measure",
         "hgca_establish",
         "hgca_step",

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 CPU_WINDOW_FRACTION = 0.05
 """Share of the available memory that device windows may take where host and device memory are the same."""
 
+_turn = Turn()
+"""This process's."""
+
 
 class FluxionKVPool(KVCache):
     """SGLang's KV pool: a host pool that holds everything and device windows that hold what is resident.
@@ -62,7 +65,9 @@ class FluxionKVPool(KVCache):
         self.head_num = shape.kv_heads
         self.head_dim = self.v_head_dim = shape.head_dim
         placement = Placement(config.sinks, config.window)
-        self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks), config.spread)
+        self.host = HostPool(
+            shape, tokens, placement, create_workers(config, rank, ranks), config.spread, config.canary
+        )
         self.windows = Windows(self.host, rows, device)
         self.maker = maker_of(device)
         if self.maker is not None:
@@ -179,7 +184,7 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         rank=capacity.rank_on_host(configurator.server_args),
         ranks=capacity.ranks_on_host(configurator.server_args),
     )
-    _end_sizing(configurator)
+    _end_sizing()
     return pool
 
 
@@ -189,15 +194,14 @@ def _begin_sizing(configurator: Any) -> None:
     The ranks of a server measure together, in the turn of the first one on each host. Replicas of data parallelism know
     nothing of one another: those after the first do not wait.
     """
-    turn = configurator.fluxion_turn = Turn()
     if capacity.rank_on_host(configurator.server_args) == 0:
-        turn.wait()
+        _turn.wait()
     _least_over_ranks(0)  # all have waited
 
 
-def _end_sizing(configurator: Any) -> None:
+def _end_sizing() -> None:
     _least_over_ranks(0)  # all have their memory
-    configurator.fluxion_turn.end()
+    _turn.end()
 
 
 def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

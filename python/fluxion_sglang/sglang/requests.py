@@ -26,6 +26,9 @@ PARAMETER = "fluxion_policy"
 RECORD = "fluxion_record"
 """Key of what a request wants recorded of it; who records says what it may hold (`training/recorder.py`)."""
 
+CHECK = "fluxion_check"
+"""Key by which a request asks for a check of the whole host pool (option `canary`)."""
+
 _PARSED_SPECS = 64
 _SHOWN = 60
 """Characters of a wrong value that the answer repeats."""
@@ -72,6 +75,7 @@ class RequestPolicies:
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
         riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
+        checks: indices of those that ask for a check of the whole host pool.
         recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
     """
 
@@ -81,6 +85,7 @@ class RequestPolicies:
         self.yardsticks = yardsticks
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
+        self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
@@ -98,11 +103,12 @@ class RequestPolicies:
             self.current = policies
         ids = {id(request) for request in riding}
         self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
+        self.checks = [i for i, request in enumerate(requests) if _params(request).get(CHECK) is True]
         self.recorded = [_recorded(request) for request in requests]
         try:
             yield
         finally:
-            self.current, self.riding, self.recorded = None, (), ()
+            self.current, self.riding, self.checks, self.recorded = None, (), (), ()
 
     def _policy(self, request: Any, decoding: bool) -> Policy:
         params = request.sampling_params.custom_params
@@ -161,9 +167,13 @@ def _parsed(spec: str, context: Context) -> Policy | str:
         return f"{PARAMETER} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
 
 
-def _recorded(request: Any) -> Mapping[str, Any] | None:
+def _params(request: Any) -> Mapping[str, Any]:
     params = request.sampling_params.custom_params
-    wishes = params.get(RECORD) if isinstance(params, Mapping) else None
+    return params if isinstance(params, Mapping) else {}
+
+
+def _recorded(request: Any) -> Mapping[str, Any] | None:
+    wishes = _params(request).get(RECORD)
     return wishes if isinstance(wishes, Mapping) else None
 
 

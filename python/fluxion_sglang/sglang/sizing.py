@@ -35,7 +35,7 @@ class Turn:
     """
 
     def __init__(self, path: Path | None = None, patience_s: float = PATIENCE_S) -> None:
-        self._path, self._patience_s = path or turn_file(), patience_s
+        self._path, self._patience_s = path, patience_s
         self._file: int | None = None
 
     @property
@@ -43,8 +43,9 @@ class Turn:
         return self._file is not None
 
     def wait(self) -> None:
+        path = self._path or turn_file()
         try:
-            file = _opened(self._path)
+            file = _opened(path)
         except OSError as error:
             logger.warning("Fluxion: servers that start now do not wait for one another (%s)", error)
             return
@@ -55,7 +56,7 @@ class Turn:
                     "Fluxion: another server has been sizing its host pool for %g s; this one measures without waiting "
                     "longer, and both may count the same memory (%s)",
                     self._patience_s,
-                    self._path,
+                    path,
                 )
                 os.close(file)
                 return

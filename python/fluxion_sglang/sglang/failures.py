@@ -30,11 +30,13 @@ class FailureGuard:
 
     Attributes:
         reason: the first failure of the pass; None while there is none.
+        failed: passes that have failed.
     """
 
     def __init__(self, finish: Callable[[], None] = lambda: None, abort: Callable[[], None] = lambda: None) -> None:
         self.finish, self._abort = finish, abort
         self.reason: str | None = None
+        self.failed = 0
         self._contained = False
 
     @contextmanager
@@ -49,7 +51,9 @@ class FailureGuard:
     def _close(self) -> None:
         if self.reason is None:
             self.run(self.finish)
+            self.failed += self.reason is not None
             return
+        self.failed += 1
         try:
             self._abort()
         except Exception:

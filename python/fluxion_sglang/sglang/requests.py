@@ -72,6 +72,7 @@ class RequestPolicies:
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
         riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
+        refused: requests that named no legal policy.
         recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
     """
 
@@ -79,6 +80,7 @@ class RequestPolicies:
         self.server = server
         self.allowed = allowed
         self.yardsticks = yardsticks
+        self.refused = 0
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
@@ -114,6 +116,7 @@ class RequestPolicies:
             try:
                 policy = self._named(params[PARAMETER])
             except ValueError as error:
+                self.refused += request.to_finish is None  # it is seen again in each pass until it has ended
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
                 return self.server  # for what is already under way
             if policy is self.server or own is not False:

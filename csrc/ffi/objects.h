@@ -1,6 +1,7 @@
 // What the files of the C ABI share: its objects, and checks of tensors that belong to a pool.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -48,11 +49,14 @@ inline TokenView token_view(const HostPool& pool, const TensorView& t, const cha
   return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
 }
 
+inline constexpr int64_t kMostResidents = 1 << 30;  // tokens: beyond what slots are counted in
+
 // Windows of one layer as the engine has them: [kv_heads, rows * slot pages, 2, 16, D].
 inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {
   const PoolShape& s = pool.shape();
   expect(t, "window", kv_type(pool), {s.kv_heads, -1, 2, kPage, s.head_dim}, 4);
-  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0) {
+  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0 ||
+      std::max(sinks, window) > kMostResidents) {
     Raise("ValueError") << "sinks is " << sinks << " and window is " << window
                         << "; both must be multiples of 16, and window at least 16.";
   }

@@ -14,7 +14,7 @@ double pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t
   expect(out, "out", kv_type(pool), {q.size(0), q.size(1), s.head_dim}, 3);
   return guarded([&] {
     Chunk chunk;
-    chunk.layer = static_cast<int>(layer);
+    chunk.layer = narrow(layer);
     chunk.pages = data<int32_t>(pages);
     chunk.n_pages = pages.size(0);
     chunk.start = start;

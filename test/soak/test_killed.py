@@ -24,6 +24,8 @@ from soak.watch import title
 pytestmark = pytest.mark.full
 
 STREAMS = 20
+SHORT, LONG = 400, 4000
+"""Tokens of an answer that is to end, and of one that is not. The pool has room for all of them at once."""
 SECONDS = 20
 """Until clients know and processes are gone. SGLang looks once a second whether its processes live."""
 HEALTH_S = 45
@@ -60,7 +62,7 @@ class Stream(threading.Thread):
 
 
 @contextmanager
-def served(folder: Path, name: str, fluxion: str | None = '{"host_tokens": 65536}') -> Iterator[Server]:
+def served(folder: Path, name: str, fluxion: str | None = '{"host_tokens": 131072}') -> Iterator[Server]:
     model = tiny_model.build(folder / "model", kv_heads=2)
     log = folder / f"{name}.log"
     with Server("--max-running-requests", "24", model=model, fluxion=fluxion, log=log) as server:
@@ -124,7 +126,7 @@ def health(server: Server, timeout: float = HEALTH_S) -> int | None:
 def test_a_process_is_lost(tmp_path: Path, name: str, number: signal.Signals) -> None:
     """The server ends: what is left of it cannot answer anybody."""
     with served(tmp_path, "lost") as server:
-        found = streams(server, 20_000)
+        found = streams(server, LONG)
         processes(server)[name].send_signal(number)
         start = time.monotonic()
         ends = ended(found, SECONDS)
@@ -139,7 +141,7 @@ def test_a_process_sleeps_and_wakes(tmp_path: Path) -> None:
     """Streams stand still, /health does not call that healthy, and all go on. Then the server is asked to end."""
     with served(tmp_path, "sleeps") as server:
         for name in PROCESSES:
-            found = streams(server, 1500)
+            found = streams(server, SHORT)
             process = processes(server)[name]
             process.suspend()
             try:
@@ -159,7 +161,7 @@ def test_a_process_sleeps_and_wakes(tmp_path: Path) -> None:
 
 def _asked_to_end(server: Server) -> None:
     """SIGTERM of the whole: what runs gets its end, nothing new is healthy, and everything is gone."""
-    found = streams(server, 600)
+    found = streams(server, SHORT)
     server.process.terminate()
     time.sleep(0.5)
     assert health(server) in (503, None)

@@ -3,10 +3,10 @@
     python benchmark/linears.py            # about three minutes; needs nothing beyond what SGLang brings
     python benchmark/linears.py --quick
 
-Weights are bfloat16, in memory that torch allocated, as a server has them, and larger than all caches: a run goes over
-several copies. The stream reads as much in the way that is fastest (`probe.PLANS`). Peers multiply the same rows:
-torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of llama.cpp where llama-cpp-python
-is installed. Results go to linears.json in benchmark/results/<machine>.
+Weights are bfloat16, in memory that torch allocated and in huge pages, as a server with the flag has them, and larger
+than all caches: a run goes over several copies. The stream reads as much in the way that is fastest (`probe.PLANS`).
+Peers multiply the same rows: torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of
+llama.cpp where llama-cpp-python is installed. Results go to linears.json in benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
     copies = -(-least // (outputs * inputs * 2))
     weight = torch.randn(outputs, inputs, generator=random).to(torch.bfloat16)
     weights = [weight.clone() for _ in range(copies)]
+    for copy in weights:
+        NativeLayers.into_huge_pages(copy)
     memory = probe.host_memory(workers(0), least)
     memory.fill_(1)
     found = []

@@ -251,6 +251,25 @@ void Engine::append(int layer, const TokenView& k, const TokenView& v) {
   written_layer_ = layer;
 }
 
+void Engine::newest(const LayerInput& in, const LayerOutput& to, int window) {
+  if (window < 1)
+    refuse("The window of a layer is " + std::to_string(window) +
+           " tokens; a token attends at least to itself.");
+  abandon();
+  finished_ = false;
+  pool_->check_layer(in.layer);
+  open_input(in);
+  layer_.to = to;
+  newest_ = window;
+  for (int b = 0; b < step_.batch(); ++b) {
+    const int tokens = step_.request(b).good ? std::min(step_.request(b).length, window) : 0;
+    task_bytes_ += static_cast<int64_t>(tokens / kPage) * shape_.kv_heads * shape_.tile_bytes();
+  }
+  run_items(&Engine::newest_main);
+  totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
+  if (!failure_.empty()) throw std::runtime_error("Layer " + std::to_string(in.layer) + ": " + failure_);
+}
+
 // The residents' LSE from what a device says of sinks and window, as resident_parts() has it.
 void Engine::take_parts(const float* parts) {
   alignas(64) float nothing[16] = {}, merged[16];

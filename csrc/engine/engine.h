@@ -69,6 +69,9 @@ class Engine {
   // Appends the step's token to the host alone, for a plan that needs it there. The begin that comes next, of
   // the same layer and with its residents on a device, brings neither k nor v.
   void append(int layer, const TokenView& k, const TokenView& v);
+  // A whole layer of which every token attends to the newest `window` ones, itself included: without plan,
+  // tasks and residents. Throws as begin() does, and std::runtime_error where a request cannot be computed.
+  void newest(const LayerInput& in, const LayerOutput& to, int window);
   // Returns the number of tasks. A layer that was begun and not finished is abandoned first. Throws
   // std::invalid_argument where nobody has computed the residents, or computes them; nothing was begun.
   int begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<const LayerPlan> plan);
@@ -150,6 +153,7 @@ class Engine {
   static void worker_main(void* self, int worker);
   static void parts_main(void* self, int worker);
   static void append_main(void* self, int worker);
+  static void newest_main(void* self, int worker);
   void work(int worker);
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
@@ -186,6 +190,7 @@ class Engine {
   bool appended_ = false;   // this layer wrote the step's token
   bool finished_ = false;   // the last layer, without a failure
   float* parts_out_ = nullptr;
+  int newest_ = 0;             // tokens of a layer's window
   std::vector<uint8_t> skip_;  // [B]: a bad request
   std::vector<uint64_t> order_;
   std::vector<Task> tasks_;

@@ -37,6 +37,9 @@ struct LayerInput {
   TokenView k, v;     // [B][Hk][D]: the token at position n-1 of each request; data nullptr: it is written
   WindowView window;  // data nullptr: the residents are attended to already, or a device's
   float scale;        // multiplies q.k
+  // [Hq]: a logit of each head that joins the softmax and has no value; nullptr: none. As if it were a
+  // resident.
+  const float* sinks = nullptr;
 };
 
 // Where the result goes: to `out`, merged with the residents, or to o and lse, the middle's alone, where the

@@ -36,6 +36,31 @@ const char* window_tiles(const Layer& layer, const Task& task) {
   return layer.in.window.data + task.head * layer.in.window.head_stride;
 }
 
+// Masks of `count` pages of which only the last `last_tokens` of the last one, and of the first one only
+// those from `hidden` on, count; nullptr where all do.
+const uint16_t* end_masks(int count, int group, int hidden, int last_tokens, Scratch* s) {
+  if (hidden == 0 && last_tokens == kPage) return nullptr;
+  uint16_t* masks = s->masks.data();
+  std::fill_n(masks, count * group, uint16_t{0xffff});
+  const auto drop = [&](int page, uint32_t kept) {
+    for (int g = 0; g < group; ++g) masks[page * group + g] &= static_cast<uint16_t>(kept);
+  };
+  drop(0, 0xffffu << hidden);
+  drop(count - 1, (1u << last_tokens) - 1);
+  return masks;
+}
+
+void add_sinks(const Layer& layer, const Task& task) {
+  if (layer.in.sinks == nullptr) return;
+  const int D = layer.shape.head_dim;
+  const int64_t at = layer.state(task);
+  const float* sink = layer.in.sinks + int64_t{task.head} * layer.group;
+  for (int g = 0; g < layer.group; ++g) {
+    float* o = &layer.res_o[(at + g) * D];
+    layer.res_lse[at + g] = layer.exact.merge_state(o, layer.res_lse[at + g], nullptr, sink[g], D, o);
+  }
+}
+
 }  // namespace
 
 void append_token(const Layer& layer, const HostPool& pool, const Task& task) {
@@ -58,16 +83,23 @@ void append_token(const Layer& layer, const HostPool& pool, const Task& task) {
 void attend_residents(const Layer& layer, const Task& task, Scratch* s) {
   const Resident found = list_residents(layer, task, s);
   const int count = found.sinks + found.local, G = layer.group;
-  const uint16_t* masks = nullptr;
-  if (found.tokens != kPage) {
-    std::fill_n(s->masks.data(), (count - 1) * G, uint16_t{0xffff});
-    std::fill_n(s->masks.data() + (count - 1) * G, G, static_cast<uint16_t>((1u << found.tokens) - 1));
-    masks = s->masks.data();
-  }
+  const uint16_t* masks = end_masks(count, G, 0, found.tokens, s);
   const int64_t at = layer.state(task);
   layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale, window_tiles(layer, task),
                        s->pages.data(), masks, count, 0, &layer.res_o[at * layer.shape.head_dim],
                        &layer.res_lse[at]);
+  add_sinks(layer, task);
+}
+
+void attend_newest(const Layer& layer, const Task& task, int window, Scratch* s) {
+  const int length = layer.step.request(task.request).length, first = std::max(length - window, 0);
+  const int begin = first / kPage, count = (length - 1) / kPage + 1 - begin, G = layer.group;
+  const uint16_t* masks = end_masks(count, G, first % kPage, (length - 1) % kPage + 1, s);
+  const int64_t at = layer.state(task);
+  layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale, layer.tiles(task),
+                       layer.pages(task) + begin, masks, count, 0, &layer.res_o[at * layer.shape.head_dim],
+                       &layer.res_lse[at]);
+  add_sinks(layer, task);
 }
 
 void attend_parts(const Layer& layer, const Task& task, Scratch* s, float* parts) {
@@ -79,6 +111,7 @@ void attend_parts(const Layer& layer, const Task& task, Scratch* s, float* parts
                  layer.in.scale, {tiles, pages, found.sinks, found.local > 0 ? kPage : found.tokens},
                  {tiles, pages + found.sinks, found.local, found.tokens}, s->masks.data(),
                  &layer.res_o[at * layer.shape.head_dim], &layer.res_lse[at], parts);
+  add_sinks(layer, task);
 }
 
 void no_parts(const Layer& layer, float* parts) {

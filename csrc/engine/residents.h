@@ -8,10 +8,12 @@ namespace fluxion {
 
 // This step's token: to the host, and to the window where there is one.
 void append_token(const Layer& layer, const HostPool& pool, const Task& task);
-// Attention to sinks and window, into the layer's res_o and res_lse.
+// Attention to sinks and window, into the layer's res_o and res_lse; logits without value count there, too.
 void attend_residents(const Layer& layer, const Task& task, Scratch* scratch);
 // The same with sinks and window apart. parts: [G][kParts], written.
 void attend_parts(const Layer& layer, const Task& task, Scratch* scratch, float* parts);
+// Attention to the newest `window` tokens, where they lie in the pool, into the same.
+void attend_newest(const Layer& layer, const Task& task, int window, Scratch* scratch);
 // The parts of no tokens.
 void no_parts(const Layer& layer, float* parts);
 

@@ -1,5 +1,6 @@
 // What the workers do in a layer: resident items, then tasks from the queue.
 #include <algorithm>
+#include <limits>
 
 #include "engine/engine.h"
 #include "engine/residents.h"
@@ -70,6 +71,27 @@ void Engine::append_main(void* self_ptr, int) {
     const Task task = self->layer_.task(i);
     if (!self->skip_[task.request]) append_token(self->layer_, *self->pool_, task);
   }
+}
+
+// Of newest().
+void Engine::newest_main(void* self_ptr, int worker) {
+  Engine* self = static_cast<Engine*>(self_ptr);
+  Scratch* scratch = &self->scratch_[worker];
+  const Layer& layer = self->layer_;
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  const int D = layer.shape.head_dim;
+  const int64_t start = now_ns(), bytes = layer.shape.token_bytes();
+  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
+    const Task task = layer.task(i);
+    if (self->skip_[task.request]) continue;
+    append_token(layer, *self->pool_, task);
+    attend_newest(layer, task, self->newest_, scratch);
+    const int64_t at = layer.state(task);
+    char* out = layer.to.out + task.request * layer.to.out_stride + int64_t{task.head} * layer.group * bytes;
+    for (int64_t g = at; g < at + layer.group; ++g, out += bytes)
+      layer.kernels.merge_state(&layer.res_o[g * D], layer.res_lse[g], nullptr, kNothing, D, out);
+  }
+  scratch->busy_ns += now_ns() - start;
 }
 
 // Where residents() did both, the item only takes its turn in the merge.

@@ -53,7 +53,8 @@ void engine_step(EngineRef engine, TensorView rows, TensorView seq_lens, TensorV
 }
 
 LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, const Optional<TensorView>& k,
-                    const Optional<TensorView>& v, const Optional<TensorView>& windows, double scale) {
+                    const Optional<TensorView>& v, const Optional<TensorView>& windows, double scale,
+                    const Optional<TensorView>& sinks = {}) {
   const HostPool& pool = engine.pool();
   const int64_t B = engine.batch();
   expect(q, "q", kv_type(pool), {B, engine.config().q_heads, pool.shape().head_dim}, 2);
@@ -68,13 +69,32 @@ LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, co
   if (windows.has_value())
     in.window = window_view(pool, *windows, engine.config().sinks, engine.config().window);
   in.scale = static_cast<float>(scale);
+  in.sinks = sinks_of(sinks, engine.config().q_heads);
   return in;
 }
 
-void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, Optional<TensorView> k,
-                           Optional<TensorView> v, TensorView windows, double scale, TensorView parts) {
+LayerOutput output_of(const Engine& engine, const TensorView& out) {
+  const PoolShape& s = engine.pool().shape();
+  expect(out, "out", kv_type(engine.pool()), {engine.batch(), engine.config().q_heads, s.head_dim}, 2);
+  LayerOutput to;
+  to.out = data<char>(out);
+  to.out_stride = out.stride(0) * s.element();
+  return to;
+}
+
+void engine_layer_newest(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v, double scale,
+                         int64_t window, Optional<TensorView> sinks, TensorView out) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale);
+  const LayerInput in = input_of(engine, layer, q, k, v, {}, scale, sinks);
+  const LayerOutput to = output_of(engine, out);
+  guarded([&] { engine.newest(in, to, static_cast<int>(std::clamp<int64_t>(window, -1, kNoWindow))); });
+}
+
+void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, Optional<TensorView> k,
+                           Optional<TensorView> v, TensorView windows, double scale,
+                           Optional<TensorView> sinks, TensorView parts) {
+  Engine& engine = *ref->engine;
+  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale, sinks);
   expect(parts, "parts", kFloat32, {engine.batch(), engine.config().q_heads, kParts}, 3);
   guarded([&] { engine.residents(in, data<float>(parts)); });
 }
@@ -99,15 +119,11 @@ void check_plan(const Engine& engine, const LayerPlan& plan) {
 
 int64_t engine_layer_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorView q, Optional<TensorView> k,
                            Optional<TensorView> v, Optional<TensorView> windows, double scale,
-                           TensorView out) {
+                           Optional<TensorView> sinks, TensorView out) {
   Engine& engine = *ref->engine;
-  const PoolShape& s = engine.pool().shape();
-  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale);
+  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale, sinks);
   check_plan(engine, *plan->plan);
-  expect(out, "out", kv_type(engine.pool()), {engine.batch(), engine.config().q_heads, s.head_dim}, 2);
-  LayerOutput to;
-  to.out = data<char>(out);
-  to.out_stride = out.stride(0) * s.element();
+  const LayerOutput to = output_of(engine, out);
   return guarded([&] { return static_cast<int64_t>(engine.begin(in, to, plan->plan)); });
 }
 
@@ -215,6 +231,7 @@ int64_t engine_owners(EngineRef ref, TensorView out) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_create, fluxion::engine_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_step, fluxion::engine_step);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_newest, fluxion::engine_layer_newest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_resident, fluxion::engine_layer_resident);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_append, fluxion::engine_layer_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_begin, fluxion::engine_layer_begin);

@@ -1,6 +1,8 @@
 // What the files of the C ABI share: its objects, and checks of tensors that belong to a pool.
 #pragma once
 
+#include <tvm/ffi/optional.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -47,6 +49,13 @@ inline TokenView token_view(const HostPool& pool, const TensorView& t, const cha
   const PoolShape& s = pool.shape();
   expect(t, name, kv_type(pool), {tokens, s.kv_heads, s.head_dim}, 1);
   return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
+}
+
+// A logit a query head, or nothing.
+inline const float* sinks_of(const ffi::Optional<TensorView>& sinks, int64_t q_heads) {
+  if (!sinks.has_value()) return nullptr;
+  expect(*sinks, "sinks", kFloat32, {q_heads}, 1);
+  return data<float>(*sinks);
 }
 
 inline constexpr int64_t kMostResidents = 1 << 30;  // tokens: beyond what slots are counted in

@@ -69,12 +69,13 @@ class Extend {
   void run() {
     [[maybe_unused]] const typename P::Unit unit;
     const int last = smaller(a_.keys, a_.first + a_.tokens);  // that somebody sees
-    for (int key = 0; key < last; key += kKeys) {
+    const int start = hidden(0, 0) / kKeys * kKeys;
+    for (int key = start; key < last; key += kKeys) {
       lay_out(key, smaller(last - key, kKeys));
-      // Rows before the first token that sees this key do not.
+      // Rows before the first token that sees these keys do not, nor do those after the last one.
       const int before = key - a_.first;
       const int from = before > 0 ? before * a_.G / kStrip * kStrip : 0;
-      for (int row = from; row < rows_; row += kStrip) add_strip(row, key);
+      for (int row = from; row < rows_ && hidden(row, key) < kKeys; row += kStrip) add_strip(row, key);
     }
   }
 
@@ -104,6 +105,12 @@ class Extend {
   }
 
  private:
+  // How many keys from `key` on lie before the window of this row.
+  int hidden(int row, int key) const {
+    const int64_t count = int64_t{a_.first} + row / a_.G + 1 - a_.window - key;
+    return count > 0 ? static_cast<int>(count) : 0;
+  }
+
   // Keys and values of `count` keys from `key` on. What lies behind them in their tile may be anything, and
   // counts as 0, as do keys up to kKeys.
   void lay_out(int key, int count, bool with_values = true) {
@@ -161,7 +168,7 @@ class Extend {
   void add_strip(int row, int key) {
     score_strip(row);
     const int64_t sees = a_.first + int64_t{row / a_.G} + 1 - key;  // of these keys, by the first row
-    if (sees >= kKeys && key + kKeys <= a_.keys) {
+    if (sees >= kKeys && key + kKeys <= a_.keys && hidden(row + kStrip - 1, key) == 0) {
       weigh<false>(row, key);
     } else {
       weigh<true>(row, key);
@@ -182,12 +189,14 @@ class Extend {
       // A row that is not there has scores of 0 and is not read.
       const int sees =
           kMasked && r < rows_ ? smaller(smaller(a_.first + r / a_.G + 1, a_.keys) - key, kKeys) : kKeys;
+      const int left = kMasked && r < rows_ ? smaller(hidden(r, key), kKeys) : 0;
       Vec x[kVecs], highest = set1(top_[r]);
 #pragma GCC unroll 16
       for (int j = 0; j < kVecs; ++j) {
         x[j] = mul(load(scores + j * kLanes), scale);
         if constexpr (kMasked) {
-          x[j] = keep(first_lanes(sees - j * kLanes), x[j], set1(kNegInf));
+          const uint32_t seen = first_lanes(sees - j * kLanes) & ~first_lanes(left - j * kLanes);
+          x[j] = keep(seen, x[j], set1(kNegInf));
         }
         highest = max(x[j], highest);  // passes over a NaN
       }

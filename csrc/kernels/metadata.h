@@ -70,16 +70,16 @@ template <class T>
 float merge_state(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out) {
   T* o = static_cast<T*>(out);
   if (lse_a == kNegInf || lse_b == kNegInf) {
-    const bool none = lse_a == kNegInf && lse_b == kNegInf;
-    const float* only = lse_a == kNegInf ? o_b : o_a;
-    for (int d = 0; d < D; d += kLanes) store_one(o + d, none ? set1(0.0f) : load(only + d));
+    const float* only = lse_a != kNegInf ? o_a : lse_b != kNegInf ? o_b : nullptr;
+    for (int d = 0; d < D; d += kLanes) store_one(o + d, only == nullptr ? set1(0.0f) : load(only + d));
     return lse_a == kNegInf ? lse_b : lse_a;
   }
   const float top = lse_a > lse_b ? lse_a : lse_b;
   const float a = __builtin_expf(lse_a - top), b = __builtin_expf(lse_b - top);
   const Vec weight_a = set1(a / (a + b)), weight_b = set1(b / (a + b));
   for (int d = 0; d < D; d += kLanes) {
-    store_one(o + d, fma(load(o_a + d), weight_a, mul(load(o_b + d), weight_b)));
+    const Vec more = o_b == nullptr ? set1(0.0f) : mul(load(o_b + d), weight_b);
+    store_one(o + d, fma(load(o_a + d), weight_a, more));
   }
   return top + __builtin_logf(a + b);
 }

@@ -38,16 +38,20 @@ struct FeatureArgs {
   float* out;               // [B][Hq][kFeatures]
 };
 
+// A window that leaves nothing out.
+inline constexpr int kNoWindow = INT32_MAX;
+
 // A block of queries of one KV head, and the tokens that they attend to, page by page.
 struct ExtendArgs {
-  const void* q;         // KV dtype: those of token t are [G][D] at q + t * q_stride
-  int64_t q_stride;      // bytes
-  int tokens, G, D;      // tokens * G: rows, at most kExtendRows
-  float scale;           // multiplies q.k
-  const void* tiles;     // token i of the list is token i % 16 of the tile
-  const int32_t* pages;  //   tiles + pages[i / 16] * 2 * 16 * D elements
-  int keys;              // listed tokens
-  int first;             // query t attends to the tokens 0 .. min(first + t, keys - 1) of the list
+  const void* q;           // KV dtype: those of token t are [G][D] at q + t * q_stride
+  int64_t q_stride;        // bytes
+  int tokens, G, D;        // tokens * G: rows, at most kExtendRows
+  float scale;             // multiplies q.k
+  const void* tiles;       // token i of the list is token i % 16 of the tile
+  const int32_t* pages;    //   tiles + pages[i / 16] * 2 * 16 * D elements
+  int keys;                // listed tokens
+  int first;               // query t attends to the tokens 0 .. min(first + t, keys - 1) of the list,
+  int window = kNoWindow;  //   and of these to none before first + t - window + 1
 };
 
 // What `linear` multiplies, in the KV dtype.
@@ -156,7 +160,8 @@ struct KernelTable {
   void (*page_moments)(const void* tile, int D, double* sums);
 
   // Merges two partial attentions into out (KV dtype [D]) and returns the merged LSE. A side whose LSE is
-  // -inf is not read; both -inf: out = 0 and -inf. Where the KV dtype is float32, out may be o_a.
+  // -inf is not read; both -inf: out = 0 and -inf. o_b nullptr: zeros. Where the KV dtype is float32, out may
+  // be o_a.
   float (*merge_state)(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out);
 
   // What the predictor is asked with, for every head of a step: the part of the anchor query, copied, and the

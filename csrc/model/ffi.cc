@@ -7,6 +7,7 @@
 #include "ffi/objects.h"
 #include "model/linear.h"
 #include "model/rows.h"
+#include "runtime/host_memory.h"
 
 namespace fluxion {
 namespace {
@@ -82,6 +83,14 @@ void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optiona
   layer.out_stride = out.stride(0);
   if (layer.in < 1) Raise("ValueError") << "x has no columns; a layer multiplies at least one.";
   guarded([&] { linear(*layers->workers, layers->kernels(dtype), dtype, layer, &layers->scratch); });
+}
+
+void layers_into_huge_pages(TensorView weights) {
+  expect(weights, "weights", type_of(dtype_of(weights)), {-1, -1}, 1);
+  char* first = data<char>(weights);
+  const int64_t rows = weights.size(0), size = weights.size(1) * element_of(dtype_of(weights));
+  if (rows > 0)
+    into_huge_pages(first, first + (rows - 1) * weights.stride(0) * element_of(dtype_of(weights)) + size);
 }
 
 Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
@@ -162,6 +171,7 @@ void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_create, fluxion::layers_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::layers_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_into_huge_pages, fluxion::layers_into_huge_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::layers_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::layers_silu_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_rope, fluxion::layers_rope);

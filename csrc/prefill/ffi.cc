@@ -1,4 +1,6 @@
 // The C ABI of prefill.
+#include <algorithm>
+
 #include "ffi/objects.h"
 #include "prefill/prefill.h"
 
@@ -6,12 +8,14 @@ namespace fluxion {
 namespace {
 
 double pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, TensorView q,
-                         double scale, double budget, TensorView out) {
+                         double scale, double budget, int64_t window, ffi::Optional<TensorView> sinks,
+                         TensorView out) {
   const HostPool& pool = *pool_ref->pool;
   const PoolShape& s = pool.shape();
   expect(pages, "pages", kInt32, {-1}, 1);
   expect(q, "q", kv_type(pool), {-1, -1, s.head_dim}, 2);
   expect(out, "out", kv_type(pool), {q.size(0), q.size(1), s.head_dim}, 3);
+  const float* logits = sinks_of(sinks, q.size(1));
   return guarded([&] {
     Chunk chunk;
     chunk.layer = narrow(layer);
@@ -25,6 +29,8 @@ double pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t
     chunk.scale = static_cast<float>(scale);
     chunk.out = data<char>(out);
     chunk.budget = static_cast<float>(budget);
+    chunk.window = static_cast<int>(std::clamp<int64_t>(window, -1, kNoWindow));
+    chunk.sinks = logits;
     return attend_chunk(pool, chunk);
   });
 }

@@ -40,8 +40,9 @@ class ChunkWork {
     block_ = static_cast<int>((chunk.tokens + fewest - 1) / fewest);
     blocks_ = (chunk.tokens + block_ - 1) / block_;
     const int64_t keys = chunk.start + chunk.tokens, items = blocks_ * s.kv_heads;
-    const bool sparse = chunk.budget < 1 && keys > kNear + kExtendKeys;
-    if (!sparse) {
+    windowed_ = chunk.window < keys;
+    const bool sparse = chunk.budget < 1 && keys > kNear + kExtendKeys && !windowed_;
+    if (!sparse && !windowed_) {
       stretches_ = std::clamp<int64_t>(wanted / items, 1, std::max<int64_t>(keys / kLeastKeys, 1));
     }
     const int64_t tiles = (keys + kExtendKeys - 1) / kExtendKeys;
@@ -96,7 +97,8 @@ class ChunkWork {
     const int64_t items = blocks_ * s.kv_heads * stretches_;
     for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;) {
       const Block at = block(item / stretches_);
-      const int64_t from = item % stretches_ * stretch_, before = chunk_.start + at.first - from;
+      const int64_t from = windowed_ ? window_page(at) * kPage : item % stretches_ * stretch_;
+      const int64_t before = chunk_.start + at.first - from;
       ExtendArgs args;
       args.q = chunk_.q + at.first * chunk_.q_stride + int64_t{at.head} * group_ * s.token_bytes();
       args.q_stride = chunk_.q_stride;
@@ -108,6 +110,7 @@ class ChunkWork {
       args.pages = chunk_.pages + from / kPage;
       args.keys = static_cast<int>(std::clamp<int64_t>(before + at.tokens, 0, stretch_));
       args.first = static_cast<int>(before);
+      args.window = chunk_.window;
       if (!lists_.empty()) choose(at, &args, &lists_[worker]);
       read_.fetch_add(args.keys, std::memory_order_relaxed);
       there_.fetch_add(before + at.tokens, std::memory_order_relaxed);
@@ -116,6 +119,11 @@ class ChunkWork {
       pool_.kernels().extend(args, scratch(worker), o, lse);
       if (stretches_ == 1) write(at, o, lse);
     }
+  }
+
+  // The page in which the window of a block's first token begins.
+  int64_t window_page(const Block& at) const {
+    return std::max<int64_t>(chunk_.start + at.first + 1 - chunk_.window, 0) / kPage;
   }
 
   // What one worker lists, and what it needs for that.
@@ -187,7 +195,8 @@ class ChunkWork {
     for (int64_t r = 0; r < at.tokens * group_; ++r) {
       const int64_t token = at.first + r / group_, head = int64_t{at.head} * group_ + r % group_;
       char* to = chunk_.out + (token * chunk_.q_heads + head) * s.token_bytes();
-      pool_.kernels().merge_state(o + r * s.head_dim, lse[r], nullptr, kNothing, s.head_dim, to);
+      const float sink = chunk_.sinks == nullptr ? kNothing : chunk_.sinks[head];
+      pool_.kernels().merge_state(o + r * s.head_dim, lse[r], nullptr, sink, s.head_dim, to);
     }
   }
 
@@ -197,6 +206,7 @@ class ChunkWork {
   const HostPool& pool_;
   const Chunk& chunk_;
   int group_, block_;                // heads of a group, tokens of a block
+  bool windowed_;                    // some token is in nobody's or not in everybody's window
   int64_t blocks_;                   // of each KV head
   int64_t stretches_ = 1, stretch_;  // of each block; tokens of one
   int64_t scratch_bytes_, part_floats_;
@@ -222,6 +232,10 @@ double attend_chunk(const HostPool& pool, const Chunk& chunk) {
   if (!(chunk.budget > 0 && chunk.budget <= 1)) {
     throw std::invalid_argument("The budget of a prefill is " + std::to_string(chunk.budget) +
                                 "; it must be above 0 and at most 1.");
+  }
+  if (chunk.window < 1) {
+    throw std::invalid_argument("The window of a layer is " + std::to_string(chunk.window) +
+                                " tokens; a token attends at least to itself.");
   }
   if (chunk.tokens == 0) return 1;
   return ChunkWork(pool, chunk).run();

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/table.h"
 #include "runtime/pool.h"
 
 namespace fluxion {
@@ -15,16 +16,18 @@ struct Chunk {
   int64_t n_pages;
   int64_t start, tokens;
   int q_heads;
-  const char* q;     // those of token t are [q_heads][D], KV dtype, at q + t * q_stride
-  int64_t q_stride;  // bytes
-  float scale;       // multiplies q.k
-  char* out;         // [tokens][q_heads][D], KV dtype
-  float budget;      // the largest share of earlier tokens that is read, in (0, 1]; 1: an exact prefill
+  const char* q;           // those of token t are [q_heads][D], KV dtype, at q + t * q_stride
+  int64_t q_stride;        // bytes
+  float scale;             // multiplies q.k
+  char* out;               // [tokens][q_heads][D], KV dtype
+  float budget;            // the largest share of earlier tokens that is read, in (0, 1]; 1: an exact prefill
+  int window = kNoWindow;  // newest tokens that each token attends to, itself included
+  const float* sinks = nullptr;  // [q_heads]: a logit of each head that has no value; nullptr: none
 };
 
-// Every token attends to itself and to all before it. Keys and values are read where they lie, by all
-// workers; long lists of few queries are divided among them, too. Throws std::invalid_argument before
-// anything is written.
+// Every token attends to itself and to all before it that are in its window. A prefill with a window is
+// exact. Keys and values are read where they lie, by all workers; long lists of few queries are divided among
+// them, too. Throws std::invalid_argument before anything is written.
 //
 // With a budget below 1, a block of queries and the heads of a group read the sinks, what lies near, and of
 // the rest the blocks of kExtendKeys tokens that matter most to some of these queries (choose_blocks); every

@@ -282,10 +282,10 @@ void k_attend_pages(const String& isa, TensorView q, double scale, TensorView ti
   attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, &page_lse);
 }
 
-// q [T, G, D]; first: of `extend` (kernels/table.h). o and lse are what `extend` writes, or without o
+// q [T, G, D]; first, window: of `extend` (kernels/table.h). o and lse are what `extend` writes, or without o
 // [T, G, blocks] of `extend_blocks`.
 void extend_list(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
-                 int64_t keys, int64_t first, const TensorView* o, TensorView lse) {
+                 int64_t keys, int64_t first, int64_t window, const TensorView* o, TensorView lse) {
   const Argument queries{"q", q}, ids{"pages", pages};
   const DType dtype = queries.kv_dtype();
   if (q.ndim() != 3 || q.size(0) * q.size(1) > kExtendRows) {
@@ -295,8 +295,10 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
   queries.require(dl_dtype(dtype), {T, G, D}, true);
   const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
   const int n = ids.ids(P);
-  if (keys < 0 || keys > n * kPage || first < -(1 << 20) || first > (1 << 20)) {
-    TVM_FFI_THROW(ValueError) << "keys is " << keys << " and first " << first << ", of " << n << " pages.";
+  if (keys < 0 || keys > n * kPage || first < -(1 << 20) || first > (1 << 20) || window < 1 ||
+      window > kNoWindow) {
+    TVM_FFI_THROW(ValueError) << "keys is " << keys << ", first " << first << " and window " << window
+                              << ", of " << n << " pages.";
   }
   const int64_t element = dtype == DType::kBF16 ? 2 : 4;
   const ExtendArgs args{q.data_ptr(),
@@ -308,7 +310,8 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
                         tiles.data_ptr(),
                         ids.data<int32_t>(),
                         static_cast<int>(keys),
-                        static_cast<int>(first)};
+                        static_cast<int>(first),
+                        static_cast<int>(window)};
   // What the kernel finds there is nothing that it may use.
   std::vector<char> scratch(extend_scratch_bytes(T * G, D), static_cast<char>(0xff));
   const KernelTable& kernels = table_of(isa, dtype);
@@ -324,13 +327,13 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
 }
 
 void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, int64_t keys,
-              int64_t first, TensorView o, TensorView lse) {
-  extend_list(isa, q, scale, tiles, pages, keys, first, &o, lse);
+              int64_t first, int64_t window, TensorView o, TensorView lse) {
+  extend_list(isa, q, scale, tiles, pages, keys, first, window, &o, lse);
 }
 
 void k_extend_blocks(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
                      int64_t keys, TensorView lse) {
-  extend_list(isa, q, scale, tiles, pages, keys, 0, nullptr, lse);
+  extend_list(isa, q, scale, tiles, pages, keys, 0, kNoWindow, nullptr, lse);
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {

@@ -14,6 +14,8 @@
 namespace fluxion {
 namespace {
 
+constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers do not have
+
 std::string gib(int64_t bytes) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.2f GiB", static_cast<double>(bytes) / (1ll << 30));
@@ -61,6 +63,13 @@ void touch(char* first, char* last) {
     volatile char* byte = p;
     *byte = *byte;
   }
+}
+
+void into_huge_pages(char* first, char* last) {
+  // Neighbours share the outermost huge pages; the kernel stops where no memory is mapped.
+  const int64_t begin = reinterpret_cast<int64_t>(first) / kHugePage * kHugePage;
+  const int64_t end = round_up(reinterpret_cast<int64_t>(last), kHugePage);
+  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
 }
 
 }  // namespace fluxion

@@ -35,4 +35,8 @@ class HostMemory {
 // Makes the kernel allocate [first, last) from the calling thread's NUMA node. Keeps the contents.
 void touch(char* first, char* last);
 
+// Has the kernel move what lies in [first, last) into huge pages, where it is. What it cannot move stays in
+// small pages: that costs speed only.
+void into_huge_pages(char* first, char* last);
+
 }  // namespace fluxion

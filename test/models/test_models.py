@@ -85,6 +85,25 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert found[-1]["cached"] == 1500 // 16 * 16
 
 
+@pytest.mark.parametrize("family", zoo.BY_TRANSFORMERS)
+def test_family_that_plain_sglang_does_not_serve(family: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    folder = zoo.build(family, tmp_path)
+    backend, found = answers({**OPTIONS, "model_path": folder, "enable_fluxion": True}, CONVERSATIONS)
+    assert backend == "fluxion"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for asked, one in zip([request for requests in CONVERSATIONS for request in requests], found, strict=True):
+        ids = torch.tensor([asked["input_ids"]])
+        with torch.no_grad():
+            want = model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert one["ids"] == want[0, ids.shape[1] :].tolist()
+        assert len(set(one["ids"])) > 4, "an answer that repeats itself shows little"
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return zoo.build("llama", tmp_path_factory.mktemp("llama"))

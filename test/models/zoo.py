@@ -66,11 +66,35 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmoe": _of("OlmoeConfig", **EXPERTS, num_key_value_heads=8),
 }
 
+# Layers with a window, by turns with those that see everything. Windows are shorter and longer than what Fluxion keeps
+# resident, and no multiples of a page.
+BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES |= {
+    "gemma3": _of("Gemma3TextConfig", **BY_TURNS, sliding_window=100, query_pre_attn_scalar=32),
+    "cohere2": _of("Cohere2Config", **BY_TURNS, sliding_window=700),
+    "olmo3": _of("Olmo3Config", **BY_TURNS, sliding_window=333),
+    "exaone4": _of("Exaone4Config", **BY_TURNS, sliding_window=270, sliding_window_pattern="LG"),
+    # SGLang's models of these two know no window, with the flag and without.
+    "mistral-window": _of("MistralConfig", sliding_window=200),
+    "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),
+}
+BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "gpt-oss": _of(
+        "GptOssConfig",
+        **BY_TURNS,
+        sliding_window=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initial_context_length=4096,
+    ),
+}
+"""Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
+
 
 def build(family: str, folder: Path) -> str:
     """Write a model of the family to `folder`, float32, weights from seed 0, and return its path."""
     torch.manual_seed(0)
-    config = FAMILIES[family]()
+    config = (FAMILIES | BY_TRANSFORMERS)[family]()
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():

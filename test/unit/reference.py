@@ -29,11 +29,15 @@ def attend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor 
     return terms.sum(dim=(1, 2)), lse
 
 
-def extend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, keys: int, first: int) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, G, D]: query t attends to tokens 0 .. min(first + t, keys - 1) of the listed pages."""
+def extend(
+    q: Tensor, scale: float, tiles: Tensor, pages: Tensor, keys: int, first: int, window: int = 1 << 30
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, G, D]: query t attends to tokens 0 .. min(first + t, keys - 1) of the listed pages, of which
+    those before first + t - window + 1 do not count."""
     chosen = tiles[pages.long()].double()
     k, v = (chosen[:, i].flatten(0, 1)[: max(min(keys, first + len(q)), 0)] for i in (0, 1))
-    seen = torch.arange(len(k)) <= first + torch.arange(len(q))[:, None]
+    last = first + torch.arange(len(q))[:, None]
+    seen = (torch.arange(len(k)) <= last) & (torch.arange(len(k)) > last - window)
     scores = torch.einsum("tgd,kd->tgk", q.double(), k) * scale
     scores = torch.where(seen[:, None], scores, -math.inf)
     lse = torch.logsumexp(scores, dim=2) if len(k) else torch.full(q.shape[:2], -math.inf).double()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from kernel_calls import DTYPES, dtypes, few, own_isas, seeds
 from fluxion_sglang.native import NativeLayers, Workers
 
 WORKERS = Workers(2)
+HUGE_PAGE = 2 << 20
 sizes = st.one_of(st.integers(1, 80), st.sampled_from([127, 128, 257, 1024, 2049, 4100]))
 rows = st.one_of(st.integers(1, 18))
 
@@ -196,3 +200,36 @@ def test_bad_arguments() -> None:
         layers.rope(torch.tensor([0, 1]), x, x, table, 6, True)
     with pytest.raises(ValueError, match="cannot run the instruction set"):
         NativeLayers(WORKERS, "sse2")
+
+
+def in_huge_pages(t: torch.Tensor) -> int:
+    """Bytes of the mapping that t lies in which are in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= t.data_ptr() < int(span[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def test_weights_move_into_huge_pages_and_stay_as_they_are() -> None:
+    weights = torch.randn(3001, 4099).to(torch.bfloat16)[:, :4096]
+    before = weights.clone()
+    NativeLayers.into_huge_pages(weights)
+    assert torch.equal(weights, before)
+    collapse = 25
+    beside = torch.ones(1 << 24, dtype=torch.uint8)
+    start = -(-beside.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE), collapse):
+        pytest.skip("this kernel moves nothing into huge pages when asked (Linux 6.1 does)")
+    assert in_huge_pages(weights) >= weights.nbytes - 2 * HUGE_PAGE
+
+
+def test_what_is_smaller_than_a_huge_page_may_be_asked_for() -> None:
+    for weights in (torch.randn(0, 8), torch.randn(3, 8), torch.randn(3, 8)[1:2]):
+        before = weights.clone()
+        NativeLayers.into_huge_pages(weights)
+        assert torch.equal(weights, before)
+    with pytest.raises(ValueError, match="weights"):
+        NativeLayers.into_huge_pages(torch.zeros(2, 2, 2))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fluxion_sglang.native import NativePool, Workers
 
+NO_WINDOW = 2**31 - 1
+
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, size: float = 1.0) -> bool:
     """Weights of bfloat16 are rounded to it, by 2^-9 of each at most. What float32 loses grows with the scores."""
@@ -41,15 +43,16 @@ def test_extend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
     keys = data.draw(st.integers(16 * n - 15, 16 * n))
     # From queries that see nothing to queries that see all there is.
     first = data.draw(st.sampled_from([keys - T, 0, -T // 2, -T - 3, keys, keys + 40]) | st.integers(-T, keys))
+    window = data.draw(st.sampled_from([NO_WINDOW, 1, 16, 65]) | st.integers(1, keys + 50))
     torch.manual_seed(seed)
     tiles, q = random_tiles(24, D, dtype), (size * torch.randn(T, G, D)).to(dtype)
     pages = torch.randperm(24)[:n].to(torch.int32)
     poison_unseen(tiles, pages, min(keys, first + T))
     o, lse = torch.full((T, G, D), NAN), torch.full((T, G), NAN)
 
-    k("extend")(isa, q, D**-0.5, tiles, pages, keys, first, o, lse)
+    k("extend")(isa, q, D**-0.5, tiles, pages, keys, first, window, o, lse)
 
-    want, want_lse = reference.extend(q, D**-0.5, tiles, pages, keys, first)
+    want, want_lse = reference.extend(q, D**-0.5, tiles, pages, keys, first, window)
     assert close(o, want, dtype, size)
     check_lse(lse, want_lse, dtype)
 
@@ -89,7 +92,7 @@ def test_rising_scores_lose_nothing(isa: str, dtype: torch.dtype) -> None:
         tiles[:, 0] = (sign * slope).to(dtype)
         o, lse = torch.full((T, 2, D), NAN), torch.full((T, 2), NAN)
         pages = torch.arange(n, dtype=torch.int32)
-        k("extend")(isa, q, 0.1, tiles, pages, n * 16, n * 16 - T, o, lse)
+        k("extend")(isa, q, 0.1, tiles, pages, n * 16, n * 16 - T, NO_WINDOW, o, lse)
         want, want_lse = reference.extend(q, 0.1, tiles, pages, n * 16, n * 16 - T)
         assert close(o, want, dtype)
         check_lse(lse, want_lse, dtype)
@@ -104,7 +107,7 @@ def test_what_is_no_number_stays_none(isa: str, dtype: torch.dtype) -> None:
     tiles, q = random_tiles(3, D, dtype), torch.randn(T, 1, D).to(dtype)
     tiles[1, 0, 5, 7] = NAN
     o, lse = torch.empty(T, 1, D), torch.empty(T, 1)
-    k("extend")(isa, q, 0.1, tiles, torch.arange(3, dtype=torch.int32), 48, 0, o, lse)
+    k("extend")(isa, q, 0.1, tiles, torch.arange(3, dtype=torch.int32), 48, 0, NO_WINDOW, o, lse)
     assert o[21:].isnan().all()
     assert not o[:21].isnan().any()
 
@@ -152,6 +155,59 @@ def test_attend_chunk(
         want, _ = reference.extend(q[:, own], D**-0.5, pool.tensor("tiles", 1)[head], pages, start + count, start)
         if count:
             assert close(out[:, own], want, dtype)
+
+
+@dtypes
+@few
+@given(
+    seed=seeds,
+    workers=st.sampled_from([1, 2, 5]),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 8),
+    start=st.integers(0, 400) | st.integers(2000, 6000),
+    count=st.integers(1, 300),
+    window=st.none() | st.integers(1, 700) | st.sampled_from([1, 16, 64, 4096]),
+    sinks=st.booleans(),
+    budget=st.sampled_from([1.0, 0.1]),
+)
+def test_windows_and_sinks(
+    dtype: torch.dtype,
+    seed: int,
+    workers: int,
+    heads: int,
+    group: int,
+    start: int,
+    count: int,
+    window: int | None,
+    sinks: bool,
+    budget: float,
+) -> None:
+    """Attention of a layer that looks back so far, and of one with logits that have no value."""
+    torch.manual_seed(seed)
+    pool, pages = chunk_world(workers, heads, 32, dtype, start + count)
+    q, out = torch.randn(count, heads * group, 32).to(dtype), torch.full((count, heads * group, 32), NAN, dtype=dtype)
+    logits = torch.randn(heads * group) * 3 if sinks else None
+    if window is None:
+        budget = 1.0
+    pool.attend_chunk(1, pages, start, q, 32**-0.5, out, budget, window, logits)
+    for head in range(heads):
+        own = slice(head * group, (head + 1) * group)
+        tiles = pool.tensor("tiles", 1)[head]
+        want, lse = reference.extend(q[:, own], 32**-0.5, tiles, pages, start + count, start, window or NO_WINDOW)
+        if logits is not None:
+            want *= torch.sigmoid(lse - logits[own]).unsqueeze(-1)
+        assert close(out[:, own], want, dtype)
+
+
+def test_windows_and_sinks_that_cannot_be_are_refused() -> None:
+    pool, pages = chunk_world(1, 1, 32, torch.float32, 64)
+    q, out = torch.zeros(8, 4, 32), torch.full((8, 4, 32), NAN)
+    for window in (0, -1, -(2**40)):
+        with pytest.raises(ValueError, match="attends at least to itself"):
+            pool.attend_chunk(1, pages, 0, q, 1.0, out, 1.0, window)
+    with pytest.raises(ValueError, match="sinks"):
+        pool.attend_chunk(1, pages, 0, q, 1.0, out, 1.0, None, torch.zeros(3))
+    assert out.isnan().all()
 
 
 @dtypes

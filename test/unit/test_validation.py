@@ -271,7 +271,7 @@ def needle(server_args: Any) -> Any:
     return ModelConfig.from_server_args(server_args(model_path=NEEDLE))
 
 
-ARGS = SimpleNamespace(kv_cache_dtype="auto", tp_size=1)
+ARGS = SimpleNamespace(kv_cache_dtype="auto", tp_size=1, device="cpu")
 
 
 def changed(model: Any, **changes: Any) -> Any:
@@ -306,11 +306,10 @@ def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_multimodal": True}, "multimodal"),
         ({"is_audio_model": True}, "multimodal"),
-        ({"has_attention_sinks": True}, "attention sinks"),
-        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"is_hybrid_swa": True}, "sliding-window layers need a KV pool of their own"),
         ({"is_local_attention_model": True}, "chunked-attention"),
         ({"attention_chunk_size": 8192}, "chunked-attention"),
-        ({"hf__layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"hf__layer_types": ["full_attention", "chunked_attention"]}, "chunked-attention"),
         ({"hf__attn_logit_softcapping": 50.0}, "caps attention logits"),
         ({"use_alibi": True}, "ALiBi"),
         ({"dtype": torch.float16}, "add --dtype bfloat16 or --dtype float32"),
@@ -388,7 +387,6 @@ def test_attention_layers_are_found_in_order() -> None:
     ("changes", "words"),
     [
         ({"is_cross_attention": True}, "attends across"),
-        ({"sliding_window_size": 512}, "sliding window of 512 tokens"),
         ({"logit_cap": 30.0}, "caps attention logits at 30.0"),
         ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
         ({"v_head_dim": 32}, "keys of 64 elements and values of 32"),

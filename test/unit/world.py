@@ -14,6 +14,7 @@ from fluxion_sglang.device.library import load
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
@@ -56,6 +57,7 @@ class World:
     first: tuple[int, int] = (0, 0)  # the model's numbers of layer 0 and query head 0
     whole: bool = False  # numbers are small integers: every score is exact, and many are equal
     placement: Placement = field(default_factory=Placement)
+    variants: Sequence[Variant] = ()  # of every layer; (): PLAIN
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -102,6 +104,9 @@ class World:
             pages.append(self.free.pop())
         return torch.tensor(pages, dtype=torch.int32)
 
+    def variant(self, layer: int) -> Variant:
+        return self.variants[layer] if self.variants else PLAIN
+
     def length(self, row: int) -> int:
         return self.keys[row][0].shape[0] if row in self.keys else 0
 
@@ -120,10 +125,11 @@ class World:
         for layer in range(self.layers):
             k, v = self.randn(count, self.heads, self.dim), self.randn(count, self.heads, self.dim)
             self.pool.append(layer, pages, start, k, v)
-            self.windows.fill(layer, row, start + count, pages)
             size = (min(count, RECENT), self.heads * self.group, self.dim)
             q = torch.randn(*size, generator=self._anchor_random).to(self.dtype)
-            self.engine.prefilled(layer, row, start + count, q)
+            if self.variant(layer).window is None:
+                self.windows.fill(layer, row, start + count, pages)
+                self.engine.prefilled(layer, row, start + count, q)
             self.anchors.setdefault(row, [q[-1]] * self.layers)[layer] = q[-1]
             self.recent.setdefault(row, [q] * self.layers)[layer] = q
             keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
@@ -144,7 +150,7 @@ class World:
             q = self.randn(len(rows), self.heads * self.group, self.dim)
             self.queries.append(q)
             k, v = self.randn(len(rows), self.heads, self.dim), self.randn(len(rows), self.heads, self.dim)
-            got = self.device.decode(layer, q, k, v, self.scale)
+            got = self.device.decode(layer, q, k, v, self.scale, self.variant(layer))
             want = []
             for b, row in enumerate(rows):
                 self.keys[row][layer] = torch.cat([self.keys[row][layer], k[b : b + 1]])
@@ -154,7 +160,8 @@ class World:
         return results
 
     def exact(self, row: int, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Full attention of q [Hq, D] over the row's tokens, float64: [Hq, D]."""
-        k = self.keys[row][layer].double().repeat_interleave(self.group, 1)
-        v = self.values[row][layer].double().repeat_interleave(self.group, 1)
+        """Full attention of q [Hq, D] over the row's tokens, or those in the layer's window, float64: [Hq, D]."""
+        seen = slice(-(self.variant(layer).window or 0), None)
+        k = self.keys[row][layer][seen].double().repeat_interleave(self.group, 1)
+        v = self.values[row][layer][seen].double().repeat_interleave(self.group, 1)
         return torch.einsum("hs,shd->hd", (torch.einsum("hd,shd->hs", q.double(), k) * self.scale).softmax(-1), v)

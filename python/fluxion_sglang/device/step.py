@@ -26,6 +26,7 @@ from fluxion_sglang.device.timeline import Timeline
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Appended, Device
 from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.policy.base import Policy
@@ -152,7 +153,10 @@ class StreamDevice(Device):
         if self._residents is not None and not self._parts:
             self._residents.plan(rows, lengths)
 
-    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def decode(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+    ) -> torch.Tensor:
+        assert variant is PLAIN, "models with other attention are refused beside a device"
         library, stream, windows = self._library, self._streams.main, self._windows.layers[layer]
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -188,7 +192,10 @@ class StreamDevice(Device):
         self._writer.begin(requests, appended)
         self._attention.begin(requests, self._pages)
 
-    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+    ) -> torch.Tensor:
+        assert variant is PLAIN, "models with other attention are refused beside a device"
         self._writer.write(layer, q, k, v, scale)
         out = self._attention.run(layer, q, k, v)
         for request, pages in zip(self._requests, self._pages, strict=True):

@@ -15,6 +15,7 @@ from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.executor.phases import Phase
 from fluxion_sglang.executor.schedule import scheduler_named
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
@@ -35,6 +36,7 @@ class Layer(ABC):
         index: of the pool's layers.
         q: [B, Hq, D] on the CPU. scale: multiplies q.k.
         k, v: [B, H, D], this step's token of each request.
+        variant: of its attention. One with a window has no residents and no middle: nobody plans it.
         window: the layer's windows (`Windows`) where they are the CPU's.
         out: [B, Hq, D] in q's dtype, written where the CPU merges residents and middle.
     """
@@ -44,6 +46,7 @@ class Layer(ABC):
     scale: float
     k: torch.Tensor
     v: torch.Tensor
+    variant: Variant = PLAIN
     window: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
@@ -54,6 +57,13 @@ class Layer(ABC):
     @abstractmethod
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         """Start the layer. parts: what `look` gave; None: it was not called."""
+
+    def newest(self, native: NativeEngine) -> None:
+        """All of a layer whose variant has a window, into `out`."""
+        assert self.variant.window is not None and self.out is not None
+        native.layer_newest(
+            self.index, self.q, self.k, self.v, self.scale, self.variant.window, self.out, self.variant.sinks
+        )
 
     def finish(self, native: NativeEngine) -> None:
         """Wait for the layer's results. Raises RuntimeError, which names the first failure."""
@@ -218,6 +228,10 @@ class DecodeEngine:
         assert self._step is not None, "attend() before begin_step()"
         accounts = self.accounts
         accounts.lap(Phase.MODEL)
+        if at.variant.window is not None:
+            at.newest(self.native)
+            accounts.lap(Phase.TASKS)
+            return
         parts, observed = None, UNSEEN
         if self._looks:
             parts = at.look(self.native)
@@ -244,9 +258,10 @@ class DecodeEngine:
 
     def attended(self, at: Layer) -> None:
         """The layer that `attend` did is done, and its tensors are as they were."""
-        assert self._plan is not None, "attended() before attend()"
-        self._policy.decoded(at.index, at.q, at.out)
-        self.accounts.layer(at.index, self.native, self._plan[0].blk)
+        if at.variant.window is None:
+            assert self._plan is not None, "attended() before attend()"
+            self._policy.decoded(at.index, at.q, at.out)
+            self.accounts.layer(at.index, self.native, self._plan[0].blk)
         for observer in self.observers:
             observer.decoded(at)
         self.accounts.lap(Phase.PLAN)

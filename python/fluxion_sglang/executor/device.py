@@ -15,6 +15,7 @@ import torch
 
 from fluxion_sglang import plugins
 from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.policy.base import Policy
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class Device(ABC):
         """A decode step; arguments as of `DecodeEngine.begin_step`, all on the CPU."""
 
     @abstractmethod
-    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def decode(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+    ) -> torch.Tensor:
         """Attention of one layer of the step, where the model runs.
 
         Args:
@@ -68,12 +71,14 @@ class Device(ABC):
         """An extend pass.
 
         Args:
-            appended: called once for every layer and request with new tokens, by whatever thread, before `finish`
-                returns.
+            appended: called once for every layer without a window and request with new tokens, by whatever thread,
+                before `finish` returns.
         """
 
     @abstractmethod
-    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+    ) -> torch.Tensor:
         """Attention of one layer of the extend pass.
 
         Args:

@@ -9,6 +9,7 @@ import torch
 from fluxion_sglang.executor.decode import DecodeEngine, Layer
 from fluxion_sglang.executor.device import Appended, Device
 from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import NativeEngine, NativePlan
@@ -22,14 +23,17 @@ class HostLayer(Layer):
     def look(self, native: NativeEngine) -> torch.Tensor:
         assert self.window is not None
         parts = torch.empty(*self.q.shape[:2], len(PARTS))
-        native.layer_resident(self.index, self.q, self.k, self.v, self.window, self.scale, parts)
+        native.layer_resident(self.index, self.q, self.k, self.v, self.window, self.scale, parts, self.variant.sinks)
         return parts
 
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         assert self.out is not None
         # What was looked at first has the token and its residents behind it.
-        k, v, window = (self.k, self.v, self.window) if parts is None else (None, None, None)
-        native.layer_begin(plan, self.index, self.q, k, v, window, self.scale, self.out)
+        if parts is None:
+            new = self.k, self.v, self.window
+            native.layer_begin(plan, self.index, self.q, *new, self.scale, self.out, self.variant.sinks)
+        else:
+            native.layer_begin(plan, self.index, self.q, None, None, None, self.scale, self.out)
 
 
 class HostDevice(Device):
@@ -49,10 +53,12 @@ class HostDevice(Device):
     ) -> None:
         self._engine.begin_step(rows, lengths, pages, policies)
 
-    def decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def decode(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
         window = self._windows.layers[layer]
-        at = HostLayer(index=layer, q=q, scale=scale, k=k, v=v, window=window, out=out)
+        at = HostLayer(index=layer, q=q, scale=scale, k=k, v=v, variant=variant, window=window, out=out)
         self._engine.attend(at)
         self._engine.attended(at)
         return out
@@ -60,7 +66,9 @@ class HostDevice(Device):
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
         self._requests, self._appended = requests, appended
 
-    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
+    ) -> torch.Tensor:
         assert self._appended is not None, "extend() before begin_extend()"
         out = torch.empty_like(q)
         for index, request in enumerate(self._requests):
@@ -68,7 +76,10 @@ class HostDevice(Device):
             if request.stop > request.start:
                 at = (layer, request.pages, request.start)
                 self._pool.append(*at, k[tokens], v[tokens])
-                self._pool.attend_chunk(*at, q[tokens], scale, out[tokens], self._prefill_budget)
-                self._appended(layer, index, q[request.last_queries], scale)
-            self._windows.fill(layer, request.row, request.stop, request.pages)
+                how = self._prefill_budget, variant.window, variant.sinks
+                self._pool.attend_chunk(*at, q[tokens], scale, out[tokens], *how)
+                if variant.window is None:
+                    self._appended(layer, index, q[request.last_queries], scale)
+            if variant.window is None:
+                self._windows.fill(layer, request.row, request.stop, request.pages)
         return out

@@ -31,6 +31,8 @@ class Audit(Observer):
     middle are merged with one and the same attention to the residents, which the host computes from its own pool. So
     errors are what the choice of the middle costs there, and the device's rounding is in neither.
 
+    Layers with a window are exact and have no records.
+
     Args:
         log: gets one array a step (`audit_file.record_dtype`).
 
@@ -57,15 +59,19 @@ class Audit(Observer):
         if self.log is None:
             return
         assert self._step is not None
-        reads = torch.empty((self._step.batch, self._step.kv_heads, 2), dtype=torch.int64)
+        if layer.variant.window is None:
+            self._compare(layer, self._step)
+        if layer.index == self._pool.shape.layers - 1 and self._records:
+            self._write(self.log, np.concatenate(self._records))
+
+    def _compare(self, layer: Layer, step: DecodeStep) -> None:
+        reads = torch.empty((step.batch, step.kv_heads, 2), dtype=torch.int64)
         self._native.reads(reads)
         before = self._native.stats()
         got, want = self._merged(layer) if layer.out is None else self._whole(layer)
         for name, value in self._native.stats().items():
             self._not_ours[name] = self._not_ours.get(name, 0) + value - before[name]
         self._records.append(self._record(layer.index, reads, head_errors(got, want)))
-        if layer.index == self._pool.shape.layers - 1:
-            self._write(self.log, np.concatenate(self._records))
 
     def count(self, stats: dict[str, int]) -> dict[str, int]:
         return {name: value - self._not_ours.get(name, 0) for name, value in stats.items()}
@@ -79,7 +85,8 @@ class Audit(Observer):
         """What the layer gave, and what it would have given exactly, [B, Hq, D] float32 each."""
         got, want = (torch.empty(layer.q.shape, dtype=torch.float32) for _ in range(2))
         self._native.result(got)
-        self._exactly(layer, self._native.layer_begin, layer.window, layer.scale, torch.empty_like(layer.q))
+        out, sinks = torch.empty_like(layer.q), layer.variant.sinks
+        self._exactly(layer, self._native.layer_begin, layer.window, layer.scale, out, sinks)
         self._native.result(want)
         return got, want
 

@@ -82,6 +82,7 @@ class NativeEngine:
         )
         # The calls of every layer.
         self._layer_resident = function("engine_layer_resident")
+        self._layer_newest = function("engine_layer_newest")
         self._layer_begin = function("engine_layer_begin")
         self._middle_begin = function("engine_middle_begin")
         self._layer_finish = function("engine_layer_finish")
@@ -112,6 +113,7 @@ class NativeEngine:
         windows: torch.Tensor,
         scale: float,
         parts: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Append the step's token and compute the resident attention of a layer, before anything is planned.
 
@@ -119,7 +121,7 @@ class NativeEngine:
         any other one, `step` and `abandon` drop the attention. Waits for the workers.
 
         Args:
-            q, k, v, windows, scale: as in `layer_begin`; k, v None: window and host have the token already.
+            q, k, v, windows, scale, sinks: as in `layer_begin`; k, v None: window and host have the token already.
             parts: [B, Hq, 5] float32, written: the LSE (natural log) of the sinks and of the window with the query's
                 own token, the norms |O| of both, and the norm of the two merged. Of no tokens: -inf and 0.
 
@@ -129,8 +131,35 @@ class NativeEngine:
 
         A request that cannot be computed gets the parts of no tokens, and fails the layer in `layer_finish`.
         """
-        self._layer_resident(self.handle, layer, q, k, v, windows, scale, parts)
+        self._layer_resident(self.handle, layer, q, k, v, windows, scale, sinks, parts)
         self._in_use = ()  # of a layer that was open: abandoned
+
+    def layer_newest(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """A whole layer whose tokens attend to the newest `window` ones (sliding-window attention).
+
+        Appends the step's token to the host and attends where KV lies there: no plan, no residents, no tasks, and no
+        metadata of blocks above a page. Waits for the workers.
+
+        Args:
+            window: tokens, this step's included; at least 1.
+            q, k, v, scale, out, sinks: as in `layer_begin`.
+
+        Raises:
+            ValueError: a shape, dtype, layer or window that does not fit; nothing was written.
+            RuntimeError: a request cannot be computed, or the workers run another engine's layer.
+        """
+        self._layer_newest(self.handle, layer, q, k, v, scale, window, sinks, out)
+        self._in_use = ()
 
     def layer_append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append the step's token to the host alone, for a plan that needs it there.
@@ -152,6 +181,7 @@ class NativeEngine:
         windows: torch.Tensor | None,
         scale: float,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -163,6 +193,8 @@ class NativeEngine:
                 then k and v are None, too.
             scale: multiplies q.k.
             out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns.
+            sinks: [Hq] float32: a logit of each head that joins the softmax and has no value (learned attention
+                sinks). It counts as a resident. None: there are none, or `layer_resident` had them.
 
         Returns:
             The number of tasks.
@@ -174,7 +206,7 @@ class NativeEngine:
         A layer that was begun before and not finished is abandoned first. A plan that cannot be (a block size that no
         kind of task takes, a list with pages outside the middle) fails the layer in `layer_finish`.
         """
-        return self._begun(self._layer_begin, plan, layer, q, k, v, windows, scale, out)
+        return self._begun(self._layer_begin, plan, layer, q, k, v, windows, scale, sinks, out)
 
     def middle_begin(
         self,

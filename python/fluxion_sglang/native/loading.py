@@ -15,7 +15,7 @@ from typing import Any
 
 import tvm_ffi
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -35,6 +35,7 @@ _BLOCKING = frozenset(
         "hgca_establish",
         "hgca_step",
         "host_memory",
+        "layers_into_huge_pages",
         "layers_linear",
         "layers_norm",
         "layers_rope",
@@ -46,6 +47,7 @@ _BLOCKING = frozenset(
         "engine_step",
         "engine_layer_resident",
         "engine_layer_append",
+        "engine_layer_newest",
         "engine_layer_finish",
         "engine_selection",
         "dispatcher_create",

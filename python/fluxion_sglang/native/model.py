@@ -25,6 +25,20 @@ class NativeLayers:
         self._silu_mul = function("layers_silu_mul")
         self._rope = function("layers_rope")
 
+    @staticmethod
+    def into_huge_pages(weights: torch.Tensor) -> None:
+        """Have the kernel move weights into huge pages, where they are: reading them takes fewer address translations.
+
+        What Linux before 6.1 or a machine without free huge pages cannot move stays as it is.
+
+        Args:
+            weights: [outputs, in], bfloat16 or float32; each row is contiguous.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit.
+        """
+        function("layers_into_huge_pages")(weights)
+
     def linear(
         self, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from fluxion_sglang.native.loading import function
 
+_NO_WINDOW = 2**31 - 1  # kNoWindow of kernels/table.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -178,6 +179,8 @@ class NativePool:
         scale: float,
         out: torch.Tensor,
         budget: float = 1.0,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> float:
         """Attention of tokens start..start+T-1 of a request to themselves and all before them, which the pool has.
 
@@ -192,6 +195,8 @@ class NativePool:
             budget: the largest share of earlier tokens that is read; below 1 the prefill is sparse. For some 64
                 queries and the heads of a group, blocks of 64 tokens are chosen that weigh most for one of these;
                 every eighth query is asked. Sinks, the nearest 256 tokens, and all for the last 256 queries, stay.
+            window: newest tokens that a token attends to, itself included; with one the prefill is exact. None: all.
+            sinks: [Hq] float32: a logit of each head that joins the softmax and has no value. None: there are none.
 
         Returns:
             The share that was read of what there was to read.
@@ -199,4 +204,5 @@ class NativePool:
         Raises:
             ValueError: a page id, position or shape that does not fit; nothing was written.
         """
-        return float(self._attend_chunk(self.handle, layer, pages, start, q, scale, budget, out))
+        most = _NO_WINDOW if window is None else window
+        return float(self._attend_chunk(self.handle, layer, pages, start, q, scale, budget, most, sinks, out))

@@ -21,6 +21,7 @@ from fluxion_sglang.executor.histograms import ReadHistograms
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.sglang import predictors, validation
@@ -67,7 +68,8 @@ class FluxionAttnBackend(AttentionBackend):
                 f"the fluxion attention backend got a {type(pool).__name__} instead of the host pool, so the pool hook "
                 "did not apply; run `fluxion doctor` and check that fluxion-sglang matches this SGLang version."
             )
-        layers = validation.check_attention_layers(runner.model)
+        layers = validation.check_attention_layers(runner.model, beside_device=pool.maker is not None)
+        validation.check_recorded(pool.config, layers, runner.model_config)
         # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -244,7 +246,8 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = self.failures.run(lambda: self.device.extend(self._index(layer), q, k, v, layer.scaling))
+        at, variant = self._index(layer), self._variant(layer, kwargs)
+        out = self.failures.run(lambda: self.device.extend(at, q, k, v, layer.scaling, variant))
         return self._flat(out, q)
 
     def forward_decode(
@@ -259,13 +262,22 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = self.failures.run(lambda: self.device.decode(self._index(layer), q, k, v, layer.scaling))
+        at, variant = self._index(layer), self._variant(layer, kwargs)
+        out = self.failures.run(lambda: self.device.decode(at, q, k, v, layer.scaling, variant))
         return self._flat(out, q)
 
     @staticmethod
     def _flat(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
         """[T, Hq * D]: the result, or zeros in place of one that failed."""
         return (torch.zeros_like(q) if out is None else out).flatten(1)
+
+    @staticmethod
+    def _variant(layer: RadixAttention, given: Mapping[str, Any]) -> Variant:
+        """What the layer's attention has beyond softmax; `given`: what the model passed besides q, k and v."""
+        window, sinks = validation.window_of(layer), given.get("sinks")
+        if window is None and sinks is None:
+            return PLAIN
+        return Variant(window, None if sinks is None else sinks.detach().float().contiguous())
 
     def _index(self, layer: RadixAttention) -> int:
         """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""

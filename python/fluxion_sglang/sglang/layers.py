@@ -56,6 +56,8 @@ def install(model: nn.Module, workers: Workers) -> int:
             module.quant_method = head
         else:
             continue
+        if weight.stride(1) == 1:
+            native.into_huge_pages(weight.data)
         count += 1
     return count
 

@@ -44,7 +44,14 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
     validation.check_device(view.device, config)
-    declare_resolution(server_args, "fluxion", attention_backend=compat.BACKEND, page_size=PAGE)
+    # One host pool has all layers: a cached prefix then serves those with a window, too.
+    declare_resolution(
+        server_args,
+        "fluxion",
+        attention_backend=compat.BACKEND,
+        page_size=PAGE,
+        disable_hybrid_swa_memory=True,
+    )
 
 
 def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:

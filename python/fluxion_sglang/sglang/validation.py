@@ -272,10 +272,22 @@ def _has_sparse_index(model: ModelConfig, args: Any) -> bool:
     return bool(is_minimax_sparse(model.hf_config))
 
 
-def _has_local_layers(model: ModelConfig, args: Any) -> bool:
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    local = kinds & {"sliding_attention", "chunked_attention"}
-    return bool(model.is_hybrid_swa or model.is_local_attention_model or model.attention_chunk_size or local)
+def _layer_types(model: ModelConfig) -> set[str]:
+    return set(getattr(model.hf_text_config, "layer_types", None) or ())
+
+
+def _has_chunked_layers(model: ModelConfig, args: Any) -> bool:
+    chunked = "chunked_attention" in _layer_types(model)
+    return bool(model.is_local_attention_model or model.attention_chunk_size or chunked)
+
+
+def _has_pools_by_layer(model: ModelConfig, args: Any) -> bool:
+    return bool(model.is_hybrid_swa)  # the option that our resolution sets has no say for this model
+
+
+def _varies_beside_device(model: ModelConfig, args: Any) -> bool:
+    varies = model.has_attention_sinks or "sliding_attention" in _layer_types(model)
+    return varies and maker_of(args.device) is not None
 
 
 def _whole_groups(q_heads: int, kv_heads: int) -> bool:
@@ -297,11 +309,13 @@ MODELS = (
     Refusal(_is_linear, "it has linear-attention or state-space layers, which have no KV to page"),
     Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
+    Refusal(_has_chunked_layers, "it has chunked-attention layers, whose masks the kernels do not have"),
+    Refusal(_has_pools_by_layer, "its sliding-window layers need a KV pool of their own"),
     Refusal(
-        lambda m, _: m.has_attention_sinks,
-        "it has learned attention sinks, a term of the softmax that belongs to no token",
+        _varies_beside_device,
+        "it has sliding windows or learned attention sinks, which Fluxion serves only where the CPU is the device",
+        "hide the accelerator and add --device cpu, or " + _OTHER_MODEL,
     ),
-    Refusal(_has_local_layers, "it has sliding-window or chunked-attention layers, which read no middle"),
     Refusal(
         lambda m, _: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
         "it caps attention logits, which the kernels do not",
@@ -356,7 +370,6 @@ def check_model(model: ModelConfig, args: Any) -> None:
 LAYERS = (
     Refusal(lambda layer: layer.is_cross_attention, "attends across to an encoder"),
     Refusal(lambda layer: layer.attn_type.value != "decoder", "attends to later tokens ({0.attn_type.value})"),
-    Refusal(lambda layer: layer.sliding_window_size > 0, "has a sliding window of {0.sliding_window_size} tokens"),
     Refusal(lambda layer: layer.logit_cap > 0, "caps attention logits at {0.logit_cap}"),
     Refusal(lambda layer: layer.xai_temperature_len > 0, "scales attention logits by position"),
     Refusal(lambda layer: layer.pos_encoding_mode != "NONE", "encodes positions in attention ({0.pos_encoding_mode})"),
@@ -373,11 +386,32 @@ LAYERS = (
 )
 
 
-def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
+def window_of(layer: RadixAttention) -> int | None:
+    """Tokens that a token attends to in a sliding-window layer, itself included; None: all up to its own."""
+    size = layer.sliding_window_size
+    # SGLang counts the tokens before a token's own; -1 is no window.
+    return None if size is None or size < 0 else int(size) + 1
+
+
+def check_recorded(config: FluxionConfig, layers: Sequence[RadixAttention], model: ModelConfig) -> None:
+    """Refuse to record what a predictor is trained on where it would be measured without part of the softmax.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    if config.record is not None and (model.has_attention_sinks or any(window_of(layer) for layer in layers)):
+        raise ConfigError(
+            "record does not work with this model, because it has sliding windows or learned attention sinks, and "
+            "samples are measured without them; leave record out."
+        )
+
+
+def check_attention_layers(model: Any, beside_device: bool = False) -> Sequence[RadixAttention]:
     """Refuse layers that are more than the model's configuration said; return all attention layers.
 
     Args:
         model: torch.nn.Module with at least one RadixAttention.
+        beside_device: the model runs on a device with memory of its own.
 
     Raises:
         ConfigError: the first reason.
@@ -391,6 +425,11 @@ def check_attention_layers(model: Any) -> Sequence[RadixAttention]:
     for layer in layers:
         if (found := _first(LAYERS, "RadixAttention's", layer)) is not None:
             raise _unserved(f"its attention layer {layer.layer_id} {found[0]}, which the kernels do not support")
+        if beside_device and window_of(layer) is not None:
+            raise _unserved(
+                f"its attention layer {layer.layer_id} has a sliding window, which Fluxion serves only where the CPU "
+                "is the device"
+            )
     shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim) for layer in layers}
     if len(shapes) > 1:
         listed = ", ".join(f"{q} query and {k} KV heads of {d}" for q, k, d in sorted(shapes))

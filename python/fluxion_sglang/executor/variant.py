@@ -1,0 +1,24 @@
+"""What a layer's attention has beyond a softmax over every token up to its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """One layer's.
+
+    Attributes:
+        window: newest tokens that a token attends to, itself included (sliding-window attention); None: all.
+        sinks: [Hq] float32, contiguous: a logit of each head that joins the softmax and has no value (learned
+            attention sinks). None: there are none.
+    """
+
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Variant()

@@ -75,6 +75,7 @@ inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t
   if (s.kv_heads > 1) w.head_stride = t.stride(0) * s.element();
   w.sink_pages = static_cast<int>(sinks / kPage);
   w.ring_pages = WindowView::ring_of(static_cast<int>(window));
+  if (t.size(1) < 1) Raise("ValueError") << "window has no pages; it needs those of one row at least.";
   if (t.size(1) % w.slot_pages() != 0) {
     Raise("ValueError") << "window has " << t.size(1) << " pages a head, which is no multiple of the "
                         << w.slot_pages() << " pages of a row (sinks, window and one page).";

@@ -1,6 +1,8 @@
 """Processes of a server are killed, stopped and asked to end, under twenty streams.
 
-Clients get an error or an end within seconds, no process is left, and /health tells the truth.
+Clients get an error or an end within seconds, no process is left, and /health tells the truth, as far as SGLang knows
+it: its scheduler answers /health past the detokenizer. Where the detokenizer is gone and the scheduler is not, SGLang
+waits a minute for core dumps of CUDA before it ends; the servers here are told not to.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Stream(threading.Thread):
 def served(folder: Path, name: str, fluxion: str | None = '{"host_tokens": 131072}') -> Iterator[Server]:
     model = tiny_model.build(folder / "model", kv_heads=2)
     log = folder / f"{name}.log"
-    with Server("--max-running-requests", "24", model=model, fluxion=fluxion, log=log) as server:
+    env = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+    with Server("--max-running-requests", "24", model=model, fluxion=fluxion, env=env, log=log) as server:
         yield server
 
 
@@ -148,7 +151,7 @@ def test_a_process_sleeps_and_wakes(tmp_path: Path) -> None:
                 time.sleep(1)
                 before = [stream.pieces for stream in found]
                 said = health(server, timeout=30)
-                assert said != 200, f"{name} sleeps, and /health says {said}"
+                assert said != 200 or name == "sglang::detokenizer", f"{name} sleeps, and /health says {said}"
                 assert sum(stream.pieces for stream in found) - sum(before) <= STREAMS
             finally:
                 process.resume()

@@ -61,9 +61,11 @@ class Slope:
 def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
     """The straight line through what was seen, by least squares; at least three points at different times."""
     fit = stats.linregress(seconds, values)
-    half = float(stats.t.ppf(0.975, len(seconds) - 2)) * float(fit.stderr)
+    # What never changed has no deviation that scipy could divide by.
+    error = float(fit.stderr) if math.isfinite(fit.stderr) else 0.0
+    half = float(stats.t.ppf(0.975, len(seconds) - 2)) * error
     ends = (float(fit.slope), float(fit.slope) - half, float(fit.slope) + half)
-    return Slope(*(round(3600 * end, 3) if math.isfinite(end) else end for end in ends))
+    return Slope(*(round(3600 * end, 3) for end in ends))
 
 
 def grown(counts: Sequence[int]) -> bool:

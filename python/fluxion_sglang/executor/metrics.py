@@ -74,9 +74,9 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "step_seconds": (
         "Time of the timed steps, by part. resident, features: attention to the residents, and what is told "
         "to a policy that sees them first. plan: the policy. tasks: from the start of a layer's queue to its last "
-        "result, with the residents where no policy sees them first. model: between the attention of layers. between: from the "
-        "last layer's attention to the next step, with sampling and SGLang's scheduler. A server with the option audit "
-        "has none.",
+        "result, with the residents where no policy sees them first. model: between the attention of layers. between: "
+        "from the last layer's attention to the next step, with sampling and SGLang's scheduler. A server with the "
+        "option audit has none.",
         ("part",),
     ),
 }

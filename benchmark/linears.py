@@ -73,8 +73,8 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
     weights = [weight.clone() for _ in range(copies)]
     for copy in weights:
         NativeLayers.into_huge_pages(copy)
-    memory = probe.host_memory(workers(0), least)
-    memory.fill_(1)
+    # A plan's own, so that no stream finds in a cache what the one before it has read.
+    memories = {plan: probe.host_memory(workers(0), least).fill_(1) for plan in probe.PLANS}
     found = []
     for count in rows:
         x = torch.randn(count, inputs, generator=random).to(torch.bfloat16)
@@ -82,10 +82,10 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
         exact = x.double() @ weight[:4096].double().T
         errors = {name: error(calls[0]()[:, :4096], exact) for name, calls in every.items()}
         contenders = {name: partial(run_all, calls) for name, calls in every.items()}
-        streams = {f"stream {plan.streams}:{plan.ahead}": partial(read, memory, plan) for plan in probe.PLANS}
+        streams = {f"stream {plan.streams}:{plan.ahead}": partial(read, memory, plan) for plan, memory in memories.items()}
         times = interleave(contenders | streams, rounds)
         nbytes = copies * weight.nbytes
-        ours = judge(times, "ours", nbytes, memory.numel())
+        ours = judge(times, "ours", nbytes, least)
         for name in every:
             found.append(
                 {

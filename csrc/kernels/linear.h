@@ -2,23 +2,22 @@
 
 #include "kernels/rows.h"
 #include "kernels/table.h"
-#include "kernels/throttle.h"
 
 // Linear layers of few rows: weights are read once, as they lie in memory, and multiplied with all rows.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
 // Rows of x that are multiplied together, padded with zeros to a power of two. Arithmetic bounds them: a line
-// of weights in bfloat16 takes an instruction a row. Zen 5 does two of them a cycle, and eight rows take 4.5
-// cycles a line from the second nearest cache, where memory delivers a line to a core every 6 to 10.
+// of weights in bfloat16 takes an instruction a row. Zen 4 does one of them a cycle, and memory delivers a
+// line to a core every 5 to 10.
 inline constexpr int kLinearRows = 8;
 // Outputs whose sums are kept at a time: a multiple of 2, 3 and 4.
 inline constexpr int kLinearOutputs = 192;
-// Bytes of kLinearRows rows of x that are multiplied at a time: the nearest cache has room for them and for
-// the weights that are on their way.
-inline constexpr int kLinearBytes = 32 << 10;
-// How far ahead weights are fetched of each of the stretches that are read side by side.
-inline constexpr int kLinearAhead = 2 << 10;
+// Bytes of a row of x that are multiplied at a time: kLinearRows of them leave half of the nearest cache to
+// the weights. How many rows there are changes nothing, so that a row's sums do not depend on the others.
+inline constexpr int kLinearBytes = 2 << 10;
+// How far ahead weights come from the second nearest cache into the nearest.
+inline constexpr int kLinearAhead = 256;
 
 inline constexpr int across_of(int rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 inline constexpr int padded(int in) { return (in + kLinearPad - 1) / kLinearPad * kLinearPad; }
@@ -49,65 +48,72 @@ void pack_linear(const void* x, int64_t x_stride, int rows, int in, void* packed
   }
 }
 
+// Memory that is read from one end to the other into the second nearest cache.
+class Upcoming {
+ public:
+  Upcoming() = default;
+  Upcoming(const void* first, int64_t bytes) : next_(static_cast<const char*>(first)), end_(next_ + bytes) {}
+
+  // The next so many bytes, to be fetched line after line; `instead`, which is in the cache, after the last.
+  const char* take(int64_t bytes, const void* instead) {
+    if (end_ - next_ < bytes) return static_cast<const char*>(instead);
+    next_ += bytes;
+    return next_ - bytes;
+  }
+
+ private:
+  const char *next_ = nullptr, *end_ = nullptr;
+};
+
 // What kSide stretches of weights, each of `steps` rows one after another, are multiplied with in one go: a
-// block of the inputs of a row of every stretch. Unit u is block u / steps of row u % steps.
+// block of the inputs of a row of every stretch. Unit u is block u / steps of row u % steps: it finds the
+// weights in the second nearest cache, however they jump, because what was multiplied before it has fetched
+// them, as they lie in memory. A core has few lines under way that it asked for itself; its prefetcher, which
+// has more, follows only what goes straight on.
 template <class T, int kX, int kSide>
 class LinearUnits {
  public:
-  LinearUnits(const LinearArgs& args, const typename Dot<T>::Query* x, const T* weights, int steps,
-              const T* next, int next_steps)
-      : x_(x),
-        weights_(weights),
-        next_(next ? next : weights),
-        stride_(args.stride),
-        in_(args.in),
-        steps_(steps),
-        next_steps_(next ? next_steps : steps) {
-    constexpr int kMost = kLinearBytes / (kLinearRows * static_cast<int>(sizeof(typename Dot<T>::Query)));
+  LinearUnits(const LinearArgs& args, const typename Dot<T>::Query* x, const T* weights, int steps)
+      : x_(x), weights_(weights), stride_(args.stride), in_(args.in), steps_(steps) {
+    constexpr int kMost = kLinearBytes / static_cast<int>(sizeof(typename Dot<T>::Query));
     blocks_ = (in_ + kMost - 1) / kMost;
     block_ = padded((in_ + blocks_ - 1) / blocks_);
     blocks_ = (in_ + block_ - 1) / block_;
   }
 
   // sums[m * kLinearOutputs + s * steps + i]: row m of x times row i of stretch s; sums starts with zeros.
-  void run(float* sums) const {
-    const auto part = [&]<int kGap>(int first, int end) {
-      for (int u = first; u < end; ++u) multiply<kGap>(u, sums);
-    };
-    const int lines = kSide * smaller(block_, in_) * static_cast<int>(sizeof(T)) / kLine;
-    throttled<kSide == 1 ? 1 : 4>(blocks_ * steps_, lines > 0 ? lines : 1, part);
+  void run(Upcoming* upcoming, float* sums) const {
+    for (int u = 0; u < blocks_ * steps_; ++u) multiply(u, upcoming, sums);
   }
 
  private:
   static constexpr int kPair = 2 * kLanes;
   static constexpr int kCount = kSide * kX;
 
-  const T* at(int unit, int side) const {
-    const int first = unit / steps_ * block_;
-    return weights_ + (static_cast<int64_t>(side) * steps_ + unit % steps_) * stride_ + first;
-  }
-
-  template <int kGap>
-  void multiply(int unit, float* sums) const {
-    const int begin = unit / steps_ * block_, size = smaller(in_ - begin, block_);
-    const int whole = size / kPair * kPair,
-              ahead = smaller(kLinearAhead / static_cast<int>(sizeof(T)), whole);
+  void multiply(int unit, Upcoming* upcoming, float* sums) const {
+    const int begin = unit / steps_ * block_, size = smaller(in_ - begin, block_),
+              whole = size / kPair * kPair;
     const auto* x = x_ + static_cast<int64_t>(begin) * kX;
-    const T *rows[kSide], *then[kSide];
-    const bool last = unit + 1 == blocks_ * steps_;
-    for (int s = 0; s < kSide; ++s) {
-      rows[s] = at(unit, s);
-      then[s] = last ? next_ + static_cast<int64_t>(s) * next_steps_ * stride_ : at(unit + 1, s);
-    }
+    const T* rows[kSide];
+    for (int s = 0; s < kSide; ++s)
+      rows[s] = weights_ + (static_cast<int64_t>(s) * steps_ + unit % steps_) * stride_ + begin;
+    const char* then = upcoming->take(static_cast<int64_t>(whole) * kSide * sizeof(T), rows[0]);
     Vec total[kCount];
 #pragma GCC unroll 32
     for (int i = 0; i < kCount; ++i) total[i] = set1(0.0f);
-    Spaced spaced;
-    const T* fetched[kSide];
-    for (int s = 0; s < kSide; ++s) fetched[s] = rows[s] + ahead;
-    add_pairs<kGap>(x, rows, fetched, 0, whole - ahead, &spaced, total);
-    for (int s = 0; s < kSide; ++s) fetched[s] = then[s] - (whole - ahead);
-    add_pairs<kGap>(x, rows, fetched, whole - ahead, whole, &spaced, total);
+    for (int k = 0; k < whole; k += kPair) {
+      constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
+      if (kBytes >= kLine || k * static_cast<int>(sizeof(T)) % kLine == 0) {
+#pragma GCC unroll 4
+        for (int s = 0; s < kSide; ++s) {
+          for (int b = 0; b < kBytes; b += kLine, then += kLine) {
+            prefetch_near(then);
+            prefetch(reinterpret_cast<const char*>(rows[s] + k) + b + kLinearAhead);
+          }
+        }
+      }
+      add_pair(x + static_cast<int64_t>(k) * kX, rows, k, total);
+    }
     if (whole < size) {
       T rest[kSide][kPair] = {};
       const T* ends[kSide];
@@ -136,22 +142,6 @@ class LinearUnits {
     }
   }
 
-  template <int kGap>
-  static void add_pairs(const typename Dot<T>::Query* x, const T* const* rows, const T* const* fetched,
-                        int first, int end, Spaced* spaced, Vec (&total)[kCount]) {
-    constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
-    for (int k = first; k < end; k += kPair) {
-      if (kBytes >= kLine || k * static_cast<int>(sizeof(T)) % kLine == 0) {
-#pragma GCC unroll 4
-        for (int s = 0; s < kSide; ++s) {
-          for (int b = 0; b < kBytes; b += kLine)
-            prefetch(spaced->next<kGap>(reinterpret_cast<const char*>(fetched[s] + k) + b));
-        }
-      }
-      add_pair(x + static_cast<int64_t>(k) * kX, rows, k, total);
-    }
-  }
-
   // The same order of additions whatever kX and kSide are.
   static void reduce(const Vec (&total)[kCount], float* each) {
 #pragma GCC unroll 32
@@ -164,31 +154,26 @@ class LinearUnits {
   }
 
   const typename Dot<T>::Query* x_;
-  const T *weights_, *next_;
+  const T* weights_;
   int64_t stride_;
-  int in_, steps_, next_steps_, block_, blocks_;
+  int in_, steps_, block_, blocks_;
 };
 
 // A group of up to kX rows of x and up to kLinearOutputs outputs.
 template <class T, int kX>
-void linear_group(const LinearArgs& args, int group, int64_t first, int count, int64_t next, int next_count,
-                  T* out) {
+void linear_group(const LinearArgs& args, int group, int64_t first, int count, Upcoming* upcoming, T* out) {
   // Sums, weights and one more fit into the registers.
   constexpr int kSide = kRegisters >= 32 ? (kX <= 4 ? 4 : 3) : kX <= 2 ? 4 : kX <= 4 ? 2 : 1;
   const auto* x = static_cast<const typename Dot<T>::Query*>(args.x);
   x += static_cast<int64_t>(group) * padded(args.in);
-  const T* weights = static_cast<const T*>(args.weights);
-  const auto row = [&](int64_t i) { return weights + i * args.stride; };
+  const T* weights = static_cast<const T*>(args.weights) + first * args.stride;
   float sums[kX * kLinearOutputs];
   for (int i = 0; i < kX * kLinearOutputs; i += kLanes) store(sums + i, set1(0.0f));
   const int steps = count / kSide, rest = count - steps * kSide;
-  const bool more = next_count >= kSide;
+  if (steps > 0) LinearUnits<T, kX, kSide>(args, x, weights, steps).run(upcoming, sums);
   if (rest > 0) {
-    LinearUnits<T, kX, 1>(args, x, row(first + steps * kSide), rest, nullptr, 0).run(sums + steps * kSide);
-  }
-  if (steps > 0) {
-    LinearUnits<T, kX, kSide>(args, x, row(first), steps, more ? row(next) : nullptr, next_count / kSide)
-        .run(sums);
+    const T* last = weights + static_cast<int64_t>(steps) * kSide * args.stride;
+    LinearUnits<T, kX, 1>(args, x, last, rest).run(upcoming, sums + steps * kSide);
   }
   const T* bias = static_cast<const T*>(args.bias);
   for (int m = 0; m < kX && group + m < args.rows; ++m) {
@@ -205,17 +190,21 @@ void linear_group(const LinearArgs& args, int group, int64_t first, int count, i
 
 template <class T>
 void linear(const LinearArgs& args, int64_t first, int count, int64_t next, int next_count, void* out) {
+  // Rows that lie far apart are left to the hardware.
+  const bool dense = args.stride <= args.in + args.in / 8;
+  const auto weights_from = [&](int64_t row, int rows) {
+    if (!dense || rows < 1) return Upcoming();
+    return Upcoming(static_cast<const T*>(args.weights) + row * args.stride,
+                    rows * args.stride * static_cast<int64_t>(sizeof(T)));
+  };
   for (int begin = 0; begin < count; begin += kLinearOutputs) {
-    const int size = smaller(count - begin, kLinearOutputs);
-    const bool last = begin + size == count;
+    const int size = smaller(count - begin, kLinearOutputs), more = count - begin - size;
+    Upcoming upcoming = more > 0 ? weights_from(first + begin + size, smaller(more, kLinearOutputs))
+                                 : weights_from(next, next_count);
+    // Rows of x after the first group find all weights in a cache.
     for (int group = 0; group < args.rows; group += kLinearRows) {
-      // Rows of x after the first group find the weights in a cache.
-      const bool final = group + kLinearRows >= args.rows;
-      const int64_t then = !final ? first + begin : last ? next : first + begin + size;
-      const int then_count =
-          !final ? size : smaller(last ? next_count : count - begin - size, kLinearOutputs);
       const auto run = [&](auto one) {
-        one(args, group, first + begin, size, then, then_count, static_cast<T*>(out) + begin);
+        one(args, group, first + begin, size, &upcoming, static_cast<T*>(out) + begin);
       };
       switch (across_of(smaller(args.rows - group, kLinearRows))) {
         case 1:

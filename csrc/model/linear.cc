@@ -6,13 +6,13 @@
 namespace fluxion {
 namespace {
 
-// Weights that a worker takes at a time: what is lost where one ends and the next begins is little, and the
-// last of them are done at nearly the same time.
-constexpr int64_t kChunkBytes = 256 << 10;
+// Weights that a worker takes at a time. While it multiplies them it fetches those that it takes next, so a
+// core's second nearest cache has to have room for both.
+constexpr int64_t kChunkBytes = 192 << 10;
 constexpr int kChunksOfWorker = 8;
 constexpr int64_t kLeastBytes = 32 << 10;
 // Fewer outputs are no good to read side by side.
-constexpr int kLeastOutputs = 24;
+constexpr int kLeastOutputs = 12;
 
 struct Job {
   const KernelTable& kernels;

@@ -103,6 +103,7 @@ def main() -> None:
             "prefill.py",
             "lfps_selection.py",
             "fairness.py",
+            "canary.py",
         ):  # nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":

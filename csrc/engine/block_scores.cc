@@ -30,6 +30,24 @@ int BlockScorer::find_entries(const int32_t* tags, const Blocks& blocks, const i
   return without;
 }
 
+// The entries that were read: those of the blocks, and of blocks without one those of their pages.
+void BlockScorer::check(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
+                        int without) const {
+  const Canary& canary = *pool.canary();
+  const auto own = [&](int from, int to) {
+    const int last = blocks.level == 0 ? blocks.from(from) : blocks.last(from);
+    canary.read_entries(pool, layer, head, blocks.level, pages + last, int64_t{1} << blocks.level, to - from);
+  };
+  int from = 0;
+  for (int next = 0; next < without; ++next) {
+    const int i = without_[next];
+    if (i > from) own(from, i);
+    canary.read_entries(pool, layer, head, 0, pages + blocks.from(i), 1, blocks.to(i) - blocks.from(i));
+    from = i + 1;
+  }
+  if (blocks.count > from) own(from, blocks.count);
+}
+
 int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Blocks& blocks,
                            const int32_t* pages, const char* q, int group, float spread, float* scores,
                            int64_t stride) {
@@ -60,6 +78,7 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
       for (int m = 0; m < count; ++m) scores[g * stride + block[m]] = merged_score_[g * kMergeBatch + m];
     }
   }
+  if (pool.canary() != nullptr) check(pool, layer, head, blocks, pages, without);
   return bytes;
 }
 

@@ -56,6 +56,8 @@ class BlockScorer {
  private:
   static constexpr int kMergeBatch = 32;
 
+  void check(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
+             int without) const;
   // Fills index_ and without_ for a level above 0; how many blocks have no entry.
   int find_entries(const int32_t* tags, const Blocks& blocks, const int32_t* pages);
 

@@ -15,6 +15,12 @@ int chunks_of(const Layer& layer, int64_t bytes, int units) {
   return static_cast<int>(std::clamp<int64_t>(chunks, 1, std::max(1, std::min(units, kMaxChunks))));
 }
 
+// Whole tiles that were read.
+void check_tiles(const Layer& layer, int kv_head, const int32_t* pages, int count) {
+  if (const Canary* canary = layer.pool.canary())
+    canary->read_tiles(layer.pool, layer.in.layer, kv_head, pages, int64_t{count} * kPage);
+}
+
 // body(from, to, helper) for every chunk of `count` things in units of `unit`, which are `bytes` together.
 template <class Body>
 void in_chunks(const Layer& layer, int64_t bytes, int count, int unit, Scratch* s, const Body& body) {
@@ -52,6 +58,7 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
     } else {
       call(layer.kernels.attend_pages, page_lse + static_cast<int64_t>(from) * heads);
     }
+    check_tiles(layer, kv_head, pages + from, to - from);
   };
   s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
   for (int i = 1; i < chunks; ++i)
@@ -75,6 +82,7 @@ void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, in
   const auto score = [&](int from, int to, Scratch*) {
     layer.kernels.score_tokens(layer.query(task), layer.group, layer.shape.head_dim, layer.tiles(task),
                                pages + from, to - from, &s->scores[from * kPage], s->stride(layer.group));
+    check_tiles(layer, task.head, pages + from, to - from);
   };
   in_chunks(layer, count * layer.shape.tile_bytes() / 2, count, 1, s, score);
 }
@@ -83,6 +91,8 @@ void score_rows(const Layer& layer, const Task& task, int count, Scratch* s) {
   const auto score = [&](int from, int to, Scratch*) {
     layer.kernels.score_rows(layer.query(task), layer.group, layer.shape.head_dim, layer.tiles(task),
                              &s->tokens[from], to - from, &s->scores[from], s->stride(layer.group));
+    if (const Canary* canary = layer.pool.canary())
+      canary->read_tokens(layer.pool, layer.in.layer, task.head, &s->tokens[from], to - from);
   };
   in_chunks(layer, count * layer.shape.token_bytes(), count, kPage, s, score);
 }

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 
 #include "kernels/feature_index.h"
+#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -104,6 +106,7 @@ void Engine::reserve(int requests, int pages) {
   const size_t groups = static_cast<size_t>(max_requests) * shape_.kv_heads;
   const size_t states = static_cast<size_t>(max_requests) * config_.q_heads;
   skip_.resize(max_requests);
+  corrupt_.resize(max_requests);
   order_.resize(groups);
   tasks_.resize(groups);
   kinds_.resize(groups);
@@ -191,6 +194,8 @@ void Engine::open_input(const LayerInput& in) {
   layer_.res_lse = res_lse_.data();
   layer_.plan = nullptr;
   held_ = false;
+  thrown_ = nullptr;
+  std::fill(corrupt_.begin(), corrupt_.end(), nullptr);
   task_bytes_ = 0;
   next_item_.store(0, std::memory_order_relaxed);
 }
@@ -333,6 +338,8 @@ void Engine::finish() {
   if (layer_.to.on_device()) {
     for (int i = 0; i < step_.batch() * shape_.kv_heads; ++i) take_given(layer_.task(i));
   }
+  clear_corrupt();
+  record_thrown();
   if (!failure_.empty())
     throw std::runtime_error("Layer " + std::to_string(layer_.in.layer) + ": " + failure_);
   finished_ = true;
@@ -367,6 +374,24 @@ void Engine::result(float* out) const {
 void Engine::record_failure(const std::string& sentence) {
   const std::lock_guard lock(failure_mutex_);
   if (failure_.empty()) failure_ = sentence;
+}
+
+// What was read is no result.
+void Engine::clear_corrupt() {
+  for (int b = 0; b < step_.batch(); ++b) {
+    if (corrupt_[b] == nullptr) continue;
+    const int64_t at = int64_t{b} * config_.q_heads, numbers = int64_t{config_.q_heads} * shape_.head_dim;
+    if (!layer_.to.on_device())
+      std::memset(layer_.to.out + b * layer_.to.out_stride, 0, config_.q_heads * shape_.token_bytes());
+    std::fill_n(layer_.mid_o + at * shape_.head_dim, numbers, 0.0f);
+    std::fill_n(layer_.mid_lse + at, config_.q_heads, kMinusInf);
+  }
+}
+
+void Engine::record_thrown() {
+  if (thrown_ == nullptr) return;
+  record_failure("Request " + std::to_string(thrower_.request) + ", KV head " +
+                 std::to_string(thrower_.head) + " could not be computed: " + sentence_of(thrown_));
 }
 
 void Engine::fail_task(const Task& task, const std::string& what) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -83,6 +84,9 @@ class Engine {
   // failure, and no step or layer was begun since; result() also for a layer on a device.
   void result(float* out) const;
   const Reads* reads() const;
+  // Requests of the layer that was finished last which read what was not what had been written (nullptr: did
+  // not): their output is zero.
+  const std::exception_ptr& corrupt(int request) const { return corrupt_[request]; }
   // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
   void abandon();
 
@@ -140,6 +144,8 @@ class Engine {
   bool launch(WorkerPool::Fn work);
   void run_items(WorkerPool::Fn work);
   void record_failure(const std::string& sentence);
+  void record_thrown();
+  void clear_corrupt();
   void fail_task(const Task& task, const std::string& what);
 
   // make_tasks.cc
@@ -155,12 +161,15 @@ class Engine {
   static void append_main(void* self, int worker);
   static void newest_main(void* self, int worker);
   void work(int worker);
+  template <class Body>
+  void attempt(const Task& task, const Body& body) noexcept;
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
   void run_task(int turn, Scratch* scratch);
   void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
   void part_done(const Task& task);
   void take_given(const Task& task);
+  void lose(const Task& task, const std::exception_ptr& corrupt);
   void merge(const Task& task);
 
   // end_layer.cc
@@ -208,6 +217,9 @@ class Engine {
   std::vector<Scratch> scratch_;  // one a worker
   std::mutex failure_mutex_;
   std::string failure_;
+  std::exception_ptr thrown_;  // what a worker threw first in this layer, and for whom
+  Task thrower_{};
+  std::vector<std::exception_ptr> corrupt_;  // [B]: CorruptMemory
 
   std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
   std::mutex selection_mutex_;  // selection_scratch_

@@ -18,7 +18,8 @@ template <class Memory>
 class alignas(64) Stage {
  public:
   // body(chunk, memory) for every chunk, in any order and in many threads at once; returns when all are done.
-  // Returns the nanoseconds that the owner did nothing but wait for helpers.
+  // Returns the nanoseconds that the owner did nothing but wait for helpers. Throws what a chunk threw first,
+  // its own or a helper's, when all are done.
   template <class Body>
   int64_t run(int chunks, Memory* memory, const Body& body) {
     if (chunks == 1) {
@@ -30,19 +31,23 @@ class alignas(64) Stage {
     helped_.store(0, std::memory_order_relaxed);
     head_.store(static_cast<uint64_t>(chunks) << 32, std::memory_order_release);
     int own = 0;
-    for (int i; (i = claim()) >= 0; ++own) body(i, memory);
+    for (int i; (i = claim()) >= 0; ++own) failure_.guard([&] { body(i, memory); });
     const auto done = [&] { return own + helped_.load(std::memory_order_acquire) == chunks; };
-    if (done()) return 0;
-    const int64_t start = now_ns();
-    wait_until(done);
-    return now_ns() - start;
+    int64_t waited = 0;
+    if (!done()) {
+      const int64_t start = now_ns();
+      wait_until(done);
+      waited = now_ns() - start;
+    }
+    failure_.rethrow();
+    return waited;
   }
 
   // Runs chunks of the open stage until none is left; how many.
   int help(Memory* memory) {
     int chunks = 0;
     for (int i; (i = claim()) >= 0; ++chunks) {
-      fn_(ctx_, i, memory);
+      failure_.guard([&] { fn_(ctx_, i, memory); });
       helped_.fetch_add(1, std::memory_order_release);
     }
     return chunks;
@@ -63,6 +68,7 @@ class alignas(64) Stage {
   std::atomic<int> helped_{0};     // chunks that helpers have done
   void (*fn_)(const void* ctx, int chunk, Memory* memory) = nullptr;
   const void* ctx_ = nullptr;
+  FirstFailure failure_;  // of the open stage's chunks
 };
 
 }  // namespace fluxion

@@ -5,6 +5,7 @@
 #include "engine/engine.h"
 #include "engine/residents.h"
 #include "kernels/feature_index.h"
+#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -14,16 +15,43 @@ void Engine::work(int worker) {
   Scratch* scratch = &scratch_[worker];
   const int64_t start = now_ns();
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items_;)
-    resident_item(layer_.task(i), scratch);
+    attempt(layer_.task(i), [&] { resident_item(layer_.task(i), scratch); });
   // Before the first pop: whoever finds the queue dry then knows of all who have a task.
   owners_.fetch_add(1, std::memory_order_relaxed);
   for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
-    run_task(TaskQueue::task_of(claim), scratch);
+    const int turn = TaskQueue::task_of(claim);
+    attempt(tasks_[turn], [&] { run_task(turn, scratch); });
     queue_.finish(claim);
   }
   owners_.fetch_sub(1, std::memory_order_release);
   scratch->busy_ns += now_ns() - start;
   help(worker);
+}
+
+// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Nothing is
+// allocated here, because memory may have run out.
+template <class Body>
+void Engine::attempt(const Task& task, const Body& body) noexcept {
+  try {
+    body();
+  } catch (const CorruptMemory&) {
+    lose(task, std::current_exception());
+  } catch (...) {
+    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+    const std::lock_guard lock(failure_mutex_);
+    if (thrown_ != nullptr) return;
+    thrown_ = std::current_exception();
+    thrower_ = task;
+  }
+}
+
+// The request of a task, or all those of its bundle.
+void Engine::lose(const Task& task, const std::exception_ptr& corrupt) {
+  totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+  const std::lock_guard lock(failure_mutex_);
+  const Bundle* bundle = bundles_.of(layer_.index(task));
+  for (int i = 0; i < (bundle == nullptr ? 1 : bundle->count); ++i)
+    corrupt_[bundle == nullptr ? task.request : layer_.task(bundle->tasks[i]).request] = corrupt;
 }
 
 // Until no task that is begun can open a stage any more.

@@ -150,6 +150,18 @@ void engine_layer_finish(EngineRef ref) {
   guarded([&] { ref->engine->finish(); });
 }
 
+// Of the last layer: a line "request<tab>sentence" for each request that read corrupt memory.
+ffi::String engine_corrupt(EngineRef ref) {
+  return guarded([&] {
+    std::string out;
+    for (int b = 0; b < ref->engine->batch(); ++b) {
+      if (const std::exception_ptr& corrupt = ref->engine->corrupt(b))
+        out += std::to_string(b) + "\t" + sentence_of(corrupt) + "\n";
+    }
+    return ffi::String(out);
+  });
+}
+
 int64_t engine_queue_pop(EngineRef ref, int64_t executor) {
   if (executor < 1 || executor >= kExecutors) {
     Raise("ValueError") << "There is no foreign executor " << executor << "; 1 is torch and 2 is gpu.";
@@ -237,6 +249,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_append, fluxion::engine_layer_append)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_begin, fluxion::engine_layer_begin);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_middle_begin, fluxion::engine_middle_begin);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_finish, fluxion::engine_layer_finish);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_corrupt, fluxion::engine_corrupt);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_queue_pop, fluxion::engine_queue_pop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_task, fluxion::engine_task);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_abandon, fluxion::engine_abandon);

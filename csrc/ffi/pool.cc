@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "ffi/objects.h"
-#include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
@@ -19,7 +18,7 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 21;
+constexpr int64_t kAbiVersion = 22;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
@@ -31,10 +30,6 @@ PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t he
 }
 
 int64_t abi_version() { return kAbiVersion; }
-
-ffi::String topology() {
-  return guarded([] { return ffi::String(topology_json()); });
-}
 
 Workers workers_create(int64_t n, TensorView cores) {
   expect(cores, "cores", kInt32, {-1}, 1);
@@ -57,11 +52,39 @@ int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t h
 }
 
 Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim,
-                 int64_t dtype, int64_t sink_pages, double spread, ffi::String isa) {
+                 int64_t dtype, int64_t sink_pages, double spread, ffi::String isa, double canary) {
+  if (!(canary >= 0 && canary <= 1)) {
+    Raise("ValueError") << "canary is " << canary << "; it is a share of reads, 0 to 1.";
+  }
   return guarded([&] {
     const PoolShape shape = pool_shape(layers, kv_heads, pages, head_dim, dtype, sink_pages);
-    return Pool(ffi::make_object<PoolObj>(
-        std::make_shared<HostPool>(workers->pool, shape, static_cast<float>(spread), std::string(isa))));
+    const auto pool =
+        std::make_shared<HostPool>(workers->pool, shape, static_cast<float>(spread), std::string(isa));
+    if (canary > 0) pool->guard(canary);
+    return Pool(ffi::make_object<PoolObj>(pool));
+  });
+}
+
+// out: [2], reads that were checked, and mismatches.
+void pool_canary_counts(Pool pool, TensorView out) {
+  expect(out, "out", kInt64, {2}, 1);
+  const Canary* canary = pool->pool->canary();
+  data<int64_t>(out)[0] = canary == nullptr ? 0 : canary->checks();
+  data<int64_t>(out)[1] = canary == nullptr ? 0 : canary->mismatches();
+}
+
+// A line for each of the first `most` mismatches. checked: [1], how much there was to check.
+ffi::String pool_sweep(Pool pool, int64_t most, TensorView checked) {
+  expect(checked, "checked", kInt64, {1}, 1);
+  const Canary* canary = pool->pool->canary();
+  if (canary == nullptr) {
+    Raise("ValueError") << "This pool has no canary to compare with; create it with one.";
+  }
+  return guarded([&] {
+    std::string out;
+    for (const std::string& sentence : canary->sweep(*pool->pool, most, data<int64_t>(checked)))
+      out += sentence + "\n";
+    return ffi::String(out);
   });
 }
 
@@ -151,11 +174,12 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
 }  // namespace fluxion
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, fluxion::abi_version);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(topology_json, fluxion::topology);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_create, fluxion::workers_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers_cores, fluxion::workers_cores);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_bytes, fluxion::pool_bytes_of);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_create, fluxion::pool_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_canary_counts, fluxion::pool_canary_counts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_sweep, fluxion::pool_sweep);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_isa, fluxion::pool_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_tensor, fluxion::pool_tensor);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append, fluxion::pool_append);

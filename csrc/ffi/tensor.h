@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/failure.h"
+
 namespace fluxion {
 
 namespace ffi = tvm::ffi;
@@ -45,8 +47,10 @@ auto guarded(Body body) -> decltype(body()) {
     Raise("ValueError") << e.what();
   } catch (const ffi::Error&) {
     throw;
-  } catch (const std::exception& e) {
-    Raise("RuntimeError") << e.what();
+  } catch (const CorruptMemory& e) {
+    Raise("CorruptMemory") << e.what();
+  } catch (...) {
+    Raise("RuntimeError") << sentence_of(std::current_exception());
   }
   TVM_FFI_UNREACHABLE();
 }

@@ -117,6 +117,10 @@ class ChunkWork {
       float* o = part(stretches_ == 1 ? worker : item);
       float* lse = o + at.tokens * group_ * s.head_dim;
       pool_.kernels().extend(args, scratch(worker), o, lse);
+      if (const Canary* canary = pool_.canary()) {
+        const int64_t filled = std::min<int64_t>(args.keys, std::max<int64_t>(args.first + args.tokens, 0));
+        canary->read_tiles(pool_, chunk_.layer, at.head, args.pages, filled);
+      }
       if (stretches_ == 1) write(at, o, lse);
     }
   }

@@ -2,14 +2,14 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
-
-#include "runtime/topology.h"
 
 namespace fluxion {
 namespace {
@@ -56,6 +56,25 @@ HostMemory& HostMemory::operator=(HostMemory&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   return *this;
+}
+
+void touch_in_turn(const HostMemory& memory, const std::vector<NumaNode>& nodes) {
+  constexpr size_t kThreads = 4;  // of a node: about what it takes to fill its memory at full speed
+  const auto count = static_cast<int64_t>(nodes.size());
+  std::vector<std::jthread> threads;
+  for (int64_t n = 0; n < count; ++n) {
+    CoreSet cores;
+    for (const int core : nodes[n].cores) cores.add(core);
+    const auto share = static_cast<int64_t>(std::min(kThreads, nodes[n].cores.size()));
+    for (int64_t i = 0; i < share; ++i) {
+      threads.emplace_back(
+          [&memory, cores, first = (i * count + n) * kHugePage, step = share * count * kHugePage]() mutable {
+            cores.bind_caller();
+            for (int64_t at = first; at < memory.bytes(); at += step)
+              touch(memory.data() + at, memory.data() + std::min(at + kHugePage, memory.bytes()));
+          });
+    }
+  }
 }
 
 void touch(char* first, char* last) {

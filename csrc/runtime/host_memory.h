@@ -3,6 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
+
+#include "runtime/topology.h"
 
 namespace fluxion {
 
@@ -31,6 +34,10 @@ class HostMemory {
   char* data_ = nullptr;
   int64_t bytes_ = 0;
 };
+
+// Threads on every node touch its huge pages in turn, so that the nodes have as many each. For memory that
+// nobody has touched. nodes: at least one, each with a core that this process may use.
+void touch_in_turn(const HostMemory& memory, const std::vector<NumaNode>& nodes);
 
 // Makes the kernel allocate [first, last) from the calling thread's NUMA node. Keeps the contents.
 void touch(char* first, char* last);

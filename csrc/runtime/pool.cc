@@ -87,6 +87,9 @@ HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, 
       l.moments = reinterpret_cast<double*>(at);
     }
   });
+  const int touching = std::min(workers_->size(), shape_.kv_heads);
+  const std::vector<NumaNode> nodes = nodes_to_interleave(read_topology(), workers_->cores(), touching);
+  if (!nodes.empty()) touch_in_turn(memory_, nodes);
   const auto body = [](void* self, int worker) { static_cast<HostPool*>(self)->first_touch(worker); };
   if (!workers_->each(body, this)) {
     throw std::runtime_error(
@@ -156,12 +159,14 @@ void HostPool::write_token(int layer, int head, int page, int offset, const char
   char* to = tile(layer, head, page) + offset * bytes;
   std::memcpy(to, k, bytes);
   std::memcpy(to + kPage * bytes, v, bytes);
+  if (canary_ != nullptr) canary_->wrote_token(layer, head, page, offset, k, v);
 }
 
 void HostPool::describe_page(int layer, int head, int page) const {
   const char* full = tile(layer, head, page);
   kernels_->page_minmax(full, shape_.head_dim, entry(layer, head, 0, page));
   kernels_->page_moments(full, shape_.head_dim, moments(layer, head, page));
+  if (canary_ != nullptr) canary_->wrote_entry(layer, head, 0, page, entry(layer, head, 0, page));
 }
 
 void HostPool::chain_page(int layer, int head, const int32_t* pages, int logical) const {
@@ -184,6 +189,7 @@ void HostPool::seal_blocks(int layer, int head, const int32_t* pages, int logica
     for (int i = first + 1; i <= logical; ++i) {
       kernels_->merge_minmax(to, entry(layer, head, 0, pages[i]), shape_.head_dim);
     }
+    if (canary_ != nullptr) canary_->wrote_entry(layer, head, j, pages[logical], to);
   }
 }
 
@@ -223,6 +229,17 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
     tag_blocks(layer, pages, static_cast<int>(p));
 }
 
+// Of what a device has written, the canary takes what is there.
+void HostPool::vouch(int layer, int head, const int32_t* pages, int64_t start, int64_t count) const {
+  const int64_t bytes = shape_.token_bytes();
+  for (int64_t at = start; at < start + count; ++at) {
+    const int page = pages[at / kPage], offset = static_cast<int>(at % kPage);
+    const char* k = tile(layer, head, page) + offset * bytes;
+    canary_->wrote_token(layer, head, page, offset, k, k + kPage * bytes);
+    if (offset == kPage - 1) canary_->wrote_entry(layer, head, 0, page, entry(layer, head, 0, page));
+  }
+}
+
 void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) {
   check_layer(layer);
   check_tokens(pages, n_pages, start, count);
@@ -230,16 +247,20 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const HostPool* pool;
     int layer;
     const int32_t* pages;
+    int64_t start, count;
     int first, full, stop;  // logical pages: written, of them filled, behind the last one written
   } job{this,
         layer,
         pages,
+        start,
+        count,
         static_cast<int>(start / kPage),
         static_cast<int>((start + count) / kPage),
         static_cast<int>((start + count + kPage - 1) / kPage)};
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
     for (int p = j.first; p < j.stop; ++p) j.pool->count_write(j.layer, h, j.pages[p]);
+    if (j.pool->canary_ != nullptr) j.pool->vouch(j.layer, h, j.pages, j.start, j.count);
     for (int p = j.first; p < j.full; ++p) {
       j.pool->chain_page(j.layer, h, j.pages, p);
       j.pool->seal_blocks(j.layer, h, j.pages, p);
@@ -276,9 +297,12 @@ void HostPool::fill_window(int layer, const WindowView& window, int row, int n, 
     const WindowView& w = *j.window;
     const int last = (j.n + kPage - 1) / kPage;
     const int start = window_start_page(j.n, w.sink_pages, w.window());
+    const Canary* canary = j.pool->canary();
     const auto copy = [&](int p) {
+      const int tokens = std::min(kPage, j.n - p * kPage);
       std::memcpy(w.data + h * w.head_stride + w.slot(j.row, p) * bytes, j.pool->tile(j.layer, h, j.pages[p]),
                   bytes);
+      if (canary != nullptr) canary->read_tiles(*j.pool, j.layer, h, &j.pages[p], tokens);
     };
     for (int p = 0; p < std::min(w.sink_pages, last); ++p) copy(p);
     for (int p = start; p < last; ++p) copy(p);

@@ -8,30 +8,12 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "runtime/canary.h"
 #include "runtime/host_memory.h"
+#include "runtime/pool_shape.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
-
-inline constexpr int kLevels = 4;  // blocks of 16, 32, 64 and 128 tokens: level j joins 1 << j pages
-
-struct PoolShape {
-  int layers;
-  int kv_heads;
-  int pages;  // page 0 included: the padding page, written and read by nobody
-  int head_dim;
-  DType dtype;
-  int sink_pages;  // logical pages below this number count into no coarse entry and no moments
-
-  // Pages of all heads: the first product of every size, and the one that must not be an int.
-  int64_t head_pages() const { return int64_t{kv_heads} * pages; }
-  int64_t element() const { return dtype == DType::kBF16 ? 2 : 4; }
-  int64_t token_bytes() const { return head_dim * element(); }
-  int64_t tile_bytes() const { return 2 * kPage * token_bytes(); }
-  int64_t entry_bytes() const { return 2 * token_bytes(); }
-  int64_t moments_len() const { return 2 * head_dim + 8; }
-  int64_t entries(int level) const { return (pages + (int64_t{1} << level) - 1) >> level; }
-};
 
 // Bytes a HostPool of this shape maps. Throws std::invalid_argument for a shape the kernels cannot serve.
 int64_t pool_bytes(const PoolShape& shape);
@@ -85,6 +67,9 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // set apart.) A stale tag is never believed: a block is looked up by a page that is full and last of it on
 // the request's path, and such a page rewrote the entry when it became full.
 //
+// With a canary, whatever writes says so to it, and whatever has read tiles or entries asks it. Reads
+// by policies that look at keys themselves, measurements for predictors, and a device's are not checked.
+//
 // append and adopt must not run together with readers of the same layer. The engine, which appends and reads
 // in one step, uses the four parts below them.
 class HostPool {
@@ -117,6 +102,12 @@ class HostPool {
   double* moments_base(int layer) const { return layer_[layer].moments; }
   // Everything above, of all layers: what a device must have pinned to read it.
   const HostMemory& memory() const { return memory_; }
+
+  // Before anything is written: this share of the reads of tiles and metadata is checked. Throws as Canary
+  // does.
+  void guard(double share) { canary_ = std::make_unique<Canary>(shape_, share); }
+  // nullptr: nothing is checked.
+  const Canary* canary() const { return canary_.get(); }
 
   // Writes tokens start..start+count-1 of the request whose logical page i is pages[i], n_pages of them.
   // Positions before start are only read. Throws std::invalid_argument before anything is written.
@@ -176,6 +167,7 @@ class HostPool {
   void describe_page(int layer, int head, int page) const;
   void chain_page(int layer, int head, const int32_t* pages, int logical) const;
   void count_write(int layer, int head, int page) const;
+  void vouch(int layer, int head, const int32_t* pages, int64_t start, int64_t count) const;
   void first_touch(int worker) const;
 
   std::shared_ptr<WorkerPool> workers_;
@@ -185,6 +177,7 @@ class HostPool {
   HostMemory memory_;
   std::vector<Layer> layer_;
   HostMemory write_counts_;
+  std::unique_ptr<Canary> canary_;
   uint32_t* writes_ = nullptr;  // [layers][kv_heads][pages]; nullptr: nobody asked
 };
 

@@ -2,14 +2,11 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <set>
 #include <sstream>
 #include <system_error>
-
-#include "kernels/table.h"
 
 namespace fluxion {
 namespace {
@@ -63,18 +60,18 @@ std::vector<int> allowed_cores() {
 }
 
 // Position of a core among the hardware threads of its physical core.
-int sibling_rank(int core) {
+int sibling_rank(const fs::path& root, int core) {
   const fs::path path =
-      "/sys/devices/system/cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list";
+      root / "sys/devices/system/cpu" / ("cpu" + std::to_string(core)) / "topology/thread_siblings_list";
   const std::vector<int> siblings = parse_list(read_line(path));
   const auto it = std::find(siblings.begin(), siblings.end(), core);
   return it == siblings.end() ? 0 : static_cast<int>(it - siblings.begin());
 }
 
-std::vector<NumaNode> numa_nodes(const std::vector<int>& cores) {
+std::vector<NumaNode> numa_nodes(const fs::path& root, const std::vector<int>& cores) {
   std::vector<NumaNode> nodes;
   std::error_code error;
-  for (const auto& entry : fs::directory_iterator("/sys/devices/system/node", error)) {
+  for (const auto& entry : fs::directory_iterator(root / "sys/devices/system/node", error)) {
     int id = 0, used = 0;
     const std::string name = entry.path().filename();
     if (std::sscanf(name.c_str(), "node%d%n", &id, &used) != 1 || used != static_cast<int>(name.size()))
@@ -90,8 +87,8 @@ std::vector<NumaNode> numa_nodes(const std::vector<int>& cores) {
   return nodes;
 }
 
-std::string huge_page_mode() {
-  const std::string line = read_line("/sys/kernel/mm/transparent_hugepage/enabled");
+std::string huge_page_mode(const fs::path& root) {
+  const std::string line = read_line(root / "sys/kernel/mm/transparent_hugepage/enabled");
   const size_t open = line.find('['), close = line.find(']');
   return open == std::string::npos || close == std::string::npos ? "unknown"
                                                                  : line.substr(open + 1, close - open - 1);
@@ -122,10 +119,20 @@ struct CgroupFiles {
   const char* droppable;
 };
 
-// A limit may sit on any ancestor; what is left is the least of what is left at every level.
-void walk_cgroup(const fs::path& mount, fs::path relative, const CgroupFiles& files, Topology* t) {
+// A limit may sit on any ancestor: visit(folder) for the cgroup and each of these.
+template <typename Visit>
+void walk_cgroup(const fs::path& mount, fs::path relative, const Visit& visit) {
   for (;;) {
     const fs::path dir = relative == "/" || relative.empty() ? mount : mount / relative.relative_path();
+    visit(dir);
+    if (dir == mount) return;
+    relative = relative.parent_path();
+  }
+}
+
+// What is left is the least of what is left at every level.
+void read_memory(const fs::path& mount, const fs::path& relative, const CgroupFiles& files, Topology* t) {
+  walk_cgroup(mount, relative, [&](const fs::path& dir) {
     const int64_t limit = read_number(dir / files.limit), used = read_number(dir / files.used);
     if (limit >= 0 && limit < t->mem_total && used >= 0) {  // v1 writes a huge number for "no limit"
       const int64_t droppable = std::max<int64_t>(0, keyed_number(dir / "memory.stat", files.droppable));
@@ -133,44 +140,57 @@ void walk_cgroup(const fs::path& mount, fs::path relative, const CgroupFiles& fi
       t->cgroup_limit = t->cgroup_limit < 0 ? limit : std::min(t->cgroup_limit, limit);
       t->cgroup_available = t->cgroup_available < 0 ? left : std::min(t->cgroup_available, left);
     }
-    if (dir == mount) return;
-    relative = relative.parent_path();
-  }
+  });
 }
 
-void read_cgroup(Topology* t) {
-  std::ifstream in("/proc/self/cgroup");
-  std::string line, path_v1, path_v2;
+// "max 100000" or "150000 100000": microseconds of CPU time in every period of so many.
+double quota_v2(const fs::path& dir) {
+  std::ifstream in(dir / "cpu.max");
+  double quota = 0, period = 0;
+  return in >> quota >> period && period > 0 ? quota / period : -1;
+}
+
+double quota_v1(const fs::path& dir) {
+  const int64_t quota = read_number(dir / "cpu.cfs_quota_us"),
+                period = read_number(dir / "cpu.cfs_period_us");
+  return quota > 0 && period > 0 ? static_cast<double>(quota) / static_cast<double>(period) : -1;
+}
+
+void read_quota(const fs::path& mount, const fs::path& relative, double (*quota)(const fs::path&),
+                Topology* t) {
+  walk_cgroup(mount, relative, [&](const fs::path& dir) {
+    const double cores = quota(dir);
+    if (cores > 0) t->cpu_quota = t->cpu_quota < 0 ? cores : std::min(t->cpu_quota, cores);
+  });
+}
+
+void read_cgroups(const fs::path& root, Topology* t) {
+  std::ifstream in(root / "proc/self/cgroup");
+  std::string line, memory_v1, cpu_v1, v2;
   while (std::getline(in, line)) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
-    if (controllers == ",,") path_v2 = line.substr(second + 1);
-    if (controllers.find(",memory,") != std::string::npos) path_v1 = line.substr(second + 1);
+    const std::string path = line.substr(second + 1);
+    if (controllers == ",,") v2 = path;
+    if (controllers.find(",memory,") != std::string::npos) memory_v1 = path;
+    if (controllers.find(",cpu,") != std::string::npos) cpu_v1 = path;
   }
-  if (!path_v1.empty() && fs::exists("/sys/fs/cgroup/memory")) {
+  const fs::path mounts = root / "sys/fs/cgroup";
+  const bool has_v2 = !v2.empty() && fs::exists(mounts / "cgroup.controllers");
+  if (!memory_v1.empty() && fs::exists(mounts / "memory")) {
     t->cgroup_version = 1;
-    walk_cgroup("/sys/fs/cgroup/memory", path_v1,
+    read_memory(mounts / "memory", memory_v1,
                 {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}, t);
-  } else if (!path_v2.empty() && fs::exists("/sys/fs/cgroup/cgroup.controllers")) {
+  } else if (has_v2) {
     t->cgroup_version = 2;
-    walk_cgroup("/sys/fs/cgroup", path_v2, {"memory.max", "memory.current", "inactive_file"}, t);
+    read_memory(mounts, v2, {"memory.max", "memory.current", "inactive_file"}, t);
   }
-}
-
-void append_list(std::ostringstream& out, const std::vector<int>& values) {
-  out << "[";
-  for (size_t i = 0; i < values.size(); ++i) out << (i ? "," : "") << values[i];
-  out << "]";
-}
-
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    out += c < ' ' && c >= 0 ? ' ' : c;
+  if (!cpu_v1.empty() && fs::exists(mounts / "cpu")) {
+    read_quota(mounts / "cpu", cpu_v1, quota_v1, t);
+  } else if (has_v2) {
+    read_quota(mounts, v2, quota_v2, t);
   }
-  return out + "\"";
 }
 
 }  // namespace
@@ -179,17 +199,46 @@ int64_t Topology::available() const {
   return cgroup_available < 0 ? mem_available : std::min(mem_available, cgroup_available);
 }
 
-Topology read_topology() {
+Topology read_topology() { return read_topology("/", allowed_cores()); }
+
+Topology read_topology(const fs::path& root, std::vector<int> cores) {
   Topology t;
-  t.cores = allowed_cores();
+  t.cores = std::move(cores);
   std::stable_sort(t.cores.begin(), t.cores.end(),
-                   [](int a, int b) { return sibling_rank(a) < sibling_rank(b); });
-  t.numa = numa_nodes(t.cores);
-  t.huge_pages = huge_page_mode();
-  t.mem_total = keyed_number("/proc/meminfo", "MemTotal:") * 1024;
-  t.mem_available = keyed_number("/proc/meminfo", "MemAvailable:") * 1024;
-  read_cgroup(&t);
+                   [&](int a, int b) { return sibling_rank(root, a) < sibling_rank(root, b); });
+  t.numa = numa_nodes(root, t.cores);
+  t.huge_pages = huge_page_mode(root);
+  t.mem_total = keyed_number(root / "proc/meminfo", "MemTotal:") * 1024;
+  t.mem_available = keyed_number(root / "proc/meminfo", "MemAvailable:") * 1024;
+  read_cgroups(root, &t);
   return t;
+}
+
+int64_t idle_spin_ns(const Topology& topology) {
+  if (const char* text = std::getenv("FLUXION_SPIN_US")) return std::max(0ll, std::atoll(text)) * 1000;
+  return topology.cpu_quota > 0 ? 0 : 30'000;
+}
+
+std::vector<NumaNode> nodes_to_interleave(const Topology& topology, const std::vector<int>& cores,
+                                          int touching) {
+  std::vector<NumaNode> nodes;
+  bool all_touched = true;
+  const auto first = cores.begin(), last = cores.end();
+  for (const NumaNode& node : topology.numa) {
+    NumaNode part{node.id, {}};
+    bool touched = false;
+    for (int core : node.cores) {
+      const auto at = std::find(first, last, core);
+      if (at == last) continue;
+      part.cores.push_back(core);
+      touched |= at - first < touching;
+    }
+    if (part.cores.empty()) continue;
+    all_touched &= touched;
+    nodes.push_back(std::move(part));
+  }
+  if (all_touched || nodes.size() < 2) nodes.clear();
+  return nodes;
 }
 
 int64_t last_cache_per_thread(int core) {
@@ -206,36 +255,6 @@ int64_t last_cache_per_thread(int core) {
     share = kib * 1024 / threads;
   }
   return share;
-}
-
-std::string topology_json() {
-  const Topology t = read_topology();
-  std::ostringstream out;
-  out << "{\"cores\":";
-  append_list(out, t.cores);
-  out << ",\"numa\":[";
-  for (size_t i = 0; i < t.numa.size(); ++i) {
-    out << (i ? "," : "") << "{\"id\":" << t.numa[i].id << ",\"cores\":";
-    append_list(out, t.numa[i].cores);
-    out << "}";
-  }
-  out << "],\"last_cache_bytes_per_thread\":" << last_cache_per_thread(t.cores.front())
-      << ",\"huge_pages\":" << quoted(t.huge_pages) << ",\"cgroup_version\":" << t.cgroup_version
-      << ",\"cgroup_limit_bytes\":" << t.cgroup_limit << ",\"cgroup_available_bytes\":" << t.cgroup_available
-      << ",\"mem_total_bytes\":" << t.mem_total << ",\"mem_available_bytes\":" << t.mem_available
-      << ",\"available_bytes\":" << t.available() << ",\"isas\":[";
-  const char* names[16];
-  const int count = available_isas(names, 16);
-  for (int i = 0; i < count; ++i) out << (i ? "," : "") << quoted(names[i]);
-  out << "],\"isa\":";
-  // A wrong FLUXION_ISA must not hide the rest of the report.
-  try {
-    out << quoted(best_kernel_table(DType::kBF16)->isa) << ",\"isa_error\":\"\"";
-  } catch (const std::exception& e) {
-    out << "\"\",\"isa_error\":" << quoted(e.what());
-  }
-  out << "}";
-  return out.str();
 }
 
 }  // namespace fluxion

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,8 @@ namespace fluxion {
 class CoreSet {
  public:
   CoreSet() = default;
-  explicit CoreSet(int core) { CPU_SET_S(core, sizeof(words_), get()); }
+  explicit CoreSet(int core) { add(core); }
+  void add(int core) { CPU_SET_S(core, sizeof(words_), get()); }
   // What a thread (0: the caller) may run on; the empty set when it cannot be asked.
   static CoreSet of_thread(pid_t tid) {
     CoreSet set;
@@ -46,7 +48,8 @@ struct Topology {
   int cgroup_version = 0;     // 0: no memory controller was found
   int64_t cgroup_limit = -1;  // bytes; -1: unlimited. The tightest of the cgroup and its ancestors
   int64_t cgroup_available =
-      -1;  // bytes left under that limit, page cache that can be dropped counted as free
+      -1;                 // bytes left under that limit, page cache that can be dropped counted as free
+  double cpu_quota = -1;  // cores' worth of time; -1: unlimited. The least of the cgroup and its ancestors
   int64_t mem_total = 0;
   int64_t mem_available = 0;  // MemAvailable of /proc/meminfo
 
@@ -55,12 +58,20 @@ struct Topology {
 };
 
 Topology read_topology();
+// Of a machine whose /sys and /proc are in the folder root, and a process that may use these cores.
+Topology read_topology(const std::filesystem::path& root, std::vector<int> cores);
 
 // Bytes of a core's last cache for each of the hardware threads that it shows as sharing it; 0: it shows
 // none.
 int64_t last_cache_per_thread(int core);
 
-// The same as a JSON object, with the instruction sets the CPU runs and the one in use.
-std::string topology_json();
+// Nanoseconds that an idle worker waits for work before it sleeps. Under a quota of CPU time what it spins is
+// taken from what it may compute.
+int64_t idle_spin_ns(const Topology& topology);
+
+// The NUMA nodes of `cores` to deal memory to in turn, because threads on the first `touching` of these cores
+// (dealt round) would touch it on fewer of the nodes; none: they touch it on all of them, or there is one.
+std::vector<NumaNode> nodes_to_interleave(const Topology& topology, const std::vector<int>& cores,
+                                          int touching);
 
 }  // namespace fluxion

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <climits>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -36,12 +35,14 @@ struct Start {
 }  // namespace
 
 WorkerPool::WorkerPool(int threads, std::vector<int> cores)
-    : threads_(threads), cores_(std::move(cores)), owner_(getpid()), spin_ns_(30'000) {
+    : threads_(threads), cores_(std::move(cores)), owner_(getpid()) {
   if (threads < 1 || threads > 4096) {
     throw std::invalid_argument("The number of workers is " + std::to_string(threads) +
                                 ", but it counts the calling thread and must be between 1 and 4096.");
   }
-  const std::vector<int> allowed = read_topology().cores;
+  const Topology topology = read_topology();
+  const std::vector<int>& allowed = topology.cores;
+  spin_ns_ = idle_spin_ns(topology);
   if (cores_.empty()) cores_ = allowed;
   for (int c : cores_) {
     if (std::find(allowed.begin(), allowed.end(), c) == allowed.end()) {
@@ -55,7 +56,6 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores)
         i == 0 ? cores_.size() : i;  // the first worker that is pinned to it: 0 is the caller
     (first < static_cast<size_t>(threads_) ? worker_cores_ : other_cores_).push_back(cores_[i]);
   }
-  if (const char* text = std::getenv("FLUXION_SPIN_US")) spin_ns_ = std::max(0ll, std::atoll(text)) * 1000;
   // Signals belong to the threads Python knows.
   sigset_t all, before;
   sigfillset(&all);
@@ -139,7 +139,7 @@ void WorkerPool::work(int worker) {
     while ((gate & kOpen) && gate >> 32 != entered) {
       if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
         entered = gate >> 32;
-        fn_(ctx_, worker);
+        failure_.guard([&] { fn_(ctx_, worker); });
         gate_.fetch_sub(1, std::memory_order_release);
         break;
       }
@@ -175,7 +175,7 @@ bool WorkerPool::launch(Fn fn, void* ctx, bool wake) {
 }
 
 void WorkerPool::join() {
-  fn_(ctx_, 0);
+  failure_.guard([this] { fn_(ctx_, 0); });
   if (threads_ > 1) {
     gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
     wait_until([this] { return (gate_.load(std::memory_order_acquire) & kCount) == 0; });
@@ -183,7 +183,9 @@ void WorkerPool::join() {
   // Both point into the caller's frame more often than not.
   fn_ = nullptr;
   ctx_ = nullptr;
+  std::exception_ptr failure = failure_.take();
   busy_.store(false, std::memory_order_release);
+  if (failure != nullptr) std::rethrow_exception(std::move(failure));
 }
 
 void WorkerPool::parallel_for(int count, ItemFn fn, void* ctx, bool wake) {
@@ -213,8 +215,14 @@ bool WorkerPool::each(Fn fn, void* ctx) {
   } round{fn, ctx, getpid() == owner_ ? threads_ : 1, {0}};
   const Fn body = [](void* arg, int worker) {
     auto* r = static_cast<Round*>(arg);
-    r->fn(r->ctx, worker);
-    r->done.fetch_add(1, std::memory_order_release);
+    struct Done {
+      Round* round;
+      ~Done() { round->done.fetch_add(1, std::memory_order_release); }
+    };
+    {
+      const Done done{r};
+      r->fn(r->ctx, worker);
+    }
     // The gate stays open until worker 0 returns, and it returns last.
     if (worker == 0) wait_until([r] { return r->done.load(std::memory_order_acquire) == r->threads; });
   };

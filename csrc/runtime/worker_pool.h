@@ -8,6 +8,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <utility>
 #include <vector>
 
 namespace fluxion {
@@ -47,6 +49,38 @@ void wait_until(Ready ready) {
   for (Backoff backoff; !ready();) backoff.wait();
 }
 
+// The first exception of several threads that do one thing together. It allocates nothing, because what it
+// catches may be that memory ran out.
+class FirstFailure {
+ public:
+  // Any thread. Whether body() threw nothing.
+  template <typename Body>
+  bool guard(const Body& body) noexcept {
+    try {
+      body();
+      return true;
+    } catch (...) {
+      if (!taken_.exchange(true, std::memory_order_relaxed)) failure_ = std::current_exception();
+      return false;
+    }
+  }
+  // One thread, when all others are done and it knows: the exception, or nullptr; then there is none any
+  // more.
+  std::exception_ptr take() noexcept {
+    if (!taken_.load(std::memory_order_relaxed)) return nullptr;
+    taken_.store(false, std::memory_order_relaxed);
+    return std::exchange(failure_, nullptr);
+  }
+  // The same; throws it.
+  void rethrow() {
+    if (std::exception_ptr failure = take()) std::rethrow_exception(std::move(failure));
+  }
+
+ private:
+  std::atomic<bool> taken_{false};
+  std::exception_ptr failure_;
+};
+
 // The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool. A caller that
 // is on the core of another worker when it launches moves to a core that has none: the scheduler would leave
 // both there for milliseconds.
@@ -56,6 +90,9 @@ void wait_until(Ready ready) {
 // zero, so a worker that wakes too late finds it closed and is never waited for. The function must therefore
 // hand out its work dynamically: any subset of the workers, worker 0 alone included, has to be able to finish
 // it.
+//
+// A function may throw, on any worker. The others go on with what there is to hand out; then whoever waits
+// gets the first exception, and the pool is free.
 class WorkerPool {
  public:
   using Fn = void (*)(void* ctx, int worker);
@@ -77,13 +114,14 @@ class WorkerPool {
   // come. (Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join() clears it.)
   [[gnu::noinline]] bool launch(Fn fn, void* ctx, bool wake = true);
   // Runs fn(ctx, 0) in the caller, then waits for every worker that entered. Pairs with a launch() that was
-  // true.
+  // true. Throws what a worker threw first, when all are done.
   void join();
 
   // fn(ctx, i) for i in [0, count), over all workers. In the caller alone while a launch() is outstanding.
-  // wake: as for launch().
+  // wake: as for launch(). Throws as join() does; some items were not done then.
   void parallel_for(int count, ItemFn fn, void* ctx, bool wake = true);
   // fn(ctx, w) once on every worker; false when the pool is busy. For first touch; not for the hot path.
+  // Throws as join() does; some workers were left out then.
   bool each(Fn fn, void* ctx);
 
  private:
@@ -107,6 +145,7 @@ class WorkerPool {
   Fn fn_ = nullptr;
   void* ctx_ = nullptr;
   uint32_t launches_ = 0;  // 0 is never the number of a launch
+  FirstFailure failure_;
 
   alignas(64) std::atomic<uint64_t> gate_{0};    // launch number << 32, open bit, number of workers inside
   alignas(64) std::atomic<uint32_t> signal_{0};  // futex word: one more at every launch and at the end

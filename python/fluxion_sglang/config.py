@@ -135,6 +135,14 @@ class FluxionConfig:
         "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "
         "below 1, such as 0.3, or leave the key out for no guard.",
     )
+    canary: float = _option(
+        0.0,
+        "Share of the reads of host KV and its metadata that are compared with sums made when they were written; 0 is "
+        "none. A request that read something else ends with an error. Where the CPU is the device.",
+        "0.01",
+        lambda share: 0 <= share <= 1,
+        "it is a share of reads; give 0 for none, 1 for all, or a number between, such as 0.01.",
+    )
     workers: int | None = _option(
         None,
         "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank.",

@@ -27,7 +27,7 @@ START_TIMEOUT_S = 1800
 
 PATIENCE_S = 600
 """For what takes seconds on a quiet machine."""
-LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: attention failed")
+LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: the pass failed")
 
 
 def free_port() -> int:

@@ -48,7 +48,7 @@ def server(reference: dict[str, Completion], logs: Path, failed: list[Completion
         yield server
         server.assert_idle()
         # Two passes failed because a test wanted it.
-        assert len(re.findall("attention failed, and", server.log())) <= 2
+        assert len(re.findall("the pass failed, and", server.log())) <= 2
         assert "Scheduler hit an exception" not in server.log()
 
 

@@ -38,3 +38,20 @@ class SleeperPolicy(StreamingPolicy):
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
         time.sleep(self.seconds if layer == 1 else 0)
         return super().plan(layer, q, observed)
+
+
+class RotPolicy(FullPolicy):
+    """rot reads everything, and flips a bit of its first request in the host pool before its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def begin_step(self, step: DecodeStep) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            assert self.world is not None and step.page_table is not None
+            page = int(step.page_table[0, self.world.pool.placement.sink_pages + 3])
+            tile = self.world.pool.tiles(1)[0, page]
+            tile.view(torch.uint8).flatten()[99] ^= 4
+        super().begin_step(step)

@@ -116,6 +116,7 @@ class NativeWorld:
     cached_bytes: int | None = 0
     isa: str | None = None
     seed: int = 0
+    canary: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -131,6 +132,7 @@ class NativeWorld:
             sink_pages=self.placement.sink_pages,
             spread=self.spread,
             isa=self.isa,
+            canary=self.canary,
         )
         self.engine = NativeEngine(
             pool_workers,

@@ -1,4 +1,4 @@
-"""What happens to the requests of a pass whose attention failed, without a server."""
+"""What happens to the requests of a failed pass, without a server."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, Workers
 from fluxion_sglang.sglang import layers
+from fluxion_sglang.sglang.failures import FailureGuard
 
 IN, OUT = 48, 40
 WORKERS = Workers(2)
@@ -280,3 +281,39 @@ class TestRope:
         both_ways(rotary, positions, q.view(3, 4, -1), k.view(3, 2, -1))
         both_ways(rounded, positions, q, k)
         assert native.calls == []
+
+
+# --- What fails ---
+
+
+def test_a_layer_that_fails_fails_its_pass_and_sglang_computes_it(
+    native: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer, and with it every one after it in the pass; the next pass is ours again."""
+    guard = FailureGuard()
+    linear, norm, activation = holding(UnquantizedLinearMethod()), RMSNorm(IN), SiluAndMul()
+    layers.install(model_of(linear=linear, norm=norm, activation=activation), WORKERS, guard.run)
+    x = torch.randn(3, IN)
+    steps: dict[str, Callable[[], Any]] = {
+        "linear": lambda: linear.quant_method.apply(linear, x),
+        "norm": lambda: registered(RMSNorm)(norm, x.clone()),
+        "add_norm": lambda: registered(RMSNorm)(norm, x.clone(), x.clone()),
+        "silu_mul": lambda: registered(SiluAndMul)(activation, x),
+    }
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("Memory ran out.")
+
+    for name, step in steps.items():
+        want = step()
+        with monkeypatch.context() as patch, guard.containing():
+            patch.setattr(native, name, broken)
+            torch.testing.assert_close(step(), want)
+            assert guard.reason == "Memory ran out."
+            native.calls.clear()
+            for other in steps.values():
+                other()
+            assert not native.calls, "the pass is lost: nothing more of it is computed here"
+        with guard.containing():
+            step()
+            assert guard.reason is None and name in native.calls

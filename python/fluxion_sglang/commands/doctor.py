@@ -263,6 +263,8 @@ def _machine(topology: dict[str, Any]) -> Iterator[Check]:
         yield Check.unless(chosen == "scalar", "instruction set", f"{chosen} ({available})", slow)
     cores, nodes = topology.get("cores", []), topology.get("numa", [])
     found = f"{len(cores)} cores on {max(1, len(nodes))} NUMA node{'s' if len(nodes) > 1 else ''}"
+    if (quota := topology.get("cpu_quota", -1)) > 0:
+        found += f", with the time of {quota:g} by the control group"
     more = "the engine shares its only core with the server; give the process more"
     yield Check.unless(len(cores) < 2, "cores", found, more)
     mode = topology.get("huge_pages", "unknown")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -19,7 +19,7 @@ from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import NativeEngine, NativePlan, listed_tokens
+from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan, listed_tokens
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
@@ -91,6 +91,8 @@ class DecodeEngine:
         accounts: what its steps read and where their time goes; by default nobody keeps them.
         observers: who watches.
         world: what its policies may use of it.
+        corrupt: told of each request of the pass (its number there) that read corrupt host memory, with a sentence; its
+            output is zero. By default it raises.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class DecodeEngine:
     ) -> None:
         self.accounts = Accounts()
         self.observers: list[Observer] = []
+        self.corrupt: Callable[[int, str], None] = _corrupt
         self.pool = pool
         self.windows = windows
         self.policy = policy
@@ -246,6 +249,8 @@ class DecodeEngine:
         if self.executors:
             self._drain(LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale))
         at.finish(self.native)
+        for request, sentence in self.native.corrupt().items():
+            self.corrupt(request, sentence)
         accounts.lap(Phase.TASKS)
 
     def _drain(self, work: LayerWork) -> None:
@@ -305,12 +310,16 @@ class DecodeEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts of what decoding did (`NativeEngine.stats`), and of what its executors count besides."""
-        stats = self.native.stats()
+        stats = self.native.stats() | self.pool.canary_counts()
         for observer in self.observers:
             stats = observer.count(stats)
         for executor in self.executors:
             stats |= executor.stats()
         return stats
+
+
+def _corrupt(request: int, sentence: str) -> None:
+    raise CorruptMemory(sentence)
 
 
 def native_plan(plan: LayerPlan, value: torch.Tensor | None = None, owner: torch.Tensor | None = None) -> NativePlan:

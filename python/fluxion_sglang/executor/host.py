@@ -12,7 +12,7 @@ from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import NativeEngine, NativePlan
+from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan
 from fluxion_sglang.policy.base import Policy
 from fluxion_sglang.predictor.features import PARTS
 
@@ -73,13 +73,17 @@ class HostDevice(Device):
         out = torch.empty_like(q)
         for index, request in enumerate(self._requests):
             tokens = request.tokens
-            if request.stop > request.start:
-                at = (layer, request.pages, request.start)
-                self._pool.append(*at, k[tokens], v[tokens])
-                how = self._prefill_budget, variant.window, variant.sinks
-                self._pool.attend_chunk(*at, q[tokens], scale, out[tokens], *how)
+            try:
+                if request.stop > request.start:
+                    at = (layer, request.pages, request.start)
+                    self._pool.append(*at, k[tokens], v[tokens])
+                    how = self._prefill_budget, variant.window, variant.sinks
+                    self._pool.attend_chunk(*at, q[tokens], scale, out[tokens], *how)
+                    if variant.window is None:
+                        self._appended(layer, index, q[request.last_queries], scale)
                 if variant.window is None:
-                    self._appended(layer, index, q[request.last_queries], scale)
-            if variant.window is None:
-                self._windows.fill(layer, request.row, request.stop, request.pages)
+                    self._windows.fill(layer, request.row, request.stop, request.pages)
+            except CorruptMemory as error:
+                out[tokens] = 0
+                self._engine.corrupt(index, str(error))
         return out

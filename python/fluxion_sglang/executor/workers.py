@@ -11,7 +11,8 @@ from fluxion_sglang.native import Workers, topology
 
 
 def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1) -> Workers:
-    """The worker pool that `config` asks for: by default one thread a core, physical cores first.
+    """The worker pool that `config` asks for: by default one thread a core, physical cores first, and no more than the
+    control group has CPU time for.
 
     The calling thread counts as a worker and is never pinned; the others are pinned to this rank's share of
     `config.cores`, or of the cores that the process may use.
@@ -19,8 +20,18 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1) -> Work
     Args:
         rank, ranks: this process among those that share the machine's cores, rank < ranks.
     """
-    cores = share_of(config.core_list() or [int(core) for core in topology()["cores"]], rank, ranks)
-    return Workers(config.workers or len(cores), torch.tensor(cores, dtype=torch.int32))
+    machine = topology()
+    cores = share_of(config.core_list() or [int(core) for core in machine["cores"]], rank, ranks)
+    count = config.workers or within_quota(len(cores), float(machine["cpu_quota"]), ranks)
+    return Workers(count, torch.tensor(cores, dtype=torch.int32))
+
+
+def within_quota(cores: int, quota: float, ranks: int) -> int:
+    """Threads for one of `ranks` that has so many cores. quota: cores' worth of time for all ranks; below 0: any.
+
+    A thread more than the quota would have all of them stopped for the rest of every period (100 ms).
+    """
+    return cores if quota < 0 else min(cores, max(int(quota / ranks), 1))
 
 
 def share_of(cores: Sequence[int], rank: int, ranks: int) -> Sequence[int]:

@@ -53,7 +53,13 @@ class HostPool(NativePool):
     """
 
     def __init__(
-        self, shape: KVShape, tokens: int, placement: Placement, workers: Workers, spread: float = 1.0
+        self,
+        shape: KVShape,
+        tokens: int,
+        placement: Placement,
+        workers: Workers,
+        spread: float = 1.0,
+        canary: float = 0.0,
     ) -> None:
         self.shape = shape
         self.spread = spread
@@ -69,6 +75,7 @@ class HostPool(NativePool):
             dtype=shape.dtype,
             sink_pages=placement.sink_pages,
             spread=spread,
+            canary=canary,
         )
 
     @property

@@ -12,10 +12,11 @@ from fluxion_sglang.native.loading import (
 )
 from fluxion_sglang.native.model import NativeLayers
 from fluxion_sglang.native.plan import NativePlan, listed_tokens
-from fluxion_sglang.native.pool import NativePool, Workers, pool_bytes
+from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_bytes
 
 __all__ = [
     "ABI_VERSION",
+    "CorruptMemory",
     "NativeEngine",
     "NativeLayers",
     "NativeLibraryError",

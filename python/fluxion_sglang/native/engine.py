@@ -87,10 +87,19 @@ class NativeEngine:
         self._middle_begin = function("engine_middle_begin")
         self._layer_finish = function("engine_layer_finish")
         self._reads = function("engine_reads")
+        self._corrupt = function("engine_corrupt")
         self._stat_names = str(function("engine_stat_names")()).split(",")
         self._tasks = 0
         # The library keeps addresses of these between begin and finish.
         self._in_use: tuple[object, ...] = ()
+
+    def corrupt(self) -> dict[int, str]:
+        """Requests of the layer that was finished last which read what was not what had been written, each with a
+        sentence: their output is zero. Only with a canary in the pool."""
+        if self.pool.canary == 0:
+            return {}
+        lines = (line.partition("\t") for line in str(self._corrupt(self.handle)).splitlines())
+        return {int(request): sentence for request, _, sentence in lines}
 
     def step(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> None:
         """Begin a decode step; copies its arguments.

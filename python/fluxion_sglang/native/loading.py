@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import tvm_ffi
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -31,6 +32,7 @@ _BLOCKING = frozenset(
         "pool_adopt",
         "pool_fill_window",
         "pool_gather",
+        "pool_sweep",
         "measure",
         "hgca_establish",
         "hgca_step",
@@ -127,14 +129,19 @@ def function(name: str) -> Callable[..., Any]:
     return bound  # type: ignore[no-any-return]
 
 
-def topology() -> dict[str, Any]:
+def topology(root: str = "", cores: Sequence[int] = ()) -> dict[str, Any]:
     """What this process may use of the machine.
+
+    Args:
+        root, cores: a folder with the /sys and /proc of another machine, and the cores that a process may use there; by
+            default those of this one.
 
     Returns:
         cores (list[int], best first), numa (list of {id, cores}), huge_pages ("always", "madvise", "never",
-        "unknown"), cgroup_version (0, 1, 2), cgroup_limit_bytes and cgroup_available_bytes (-1: unlimited),
-        mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas (list[str], best
-        last), isa (the one in use) and isa_error (why none is, or "").
+        "unknown"), cgroup_version (0, 1, 2), cgroup_limit_bytes and cgroup_available_bytes (-1: unlimited), cpu_quota
+        (cores' worth of time that the control group gives, a float; -1: unlimited), spin_us (what an idle worker waits
+        before it sleeps), mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas
+        (list[str], best last), isa (the one in use) and isa_error (why none is, or "").
     """
-    report: dict[str, Any] = json.loads(str(function("topology_json")()))
+    report: dict[str, Any] = json.loads(str(function("topology_json")(root, torch.tensor(cores, dtype=torch.int32))))
     return report

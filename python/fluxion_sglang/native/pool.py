@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import torch
+import tvm_ffi
 
 from fluxion_sglang.native.loading import function
 
 _NO_WINDOW = 2**31 - 1  # kNoWindow of kernels/table.h
+
+@tvm_ffi.register_error("CorruptMemory")
+class CorruptMemory(RuntimeError):
+    """Memory does not hold what was written to it: the canary's checks have found it. Whatever read it is no result."""
+
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -58,6 +65,10 @@ class NativePool:
         sink_pages: logical pages below this number count into no coarse entry and no moments.
         spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
+        canary: share of the reads of tiles and metadata that are compared with sums that were made when they were
+            written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
+            (`NativeEngine.corrupt`). The sums take 128 bytes a tile. Not compared are moments, tags, and keys that
+            policies score by themselves (hgca, lfps) or predictors are measured with.
 
     Raises:
         ValueError: a shape the kernels do not serve.
@@ -76,11 +87,13 @@ class NativePool:
         sink_pages: int,
         spread: float = 1.0,
         isa: str | None = None,
+        canary: float = 0.0,
     ) -> None:
+        self.canary = canary
         self.workers = workers
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
         self.handle = function("pool_create")(
-            workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, spread, isa or ""
+            workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, spread, isa or "", canary
         )
         self._append = function("pool_append")
         self._check = function("pool_check")
@@ -110,6 +123,26 @@ class NativePool:
         if view is None:
             view = self._views[name, layer] = torch.from_dlpack(function("pool_tensor")(self.handle, name, layer))
         return view
+
+    def canary_counts(self) -> dict[str, int]:
+        """Cumulative: canary_checks, the tiles and entries that were compared; canary_mismatches of them."""
+        counts = torch.zeros(2, dtype=torch.int64)
+        function("pool_canary_counts")(self.handle, counts)
+        return {"canary_checks": int(counts[0]), "canary_mismatches": int(counts[1])}
+
+    def sweep(self, most: int = 10) -> tuple[int, list[str]]:
+        """Compare everything that was ever written, while nobody writes.
+
+        Returns:
+            How many tokens and entries that was, of all layers and heads, and sentences about the first `most` that
+            differ.
+
+        Raises:
+            ValueError: the pool has no canary.
+        """
+        checked = torch.zeros(1, dtype=torch.int64)
+        found = str(function("pool_sweep")(self.handle, most, checked)).splitlines()
+        return int(checked[0]), found
 
     def append(self, layer: int, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write tokens start..start+T-1 of a request, and what is derived from every page that this fills.

@@ -30,7 +30,7 @@ from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.layers import install
 from fluxion_sglang.sglang.pools import FluxionKVPool
-from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.sglang.requests import CHECK, RequestPolicies
 from fluxion_sglang.sglang.rows import watch
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ class _Chunk:
     """A request of an extend pass.
 
     Attributes:
+        place: in the batch.
         policy: its own, or None. wishes: what it wants recorded of it.
         rides: its one token was generated and rides along with the prefill of others (a mixed chunk).
     """
 
+    place: int
     request: ExtendRequest
     policy: Policy | None
     rides: bool
@@ -97,8 +99,10 @@ class FluxionAttnBackend(AttentionBackend):
             if getattr(options, name) is not None:
                 self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, options, identity))
         self.device = self._device(runner, layers)
+        self.failures = FailureGuard(self._finish, self.device.abort)
+        self.engine.corrupt = self._lose
         if pool.maker is None and options.model_kernels:
-            count = install(runner.model, pool.host.workers)
+            count = install(runner.model, pool.host.workers, self.failures.run)
             logger.info("Fluxion: %d linear layers run on the native workers", count)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
@@ -108,7 +112,6 @@ class FluxionAttnBackend(AttentionBackend):
                 resident_tokens_per_request=pool.host.placement.slots,
                 kept=self._kept_accounts(runner, layers, timed=options.audit is None),
             )
-        self.failures = FailureGuard(self._finish, self.device.abort)
         self._counted = True  # the metrics have what was decoded
         self._room = StateRoom(self.engine.world, _state_limit(options, pool))
         self.requests = RequestPolicies(
@@ -192,6 +195,10 @@ class FluxionAttnBackend(AttentionBackend):
         real = forward_batch.batch_size - forward_batch.num_padding
         self.failures.run(lambda: self._begin_decode(forward_batch, real))
 
+    def _lose(self, request: int, sentence: str) -> None:
+        """A request of the pass has read what nobody wrote. In an extend pass: one of `_chunks`."""
+        self.failures.lose(self._chunks[request].place if self._chunks else request, sentence)
+
     def _begin_decode(self, forward_batch: ForwardBatch, requests: int | None = None) -> None:
         """Begin a decode step of the batch's first `requests`, by default all."""
         self._finish()
@@ -206,13 +213,30 @@ class FluxionAttnBackend(AttentionBackend):
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             self.engine.forget(int(rows[i]))
-        self._counted = False
+        self._counted, self._chunks = False, []
         self.device.begin_decode(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
+    def _check(self, request: int) -> None:
+        """The whole host pool, for a request of the batch that asks for it."""
+        pool = self.token_to_kv_pool.host
+        if pool.canary == 0:
+            self.failures.lose(
+                request, f"{CHECK} needs a server with the option canary; start it with one, or leave it out."
+            )
+            return
+        checked, found = pool.sweep()
+        logger.info(
+            "Fluxion: of %d tokens and metadata entries in the host pool, %s", checked, found or "all are sound"
+        )
+        if found:
+            self.failures.lose(request, " ".join(found))
+
     def _begin_extend(self, forward_batch: ForwardBatch) -> None:
         self._finish()
+        for place in self.requests.checks:
+            self._check(place)
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
         pages = page_table(self.req_to_token_pool.req_to_token, rows, int(lengths.max()))
@@ -236,7 +260,7 @@ class FluxionAttnBackend(AttentionBackend):
             wanted = 0 if i in riding else max((policy or self.requests.server).prefill_rows, 1)
             queries = int(count) if wishes is not None else wanted
             request = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], queries)
-            self._chunks.append(_Chunk(request, policy, i in riding, wishes))
+            self._chunks.append(_Chunk(i, request, policy, i in riding, wishes))
             offset += int(count)
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)

@@ -1,4 +1,4 @@
-"""A forward pass whose attention failed ends its requests with an error; the server goes on.
+"""A forward pass of which something of ours failed ends its requests with an error; the server goes on.
 
 SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
 less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
@@ -30,21 +30,30 @@ class FailureGuard:
 
     Attributes:
         reason: the first failure of the pass; None while there is none.
+        lost: requests of the pass that failed by themselves, by their place in the batch, each with its reason.
     """
 
     def __init__(self, finish: Callable[[], None] = lambda: None, abort: Callable[[], None] = lambda: None) -> None:
         self.finish, self._abort = finish, abort
         self.reason: str | None = None
+        self.lost: dict[int, str] = {}
         self._contained = False
 
     @contextmanager
     def containing(self) -> Iterator[FailureGuard]:
-        self.reason, self._contained = None, True
+        self.reason, self.lost, self._contained = None, {}, True
         try:
             yield self
             self._close()
         finally:
             self._contained = False
+
+    def lose(self, request: int, reason: str) -> None:
+        """One request of the pass has failed, and the others go on. Raises RuntimeError outside `containing()`."""
+        if not self._contained:
+            raise RuntimeError(reason)
+        logger.error("Fluxion: a request of this pass is ended: %s", reason)
+        self.lost.setdefault(request, reason)
 
     def _close(self) -> None:
         if self.reason is None:
@@ -64,7 +73,7 @@ class FailureGuard:
                 return step()
             except Exception as error:
                 self.reason = str(error) or type(error).__name__
-                logger.exception("Fluxion: attention failed, and the requests of this pass are ended")
+                logger.exception("Fluxion: the pass failed, and its requests are ended")
         return None
 
 
@@ -87,11 +96,9 @@ def forward_batch_generation(
         return result
     with guard.containing():
         result = original(worker, batch, *args, **kwargs)
-    if guard.reason is not None:
-        for request in batch.reqs:
-            end_request(
-                request, f"attention failed: {guard.reason}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
-            )
+    failed = dict.fromkeys(range(len(batch.reqs)), f"the pass failed: {guard.reason}") if guard.reason else guard.lost
+    for i, reason in failed.items():
+        end_request(batch.reqs[i], reason, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     return result
 
 

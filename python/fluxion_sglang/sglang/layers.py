@@ -5,13 +5,15 @@ weights at a fraction of what memory gives. So each module with unquantised weig
 SGLang's: few rows go to the workers, and everything else goes to SGLang's method as before. What lies between the
 linear layers takes PyTorch many passes over its tensors; SGLang lets a platform bring functions of its own for these
 operations, and ours take one pass.
+
+What fails here fails the pass, as attention does (`failures.py`): SGLang's method computes the layer in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
@@ -30,14 +32,34 @@ MAX_ROWS = 32
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
+T = TypeVar("T")
 
-def install(model: nn.Module, workers: Workers) -> int:
+
+class Contained:
+    """The native layers, called by whoever contains their failures.
+
+    Args:
+        run: the result of a step, or None where the step or one before it in the pass has failed (`FailureGuard.run`).
+    """
+
+    def __init__(self, layers: NativeLayers, run: Callable[[Callable[[], Any]], Any]) -> None:
+        self.layers, self._run = layers, run
+
+    def __call__(self, step: Callable[[NativeLayers], T]) -> T | None:
+        result: T | None = self._run(lambda: step(self.layers))
+        return result
+
+
+def install(model: nn.Module, workers: Workers, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> int:
     """Have the workers compute the model's layers; returns how many of them are linear.
 
     What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
     what adapters add is SGLang's.
+
+    Args:
+        run: as of `Contained`; by default failures are raised.
     """
-    native = NativeLayers(workers)
+    native = Contained(NativeLayers(workers), run)
     _register_operations(model, native)
     linear, head = _Linear(native), _Head(native)
     heads = _rounds_logits_once(model)
@@ -72,7 +94,7 @@ def _rounds_logits_once(model: nn.Module) -> bool:
     return not any(getattr(processor, name, None) for processor in processors for name in special)
 
 
-def _product(native: NativeLayers, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """What the layer makes of x, or None where that is SGLang's to compute."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
@@ -84,11 +106,11 @@ def _product(native: NativeLayers, layer: nn.Module, x: torch.Tensor, bias: torc
         and weight.stride(1) == 1
         and not torch.compiler.is_compiling()
     )
-    return native.linear(x, weight, bias) if few else None
+    return native(lambda layers: layers.linear(x, weight, bias)) if few else None
 
 
 class _Linear(UnquantizedLinearMethod):
-    def __init__(self, native: NativeLayers) -> None:
+    def __init__(self, native: Contained) -> None:
         super().__init__()
         self._native = native
 
@@ -100,7 +122,7 @@ class _Linear(UnquantizedLinearMethod):
 class _Head(UnquantizedEmbeddingMethod):
     """An embedding, or the layer that makes logits: SGLang multiplies by any method that is not its own."""
 
-    def __init__(self, native: NativeLayers) -> None:
+    def __init__(self, native: Contained) -> None:
         super().__init__()
         self._native = native
 
@@ -114,7 +136,7 @@ class _Head(UnquantizedEmbeddingMethod):
 # --- What lies between them ---
 
 
-def _register_operations(model: nn.Module, native: NativeLayers) -> None:
+def _register_operations(model: nn.Module, native: Contained) -> None:
     key = current_platform.get_dispatch_key_name()
     for module in model.modules():
         for base, operation in _OPERATIONS.items():
@@ -140,7 +162,7 @@ def _rows(*tensors: torch.Tensor) -> bool:
 
 
 def _rms_norm(
-    native: NativeLayers,
+    native: Contained,
     norm: RMSNorm,
     x: torch.Tensor,
     residual: torch.Tensor | None = None,
@@ -156,21 +178,21 @@ def _rms_norm(
         and norm.weight.dtype is x.dtype
         and x.shape[-1] == norm.hidden_size
     )
-    if not plain or not _rows(x, *(() if residual is None else (residual,))):
-        return norm.forward_native(x, residual, post_residual_addition, quant_linear)
-    if residual is None:
-        return native.norm(x, norm.weight, norm.variance_epsilon)
-    return native.add_norm(x, residual, norm.weight, norm.variance_epsilon)
+    out: Any = None
+    if plain and residual is None and _rows(x):
+        out = native(lambda layers: layers.norm(x, norm.weight, norm.variance_epsilon))
+    elif plain and residual is not None and _rows(x, residual):
+        out = native(lambda layers: layers.add_norm(x, residual, norm.weight, norm.variance_epsilon))
+    return norm.forward_native(x, residual, post_residual_addition, quant_linear) if out is None else out
 
 
-def _silu_mul(native: NativeLayers, activation: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
-    if not _rows(x):
-        return activation.forward_native(x)
-    return native.silu_mul(x)
+def _silu_mul(native: Contained, activation: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
+    out = native(lambda layers: layers.silu_mul(x)) if _rows(x) else None
+    return activation.forward_native(x) if out is None else out
 
 
 def _rope(
-    native: NativeLayers,
+    native: Contained,
     rotary: RotaryEmbedding,
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -185,9 +207,11 @@ def _rope(
         and positions.dtype is torch.int64
         and not hasattr(rotary, "sin_cos_cache")
     )
-    if not plain or not _rows(query, key, rotary.cos_sin_cache):
-        return rotary.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
-    return native.rope(positions, query, key, rotary.cos_sin_cache, rotary.head_size, rotary.is_neox_style)
+    out = None
+    if plain and _rows(query, key, rotary.cos_sin_cache):
+        size, halves = rotary.head_size, rotary.is_neox_style
+        out = native(lambda layers: layers.rope(positions, query, key, rotary.cos_sin_cache, size, halves))
+    return rotary.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg) if out is None else out
 
 
 _OPERATIONS: dict[type[BaseFusedOp], Callable[..., Any]] = {

@@ -22,11 +22,15 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.sglang import capacity
 from fluxion_sglang.sglang.options import rank_options
+from fluxion_sglang.sglang.sizing import Turn
 
 logger = logging.getLogger(__name__)
 
 CPU_WINDOW_FRACTION = 0.05
 """Share of the available memory that device windows may take where host and device memory are the same."""
+
+_turn = Turn()
+"""This process's."""
 
 
 class FluxionKVPool(KVCache):
@@ -61,7 +65,9 @@ class FluxionKVPool(KVCache):
         self.head_num = shape.kv_heads
         self.head_dim = self.v_head_dim = shape.head_dim
         placement = Placement(config.sinks, config.window)
-        self.host = HostPool(shape, tokens, placement, create_workers(config, rank, ranks), config.spread)
+        self.host = HostPool(
+            shape, tokens, placement, create_workers(config, rank, ranks), config.spread, config.canary
+        )
         self.windows = Windows(self.host, rows, device)
         self.maker = maker_of(device)
         if self.maker is not None:
@@ -128,6 +134,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
         return resolved
     config, shape = rank_options(configurator.server_args), _shape(configurator)
     placement = Placement(config.sinks, config.window)
+    _begin_sizing(configurator)
     available = capacity.available_bytes(configurator.server_args)
 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
@@ -166,7 +173,7 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
     """AROUND KVCacheConfigurator._build_token_to_kv_pool: our pool in place of a device-sized one."""
     if configurator.is_draft_worker:
         return original(configurator, **kwargs)
-    return FluxionKVPool(
+    pool = FluxionKVPool(
         _shape(configurator),
         kwargs["sizes"].max_total_num_tokens,
         # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
@@ -177,6 +184,24 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         rank=capacity.rank_on_host(configurator.server_args),
         ranks=capacity.ranks_on_host(configurator.server_args),
     )
+    _end_sizing()
+    return pool
+
+
+def _begin_sizing(configurator: Any) -> None:
+    """From here to `_end_sizing` no other server of this machine measures its memory (`sizing.py`).
+
+    The ranks of a server measure together, in the turn of the first one on each host. Replicas of data parallelism know
+    nothing of one another: those after the first do not wait.
+    """
+    if capacity.rank_on_host(configurator.server_args) == 0:
+        _turn.wait()
+    _least_over_ranks(0)  # all have waited
+
+
+def _end_sizing() -> None:
+    _least_over_ranks(0)  # all have their memory
+    _turn.end()
 
 
 def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 RECORD = "fluxion_record"
 """Key of what a request wants recorded of it; who records says what it may hold (`training/recorder.py`)."""
 
+CHECK = "fluxion_check"
+"""Key by which a request asks for a check of the whole host pool (option `canary`)."""
+
 _PARSED_SPECS = 64
 _SHOWN = 60
 """Characters of a wrong value that the answer repeats."""
@@ -74,6 +77,7 @@ class RequestPolicies:
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
         riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
+        checks: indices of those that ask for a check of the whole host pool.
         recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
     """
 
@@ -91,6 +95,7 @@ class RequestPolicies:
         self.yardsticks = yardsticks
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
+        self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
         self._room, self._check = room, check
@@ -112,10 +117,11 @@ class RequestPolicies:
         ids = {id(request) for request in riding}
         self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
         self.recorded = [None if decoding else self._recorded(request) for request in requests]
+        self.checks = [i for i, request in enumerate(requests) if _params(request).get(CHECK) is True]
         try:
             yield
         finally:
-            self.current, self.riding, self.recorded = None, (), ()
+            self.current, self.riding, self.checks, self.recorded = None, (), (), ()
 
     def _policy(self, request: Any, decoding: bool) -> Policy:
         kept = getattr(request, "skip_radix_cache_insert", False)
@@ -153,8 +159,7 @@ class RequestPolicies:
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:
         """What a request wants recorded; None: nothing, or it is ended for it."""
-        params = request.sampling_params.custom_params
-        wishes = params.get(RECORD) if isinstance(params, Mapping) else None
+        wishes = _params(request).get(RECORD)
         if wishes is None or request.to_finish is not None:
             return None
         if request not in self._checked:  # once: a prompt comes in chunks
@@ -167,9 +172,7 @@ class RequestPolicies:
         return wishes if isinstance(wishes, Mapping) else None
 
     def _wanted(self, request: Any) -> Policy:
-        params = request.sampling_params.custom_params
-        # None is what JSON's null becomes: no policy of its own.
-        spec = params.get(PARAMETER) if isinstance(params, Mapping) else None
+        spec = _params(request).get(PARAMETER)  # None is what JSON's null becomes: no policy of its own
         return self.server if spec is None else self._named(spec)
 
     def _named(self, spec: object) -> Policy:
@@ -213,6 +216,11 @@ def _parsed(spec: str, context: Context) -> Policy | str:
         logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
         reason = str(error).strip().partition("\n")[0]
         return f"{PARAMETER} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
+
+
+def _params(request: Any) -> Mapping[str, Any]:
+    params = request.sampling_params.custom_params
+    return params if isinstance(params, Mapping) else {}
 
 
 def forward_batch_generation(

@@ -198,6 +198,11 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"prefill_budget is {config.prefill_budget:g}, but a sparse prefill runs on a CPU alone, and SGLang would "
             f"use {device}; leave the key out."
         )
+    if config.canary > 0 and device != "cpu":
+        raise ConfigError(
+            f"canary is {config.canary:g}, but host KV is checked where the CPU reads all of it, and SGLang would use "
+            f"{device}; leave the key out."
+        )
     maker_of(device)  # raises where its library is missing
 
 

@@ -1,0 +1,90 @@
+"""What the option `canary` costs: decode steps of a layer and writes of a prompt, with it and without, interleaved.
+
+    python benchmark/canary.py             # two minutes
+    python benchmark/canary.py --quick
+
+In the shape of a layer of Llama-3.1-8B, bfloat16. Results go to canary.json in benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from statistics import median
+from typing import Any
+
+import common
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # before torch is loaded
+
+import torch
+from layers import HEAD_DIM, Steps, filled_pool, own_pages
+from roofline import KV_HEADS, interleave, ratio
+
+from fluxion_sglang.kv.host_pool import HostPool
+
+SHARES = (0.0, 0.01, 0.1, 1.0)
+WORK = ((1, 16384, "full"), (8, 16384, "full"), (8, 16384, "fixed:16:0.1"))
+QUICK_WORK = ((2, 2048, "full"),)
+WRITTEN = 2048
+"""Tokens of a write."""
+
+
+def write(pool: HostPool, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    start = time.perf_counter_ns()
+    pool.append(0, pages, 0, k, v)
+    return time.perf_counter_ns() - start
+
+
+def measure(batch: int, length: int, policy: str, rounds: int) -> list[dict[str, Any]]:
+    lengths = [length] * batch
+    tables = own_pages(lengths)
+    pools = {share: filled_pool(tables, lengths, canary=share) for share in SHARES}
+    steps = {share: Steps(pool, tables, lengths, policy) for share, pool in pools.items()}
+    decoded = interleave({str(share): step.run for share, step in steps.items()}, rounds)
+    count = min(WRITTEN, length)
+    k, v = (torch.randn(count, KV_HEADS, HEAD_DIM).to(torch.bfloat16) for _ in range(2))
+    written = interleave({str(share): partial(write, pool, tables[0], k, v) for share, pool in pools.items()}, rounds)
+    found = []
+    for share in SHARES:
+        for what, times in (("decode step of a layer", decoded), (f"write of {count} tokens", written)):
+            found.append(
+                {
+                    "batch": batch,
+                    "length": length,
+                    "policy": policy,
+                    "what": what,
+                    "canary": share,
+                    "us": round(median(times[str(share)]) / 1e3, 1),
+                    "throughput": round(ratio(times["0.0"], times[str(share)]), 4),
+                }
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--quick", action="store_true", help="little work; the result file is not a published one")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    args = parser.parse_args()
+    rows = []
+    for work in QUICK_WORK if args.quick else WORK:
+        for row in measure(*work, rounds=5 if args.quick else args.rounds):
+            rows.append(row)
+            print(
+                f"{row['batch']} x {row['length']}, {row['policy']}: {row['what']}, canary {row['canary']:4}: "
+                f"{row['us']:9.1f} us, {row['throughput']:.1%} of the throughput without",
+                flush=True,
+            )
+    path = common.RESULTS / args.machine / f"canary{'_quick' if args.quick else ''}.json"
+    common.save(path, {**common.header("canary"), "rounds": args.rounds, "rows": rows})
+    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+#include "runtime/canary.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "runtime/failure.h"
+#include "runtime/pool.h"
+
+namespace fluxion {
+namespace {
+
+constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
+
+// One to one in each of the two.
+uint64_t mix(uint64_t sum, uint64_t word) { return std::rotl((sum ^ word) * kOdd, 29); }
+
+// Sums side by side, because each step of one waits for a product. bytes: a multiple of 32.
+struct Sums {
+  static constexpr int kLanes = 8;
+  uint64_t lane[kLanes];
+
+  explicit Sums(uint64_t seed) {
+    for (int i = 0; i < kLanes; ++i) lane[i] = seed + i;
+  }
+  void add(const char* data, int64_t bytes) {
+    const char* const end = data + bytes;
+    for (; end - data >= 64; data += 64) step<kLanes>(data);
+    if (data < end) step<kLanes / 2>(data);
+  }
+  // Never 0, which stands for nothing.
+  uint64_t take() const {
+    uint64_t left[kLanes];
+    std::copy_n(lane, kLanes, left);
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) left[i] = mix(left[i], left[i + half]);
+    }
+    return left[0] == 0 ? 1 : left[0];
+  }
+
+ private:
+  template <int kWords>
+  void step(const char* data) {
+    uint64_t words[kWords];
+    std::memcpy(words, data, sizeof(words));
+    for (int i = 0; i < kWords; ++i) lane[i] = mix(lane[i], words[i]);
+  }
+};
+
+// Where a sum's subject belongs. part: the token of a page, or 16 and the level of an entry.
+uint64_t place(int layer, int head, int page, int part) {
+  const uint64_t group = static_cast<uint64_t>(layer) << 16 | static_cast<uint64_t>(head);
+  return mix(group, static_cast<uint64_t>(page) << 8 | static_cast<uint64_t>(part));
+}
+
+uint64_t random_word() {
+  thread_local uint64_t state = 0;
+  if (state == 0) state = mix(reinterpret_cast<uintptr_t>(&state), static_cast<uint64_t>(now_ns())) | 1;
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+std::string where(int layer, int head, int page) {
+  return "layer " + std::to_string(layer) + ", KV head " + std::to_string(head) + ", page " +
+         std::to_string(page);
+}
+
+std::string sentence(const std::string& what) {
+  return "KV in host memory is not what was written there (" + what +
+         "); empty the cache (POST /flush_cache), and test the machine's memory.";
+}
+
+std::string of_token(int layer, int head, int page, int offset) {
+  return sentence(where(layer, head, page) + ", token " + std::to_string(offset));
+}
+
+std::string of_entry(int layer, int head, int level, int page) {
+  return sentence(where(layer, head, page) + ", metadata of its block of " + std::to_string(kPage << level) +
+                  " tokens");
+}
+
+}  // namespace
+
+Canary::Canary(const PoolShape& shape, double share) : shape_(shape), period_(1 / share) {
+  for (int j = 0; j < kLevels; ++j) entry_sums_[j + 1] = entry_sums_[j] + shape.entries(j);
+  const int64_t groups = int64_t{shape.layers} * shape.kv_heads;
+  const int64_t tokens = groups * shape.pages * kPage;
+  memory_ = HostMemory((tokens + groups * entry_sums_[kLevels]) * static_cast<int64_t>(sizeof(uint64_t)));
+  tokens_ = reinterpret_cast<uint64_t*>(memory_.data());
+  entries_ = tokens_ + tokens;
+}
+
+uint64_t& Canary::token_sum(int layer, int head, int page, int offset) const {
+  const int64_t tile = (int64_t{layer} * shape_.kv_heads + head) * shape_.pages + page;
+  return tokens_[tile * kPage + offset];
+}
+
+uint64_t& Canary::entry_sum(int layer, int head, int level, int page) const {
+  const int64_t group = int64_t{layer} * shape_.kv_heads + head;
+  return entries_[group * entry_sums_[kLevels] + entry_sums_[level] + (page >> level)];
+}
+
+void Canary::wrote_token(int layer, int head, int page, int offset, const char* k, const char* v) const {
+  Sums sums(place(layer, head, page, offset));
+  sums.add(k, shape_.token_bytes());
+  sums.add(v, shape_.token_bytes());
+  token_sum(layer, head, page, offset) = sums.take();
+}
+
+void Canary::wrote_entry(int layer, int head, int level, int page, const char* entry) const {
+  Sums sums(place(layer, head, page, 16 + level));
+  sums.add(entry, shape_.entry_bytes());
+  entry_sum(layer, head, level, page) = sums.take();
+}
+
+bool Canary::same_token(const HostPool& pool, int layer, int head, int page, int offset) const {
+  const int64_t bytes = shape_.token_bytes();
+  const char* k = pool.tile(layer, head, page) + offset * bytes;
+  Sums sums(place(layer, head, page, offset));
+  sums.add(k, bytes);
+  sums.add(k + kPage * bytes, bytes);
+  return sums.take() == token_sum(layer, head, page, offset);
+}
+
+bool Canary::same_entry(const HostPool& pool, int layer, int head, int level, int page) const {
+  Sums sums(place(layer, head, page, 16 + level));
+  sums.add(pool.entry(layer, head, level, page), shape_.entry_bytes());
+  return sums.take() == entry_sum(layer, head, level, page);
+}
+
+// Between two checks are 0 to 2 periods - 2 reads: on average a check a period, and no pattern of reads is
+// left out.
+template <typename Check>
+void Canary::sample(int64_t reads, const Check& check) const {
+  thread_local double skip = 0;  // reads until the next check
+  if (skip >= static_cast<double>(reads)) {
+    skip -= static_cast<double>(reads);
+    return;
+  }
+  double at = skip;
+  skip = 0;  // where a check throws
+  int64_t checks = 0;
+  for (; at < static_cast<double>(reads); ++checks) {
+    check(static_cast<int64_t>(at));
+    at += 1 + static_cast<double>(random_word() >> 11) * 0x1p-53 * 2 * (period_ - 1);
+  }
+  skip = at - static_cast<double>(reads);
+  checks_.fetch_add(checks, std::memory_order_relaxed);
+}
+
+void Canary::check_token(const HostPool& pool, int layer, int head, int page, int offset) const {
+  if (same_token(pool, layer, head, page, offset)) return;
+  mismatches_.fetch_add(1, std::memory_order_relaxed);
+  throw CorruptMemory(of_token(layer, head, page, offset));
+}
+
+void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t* pages,
+                        int64_t tokens) const {
+  sample((tokens + kPage - 1) / kPage, [&](int64_t i) {
+    const int count = static_cast<int>(std::min<int64_t>(kPage, tokens - i * kPage));
+    for (int t = 0; t < count; ++t) check_token(pool, layer, head, pages[i], t);
+  });
+}
+
+void Canary::read_tokens(const HostPool& pool, int layer, int head, const int32_t* tokens,
+                         int64_t count) const {
+  sample(count, [&](int64_t i) { check_token(pool, layer, head, tokens[i] / kPage, tokens[i] % kPage); });
+}
+
+void Canary::read_entries(const HostPool& pool, int layer, int head, int level, const int32_t* pages,
+                          int64_t stride, int64_t count) const {
+  sample(count, [&](int64_t i) {
+    const int page = pages[i * stride];
+    if (same_entry(pool, layer, head, level, page)) return;
+    mismatches_.fetch_add(1, std::memory_order_relaxed);
+    throw CorruptMemory(of_entry(layer, head, level, page));
+  });
+}
+
+std::vector<std::string> Canary::sweep(const HostPool& pool, int64_t most, int64_t* checked) const {
+  std::vector<std::string> found;
+  const auto wrong = [&](bool same, const auto& text) {
+    ++*checked;
+    if (same) return;
+    mismatches_.fetch_add(1, std::memory_order_relaxed);
+    if (std::ssize(found) < most) found.push_back(text());
+  };
+  for (int l = 0; l < shape_.layers; ++l) {
+    for (int h = 0; h < shape_.kv_heads; ++h) {
+      for (int p = 0; p < shape_.pages; ++p) {
+        for (int t = 0; t < kPage; ++t) {
+          if (token_sum(l, h, p, t) == 0) continue;
+          wrong(same_token(pool, l, h, p, t), [&] { return of_token(l, h, p, t); });
+        }
+        if (entry_sum(l, h, 0, p) == 0) continue;
+        wrong(same_entry(pool, l, h, 0, p), [&] { return of_entry(l, h, 0, p); });
+      }
+      for (int j = 1; j < kLevels; ++j) {
+        for (int64_t i = 0; i < shape_.entries(j); ++i) {
+          const int32_t page = pool.tags(l, j)[i];
+          if (entry_sum(l, h, j, static_cast<int>(i << j)) == 0) continue;
+          const bool there = page >= 0 && page < shape_.pages && page >> j == i;
+          wrong(there && same_entry(pool, l, h, j, page),
+                [&] { return of_entry(l, h, j, static_cast<int>(i << j)); });
+        }
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace fluxion

@@ -1,0 +1,30 @@
+// Sizes of the host pool.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/table.h"
+
+namespace fluxion {
+
+inline constexpr int kLevels = 4;  // blocks of 16, 32, 64 and 128 tokens: level j joins 1 << j pages
+
+struct PoolShape {
+  int layers;
+  int kv_heads;
+  int pages;  // page 0 included: the padding page, written and read by nobody
+  int head_dim;
+  DType dtype;
+  int sink_pages;  // logical pages below this number count into no coarse entry and no moments
+
+  // Pages of all heads: the first product of every size, and the one that must not be an int.
+  int64_t head_pages() const { return int64_t{kv_heads} * pages; }
+  int64_t element() const { return dtype == DType::kBF16 ? 2 : 4; }
+  int64_t token_bytes() const { return head_dim * element(); }
+  int64_t tile_bytes() const { return 2 * kPage * token_bytes(); }
+  int64_t entry_bytes() const { return 2 * token_bytes(); }
+  int64_t moments_len() const { return 2 * head_dim + 8; }
+  int64_t entries(int level) const { return (pages + (int64_t{1} << level) - 1) >> level; }
+};
+
+}  // namespace fluxion

@@ -1,0 +1,67 @@
+"""Tenants of one server who give their requests a salt or a key of their own: with the same prompts they share nothing.
+
+What is shared goes by page: cached KV, its metadata, and the families of requests that are read together
+(`test/unit/test_families.py`). So nothing cached and no task done together means that no page was another tenant's.
+What policies remember goes by row; here requests of several tenants take one another's rows all the time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+from server import Completion, Server
+
+NEW = 48
+PROMPT = cases.prompt(1500, 300)
+OTHER = cases.prompt(900, 301)
+ROWS = 3
+
+
+@pytest.fixture(scope="module")
+def server(logs: Path) -> Iterator[Server]:
+    flags = ("--max-running-requests", str(ROWS))
+    with Server(*flags, fluxion=json.dumps({"policy": "anchor"}), log=logs / "tenants.log") as server:
+        yield server
+        server.assert_clean()
+
+
+def together(server: Server, *requests: dict[str, Any], ids: list[int] = PROMPT) -> list[Completion]:
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda extra: server.generate(ids, NEW, **extra), requests))
+
+
+def shared(server: Server) -> float:
+    found = [value for name, value in server.metrics().items() if name.startswith("fluxion_shared_tasks")]
+    assert found
+    return sum(found)
+
+
+def test_another_key_shares_nothing_and_the_same_one_does(server: Server) -> None:
+    before = shared(server)
+    tenants = [{"extra_key": "a"}, {"extra_key": "b"}, {}]
+    answers = together(server, *tenants)
+    assert [answer.cached for answer in answers] == [0, 0, 0] and shared(server) == before
+    assert len({tuple(answer.tokens) for answer in answers}) == 1 and len(answers[0].tokens) == NEW
+    # Each of them again: its own prefix is there, and still nobody is read together with another tenant.
+    again = together(server, *tenants)
+    assert all(answer.cached > 1000 for answer in again) and shared(server) == before
+    together(server, {"extra_key": "a"}, {"extra_key": "a"})
+    assert shared(server) > before, "without which the test would say nothing"
+
+
+def test_rows_go_from_tenant_to_tenant(server: Server) -> None:
+    """An anchor is measured from a row's request. More tenants than rows, with other prompts between."""
+    server.flush()
+    want = server.generate(PROMPT, NEW).tokens
+    other = server.generate(OTHER, NEW).tokens
+    with ThreadPoolExecutor(6) as pool:
+        asked = [(PROMPT, want) if i % 2 else (OTHER, other) for i in range(18)]
+        got = list(pool.map(lambda i: server.generate(asked[i][0], NEW, extra_key=f"tenant {i}"), range(18)))
+    for (_, expected), answer in zip(asked, got, strict=True):
+        assert answer.cached == 0 and answer.tokens == expected

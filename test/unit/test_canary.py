@@ -1,0 +1,230 @@
+"""The canary finds whatever the host pool holds that nobody wrote, and ends who read it and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_world import NativeWorld, Request
+
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import CorruptMemory, NativePool, Workers
+from fluxion_sglang.sglang.failures import FailureGuard
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def watched(**options: Any) -> NativeWorld:
+    return NativeWorld(canary=1.0, **options)
+
+
+def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
+    """Of a view of the pool that is contiguous."""
+    tensor.view(torch.uint8).flatten()[byte] ^= 1 << bit
+
+
+def decode(world: NativeWorld, requests: list[Request], blk: int = 16, budget: float = 1.0) -> dict[int, str]:
+    """A step whose output is checked for all whom the canary has not ended; those, with its sentences."""
+    plan = world.plan(requests, blk, budget)
+    plan.owner = torch.zeros_like(plan.blk)
+    world.begin_step(requests)
+    _, q, out = world.begin_layer(requests, 0, plan)
+    world.engine.layer_finish()
+    corrupt = world.engine.corrupt()
+    for b in corrupt:
+        assert not out[b].any(), "what was read is no result"
+    if budget == 1:
+        chosen = {
+            (b, h): [set(world.middle(request))] * world.group
+            for b, request in enumerate(requests)
+            for h in range(world.heads)
+        }
+        kept = [b for b in range(len(requests)) if b not in corrupt]
+        world.check(out[kept], world.expected(requests, 0, q, chosen)[kept])
+    return corrupt
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_byte_of_a_tile_is_watched(dtype: torch.dtype) -> None:
+    """Every byte of a tile in turn, a bit of it: found by a decode step, and by a sweep; put right, by none."""
+    world = watched(dtype=dtype, heads=1)
+    request = world.add(300)
+    page = request.pages[7]
+    tile = world.pool.tensor("tiles", 0)[0, page]
+    for byte in range(tile.numel() * dtype.itemsize):
+        flip(tile, byte, byte % 8)
+        _, found = world.pool.sweep()
+        assert len(found) == 1 and f"page {page}, token {byte // dtype.itemsize // world.dim % PAGE})" in found[0]
+        if byte % 16 == 0:  # a step takes a token's place
+            corrupt = decode(world, [request])
+            assert corrupt.keys() == {0} and f"layer 0, KV head 0, page {page}" in corrupt[0]
+            assert corrupt[0].endswith(".") and "flush_cache" in corrupt[0]
+        flip(tile, byte, byte % 8)
+    assert world.pool.sweep()[1] == [] and decode(world, [request]) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", range(4))
+def test_every_byte_of_metadata_is_watched(level: int, dtype: torch.dtype) -> None:
+    world = watched(dtype=dtype, heads=1)
+    request = world.add(500)
+    last = request.pages[(16 << level) // PAGE * 2 - 1 if level else 9]  # the last page of a block in the middle
+    entry = world.pool.tensor(f"meta{level}", 0)[0, last >> level]
+    if level:
+        assert int(world.pool.tensor(f"tag{level}", 0)[last >> level]) == last
+    for byte in range(entry.numel() * dtype.itemsize):
+        flip(entry, byte, byte % 8)
+        assert len(world.pool.sweep()[1]) == 1
+        if byte % 16 == 0:
+            corrupt = decode(world, [request], 16 << level, 0.3)
+            assert corrupt.keys() == {0} and f"block of {16 << level} tokens" in corrupt[0]
+        flip(entry, byte, byte % 8)
+    assert decode(world, [request], 16 << level, 0.3) == {} and world.pool.sweep()[1] == []
+
+
+def test_what_belongs_elsewhere_is_not_taken_for_it() -> None:
+    """Whole tiles, entries and tokens that were written, and are in the wrong place."""
+    world = watched(heads=2)
+    request = world.add(400)
+    tiles, meta = world.pool.tensor("tiles", 0), world.pool.tensor("meta0", 0)
+    a, b = request.pages[5], request.pages[6]
+    for view, budget in ((tiles[0], 1.0), (meta[0], 0.3), (tiles[0, :, 0], 1.0), (tiles[:, a], 1.0)):
+        before = view.clone()
+        first, second = (a, b) if view.shape[0] == world.pages else (0, 1)
+        view[[first, second]] = before[[second, first]]
+        assert decode(world, [request], 16, budget).keys() == {0}
+        view[[first, second]] = before[[first, second]]
+    tag = world.pool.tensor("tag1", 0)
+    at = int((tag >= 0).nonzero()[0])
+    before = int(tag[at])
+    tag[at] = before ^ 1
+    assert world.pool.sweep()[1]
+    tag[at] = before
+    assert not world.pool.sweep()[1]
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.2])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_prompt_that_reads_it_fails(workers: int, budget: float) -> None:
+    """Of a page that is still being filled, too, but not of what nobody has written there."""
+    world = watched(workers=workers)
+    request = world.add(700 + 5)
+    pages = torch.tensor(request.pages, dtype=torch.int32)
+    tiles = world.pool.tensor("tiles", 0)
+    q = world.randn(5 + 60, world.q_heads, world.dim)
+
+    def prefill() -> None:
+        world.pool.attend_chunk(0, pages, 640, q, world.scale, torch.empty_like(q), budget)
+
+    def fill() -> None:
+        sinks, window = world.placement.sinks, world.placement.window
+        world.pool.fill_window(0, world.windows[0], request.row, request.length, pages, sinks, window)
+
+    steps: list[Callable[[], None]] = [prefill, fill]
+    tiles[:, request.pages[-1], :, 705 % PAGE :] = torch.nan
+    for step in steps:
+        step()
+    for logical, offset in ((0, 0), (len(request.pages) - 1, 704 % PAGE)):
+        tile = tiles[1, request.pages[logical], 1, offset]
+        flip(tile, 3, 2)
+        for step in steps:
+            with pytest.raises(CorruptMemory, match=f"KV head 1, page {request.pages[logical]}, token {offset}"):
+                step()
+        flip(tile, 3, 2)
+    for step in steps:
+        step()
+
+
+def test_only_who_reads_it_ends() -> None:
+    world = watched()
+    requests = [world.add(n) for n in (300, 400, 500)]
+    flip(world.pool.tensor("tiles", 0)[1, requests[1].pages[8]], 77, 1)
+    assert decode(world, requests).keys() == {1}
+    assert decode(world, [requests[0], requests[2]]) == {}
+
+
+def test_all_who_are_read_together_end() -> None:
+    world = watched(share_prefixes=True)
+    parent = world.add(600)
+    requests = [parent, world.add(700, parent, 592), world.add(640, parent, 592), world.add(500)]
+    flip(world.pool.tensor("tiles", 0)[0, parent.pages[20]], 5, 5)
+    assert decode(world, requests).keys() == {0, 1, 2}
+
+
+@settings(max_examples=examples(15))
+@given(data=st.data(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES))
+def test_nothing_is_found_where_nothing_is_wrong(data: st.DataObject, seed: int, dtype: torch.dtype) -> None:
+    """Requests come, share, decode, go, and give their pages to others: no false alarm, by reads or by sweeps."""
+    world = watched(seed=seed, dtype=dtype, share_prefixes=True, pages=120)
+    requests: list[Request] = []
+    for _ in range(data.draw(st.integers(4, 14))):
+        action = data.draw(st.sampled_from(["add", "fork", "decode", "decode", "free"]))
+        if action in ("add", "fork") and world.free_rows and len(world.free) > 40:
+            parent = data.draw(st.sampled_from(requests)) if action == "fork" and requests else None
+            shared = parent.length // PAGE * PAGE if parent else 0
+            requests.append(world.add(shared + data.draw(st.integers(1, 300)), parent, shared))
+        elif action == "decode" and requests and len(world.free) > len(requests):
+            blk, budget = data.draw(st.sampled_from([(16, 1.0), (32, 0.2), (64, 0.3), (128, 0.1), (1, 0.1)]))
+            assert decode(world, requests, blk, budget) == {}
+        elif action == "free" and requests:
+            gone = requests.pop(data.draw(st.integers(0, len(requests) - 1)))
+            world.free += [p for p in gone.pages if all(p not in other.pages for other in requests)]
+            world.free_rows.append(gone.row)
+        checked, found = world.pool.sweep()
+        assert found == [] and checked >= sum(request.length for request in requests[:1])
+    assert world.pool.canary_counts()["canary_mismatches"] == 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.05])
+def test_a_share_of_the_reads_is_checked(share: float) -> None:
+    world = NativeWorld(canary=share, heads=4)
+    request = world.add(2000)
+    for _ in range(60):
+        decode(world, [request])
+    reads = 60 * world.heads * len(world.middle(request)) / PAGE
+    assert world.pool.canary_counts()["canary_checks"] == pytest.approx(share * reads, rel=0.15)
+
+
+def test_without_a_canary_nothing_is_checked() -> None:
+    world = NativeWorld()
+    request = world.add(300)
+    flip(world.pool.tensor("tiles", 0)[0, request.pages[7]], 0, 0)
+    plan = world.plan([request])
+    world.begin_step([request])
+    world.begin_layer([request], 0, plan)
+    world.engine.layer_finish()
+    assert world.engine.corrupt() == {} and world.pool.canary_counts() == {"canary_checks": 0, "canary_mismatches": 0}
+    with pytest.raises(ValueError, match="no canary"):
+        world.pool.sweep()
+    with pytest.raises(ValueError, match=r"canary is 1\.5"):
+        NativePool(
+            Workers(1), layers=1, kv_heads=1, pages=2, head_dim=32, dtype=torch.float32, sink_pages=0, canary=1.5
+        )
+
+
+def test_a_pass_ends_the_requests_that_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from fluxion_sglang.sglang.failures import forward_batch_generation
+
+    guard = FailureGuard()
+    with pytest.raises(RuntimeError, match="KV in host memory"):
+        guard.lose(0, "KV in host memory is not what was written there.")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(launch_world_size=1))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(failures=guard)))
+    for lost in ({1: "first"}, {}):
+
+        def original(worker: Any, batch: Any, lost: dict[int, str] = lost) -> None:
+            for request, reason in lost.items():
+                guard.lose(request, reason)
+                guard.lose(request, "second")
+
+        requests = [SimpleNamespace(to_finish=None, skip_radix_cache_insert=False) for _ in range(3)]
+        forward_batch_generation(original, worker, SimpleNamespace(reqs=requests))
+        assert [i for i, r in enumerate(requests) if r.to_finish is not None] == list(lost)
+        assert all(requests[i].to_finish.message == reason for i, reason in lost.items())

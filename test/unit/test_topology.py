@@ -1,0 +1,163 @@
+"""What a process may use of a machine, read from the files of machines that are not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.executor import workers
+from fluxion_sglang.native import function, topology
+
+
+class Machine:
+    """Folders and files as Linux has them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/meminfo", "MemTotal: 1000000 kB\nMemAvailable: 600000 kB\n")
+
+    def write(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def v2(self, path: str = "/user/server") -> None:
+        self.write("proc/self/cgroup", f"0::{path}\n")
+        self.write("sys/fs/cgroup/cgroup.controllers", "cpu memory\n")
+
+    def nodes(self, *cpulists: str) -> None:
+        for i, cores in enumerate(cpulists):
+            self.write(f"sys/devices/system/node/node{i}/cpulist", cores + "\n")
+
+    def read(self, cores: int = 8) -> dict[str, Any]:
+        return topology(str(self.root), range(cores))
+
+    def interleaved(self, allowed: int, workers: list[int], touching: int) -> str:
+        given = (torch.tensor(cores, dtype=torch.int32) for cores in (range(allowed), workers))
+        return str(function("nodes_to_interleave")(str(self.root), *given, touching))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+# --- CPU time ---
+
+
+def test_no_control_group_is_no_quota(machine: Machine) -> None:
+    assert machine.read()["cpu_quota"] == -1
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "top", "quota"),
+    [
+        ("max 100000", "max 100000", None, -1),
+        ("250000 100000", "max 100000", None, 2.5),
+        ("max 100000", "150000 50000", None, 3),
+        ("400000 100000", "150000 100000", None, 1.5),
+        ("max 100000", None, "60000 100000", 0.6),  # a container that sees its own group as the root
+        ("", "nonsense", None, -1),
+        ("100000 0", None, None, -1),
+    ],
+)
+def test_the_tightest_quota_counts(
+    machine: Machine, own: str, parent: str | None, top: str | None, quota: float
+) -> None:
+    machine.v2()
+    for folder, text in (("user/server/", own), ("user/", parent), ("", top)):
+        if text is not None:
+            machine.write(f"sys/fs/cgroup/{folder}cpu.max", text + "\n")
+    assert machine.read()["cpu_quota"] == pytest.approx(quota)
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("-1", -1), ("350000", 3.5)])
+def test_a_quota_of_the_first_version(machine: Machine, quota: str, expected: float) -> None:
+    machine.write("proc/self/cgroup", "5:memory:/box\n4:cpu,cpuacct:/box\n1:name=systemd:/box\n")
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    machine.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", quota + "\n")
+    machine.write("sys/fs/cgroup/cpu/box/cpu.cfs_period_us", "100000\n")
+    report = machine.read()
+    assert report["cpu_quota"] == expected and report["cgroup_version"] == 1
+
+
+def test_idle_workers_spin_only_without_a_quota(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLUXION_SPIN_US", raising=False)
+    assert machine.read()["spin_us"] == 30
+    machine.v2("/")
+    machine.write("sys/fs/cgroup/cpu.max", "200000 100000\n")
+    assert machine.read()["spin_us"] == 0
+    monkeypatch.setenv("FLUXION_SPIN_US", "70")
+    assert machine.read()["spin_us"] == 70
+
+
+@given(st.integers(1, 256), st.floats(0.01, 300), st.integers(1, 16))
+def test_workers_stay_within_the_quota(cores: int, quota: float, ranks: int) -> None:
+    count = workers.within_quota(cores, quota, ranks)
+    assert 1 <= count <= cores
+    assert count == 1 or count * ranks <= quota
+    assert count == cores or (count + 1) * ranks > quota, "all that there is time for"
+    assert workers.within_quota(cores, -1, ranks) == cores
+
+
+def test_a_server_has_as_many_workers_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = topology()
+    monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": 1.5})
+    assert workers.create_workers(FluxionConfig()).count == 1
+    assert workers.create_workers(FluxionConfig(workers=3)).count == 3, "who names a number gets it"
+
+
+# --- Memory of several nodes ---
+
+
+@pytest.mark.parametrize(
+    ("nodes", "dealt", "touching", "expected"),
+    [
+        (["0-7"], range(8), 1, ""),  # one node
+        (["0-3", "4-7"], range(8), 8, ""),  # everybody touches
+        (["0-3", "4-7"], range(8), 4, "0,1"),  # four KV heads: the first four workers do, all on node 0
+        (["0-3", "4-7"], range(8), 1, "0,1"),
+        (["0-3", "4-7"], [0, 4, 1, 5], 2, ""),  # one on each node
+        (["0-3", "4-7"], range(4), 1, ""),  # the rank's cores are on one node: its memory, too
+        (["0-1", "2-3", "", "4-7"], [0, 2, 4], 2, "0,1,3"),  # a node without cores has none to read it from
+    ],
+)
+def test_memory_that_few_would_touch_is_interleaved(
+    machine: Machine, nodes: list[str], dealt: list[int], touching: int, expected: str
+) -> None:
+    machine.nodes(*nodes)
+    assert machine.interleaved(8, list(dealt), touching) == expected
+
+
+@given(
+    cores=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    touching=st.integers(1, 12),
+)
+def test_nodes_are_left_out_only_if_nobody_has_cores_there(
+    tmp_path_factory: pytest.TempPathFactory, cores: list[int], order: Any, touching: int
+) -> None:
+    """cores: the node of each core."""
+    machine = Machine(tmp_path_factory.mktemp("machine"))
+    machine.nodes(*(",".join(str(c) for c, node in enumerate(cores) if node == n) for n in range(4)))
+    dealt = list(range(len(cores)))
+    order.shuffle(dealt)
+    there, touched = set(cores), {cores[core] for core in dealt[:touching]}
+    got = machine.interleaved(len(cores), dealt, touching)
+    assert got == ("" if touched == there else ",".join(map(str, sorted(there))))
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_no_page_is_left_out_of_what_nodes_touch_in_turn(nodes: int) -> None:
+    """Sizes that the huge pages do not divide, and more nodes than huge pages."""
+    faults = tvm_ffi.load_module(Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_faults.so")
+    for bytes_ in (4096, (2 << 20) - 4096, 4 << 20, (7 << 20) + 8192):
+        core = int(topology()["cores"][0])
+        assert faults.get_function("touched_in_turn")(bytes_, nodes, core) == bytes_

@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc %.cuh %.cu,$(SOURCES) $(shell find test/fuzz test/native -type f 2>/dev/null))
-TESTS := test/engine test/models test/unit test/gpu test/docs test/wheel
+TESTS := test/engine test/soak test/models test/unit test/gpu test/docs test/wheel
 # A file is one process's, because its tests share a server; the files with servers come first.
 PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
-SANITIZED := prefill linear dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
+SANITIZED := hostile operations prefill linear dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
   test/unit/test_engine.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
 # Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".
@@ -28,7 +28,7 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all lint sanitize bench docs wheel clean install native-tests
+.PHONY: help demo test test-all lint sanitize soak fuzz sbom audit bench docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
@@ -36,6 +36,9 @@ help:
 	@echo "make test-all  every test, and the unit tests of the native library under sanitizers (an hour)"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
+	@echo "make soak      ten minutes of mixed load on a server; ARGS=\"--minutes 480\" for hours"
+	@echo "make fuzz      a million random operations on pool, tree and policies, under AddressSanitizer"
+	@echo "make sbom      what the environment consists of, in dist/sbom.json; make audit: its known vulnerabilities"
 	@echo "make bench     the benchmarks (see benchmark/)"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make wheel     a manylinux wheel, in dist"
@@ -81,6 +84,30 @@ sanitize-%: $(VENV)/.dev
 	ASAN_OPTIONS="detect_leaks=0 log_path=$$report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$$report" \
 	  $(PYTEST) -q $(SANITIZED_TESTS) $(ARGS); status=$$?; \
 	cat $$report.* 2>/dev/null; exit $$status
+
+soak: $(VENV)/.dev
+	PYTHONPATH=test:. $(BIN)/python -m soak $(ARGS)
+
+# The library under the sanitizer is built by `make sanitize-address` as well.
+fuzz: RUNTIME := libasan.so
+fuzz: $(VENV)/.dev
+	@mkdir -p build/address
+	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	(cmake -S . -B build/address -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=address && \
+	  cmake --build build/address --target fluxion) \
+	  > build/address/build.log 2>&1 || { tail -n 60 build/address/build.log >&2; exit 1; }
+	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	FLUXION_LIBRARY=$(CURDIR)/build/address/libfluxion.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=test $(BIN)/python -m fuzz.operations $(ARGS)
+
+# Both tools run in environments of their own: what they need is no part of what they look at.
+sbom: $(VENV)/.installed
+	@mkdir -p dist
+	$(BIN)/uv tool run --from cyclonedx-bom cyclonedx-py environment --output-reproducible -o dist/sbom.json $(BIN)/python
+
+audit: $(VENV)/.installed
+	$(BIN)/uv tool run pip-audit --progress-spinner off --path \
+	  $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)

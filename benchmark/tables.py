@@ -391,6 +391,30 @@ def lfps_times(results: Path) -> str:
     return "\n".join(out) or nothing("lfps_selection.py")
 
 
+def soak(results: Path) -> str:
+    """What each process of a server held after a soak, and how its memory went; and what had happened by then."""
+    out = []
+    for path, data in result_files(results, "soak.json"):
+        rows = [
+            [
+                *(f"{one['process']}", f"{one['rss_mib']:,.0f}"),
+                *(f"{one['mib_per_hour']:+.1f}", f"{one['low']:+.1f} to {one['high']:+.1f}"),
+                *(f"{one['fds']}", f"{one['threads']}"),
+            ]
+            for one in data["processes"]
+        ]
+        head = ["process", "memory (MiB)", "growth (MiB an hour)", "95% interval", "file descriptors", "threads"]
+        seen = data["happened"]
+        note = (
+            f"After {data['minutes']:.0f} minutes, {data['tp']} rank(s), {data['rows'][-1]['done']:,} requests and "
+            f"interferences, {seen['retracted requests']} retractions, {seen['evicted tokens']:,} evicted tokens: "
+            f"{data['leaked_tokens']} leaked tokens, {len(data['wrong'])} wrong or lost answers, the same from the canary "
+            f"all {data['canaries'].split()[0]} times. {where(data)}"
+        )
+        out.append(f"{table(head, rows, 'lrrrrr')}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or "Not measured yet: `make soak`.\n"
+
+
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
     out = []
     for path, data in result_files(results, name):
@@ -427,6 +451,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "block_scores": block_scores,
     "lfps_overlap": lfps_overlap,
     "lfps_times": lfps_times,
+    "soak": soak,
     **SUMMARY_TABLES,
     **ROOFLINE_TABLES,
     **HGCA_TABLES,

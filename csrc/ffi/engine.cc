@@ -59,7 +59,7 @@ LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, co
   const int64_t B = engine.batch();
   expect(q, "q", kv_type(pool), {B, engine.config().q_heads, pool.shape().head_dim}, 2);
   LayerInput in{};
-  in.layer = static_cast<int>(layer);
+  in.layer = narrow(layer);
   in.q = data<char>(q);
   in.q_stride = q.stride(0) * pool.shape().element();
   if (both(k, "k", v, "v")) {
@@ -103,7 +103,7 @@ void engine_layer_append(EngineRef ref, int64_t layer, TensorView k, TensorView 
   Engine& engine = *ref->engine;
   const TokenView keys = token_view(engine.pool(), k, "k", engine.batch()),
                   values = token_view(engine.pool(), v, "v", engine.batch());
-  guarded([&] { engine.append(static_cast<int>(layer), keys, values); });
+  guarded([&] { engine.append(narrow(layer), keys, values); });
 }
 
 void check_plan(const Engine& engine, const LayerPlan& plan) {

@@ -3,6 +3,7 @@
 
 #include <tvm/ffi/optional.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -57,11 +58,14 @@ inline const float* sinks_of(const ffi::Optional<TensorView>& sinks, int64_t q_h
   return data<float>(*sinks);
 }
 
+inline constexpr int64_t kMostResidents = 1 << 30;  // tokens: beyond what slots are counted in
+
 // Windows of one layer as the engine has them: [kv_heads, rows * slot pages, 2, 16, D].
 inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t sinks, int64_t window) {
   const PoolShape& s = pool.shape();
   expect(t, "window", kv_type(pool), {s.kv_heads, -1, 2, kPage, s.head_dim}, 4);
-  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0) {
+  if (sinks < 0 || sinks % kPage != 0 || window < kPage || window % kPage != 0 ||
+      std::max(sinks, window) > kMostResidents) {
     Raise("ValueError") << "sinks is " << sinks << " and window is " << window
                         << "; both must be multiples of 16, and window at least 16.";
   }
@@ -71,6 +75,7 @@ inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t
   if (s.kv_heads > 1) w.head_stride = t.stride(0) * s.element();
   w.sink_pages = static_cast<int>(sinks / kPage);
   w.ring_pages = WindowView::ring_of(static_cast<int>(window));
+  if (t.size(1) < 1) Raise("ValueError") << "window has no pages; it needs those of one row at least.";
   if (t.size(1) % w.slot_pages() != 0) {
     Raise("ValueError") << "window has " << t.size(1) << " pages a head, which is no multiple of the "
                         << w.slot_pages() << " pages of a row (sinks, window and one page).";

@@ -18,11 +18,11 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 22;
+constexpr int64_t kAbiVersion = 23;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
-  for (int64_t v : {layers, kv_heads, pages, head_dim, sink_pages}) {
+  for (int64_t v : {layers, kv_heads, pages, head_dim, dtype, sink_pages}) {
     if (v < 0 || v > INT32_MAX) Raise("ValueError") << "A size of the pool is " << v << ", which cannot be.";
   }
   return {static_cast<int>(layers),   static_cast<int>(kv_heads), static_cast<int>(pages),
@@ -102,7 +102,7 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
   const std::string name(name_ref);
   const HostPool& pool = *pool_ref->pool;
   const PoolShape& s = pool.shape();
-  const int l = static_cast<int>(std::clamp<int64_t>(layer, -1, INT32_MAX));
+  const int l = narrow(layer);
   guarded([&] { pool.check_layer(l); });
   const auto view = [&](void* at, std::initializer_list<int64_t> shape, DLDataType dtype) {
     return ffi::Tensor::FromNDAlloc(PoolMemory{pool_ref->pool, at},
@@ -131,7 +131,7 @@ void pool_append(Pool pool_ref, int64_t layer, TensorView pages, int64_t start, 
   expect(pages, "pages", kInt32, {-1}, 1);
   const TokenView keys = token_view(pool, k, "k", -1), values = token_view(pool, v, "v", k.size(0));
   guarded([&] {
-    pool.append(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, k.size(0), keys, values);
+    pool.append(narrow(layer), data<int32_t>(pages), pages.size(0), start, k.size(0), keys, values);
   });
 }
 
@@ -142,8 +142,7 @@ void pool_check(Pool pool, TensorView pages, int64_t start, int64_t count) {
 
 void pool_adopt(Pool pool, int64_t layer, TensorView pages, int64_t start, int64_t count) {
   expect(pages, "pages", kInt32, {-1}, 1);
-  guarded(
-      [&] { pool->pool->adopt(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), start, count); });
+  guarded([&] { pool->pool->adopt(narrow(layer), data<int32_t>(pages), pages.size(0), start, count); });
 }
 
 void pool_fill_window(Pool pool_ref, int64_t layer, TensorView window, int64_t row, int64_t n,
@@ -152,8 +151,7 @@ void pool_fill_window(Pool pool_ref, int64_t layer, TensorView window, int64_t r
   expect(pages, "pages", kInt32, {-1}, 1);
   const WindowView view = window_view(pool, window, sinks, window_tokens);
   guarded([&] {
-    pool.fill_window(static_cast<int>(layer), view, static_cast<int>(row), static_cast<int>(n),
-                     data<int32_t>(pages), pages.size(0));
+    pool.fill_window(narrow(layer), view, narrow(row), narrow(n), data<int32_t>(pages), pages.size(0));
   });
 }
 
@@ -165,8 +163,8 @@ void pool_gather(Pool pool_ref, int64_t layer, TensorView pages, TensorView k, T
     expect(*t, name, kv_type(pool), {s.kv_heads, pages.size(0) * kPage, s.head_dim}, 2);
   }
   guarded([&] {
-    pool.gather(static_cast<int>(layer), data<int32_t>(pages), pages.size(0), data<char>(k),
-                k.stride(0) * s.element(), data<char>(v), v.stride(0) * s.element());
+    pool.gather(narrow(layer), data<int32_t>(pages), pages.size(0), data<char>(k), k.stride(0) * s.element(),
+                data<char>(v), v.stride(0) * s.element());
   });
 }
 

@@ -19,7 +19,7 @@ void families_of(TensorView table, TensorView ends, int64_t first, int64_t toget
   expect(out, "out", kInt32, {B, 2}, 2);
   const int32_t* end = data<int32_t>(ends);
   for (int64_t b = 0; b < B; ++b) {
-    if (end[b] > table.size(1)) {
+    if (end[b] < 0 || end[b] > table.size(1)) {
       Raise("ValueError") << "ends has " << end[b] << " for request " << b << ", whose row of the page table "
                           << "holds " << table.size(1) << " pages.";
     }

@@ -7,6 +7,7 @@
 #include <tvm/ffi/object.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <sstream>
@@ -104,6 +105,10 @@ inline void expect(const TensorView& t, const char* name, DLDataType dtype,
     Raise("ValueError") << name << " is on a device; pass a tensor in host memory.";
   }
 }
+
+// A number from Python as an int. One that no int holds stays one that is refused: cut to 32 bits, it could
+// be another layer or row.
+inline int narrow(int64_t number) { return static_cast<int>(std::clamp<int64_t>(number, -1, INT32_MAX)); }
 
 // Two arguments that come together or not at all.
 template <typename A, typename B>

@@ -42,10 +42,10 @@ void hgca_establish(HgcaRef ref, int64_t layer, int64_t row, int64_t length, Ten
   expect(q, "q", kv_type(pool), {-1, ref->hgca->config().q_heads, pool.shape().head_dim}, 2);
   expect(pages, "pages", kInt32, {-1}, 1);
   const HgcaQueries queries{data<char>(q), q.stride(0) * pool.shape().element(), static_cast<int>(q.size(0)),
-                            static_cast<int>(length)};
+                            narrow(length)};
   guarded([&] {
-    ref->hgca->establish(static_cast<int>(layer), static_cast<int>(row), queries, data<int32_t>(pages),
-                         pages.size(0), static_cast<float>(scale));
+    ref->hgca->establish(narrow(layer), narrow(row), queries, data<int32_t>(pages), pages.size(0),
+                         static_cast<float>(scale));
   });
 }
 
@@ -59,7 +59,7 @@ int64_t hgca_step(HgcaRef ref, int64_t layer, TensorView rows, TensorView seq_le
   expect(table, "page_table", kInt32, {B, -1}, 1);
   expect(q, "q", kv_type(pool), {B, config.q_heads, pool.shape().head_dim}, 2);
   HgcaStep step{};
-  step.layer = static_cast<int>(layer);
+  step.layer = narrow(layer);
   step.batch = static_cast<int>(B);
   step.rows = data<int32_t>(rows);
   step.seq_lens = data<int32_t>(seq_lens);
@@ -86,11 +86,11 @@ int64_t hgca_averages(HgcaRef ref, int64_t layer, int64_t row, TensorView out) {
   expect(out, "out", kFloat32, {ref->hgca->config().q_heads, -1}, 2);
   return guarded([&] {
     return static_cast<int64_t>(
-        ref->hgca->averages(static_cast<int>(layer), static_cast<int>(row), data<float>(out), out.size(1)));
+        ref->hgca->averages(narrow(layer), narrow(row), data<float>(out), out.size(1)));
   });
 }
 
-void hgca_release(HgcaRef ref, int64_t row) { ref->hgca->release(static_cast<int>(row)); }
+void hgca_release(HgcaRef ref, int64_t row) { ref->hgca->release(narrow(row)); }
 
 int64_t hgca_bytes(HgcaRef ref) { return ref->hgca->bytes(); }
 

@@ -49,17 +49,15 @@ void lfps_begin(LfpsRef ref, int64_t layer, int64_t row, int64_t length, TensorV
   expect(pages, "pages", kInt32, {-1}, 1);
   expect(queries, "queries", kv_type(pool), {-1, lfps.config().q_heads, pool.shape().head_dim}, 3);
   guarded([&] {
-    lfps.begin(static_cast<int>(layer), static_cast<int>(row), static_cast<int>(length), data<int32_t>(pages),
-               pages.size(0), data<char>(queries), static_cast<int>(queries.size(0)),
-               static_cast<float>(scale));
+    lfps.begin(narrow(layer), narrow(row), narrow(length), data<int32_t>(pages), pages.size(0),
+               data<char>(queries), static_cast<int>(queries.size(0)), static_cast<float>(scale));
   });
 }
 
 LfpsStep step_of(int64_t layer, const TensorView& rows, const TensorView& seq_lens) {
   expect(rows, "rows", kInt32, {-1}, 1);
   expect(seq_lens, "seq_lens", kInt32, {rows.size(0)}, 1);
-  return {static_cast<int>(layer), static_cast<int>(rows.size(0)), data<int32_t>(rows),
-          data<int32_t>(seq_lens)};
+  return {narrow(layer), static_cast<int>(rows.size(0)), data<int32_t>(rows), data<int32_t>(seq_lens)};
 }
 
 int64_t lfps_plan(LfpsRef ref, int64_t layer, TensorView rows, TensorView seq_lens, TensorView table,
@@ -131,7 +129,7 @@ void lfps_update(LfpsRef ref, int64_t layer, TensorView rows, TensorView seq_len
 }
 
 void lfps_release(LfpsRef ref, int64_t row) {
-  guarded([&] { ref->lfps->release(static_cast<int>(row)); });
+  guarded([&] { ref->lfps->release(narrow(row)); });
 }
 
 void lfps_tables(LfpsRef ref, int64_t layer, int64_t row, int64_t head, TensorView vertical,
@@ -139,8 +137,8 @@ void lfps_tables(LfpsRef ref, int64_t layer, int64_t row, int64_t head, TensorVi
   expect(vertical, "vertical", kFloat32, {-1}, 1);
   expect(slash, "slash", kFloat32, {vertical.size(0)}, 1);
   guarded([&] {
-    ref->lfps->tables(static_cast<int>(layer), static_cast<int>(row), static_cast<int>(head),
-                      data<float>(vertical), data<float>(slash), static_cast<int>(vertical.size(0)));
+    ref->lfps->tables(narrow(layer), narrow(row), narrow(head), data<float>(vertical), data<float>(slash),
+                      static_cast<int>(vertical.size(0)));
   });
 }
 

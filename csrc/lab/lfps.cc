@@ -68,7 +68,7 @@ void Lfps::begin(int layer, int row, int length, const int32_t* pages, int64_t p
                  const char* queries, int m, float scale) {
   pool_->check_layer(layer);
   if (row < 0 || row >= config_.rows) refuse("There is no request row " + std::to_string(row) + ".");
-  if (m < 1 || length < m || (length + kPage - 1) / kPage > page_count)
+  if (m < 1 || length < m || length > page_count * kPage)
     refuse("The request has " + std::to_string(length) + " tokens, " + std::to_string(page_count) +
            " pages and " + std::to_string(m) + " queries; pass at most as many queries as tokens.");
   const std::string wrong = pool_->check_pages(pages, (length + kPage - 1) / kPage);

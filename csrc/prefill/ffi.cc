@@ -18,7 +18,7 @@ double pool_attend_chunk(Pool pool_ref, int64_t layer, TensorView pages, int64_t
   const float* logits = sinks_of(sinks, q.size(1));
   return guarded([&] {
     Chunk chunk;
-    chunk.layer = static_cast<int>(layer);
+    chunk.layer = narrow(layer);
     chunk.pages = data<int32_t>(pages);
     chunk.n_pages = pages.size(0);
     chunk.start = start;

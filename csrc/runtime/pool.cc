@@ -45,6 +45,9 @@ void check_shape(const PoolShape& s) {
     refuse("The KV dtype must be 0 (float32) or 1 (bfloat16), not " +
            std::to_string(static_cast<int>(s.dtype)) + ".");
   }
+  // Tiles are more than half of it; in floating point, because the number may be more than an int64_t holds.
+  if (2.0 * s.layers * s.kv_heads * s.pages * static_cast<double>(s.tile_bytes()) > 1e18)
+    refuse("The pool would have more bytes than a machine has addresses for; take fewer pages.");
   if (s.sink_pages < 0) refuse("sink_pages is " + std::to_string(s.sink_pages) + "; it cannot be negative.");
 }
 
@@ -136,9 +139,10 @@ void HostPool::check_layer(int layer) const {
 }
 
 void HostPool::check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const {
-  if (start < 0 || count < 0 || start + count > n_pages * kPage) {
-    refuse("Tokens " + std::to_string(start) + " to " + std::to_string(start + count) +
-           " were to be appended, but the " + std::to_string(n_pages) + " pages given hold positions 0 to " +
+  // Not by their sum, which may be more than an int64_t holds.
+  if (start < 0 || count < 0 || start > n_pages * kPage - count) {
+    refuse(std::to_string(count) + " tokens were to be appended at position " + std::to_string(start) +
+           ", but the " + std::to_string(n_pages) + " pages given hold positions 0 to " +
            std::to_string(n_pages * kPage) + "; pass every page of the request.");
   }
   const std::string wrong = check_pages(pages, (start + count + kPage - 1) / kPage);

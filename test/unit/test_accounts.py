@@ -12,6 +12,7 @@ from python_device import DeviceWorld
 from world import World
 
 from fluxion_sglang.executor.accounts import SAMPLED, Accounts, StepAccounts
+from fluxion_sglang.executor.histograms import ReadHistograms
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept, described
 from fluxion_sglang.executor.phases import Phase
 from fluxion_sglang.policy import parse_spec
@@ -123,7 +124,7 @@ def test_time_of_steps_that_follow_one_another(clock: Callable[[int], None]) -> 
         accounts.begin()
         clock(1)
         accounts.began(_step(world, rows, lengths))
-        for part in (Phase.MODEL, Phase.RESIDENT, Phase.PLAN, Phase.TASKS):
+        for part in (Phase.MODEL, Phase.RESIDENT, Phase.FEATURES, Phase.PLAN, Phase.TASKS):
             clock(10 ** (1 + part))
             accounts.lap(part)
         accounts.layer(0, native, torch.zeros(1, world.heads, dtype=torch.int32))
@@ -135,17 +136,17 @@ def test_time_of_steps_that_follow_one_another(clock: Callable[[int], None]) -> 
     assert accounts.totals().timed_steps == 0
     clock(7)
     step(1, 501)  # the first step is whole now
-    assert accounts.totals().timed_steps == 1 and seconds() == [10, 101, 1000, 10000, 7]
-    clock(100000)
+    assert accounts.totals().timed_steps == 1 and seconds() == [10, 100, 1001, 10000, 100000, 7]
+    clock(1000000)
     step(1, 600)  # another request in the row: time passed that no step took
     assert accounts.totals().timed_steps == 1
     accounts.interrupted()
-    clock(100000)
+    clock(1000000)
     step(1, 601)  # after a prefill
     assert accounts.totals().timed_steps == 1 and seconds()[Phase.BETWEEN] == 7
     clock(3)
     step(1, 602)
-    assert accounts.totals().timed_steps == 2 and seconds() == [20, 202, 2000, 20000, 10]
+    assert accounts.totals().timed_steps == 2 and seconds() == [20, 200, 2002, 20000, 200000, 10]
 
 
 def _step(world: World, rows: torch.Tensor, lengths: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -179,7 +180,8 @@ def test_residents_of_a_device(spec: str) -> None:
         want, got = mine[1].totals(), yours[1].totals()
     assert (got.steps, got.middle_bytes, got.blocks) == (want.steps, want.middle_bytes, want.blocks)
     assert got.read_bytes == want.read_bytes and got.timed_steps == want.timed_steps == 2
-    assert all(seconds > 0 for part, seconds in zip(Phase, got.seconds, strict=True) if part != Phase.RESIDENT)
+    looked = {Phase.RESIDENT, Phase.FEATURES}
+    assert all(seconds > 0 for part, seconds in zip(Phase, got.seconds, strict=True) if part not in looked)
 
 
 def test_nobody_asks_by_default() -> None:
@@ -192,7 +194,7 @@ def test_nobody_asks_by_default() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
     registry = prometheus_client.CollectorRegistry()
-    for kind in ("Counter", "Gauge"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         made = getattr(prometheus_client, kind)
         monkeypatch.setattr(prometheus_client, kind, lambda *a, made=made, **k: made(*a, registry=registry, **k))
     return registry
@@ -257,5 +259,45 @@ def test_every_counter_is_described(registry: prometheus_client.CollectorRegistr
         resident_tokens_per_request=1,
         kept=Kept(accounts.totals, layers=range(2), groups=range(2)),
     )
+    world = World()
+    ReadHistograms(world.engine.native, world.pool.shape)
     there = {f"{f.name}_total" if f.type == "counter" else f.name for f in registry.collect()}
     assert there == set(described())
+
+
+def test_histograms_of_what_requests_read(registry: prometheus_client.CollectorRegistry) -> None:
+    """Each under the name of its policy; none but a client's first word becomes a label."""
+    world = World()
+    histograms = ReadHistograms(world.engine.native, world.pool.shape, sampled=2)
+    world.engine.observers.append(histograms)
+    for row, length in ((1, 1200), (2, 900), (3, 100)):
+        world.extend(row, length)
+    specs = ("full", "fixed:16:0.1", "full")
+    for _ in range(4):  # two of them are looked at
+        world.decode([1, 2, 3], [parse_spec(spec) for spec in specs])
+
+    def value(name: str, policy: str) -> float | None:
+        return registry.get_sample_value(f"fluxion_{name}", {"policy": policy})
+
+    assert value("read_share_count", "full") == 2, "the short one has no middle"
+    assert value("read_share_sum", "full") == pytest.approx(2.0)
+    assert value("read_bytes_count", "full") == 4 and value("read_bytes_count", "fixed") == 2
+    token = 2 * world.layers * world.heads * world.dim * 4
+    middle = [world.placement.middle(1200 + step) for step in (1, 3)]
+    assert value("read_bytes_sum", "full") == sum(middle) * token
+    share = value("read_share_sum", "fixed")
+    assert share is not None and 0.2 <= share < 1.0, "heads that share KV read what any of them chose"
+    assert value("read_share_count", "fixed:16:0.1") is None
+
+
+def test_a_failed_step_is_in_no_histogram(registry: prometheus_client.CollectorRegistry) -> None:
+    world = World(policy="fixed:16:0.1")
+    world.engine.observers.append(ReadHistograms(world.engine.native, world.pool.shape, sampled=1))
+    world.extend(1, 700)
+    good, world.pages[1][10] = world.pages[1][10], world.pool.pages + 5
+    with pytest.raises(RuntimeError, match="page"):
+        world.decode([1])
+    world.pages[1][10] = good
+    assert registry.get_sample_value("fluxion_read_bytes_count", {"policy": "fixed"}) is None
+    world.decode([1])
+    assert registry.get_sample_value("fluxion_read_bytes_count", {"policy": "fixed"}) == 1

@@ -30,6 +30,14 @@ def test_a_contained_failure_skips_the_rest_of_its_pass_and_no_more() -> None:
         assert guard.reason == "page 7 is not one" and not calls
     with guard.containing():
         assert guard.run(lambda: 4) == 4 and guard.reason is None
+    assert guard.failed == 1
+
+
+def test_a_pass_that_fails_at_its_end_is_counted_too() -> None:
+    guard = FailureGuard(finish=fail)
+    with guard.containing():
+        assert guard.run(lambda: 3) == 3
+    assert guard.reason == "page 7 is not one" and guard.failed == 1
 
 
 def run_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, guard: FailureGuard, requests: list[Any]) -> str:

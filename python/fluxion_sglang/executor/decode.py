@@ -241,8 +241,9 @@ class DecodeEngine:
         parts, observed = None, UNSEEN
         if self._looks:
             parts = at.look(self.native)
-            observed = self._observe(at, parts)
             accounts.lap(Phase.RESIDENT)
+            observed = self._observe(at, parts)
+            accounts.lap(Phase.FEATURES)
         plan = self._policy.plan(at.index, at.q, observed)
         accounts.lap(Phase.PLAN)
         at.begin(self.native, self._native_plan(plan), parts)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from fluxion_sglang.config import ConfigError
+from fluxion_sglang.executor import histograms
 from fluxion_sglang.executor.accounts import SAMPLED, Totals, block_name
 from fluxion_sglang.executor.phases import Phase
 
@@ -45,6 +46,11 @@ _COUNTERS = {
     "gpu_hot_hits": "Tiles that the device read in its own memory.",
     "gpu_hot_misses": "Tiles that it looked for there and did not find.",
     "gpu_hot_evictions": "Tiles that had to leave the device's memory for others.",
+    "worker_ns": "Time that the engine's workers computed in decode steps, summed over workers. What is missing to the "
+    "time of the part tasks, times workers, is waiting.",
+    "failed_passes": "Forward passes whose attention failed: their requests ended with an error.",
+    "refused_specs": "Requests that ended because of the policy that they named.",
+    "healed_windows": "Rows whose window was filled again from the host pool, because they came without a prefill.",
     "device_wait_ns": "Time that the device waited for the CPU's part of layers: it stood idle.",
     "device_step_ns": "Time of decode steps on the device, from the first layer's queries to the last layer's "
     "attention.",
@@ -74,10 +80,11 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "timed_steps": (f"Decode steps that were timed: one in {SAMPLED}, if another one followed it directly.", ()),
     "step_seconds": (
-        "Time of the timed steps, by part. resident: attention to the residents and features, where a policy sees them "
-        "first. plan: the policy. tasks: from the start of a layer's queue to its last result, with the residents "
-        "where no policy sees them first. model: between the attention of layers. between: from the last layer's "
-        "attention to the next step, with sampling and SGLang's scheduler. A server with the option audit has none.",
+        "Time of the timed steps, by part. resident, features: attention to the residents, and what is told "
+        "to a policy that sees them first. plan: the policy. tasks: from the start of a layer's queue to its last "
+        "result, with the residents where no policy sees them first. model: between the attention of layers. between: "
+        "from the last layer's attention to the next step, with sampling and SGLang's scheduler. A server with the "
+        "option audit has none.",
         ("part",),
     ),
 }
@@ -89,7 +96,7 @@ def described() -> dict[str, str]:
     counters = {"tasks": _TASKS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
     counters |= {name: text for name, (text, _) in _ACCOUNTS.items()}
     return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
-        f"fluxion_{name}": text for name, text in _GAUGES.items()
+        f"fluxion_{name}": text for name, text in (_GAUGES | histograms.DESCRIBED).items()
     }
 
 

@@ -9,12 +9,14 @@ class Phase(IntEnum):
     """Where the time of a decode step goes; the phases make up the whole step."""
 
     RESIDENT = 0
-    """Attention to the residents, and the features, where a policy sees them before it plans."""
-    PLAN = 1
+    """Attention to the residents, where a policy sees them before it plans."""
+    FEATURES = 1
+    """What a policy is told of them: the numbers that describe each head."""
+    PLAN = 2
     """The policy, and what begins a step."""
-    TASKS = 2
+    TASKS = 3
     """From the start of a layer's queue to its last result; with the residents, where no policy sees them first."""
-    MODEL = 3
+    MODEL = 4
     """The model before the first layer's attention, and between the attention of two layers."""
-    BETWEEN = 4
+    BETWEEN = 5
     """From the last layer's attention to the next step: the end of the model, sampling, SGLang's scheduler."""

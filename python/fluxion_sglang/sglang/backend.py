@@ -18,6 +18,7 @@ from fluxion_sglang.executor.accounts import StepAccounts
 from fluxion_sglang.executor.base import executors_of
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Device
+from fluxion_sglang.executor.histograms import ReadHistograms
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
@@ -112,7 +113,11 @@ class FluxionAttnBackend(AttentionBackend):
                 resident_tokens_per_request=pool.host.placement.slots,
                 kept=self._kept_accounts(runner, layers, timed=options.audit is None),
             )
+            # Before others: an audit has the engine compute each layer again.
+            self.engine.observers.insert(0, ReadHistograms(self.engine.native, pool.host.shape))
         self._counted = True  # the metrics have what was decoded
+        self._healed = 0
+        self._events: dict[str, int] = {}
         self._room = StateRoom(self.engine.world, _state_limit(options, pool))
         self.requests = RequestPolicies(
             policy, options.request_policies, context, options.audit is not None, self._room, self._check_wishes
@@ -174,9 +179,16 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _finish(self) -> None:
         self.device.finish()
-        if not self._counted and self.metrics is not None:
-            self.metrics.update(self.engine.stats() | self.device.stats(), self.engine.state_bytes)
-        self._counted = True
+        events = {
+            "failed_passes": self.failures.failed,
+            "refused_specs": self.requests.refused,
+            "healed_windows": self._healed,
+        }
+        if self.metrics is not None and not (self._counted and events == self._events):
+            events_and_time = events | {"worker_ns": sum(self.engine.native.worker_ns())}
+            stats = self.engine.stats() | self.device.stats() | events_and_time
+            self.metrics.update(stats, self.engine.state_bytes)
+        self._counted, self._events = True, events
 
     # --- CUDA graphs of decode steps (option cuda_graphs) ---
 
@@ -213,6 +225,7 @@ class FluxionAttnBackend(AttentionBackend):
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             self.engine.forget(int(rows[i]))
+            self._healed += 1
         self._counted, self._chunks = False, []
         self.device.begin_decode(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.

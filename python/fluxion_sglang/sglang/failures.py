@@ -31,12 +31,14 @@ class FailureGuard:
     Attributes:
         reason: the first failure of the pass; None while there is none.
         lost: requests of the pass that failed by themselves, by their place in the batch, each with its reason.
+        failed: passes that have failed.
     """
 
     def __init__(self, finish: Callable[[], None] = lambda: None, abort: Callable[[], None] = lambda: None) -> None:
         self.finish, self._abort = finish, abort
         self.reason: str | None = None
         self.lost: dict[int, str] = {}
+        self.failed = 0
         self._contained = False
 
     @contextmanager
@@ -58,7 +60,9 @@ class FailureGuard:
     def _close(self) -> None:
         if self.reason is None:
             self.run(self.finish)
+            self.failed += self.reason is not None
             return
+        self.failed += 1
         try:
             self._abort()
         except Exception:

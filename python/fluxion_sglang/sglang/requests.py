@@ -78,6 +78,7 @@ class RequestPolicies:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
         riding: indices of the requests of the batch that decode in a prefill of others (a mixed chunk).
         checks: indices of those that ask for a check of the whole host pool.
+        refused: requests that named no legal policy.
         recorded: what a request of the batch wants recorded of it (`training/recorder.py`), or None.
     """
 
@@ -93,6 +94,7 @@ class RequestPolicies:
         self.server = server
         self.allowed = allowed
         self.yardsticks = yardsticks
+        self.refused = 0
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
         self.checks: Collection[int] = ()
@@ -129,6 +131,7 @@ class RequestPolicies:
             try:
                 policy = self._wanted(request)
             except ValueError as error:
+                self.refused += request.to_finish is None  # it is seen again in each pass until it has ended
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
                 return self._ending  # for what is already under way
             if policy.exact or kept is not False:

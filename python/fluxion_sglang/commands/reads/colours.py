@@ -9,7 +9,14 @@ from rich.color import blend_rgb, parse_rgb_hex
 
 SHARE = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 ERROR = ("#000004", "#57106e", "#bc3754", "#f98e09", "#fcffa4")
-PARTS = {"resident": "#5ec962", "plan": "#fde725", "tasks": "#21918c", "model": "#3b528b", "between": "#8a8f98"}
+PARTS = {
+    "resident": "#5ec962",
+    "features": "#aadc32",
+    "plan": "#fde725",
+    "tasks": "#21918c",
+    "model": "#3b528b",
+    "between": "#8a8f98",
+}
 """Of each part of a decode step."""
 
 

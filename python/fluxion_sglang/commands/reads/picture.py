@@ -14,6 +14,7 @@ MODEL_PARTS = ("model", "between")
 """Parts of a decode step that are not attention."""
 PART_TEXTS = {
     "resident": "attention to sinks and window",
+    "features": "what the policy sees of each head",
     "plan": "the policy",
     "tasks": "attention to the middle",
     "model": "the model outside attention",
@@ -126,7 +127,7 @@ class Picture:
         names = {part.name.lower(): PART_TEXTS[part.name.lower()] for part in Phase}
         if not self.parts.get("resident"):
             names["tasks"] = RESIDENT_IN_TASKS
-            del names["resident"]
+            del names["resident"], names["features"]
         return names
 
 

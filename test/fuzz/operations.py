@@ -1,0 +1,546 @@
+"""Random operations on host pool, radix tree and policies, as a busy server makes them.
+
+    make fuzz                                   # a million operations under AddressSanitizer and UBSan
+    make fuzz ARGS="--operations 5000 --seed 7"
+
+Requests begin like others, take what is in the tree, diverge from it inside and between pages, are prefilled in chunks,
+decode under policies of their own, are aborted, retracted and taken up again; twins compute the same pages and one of
+them has to let go of its own; leaves are evicted; everything is flushed. The device interface is driven as SGLang's
+backend drives it.
+
+Pages that are free are filled with NaN, and a value's first element says who wrote it. So whatever an output has read
+can be told: it is finite, it lies among the tags of its own request, and under `full` it is what PyTorch says. From
+time to time every live page is compared with the truth, and every page is counted. At the end nobody may have one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+
+import torch
+from engine import tiny_predictor
+
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.executor.decode import DecodeEngine
+from fluxion_sglang.executor.host import HostDevice
+from fluxion_sglang.executor.prefill import ExtendRequest
+from fluxion_sglang.kv.host_pool import HostPool, KVShape
+from fluxion_sglang.kv.placement import PAGE, Placement
+from fluxion_sglang.kv.windows import Windows
+from fluxion_sglang.native import Workers
+from fluxion_sglang.policy import Context, Policy, examples, parse_spec
+
+LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 32
+PLACEMENT = Placement(sinks=32, window=48)
+ROWS = 7
+PAGES = 120
+"""Of the pool: three or four of the longest requests."""
+LONGEST = 640
+"""Tokens of a request with its answer."""
+AUDIT_EVERY = 200
+"""Operations from one comparison of everything with the truth to the next."""
+SCALE = DIM**-0.5
+
+
+class Wrong(AssertionError):
+    """Something is not as it has to be."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A page in the tree: what it holds, by a number that its content has."""
+
+    content: int
+    page: int
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    users: int = 0
+    used: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request; k, v [layers, LONGEST, H, D] are the truth, and have more tokens than were computed.
+
+    Attributes:
+        contents: numbers of its full pages' content, as many as are known.
+        prompt: tokens to prefill. stop: tokens at its end. length: tokens that the pool has.
+        tags: of its first n tokens, at n - 1: the least and the largest first element of a value.
+        locked: the last node of the tree that it uses.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    policy: Policy | None
+    contents: list[int]
+    prompt: int
+    stop: int
+    tags: list[tuple[float, float]]
+    row: int = 0
+    generation: int = 0
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    locked: Node | None = None
+    shared: int = 0  # of its pages, how many are the tree's
+
+    def page_list(self) -> torch.Tensor:
+        return torch.tensor(self.pages, dtype=torch.int32)
+
+
+def _spec(request: Request) -> str:
+    return "the server's policy" if request.policy is None else request.policy.spec
+
+
+class Machine:
+    """A server without SGLang: rows, pages, a radix tree, and an engine.
+
+    Args:
+        seed: of everything that is random, data and shape of the machine included.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.random = torch.Generator().manual_seed(seed)
+        self.dtype = self.rng.choice([torch.float32, torch.bfloat16])
+        workers = Workers(self.rng.choice([1, 2, 3]))
+        shape = KVShape(LAYERS, HEADS, DIM, self.dtype)
+        self.pool = HostPool(shape, (PAGES - 1) * PAGE, PLACEMENT, workers)
+        self.windows = Windows(self.pool, ROWS, "cpu")
+        options = FluxionConfig(guard=self.rng.choice([None, 0.1]), share_prefixes=self.rng.random() < 0.7)
+        predictor = tiny_predictor.predictor()
+        context = Context(predictor=lambda tau: predictor)
+        self.policies: list[Policy | None] = [None, *(parse_spec(spec, context) for spec in examples())]
+        server = parse_spec(self.rng.choice(["full", "fixed:16:0.10", "fluxion"]), context)
+        self.engine = DecodeEngine(
+            self.pool, self.windows, server, [], options, q_heads=HEADS * GROUP, max_requests=2, max_tokens=64
+        )
+        self.device = HostDevice(self.pool, self.windows, self.engine)
+        self.free = list(range(1, PAGES))
+        self.rows = list(range(1, ROWS))
+        self.generations = torch.zeros(ROWS, dtype=torch.int64)
+        self.root = Node(-1, 0, None)
+        self.clock, self.numbers = count(1), count(1)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.counts: Counter[str] = Counter()
+        for page in self.free:
+            self._poison(page)
+        for row in self.rows:
+            self._poison_window(row)
+
+    # --- Pages and tree ---
+
+    def _poison(self, page: int) -> None:
+        for layer in range(LAYERS):
+            self.pool.tiles(layer)[:, page] = torch.nan
+
+    def _poison_window(self, row: int) -> None:
+        slots = PLACEMENT.slot_pages
+        for layer in self.windows.layers:
+            layer[:, row * slots : (row + 1) * slots] = torch.nan
+
+    def _give_back(self, page: int) -> None:
+        self._poison(page)
+        self.free.append(page)
+
+    def _nodes(self) -> Iterator[Node]:
+        todo = list(self.root.children.values())
+        while todo:
+            node = todo.pop()
+            yield node
+            todo += node.children.values()
+
+    def _evict(self, pages: int) -> int:
+        """Free at least so many pages of leaves that nobody uses, the ones not used for longest first."""
+        freed = 0
+        while freed < pages:
+            leaves = [node for node in self._nodes() if not node.children and not node.users]
+            if not leaves:
+                break
+            leaf = min(leaves, key=lambda node: node.used)
+            assert leaf.parent is not None
+            del leaf.parent.children[leaf.content]
+            self._give_back(leaf.page)
+            freed += 1
+            self.counts["evicted page"] += 1
+        return freed
+
+    def _lock(self, node: Node | None, by: int) -> None:
+        while node is not None and node is not self.root:
+            node.users += by
+            node.used = next(self.clock)
+            node = node.parent
+
+    def _room(self, pages: int, for_whom: Request) -> bool:
+        """Make room, by eviction and then by retracting others; False: there is none."""
+        while len(self.free) < pages:
+            if self._evict(pages - len(self.free)):
+                continue
+            others = [request for request in self.running if request is not for_whom]
+            if not others:
+                return False
+            self._retract(self.rng.choice(others))
+        return True
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        lacking = -(-tokens // PAGE) - len(request.pages)
+        if lacking > 0:
+            if not self._room(lacking, request):
+                return False
+            for _ in range(lacking):
+                request.pages.append(self.free.pop(self.rng.randrange(len(self.free))))
+        return True
+
+    def _insert(self, request: Request, tokens: int) -> None:
+        """Put its full pages into the tree. A page that is there already takes the place of its own."""
+        node = self.root
+        full = tokens // PAGE
+        while len(request.contents) < full:
+            request.contents.append(next(self.numbers))
+        for i in range(full):
+            child = node.children.get(request.contents[i])
+            if child is None:
+                child = node.children[request.contents[i]] = Node(request.contents[i], request.pages[i], node)
+            elif child.page != request.pages[i]:
+                self._give_back(request.pages[i])
+                request.pages[i] = child.page
+                self.counts["twin's page"] += 1
+            node = child
+        self._lock(node, 1)
+        self._lock(request.locked, -1)
+        request.locked, request.shared = node, full
+
+    def _release(self, request: Request) -> None:
+        """It leaves its row; its own pages are free."""
+        for page in request.pages[request.shared :]:
+            self._give_back(page)
+        self._lock(request.locked, -1)
+        self._poison_window(request.row)
+        self.rows.append(request.row)
+        self.running.remove(request)
+        request.pages, request.locked, request.shared, request.length, request.row = [], None, 0, 0, 0
+
+    # --- Requests ---
+
+    def _draw(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k = torch.randn(LAYERS, tokens, HEADS, DIM, generator=self.random) * self.rng.choice([0.1, 1.0, 3.0])
+        v = torch.randn(LAYERS, tokens, HEADS, DIM, generator=self.random)
+        v[..., 0] = self.rng.randint(1, 100)  # who wrote it
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def start(self) -> bool:
+        """A new request: fresh, or beginning like another one; or one that was retracted."""
+        if not self.rows:
+            return False
+        if self.waiting and self.rng.random() < 0.5:
+            request = self.waiting.pop(0)
+            self.counts["taken up"] += 1
+        else:
+            request = self._new()
+        node, depth = self.root, 0
+        # One token at least is to be computed, as SGLang has it.
+        while depth < min(len(request.contents), (request.prompt - 1) // PAGE):
+            child = node.children.get(request.contents[depth])
+            if child is None:
+                break
+            node, depth = child, depth + 1
+            request.pages.append(child.page)
+        if depth:
+            self.counts["hit"] += 1
+        self._lock(node, 1)
+        request.locked, request.shared, request.length = node, depth, depth * PAGE
+        request.row = self.rows.pop(self.rng.randrange(len(self.rows)))
+        self.generations[request.row] += 1
+        request.generation = int(self.generations[request.row])
+        self.running.append(request)
+        self.counts["started"] += 1
+        return True
+
+    def _new(self) -> Request:
+        k, v = self._draw(LONGEST)
+        contents: list[int] = []
+        prompt = self.rng.choice([1, PAGE, self.rng.randint(1, 120), self.rng.randint(100, 500)])
+        others = [request for request in self.running if request.length]
+        if others and self.rng.random() < 0.6:
+            other = self.rng.choice(others)
+            # As far as the other one is: within a page, at a page's end, or its twin.
+            same = self.rng.choice([other.length, self.rng.randint(1, other.length), other.length // PAGE * PAGE])
+            k[:, :same], v[:, :same] = other.k[:, :same], other.v[:, :same]
+            while len(other.contents) < other.length // PAGE:
+                other.contents.append(next(self.numbers))
+            contents = other.contents[: same // PAGE]
+            prompt = min(max(prompt, same + self.rng.choice([0, 1, 40])), LONGEST - 40)
+            self.counts["diverges"] += 1
+        stop = min(prompt + self.rng.choice([1, 5, 60, 200]), LONGEST)
+        found = v[0, :, 0, 0].tolist()
+        tags = list(zip(accumulate(found, min), accumulate(found, max), strict=True))
+        return Request(k, v, self.rng.choice(self.policies), contents, prompt, stop, tags)
+
+    def _retract(self, request: Request) -> None:
+        """What it has becomes its prompt."""
+        request.prompt = max(request.prompt, request.length)
+        self._release(request)
+        self.waiting.append(request)
+        self.counts["retracted"] += 1
+
+    def retract(self) -> bool:
+        if not self.running:
+            return False
+        self._retract(self.rng.choice(self.running))
+        return True
+
+    def abort(self) -> bool:
+        """What was computed of the prompt may be in the tree, and the rest is gone."""
+        if not self.running:
+            return False
+        request = self.rng.choice(self.running)
+        if self.rng.random() < 0.5:
+            self._insert(request, min(request.length, request.prompt))
+        self._release(request)
+        self.counts["aborted"] += 1
+        return True
+
+    def finish(self, request: Request) -> None:
+        # What a policy of its own has decoded stays out of the tree.
+        self._insert(request, request.length if request.policy is None else min(request.length, request.prompt))
+        self._release(request)
+        self.counts["finished"] += 1
+
+    def evict(self) -> bool:
+        return self._evict(self.rng.randint(1, 10)) > 0
+
+    def flush(self) -> bool:
+        self.counts["flushed"] += 1
+        return self._evict(PAGES) > 0
+
+    def forget_window(self) -> bool:
+        """A row that came without a prefill: its window heals."""
+        decoding = [request for request in self.running if request.length >= request.prompt]
+        if not decoding:
+            return False
+        row = self.rng.choice(decoding).row
+        self._poison_window(row)
+        self.windows.mark(torch.tensor([row]), torch.tensor([-1]), torch.tensor([0]))
+        return True
+
+    # --- Passes ---
+
+    def chunk(self) -> bool:
+        """A prefill of some requests, each by a chunk."""
+        todo = [request for request in self.running if request.length < request.prompt]
+        todo = self.rng.sample(todo, min(len(todo), self.rng.randint(1, 3)))
+        parts: list[tuple[Request, ExtendRequest]] = []
+        offset = 0
+        for request in todo:
+            size = min(self.rng.choice([1, 16, 37, 200]), request.prompt - request.length)
+            if request not in self.running or not self._grow(request, request.length + size):
+                continue
+            parts.append((request, ExtendRequest(0, request.length, request.length + size, offset, torch.empty(0), 20)))
+            offset += size
+        # Somebody may have been retracted for another's pages.
+        parts = [(request, part) for request, part in parts if request in self.running]
+        if not parts:
+            return False
+        offset, extends = 0, []
+        for request, part in parts:
+            extends.append(ExtendRequest(request.row, part.start, part.stop, offset, request.page_list(), 20))
+            offset += part.stop - part.start
+        rows = torch.tensor([request.row for request, _ in parts])
+        generations = self.generations[rows]
+        for i in self.windows.taken_over(rows, generations):
+            self.engine.forget(int(rows[i]))
+
+        def appended(layer: int, index: int, queries: torch.Tensor, scale: float) -> None:
+            own = parts[index][0].policy
+            self.engine.prefilled(layer, extends[index].row, extends[index].stop, queries, own)
+
+        self.device.begin_extend(extends, appended)
+        self.windows.mark(rows, generations, torch.tensor([part.stop for part in extends]))
+        for layer in range(LAYERS):
+            q = torch.randn(offset, HEADS * GROUP, DIM, generator=self.random).to(self.dtype)
+            k, v = (
+                torch.cat([getattr(r, name)[layer, part.start : part.stop] for r, part in parts]) for name in ("k", "v")
+            )
+            out = self.device.extend(layer, q, k, v, SCALE)
+            for (request, _), part in zip(parts, extends, strict=True):
+                tokens, last = part.tokens, slice(part.tokens.stop - 1, part.tokens.stop)
+                self._check(layer, [(request, part.stop, True)], q[last], out[last])
+                if not math.isfinite(float(out[tokens].float().sum())):
+                    raise Wrong("an output of a prefill is not finite")
+        for request, part in parts:
+            request.length = part.stop
+            self.counts["chunk"] += 1
+            if request.length == request.prompt or self.rng.random() < 0.3:
+                self._insert(request, request.length)  # SGLang caches unfinished requests, too
+        return True
+
+    def decode(self) -> bool:
+        """A token of every request that has its prompt."""
+        batch: list[Request] = []
+        for request in [request for request in self.running if request.length >= request.prompt]:
+            if request in self.running and self._grow(request, request.length + 1):
+                batch.append(request)
+        batch = [request for request in batch if request in self.running]
+        if not batch:
+            return False
+        table = torch.zeros(len(batch), max(len(request.pages) for request in batch), dtype=torch.int32)
+        for b, request in enumerate(batch):
+            table[b, : len(request.pages)] = request.page_list()
+        rows = torch.tensor([request.row for request in batch])
+        lengths = torch.tensor([request.length + 1 for request in batch])
+        generations = self.generations[rows]
+        for i in self.windows.stale(rows, generations, lengths - 1):
+            self.device.heal(int(rows[i]), int(lengths[i]) - 1, table[i])
+            self.engine.forget(int(rows[i]))
+            self.counts["healed"] += 1
+        policies = [request.policy or self.engine.policy for request in batch]
+        self.device.begin_decode(rows, lengths, table, policies if any(r.policy for r in batch) else None)
+        self.windows.mark(rows, generations, lengths)
+        for layer in range(LAYERS):
+            q = torch.randn(len(batch), HEADS * GROUP, DIM, generator=self.random).to(self.dtype)
+            k, v = (torch.stack([getattr(r, name)[layer, r.length] for r in batch]) for name in ("k", "v"))
+            out = self.device.decode(layer, q, k, v, SCALE)
+            read = [(r, r.length + 1, policy.spec == "full") for r, policy in zip(batch, policies, strict=True)]
+            self._check(layer, read, q, out)
+        for request in batch:
+            request.length += 1
+            self.counts["token"] += 1
+            if request.length >= request.stop:
+                self.finish(request)
+        return True
+
+    # --- What has to hold ---
+
+    def _check(self, layer: int, read: list[tuple[Request, int, bool]], q: torch.Tensor, out: torch.Tensor) -> None:
+        """out [n, Hq, D] is what q [n, Hq, D] may have read.
+
+        Args:
+            read: of each, its request, how many of its tokens there are, and whether it was to read all of them.
+        """
+        if not math.isfinite(float(out.float().sum())):
+            raise Wrong(f"an output is not finite, of {[_spec(request) for request, *_ in read]}")
+        coarse = self.dtype is torch.bfloat16
+        for b, ((request, tokens, exact), got) in enumerate(zip(read, out[..., 0].tolist(), strict=True)):
+            low, high = request.tags[tokens - 1]
+            room = (0.01 if coarse else 1e-4) * high
+            if min(got) < low - room or max(got) > high + room:
+                raise Wrong(f"{_spec(request)} has read another request: {got} is not in {low} to {high}")
+            if exact and self.rng.random() < 0.2:
+                k, v = (x[layer, :tokens].float().repeat_interleave(GROUP, 1) for x in (request.k, request.v))
+                scores = torch.einsum("hd,nhd->hn", q[b].float(), k) * SCALE
+                error = (out[b].float() - torch.einsum("hn,nhd->hd", scores.softmax(-1), v)).abs()
+                if not bool((error <= room + (0.02 if coarse else 1e-4)).all()):
+                    raise Wrong(f"an exact output of {_spec(request)} is off by {float(error.max()):.1e}")
+                self.counts["compared"] += 1
+
+    def audit(self) -> None:
+        """Every page is somebody's once, and holds what it has to."""
+        owned = Counter(self.free)
+        owned.update(node.page for node in self._nodes())
+        for request in self.running:
+            owned.update(request.pages[request.shared :])
+        if owned != Counter(range(1, PAGES)):
+            raise Wrong(f"pages are lost or owned twice: {owned}")
+        for request in self.running:
+            for layer in range(LAYERS):
+                tiles = self.pool.tiles(layer)[:, request.pages]  # [H, n, 2, 16, D]
+                stored = tiles.permute(2, 1, 3, 0, 4).reshape(2, -1, HEADS, DIM)[:, : request.length]
+                want = torch.stack([request.k[layer, : request.length], request.v[layer, : request.length]])
+                if not torch.equal(stored, want):
+                    raise Wrong("a page does not hold what was written")
+        self.counts["audit"] += 1
+
+    def step(self) -> None:
+        """One operation that can be made now."""
+        kinds: dict[Callable[[], bool], float] = {
+            self.decode: 50, self.chunk: 20, self.start: 12, self.abort: 2, self.retract: 2,
+            self.evict: 2, self.flush: 0.2, self.forget_window: 1,
+        }  # fmt: skip
+        while True:
+            (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
+            if kind():
+                return
+
+    def drain(self) -> None:
+        """All requests end, and the tree is emptied: every page is free, and every row."""
+        for request in list(self.running):
+            self._release(request)
+        self.flush()
+        self.audit()
+        if len(self.free) != PAGES - 1 or len(self.rows) != ROWS - 1:
+            raise Wrong(f"{PAGES - 1 - len(self.free)} pages are lost")
+
+
+PER_MACHINE = 10_000
+"""Operations of one machine: dtype, workers, guard and the server's policy are another one's next."""
+CHECKS = {"compared", "audit"}
+"""What is counted and is no operation."""
+
+
+def run(operations: int, seed: int, say: Callable[[str], None] = lambda line: None) -> Counter[str]:
+    """At least so many operations on one machine after another; what they were, and how often things were checked.
+
+    An operation is what happens to one request or one page: a token decoded, a chunk prefilled, a page evicted.
+
+    Raises:
+        Wrong: something is; the sentence says how to see it again.
+    """
+    counts: Counter[str] = Counter()
+    for number in count():
+        machine_seed = seed * 1_000_003 + number
+        least = min(PER_MACHINE, operations - _operations(counts))
+        if least <= 0:
+            return counts
+        machine, steps = Machine(machine_seed), 0
+        try:
+            while _operations(machine.counts) < least:
+                machine.step()
+                steps += 1
+                if steps % AUDIT_EVERY == 0:
+                    machine.audit()
+            machine.drain()
+        except Exception as error:
+            raise Wrong(f"{error} ({type(error).__name__}; Machine({machine_seed}), step {steps})") from error
+        counts += machine.counts
+        say(f"{_operations(counts)} operations")
+    return counts
+
+
+def _operations(counts: Counter[str]) -> int:
+    return sum(number for name, number in counts.items() if name not in CHECKS)
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    words.add_argument("--operations", type=int, default=1_000_000)
+    words.add_argument("--seed", type=int, default=1)
+    chosen = words.parse_args()
+    start = time.monotonic()
+    shown = [0.0]
+
+    def say(line: str) -> None:
+        if time.monotonic() - shown[0] > 30:
+            shown[0] = time.monotonic()
+            print(f"{line}, {time.monotonic() - start:.0f} s", flush=True)
+
+    try:
+        counts = run(chosen.operations, chosen.seed, say)
+    except Wrong as error:
+        print(f"FAILED: {error}")
+        return 1
+    print(", ".join(f"{name} {number}" for name, number in counts.most_common()))
+    print(f"operations {_operations(counts)} seed {chosen.seed} seconds {time.monotonic() - start:.0f}")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Five minutes of a soak, and that its judgement can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from soak.watch import grown, slope
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = np.arange(0, 600, 25.0)
+
+
+def test_a_leak_is_established() -> None:
+    """Of 60 MiB an hour within ten minutes, under noise of half a MiB."""
+    noise = np.random.default_rng(0).normal(0, 0.5, len(SECONDS))
+    found = slope(SECONDS, 1000 + SECONDS / 60 + noise)
+    assert found.low < 60 < found.high and found.exceeds(30)
+
+
+def test_noise_is_no_leak() -> None:
+    found = slope(SECONDS, 1000 + np.random.default_rng(1).normal(0, 5, len(SECONDS)))
+    assert found.low < 0 < found.high and not found.exceeds(30)
+    still = slope(SECONDS, [12.5] * len(SECONDS))
+    assert (still.fit, still.low, still.high) == (0, 0, 0)
+
+
+def test_counts_that_go_up_are_seen() -> None:
+    assert grown([40, 41, 40, 41, 41, 42]) and not grown([40, 42, 41, 42, 40, 42])
+
+
+@pytest.mark.full
+def test_five_minutes(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    path = os.pathsep.join([str(ROOT / "test"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "soak", "--minutes", "5", "--storm", "15", "--out", str(out)]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["leaked_tokens"] == 0 and not found["wrong"] and found["happened"]["retracted requests"] > 0

@@ -1,0 +1,269 @@
+"""The native C ABI under arguments that cannot be: each is refused with a sentence, or is harmless.
+
+Every function of the core's ABI is called as it should be. Then each of its arguments is spoilt in turn: tensors of
+another dtype, rank or size, with holes, and empty; numbers that are negative, huge, or beyond 32 bits. A crash ends
+the test's process; under `make sanitize` so does every access beyond a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers
+from fluxion_sglang.native.loading import function
+from fluxion_sglang.predictor.features import COUNT, PARTS
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+LAYERS, HEADS, HQ, DIM, PAGES = 2, 2, 4, 32, 40
+SINKS, WINDOW, ROWS = 64, 64, 3
+SLOT_PAGES = (SINKS + WINDOW + 16) // 16
+B, TOKENS, ANCHOR = 2, 200, 16
+
+NUMBERS = (-1, -(2**31) - 1, -(2**63), 2**31, 2**32, 2**32 + 1, 2**63 - 1)
+"""No size and no index of anything."""
+TESTED_ELSEWHERE = {"csrc/probe", "csrc/cuda", "csrc/device"}
+"""Folders whose functions measure, or are a device's: no request comes near them."""
+ANY_NUMBER = {
+    ("workers_create", 0): "as many threads as there may be; fewer than one are refused",
+    ("pool_attend_chunk", 7): "a window as long as that is none",
+    ("engine_layer_newest", 6): "the same",
+    ("engine_create", 8): "0 and less: what is best",
+    ("engine_create", 10): "less than 0: the machine's",
+    ("features", 8): "a feature",
+    ("features", 9): "a feature",
+    ("hgca_release", 1): "a row that is not there has nothing to release",
+    ("engine_task_done", 1): "a claim: none of these holds",
+    ("engine_task_failed", 1): "a claim: none of these holds",
+    ("hgca_averages", 2): "a row that is not there has none",
+    ("hgca_step", 6): "no window: residents are not evaluated",
+    ("engine_task_done", 4): "a count for the statistics",
+    ("engine_task_done", 5): "a count for the statistics",
+    ("engine_task_done", 6): "a count for the statistics",
+    ("engine_selection", 1): "a claim: none of these holds",
+}
+"""Arguments that may be any number, and what one means: (function, index)."""
+
+
+class Rig:
+    """What the functions work on."""
+
+    def __init__(self) -> None:
+        self.workers = Workers(2)
+        self.pool = NativePool(
+            self.workers, layers=LAYERS, kv_heads=HEADS, pages=PAGES, head_dim=DIM, dtype=torch.float32, sink_pages=4
+        )
+        self.engine = NativeEngine(
+            self.workers, self.pool, q_heads=HQ, sinks=SINKS, window=WINDOW, max_requests=2, max_pages=16,
+            attend_union=True, share_prefixes=True,
+        )  # fmt: skip
+        self.pages = torch.arange(1, 21, dtype=torch.int32)
+        self.table = torch.stack([self.pages[:14], self.pages[:14]]).contiguous()
+        k = torch.randn(TOKENS, HEADS, DIM)
+        for layer in range(LAYERS):
+            self.pool.append(layer, self.pages, 0, k, k)
+        self.rows, self.lengths = i32(1, 2), i32(TOKENS, TOKENS)
+        self.engine.step(self.rows, self.lengths, self.table)
+        self.blk, self.budget = torch.full((B, HEADS), 16, dtype=torch.int32), torch.full((B, HQ), 0.5)
+        self.value = torch.ones(B, HEADS)
+        self.plan = NativePlan(self.blk, self.budget, self.value)
+        self.windows = torch.zeros(HEADS, ROWS * SLOT_PAGES, 2, 16, DIM)
+        self.hgca = function("hgca_create")(self.pool.handle, HQ, WINDOW, ROWS, 0.1, 1.0)
+        self.lfps = function("lfps_create")(self.pool.handle, HQ, ROWS, WINDOW, 0.9, 0.2, 0.2, 0.5, True, 16)
+        self.layers = function("layers_create")(self.workers.handle, "")
+
+    def calls(self) -> dict[str, list[Any]]:
+        """A good call of every function: its arguments, made anew."""
+        q, kv = torch.randn(B, HQ, DIM), torch.randn(B, HEADS, DIM)
+        pool, engine, hgca, lfps = self.pool.handle, self.engine.handle, self.hgca, self.lfps
+        chunk, out = torch.randn(20, HEADS, DIM), torch.empty(20, HQ, DIM)
+        step, sinks = [self.rows, self.lengths], torch.randn(HQ)
+        groups = B * HEADS
+        return {
+            "workers_create": [1, i32()],
+            "pool_bytes": [1, 1, 4, DIM, 0],
+            "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, ""],
+            "pool_tensor": [pool, "tiles", 0],
+            "pool_append": [pool, 0, self.pages, 100, chunk, chunk],
+            "pool_check": [pool, self.pages, 0, 20],
+            "pool_adopt": [pool, 0, self.pages, 0, 20],
+            "pool_fill_window": [pool, 0, self.windows, 1, TOKENS, self.pages, SINKS, WINDOW],
+            "pool_gather": [pool, 0, self.pages, *torch.empty(2, HEADS, 320, DIM)],
+            "pool_attend_chunk": [pool, 0, self.pages, 100, torch.randn(20, HQ, DIM), 0.1, 1.0, 4096, sinks, out],
+            "engine_create": [pool, HQ, SINKS, WINDOW, 1, 4, True, 0.0, 0, True, -1],
+            "engine_step": [engine, *step, self.table],
+            "engine_layer_resident": [engine, 0, q, kv, kv, self.windows, 0.1, sinks, torch.empty(B, HQ, len(PARTS))],
+            "engine_layer_append": [engine, 0, kv, kv],
+            "engine_layer_begin": [
+                engine, self.plan.handle, 0, q, kv, kv, self.windows, 0.1, sinks, torch.empty(B, HQ, DIM)
+            ],
+            "engine_layer_newest": [engine, 0, q, kv, kv, 0.1, 64, sinks, torch.empty(B, HQ, DIM)],
+            "engine_middle_begin": [
+                engine, self.plan.handle, 0, q, kv, kv, 0.1, torch.empty(B, HQ, DIM), torch.empty(B, HQ), None
+            ],
+            "engine_queue_pop": [engine, 1],
+            "engine_task": [engine, 0],
+            "engine_task_done": [engine, 0, torch.empty(HQ // HEADS, DIM), torch.empty(HQ // HEADS), 1, 1, 1],
+            "engine_task_failed": [engine, 0, "why"],
+            "engine_selection": [engine, 0, torch.empty(64, dtype=torch.int32), u16(64, HQ // HEADS)],
+            "engine_result": [engine, torch.empty(B, HQ, DIM)],
+            "engine_reads": [engine, torch.empty(B, HEADS, 2, dtype=torch.int64)],
+            "engine_stats": [engine, torch.empty(len(self.engine.stats()), dtype=torch.int64)],
+            "engine_worker_counts": [engine, torch.empty(2, 2, dtype=torch.int64)],
+            "engine_owners": [engine, torch.empty(8, dtype=torch.int8)],
+            "families": [self.table, i32(13, 13), 4, 1, torch.empty(B, 2, dtype=torch.int32)],
+            "plan_create": [self.blk, self.budget, self.value, None, None, None, None],
+            "listed_create": [torch.zeros(groups + 1, dtype=torch.int64), i32(), u16(0, 2), None, None],
+            "single_tokens_create": [],
+            "early_stop_create": [torch.ones(B, HEADS), torch.ones(B, HEADS)],
+            "features": [
+                "", q, torch.randn(B, HQ, len(PARTS)), i32(1, 2), self.lengths, torch.randn(ROWS, HQ, ANCHOR),
+                torch.randn(ROWS, HQ, DIM), torch.randn(ROWS, HEADS, DIM), 0, 0, SINKS, WINDOW, 0.1,
+                torch.empty(B, HQ, COUNT),
+            ],
+            "predictor_plan_budgets": [
+                torch.rand(B, HQ, 4), i32(64, 64), HEADS, False, 240, self.blk.clone(), self.budget.clone(),
+                self.value.clone(),
+            ],
+            "predictor_plan": [
+                torch.randn(B * HQ, 3), i32(64, 64), HEADS, 0.5, torch.ones(HQ, 4), 240, self.blk.clone(),
+                self.budget.clone(), self.value.clone(),
+            ],
+            "hgca_create": [pool, HQ, WINDOW, ROWS, 0.1, 1.0],
+            "hgca_establish": [hgca, 0, 1, TOKENS, torch.randn(2, HQ, DIM), self.pages, 0.1],
+            "hgca_step": [hgca, 0, *step, self.table, q, self.windows, 0.1],
+            "hgca_averages": [hgca, 0, 1, torch.empty(HQ, 500)],
+            "hgca_release": [hgca, 1],
+            "hgca_bytes": [hgca],
+            "lfps_create": [pool, HQ, ROWS, WINDOW, 0.9, 0.2, 0.2, 0.5, True, 16],
+            "lfps_begin": [lfps, 0, 1, TOKENS, self.pages, torch.randn(4, HQ, DIM), 0.1],
+            "lfps_release": [lfps, 1],
+            "lfps_tables": [lfps, 0, 1, 0, torch.empty(400), torch.empty(400)],
+            "lfps_counts": [lfps, torch.empty(4, dtype=torch.int64)],
+            "layers_create": [self.workers.handle, ""],
+            "layers_linear": [
+                self.layers, torch.randn(3, 64), torch.randn(48, 64), torch.randn(48), torch.empty(3, 48)
+            ],
+            "layers_into_huge_pages": [torch.randn(64, 64)],
+            "layers_norm": [
+                self.layers, torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None
+            ],
+            "layers_silu_mul": [self.layers, torch.randn(3, 64), torch.empty(3, 32)],
+            "layers_rope": [
+                self.layers, torch.arange(3), torch.randn(3, 128), torch.randn(3, 64), torch.randn(50, 32), 32, True,
+                torch.empty(3, 128), torch.empty(3, 64),
+            ],
+        }  # fmt: skip
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def u16(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint16)
+
+
+def spoilt(value: Any) -> Iterator[tuple[str, Any, bool]]:
+    """What cannot be, in place of a good argument: a name, the argument, and whether it has to be refused.
+
+    A size that the function is free to choose (how many tokens, how many pages) may be another one: that is harmless,
+    or does not fit the rest.
+    """
+    if isinstance(value, bool | str) or value is None:
+        yield "an object", object(), True
+    elif isinstance(value, int):
+        for number in NUMBERS:
+            yield str(number), number, True
+        yield "a tensor", torch.zeros(1), True
+    elif isinstance(value, float):
+        for wrong in (float("nan"), float("inf"), -1e300):
+            yield str(wrong), wrong, False
+    elif isinstance(value, torch.Tensor):
+        yield "a number", 7, True
+        yield "float16", torch.zeros(value.shape, dtype=torch.float16), True
+        yield "int16", torch.zeros(value.shape, dtype=torch.int16), True
+        yield "one dimension more", value[None], True
+        yield "none", value.flatten()[:0], value.ndim > 1
+        if value.numel() > 1:
+            holes = torch.stack([value, value], -1)[..., 0]
+            yield "holes", holes, True
+        for axis, size in enumerate(value.shape):
+            if size > 1:
+                yield f"less of axis {axis}", value.narrow(axis, 0, size - 1).contiguous(), False
+                yield f"nothing of axis {axis}", value.narrow(axis, 0, 0).contiguous(), False
+            if value.ndim > 1:
+                yield f"more of axis {axis}", torch.cat([value, value], axis), False
+        if value.dtype == torch.int32 and value.numel():
+            for number in (-1, -(2**31), 2**31 - 1):
+                yield f"full of {number}", torch.full_like(value, number), False
+
+
+def exported() -> set[str]:
+    """The functions of the core's ABI."""
+    found = set()
+    for path in CSRC.rglob("*.cc"):
+        if f"csrc/{path.relative_to(CSRC).parts[0]}" not in TESTED_ELSEWHERE:
+            found |= set(re.findall(r"TYPED_FUNC\((\w+)", path.read_text()))
+    return found
+
+
+OTHERS = {
+    "abi_version": "no arguments", "topology_json": "no arguments", "isas": "no arguments", "best_isa": "no arguments",
+    "engine_stat_names": "no arguments", "workers_cores": "an object alone", "pool_isa": "an object alone",
+    "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_layer_finish": "an object alone",
+    "predictor_create": "test_predictor_network.py", "predictor_forward": "test_predictor_network.py",
+    "measure": "test_measure.py", "hgca_lists": "test_hgca.py", "lfps_plan": "test_lfps_tables.py",
+    "lfps_update": "test_lfps_tables.py",
+}  # fmt: skip
+"""Functions that are not called here, and why, or where their arguments are spoilt."""
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return Rig()
+
+
+def test_every_function_is_here(rig: Rig) -> None:
+    assert exported() - OTHERS.keys() == set(rig.calls())
+
+
+def test_a_pool_that_nobody_could_count_is_refused() -> None:
+    """Each of its sizes could be; all of them together are more bytes than 64 bits hold."""
+    with pytest.raises(ValueError, match="more bytes than a machine has addresses for"):
+        function("pool_bytes")(4096, 1024, 2**30, 256, 0)
+
+
+def settle(rig: Rig) -> None:
+    """No layer open, and a step of the usual size, whatever the last call did."""
+    rig.engine.abandon()
+    rig.engine.step(rig.rows, rig.lengths, rig.table)
+
+
+@pytest.mark.parametrize("name", sorted(exported() - OTHERS.keys()))
+def test_spoilt_arguments(rig: Rig, name: str) -> None:
+    wrong: list[str] = []
+    for at, good in enumerate(rig.calls()[name]):
+        for what, bad, refuse in spoilt(good):
+            settle(rig)
+            arguments = rig.calls()[name]
+            arguments[at] = bad
+            try:
+                function(name)(*arguments)
+                # What was started reads the arguments until it ends.
+                if name in ("engine_layer_begin", "engine_middle_begin"):
+                    function("engine_layer_finish")(rig.engine.handle)
+            except (ValueError, RuntimeError, TypeError, IndexError, OverflowError) as error:
+                text = str(error)
+                if not text.strip() or "bad_alloc" in text or "std::" in text:
+                    wrong.append(f"argument {at}, {what}: {text!r} is no sentence")
+            else:
+                if refuse and (name, at) not in ANY_NUMBER:
+                    wrong.append(f"argument {at}, {what}: taken")
+    settle(rig)
+    assert not wrong, f"{name}:\n" + "\n".join(wrong)

@@ -82,7 +82,7 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
         exact = x.double() @ weight[:4096].double().T
         errors = {name: error(calls[0]()[:, :4096], exact) for name, calls in every.items()}
         contenders = {name: partial(run_all, calls) for name, calls in every.items()}
-        streams = {f"stream {plan.streams}:{plan.ahead}": partial(read, memory, plan) for plan, memory in memories.items()}
+        streams = {f"stream {plan.streams}:{plan.ahead}": partial(read, memories[plan], plan) for plan in probe.PLANS}
         times = interleave(contenders | streams, rounds)
         nbytes = copies * weight.nbytes
         ours = judge(times, "ours", nbytes, least)

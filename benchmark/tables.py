@@ -408,8 +408,8 @@ def soak(results: Path) -> str:
         note = (
             f"After {data['minutes']:.0f} minutes, {data['tp']} rank(s), {data['rows'][-1]['done']:,} requests and "
             f"interferences, {seen['retracted requests']} retractions, {seen['evicted tokens']:,} evicted tokens: "
-            f"{data['leaked_tokens']} leaked tokens, {len(data['wrong'])} wrong or lost answers, the same from the canary "
-            f"all {data['canaries'].split()[0]} times. {where(data)}"
+            f"{data['leaked_tokens']} leaked tokens, {len(data['wrong'])} wrong or lost answers, the same from the "
+            f"canary all {data['canaries'].split()[0]} times. {where(data)}"
         )
         out.append(f"{table(head, rows, 'lrrrrr')}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or "Not measured yet: `make soak`.\n"

@@ -49,7 +49,7 @@ class Backend(FluxionAttnBackend):
         self.failures = FailureGuard()
         self.device = HostDevice(world.pool, world.windows, world.engine)
         self.metrics, self._records = None, False
-        self._counted = True
+        self._counted, self._healed = True, 0
         self._chunks = []
 
     def forward(self, counts: dict[int, int], riding: list[int]) -> None:

@@ -37,6 +37,8 @@ ANY_NUMBER = {
     ("engine_create", 10): "less than 0: the machine's",
     ("features", 8): "a feature",
     ("features", 9): "a feature",
+    ("pool_sweep", 1): "as many sentences as there are",
+    ("nodes_to_interleave", 3): "as many nodes as there are, if any",
     ("hgca_release", 1): "a row that is not there has nothing to release",
     ("engine_task_done", 1): "a claim: none of these holds",
     ("engine_task_failed", 1): "a claim: none of these holds",
@@ -57,6 +59,9 @@ class Rig:
         self.workers = Workers(2)
         self.pool = NativePool(
             self.workers, layers=LAYERS, kv_heads=HEADS, pages=PAGES, head_dim=DIM, dtype=torch.float32, sink_pages=4
+        )
+        self.guarded = NativePool(
+            self.workers, layers=1, kv_heads=1, pages=4, head_dim=DIM, dtype=torch.float32, sink_pages=0, canary=1.0
         )
         self.engine = NativeEngine(
             self.workers, self.pool, q_heads=HQ, sinks=SINKS, window=WINDOW, max_requests=2, max_pages=16,
@@ -87,7 +92,11 @@ class Rig:
         return {
             "workers_create": [1, i32()],
             "pool_bytes": [1, 1, 4, DIM, 0],
-            "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, ""],
+            "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, "", 0.5],
+            "pool_canary_counts": [self.guarded.handle, torch.empty(2, dtype=torch.int64)],
+            "pool_sweep": [self.guarded.handle, 4, torch.zeros(1, dtype=torch.int64)],
+            "topology_json": ["", i32()],
+            "nodes_to_interleave": ["", i32(), i32(0), 1],
             "pool_tensor": [pool, "tiles", 0],
             "pool_append": [pool, 0, self.pages, 100, chunk, chunk],
             "pool_check": [pool, self.pages, 0, 20],
@@ -214,9 +223,9 @@ def exported() -> set[str]:
 
 
 OTHERS = {
-    "abi_version": "no arguments", "topology_json": "no arguments", "isas": "no arguments", "best_isa": "no arguments",
+    "abi_version": "no arguments", "isas": "no arguments", "best_isa": "no arguments",
     "engine_stat_names": "no arguments", "workers_cores": "an object alone", "pool_isa": "an object alone",
-    "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_layer_finish": "an object alone",
+    "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone", "engine_layer_finish": "an object alone",
     "predictor_create": "test_predictor_network.py", "predictor_forward": "test_predictor_network.py",
     "measure": "test_measure.py", "hgca_lists": "test_hgca.py", "lfps_plan": "test_lfps_tables.py",
     "lfps_update": "test_lfps_tables.py",

@@ -9,6 +9,7 @@ from fluxion_sglang.native.loading import function
 
 _NO_WINDOW = 2**31 - 1  # kNoWindow of kernels/table.h
 
+
 @tvm_ffi.register_error("CorruptMemory")
 class CorruptMemory(RuntimeError):
     """Memory does not hold what was written to it: the canary's checks have found it. Whatever read it is no result."""

@@ -79,7 +79,7 @@ def install(model: nn.Module, workers: Workers, run: Callable[[Callable[[], Any]
         else:
             continue
         if weight.stride(1) == 1:
-            native.into_huge_pages(weight.data)
+            native.layers.into_huge_pages(weight.data)
         count += 1
     return count
 

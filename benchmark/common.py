@@ -23,12 +23,13 @@ PHASES = ("attention", "resident", "features", "plan", "queue", "other")
 def machine_name() -> str:
     """A folder name for this machine's results, such as amd-epyc-2-cores.
 
-    A virtual machine may say no more of its CPU than "AMD EPYC"; that it has a matrix unit, or AVX2 and no AVX-512, is
-    part of the name.
+    A virtual machine may say no more of its CPU than "AMD EPYC"; that it has a matrix unit, or AVX2 and no AVX-512, or
+    that its cores are Zen 4, is part of the name.
     """
     facts = machine()
     flags = facts["flags"]
     extra = " amx" * ("amx_tile" in flags) + " avx2" * ("avx2" in flags and "avx512f" not in flags)
+    extra += " zen4" * (facts["generation"] == "Zen 4")
     return folder_name(f"{facts['cpu']} {facts['cores']} cores{extra}")
 
 

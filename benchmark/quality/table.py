@@ -34,7 +34,8 @@ def markdown(data: dict[str, Any]) -> str:
 def where(data: Mapping[str, Any]) -> str:
     """On what, with what and when any result file was measured: a sentence of what `record.header` wrote."""
     at, of = data["machine"], data["versions"]
-    cpu = f"{at['cpu']}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
+    name = at["cpu"] + (f" ({at['generation']})" if at.get("generation") else "")
+    cpu = f"{name}, {at['cores']} cores" + (f" ({', '.join(at['flags'])})" if at["flags"] else "")
     made = f"sglang {of['sglang']}, torch {of['torch']}; commit {data['commit']}, {data['date']}"
     return f"{cpu}, {at['gpu'] or 'no GPU'}; {made}."
 

@@ -27,6 +27,15 @@ _ENVIRONMENT = ("OMP_", "MKL_", "GOMP_", "FLUXION_ISA", "SGLANG_")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 
+def _generation(info: str, flags: set[str]) -> str | None:
+    """What AMD calls the cores: a virtual machine may say no more of them than "AMD EPYC"."""
+    family = re.search(r"^cpu family\s*:\s*(\d+)$", info, re.M)
+    if "AuthenticAMD" not in info or family is None:
+        return None
+    of_25 = "Zen 4" if "avx512f" in flags else "Zen 3"
+    return {23: "Zen 2", 25: of_25, 26: "Zen 5"}.get(int(family[1]))
+
+
 def machine() -> dict[str, Any]:
     """Facts of this machine that results depend on."""
     info = _read("/proc/cpuinfo")
@@ -36,6 +45,7 @@ def machine() -> dict[str, Any]:
     gpus = [_read(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return {
         "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "generation": _generation(info, flags),
         "cores": len(os.sched_getaffinity(0)),
         "flags": [flag for flag in _CPU_FLAGS if flag in flags],
         "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,

@@ -20,7 +20,7 @@ from server import Completion, Server
 NEW = 48
 PROMPT = cases.prompt(1500, 300)
 OTHER = cases.prompt(900, 301)
-ROWS = 3
+ROWS = 4
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +44,17 @@ def shared(server: Server) -> float:
 
 def test_another_key_shares_nothing_and_the_same_one_does(server: Server) -> None:
     before = shared(server)
-    tenants = [{"extra_key": "a"}, {"extra_key": "b"}, {}]
+    tenants = [{"extra_key": "a"}, {"extra_key": "b"}, {"cache_salt": "a"}, {}]
     answers = together(server, *tenants)
-    assert [answer.cached for answer in answers] == [0, 0, 0] and shared(server) == before
+    assert [answer.cached for answer in answers] == [0, 0, 0, 0] and shared(server) == before
     assert len({tuple(answer.tokens) for answer in answers}) == 1 and len(answers[0].tokens) == NEW
     # Each of them again: its own prefix is there, and still nobody is read together with another tenant.
     again = together(server, *tenants)
     assert all(answer.cached > 1000 for answer in again) and shared(server) == before
-    together(server, {"extra_key": "a"}, {"extra_key": "a"})
-    assert shared(server) > before, "without which the test would say nothing"
+    for tenant in tenants[0], tenants[2]:
+        together(server, tenant, tenant)
+        assert shared(server) > before, "without which the test would say nothing"
+        before = shared(server)
 
 
 def test_rows_go_from_tenant_to_tenant(server: Server) -> None:

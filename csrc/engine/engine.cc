@@ -265,6 +265,8 @@ void Engine::newest(const LayerInput& in, const LayerOutput& to, int window) {
   pool_->check_layer(in.layer);
   open_input(in);
   layer_.to = to;
+  layer_.mid_o = mid_o_.data();
+  layer_.mid_lse = mid_lse_.data();
   newest_ = window;
   for (int b = 0; b < step_.batch(); ++b) {
     const int tokens = step_.request(b).good ? std::min(step_.request(b).length, window) : 0;
@@ -272,6 +274,8 @@ void Engine::newest(const LayerInput& in, const LayerOutput& to, int window) {
   }
   run_items(&Engine::newest_main);
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
+  clear_corrupt();
+  record_thrown();
   if (!failure_.empty()) throw std::runtime_error("Layer " + std::to_string(in.layer) + ": " + failure_);
 }
 

@@ -99,6 +99,9 @@ void attend_newest(const Layer& layer, const Task& task, int window, Scratch* s)
   layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale, layer.tiles(task),
                        layer.pages(task) + begin, masks, count, 0, &layer.res_o[at * layer.shape.head_dim],
                        &layer.res_lse[at]);
+  if (const Canary* canary = layer.pool.canary())
+    canary->read_tiles(layer.pool, layer.in.layer, task.head, layer.pages(task) + begin,
+                       length - int64_t{begin} * kPage);
   add_sinks(layer, task);
 }
 

@@ -112,12 +112,15 @@ void Engine::newest_main(void* self_ptr, int worker) {
   for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
     const Task task = layer.task(i);
     if (self->skip_[task.request]) continue;
-    append_token(layer, *self->pool_, task);
-    attend_newest(layer, task, self->newest_, scratch);
-    const int64_t at = layer.state(task);
-    char* out = layer.to.out + task.request * layer.to.out_stride + int64_t{task.head} * layer.group * bytes;
-    for (int64_t g = at; g < at + layer.group; ++g, out += bytes)
-      layer.kernels.merge_state(&layer.res_o[g * D], layer.res_lse[g], nullptr, kNothing, D, out);
+    self->attempt(task, [&] {
+      append_token(layer, *self->pool_, task);
+      attend_newest(layer, task, self->newest_, scratch);
+      const int64_t at = layer.state(task);
+      char* out =
+          layer.to.out + task.request * layer.to.out_stride + int64_t{task.head} * layer.group * bytes;
+      for (int64_t g = at; g < at + layer.group; ++g, out += bytes)
+        layer.kernels.merge_state(&layer.res_o[g * D], layer.res_lse[g], nullptr, kNothing, D, out);
+    });
   }
   scratch->busy_ns += now_ns() - start;
 }

@@ -148,6 +148,25 @@ def test_only_who_reads_it_ends() -> None:
     assert decode(world, [requests[0], requests[2]]) == {}
 
 
+def test_a_layer_with_a_window_ends_who_reads_it() -> None:
+    """Only the window is read."""
+    world = watched()
+    requests = [world.add(n) for n in (300, 400)]
+    flip(world.pool.tensor("tiles", 0)[1, requests[1].pages[20]], 77, 1)  # tokens 320 to 335
+
+    def newest(window: int) -> set[int]:
+        world.begin_step(requests)
+        q = world.randn(2, world.q_heads, world.dim)
+        k, v = world.randn(2, 2, world.heads, world.dim)
+        out = torch.full_like(q, torch.nan)
+        world.engine.layer_newest(0, q, k, v, world.scale, window, out)
+        assert out.isfinite().all()
+        return {b for b in world.engine.corrupt() if not out[b].any()}
+
+    assert newest(64) == set()
+    assert newest(96) == {1}
+
+
 def test_all_who_are_read_together_end() -> None:
     world = watched(share_prefixes=True)
     parent = world.add(600)

@@ -236,6 +236,7 @@ class DecodeEngine:
         accounts.lap(Phase.MODEL)
         if at.variant.window is not None:
             at.newest(self.native)
+            self._lose_corrupt()
             accounts.lap(Phase.TASKS)
             return
         parts, observed = None, UNSEEN
@@ -250,9 +251,12 @@ class DecodeEngine:
         if self.executors:
             self._drain(LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale))
         at.finish(self.native)
+        self._lose_corrupt()
+        accounts.lap(Phase.TASKS)
+
+    def _lose_corrupt(self) -> None:
         for request, sentence in self.native.corrupt().items():
             self.corrupt(request, sentence)
-        accounts.lap(Phase.TASKS)
 
     def _drain(self, work: LayerWork) -> None:
         """Have the other executors do what they take of the open layer."""

@@ -225,7 +225,8 @@ def exported() -> set[str]:
 OTHERS = {
     "abi_version": "no arguments", "isas": "no arguments", "best_isa": "no arguments",
     "engine_stat_names": "no arguments", "workers_cores": "an object alone", "pool_isa": "an object alone",
-    "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone", "engine_layer_finish": "an object alone",
+    "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone",
+    "engine_layer_finish": "an object alone",
     "predictor_create": "test_predictor_network.py", "predictor_forward": "test_predictor_network.py",
     "measure": "test_measure.py", "hgca_lists": "test_hgca.py", "lfps_plan": "test_lfps_tables.py",
     "lfps_update": "test_lfps_tables.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from threading import Thread
 
 import cases
 import pytest
@@ -34,11 +35,16 @@ def test_every_metric_of_a_query_is_there(logs: Path) -> None:
             body = {"input_ids": cases.filler(700, 9), "sampling_params": params}
             requests.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
         server.generate(cases.filler(700, 10), 20)  # a pass after the wrong one: it brings the count
-        rid = "gone"
-        requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S)
+        endless = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+        body = {"rid": "gone", "input_ids": cases.filler(100, 11), "sampling_params": endless}
+        client = Thread(target=requests.post, args=(server.url + "/generate",), kwargs={"json": body})
+        client.start()
+        while client.is_alive():  # until it has come, there is nothing to abort
+            requests.post(server.url + "/abort_request", json={"rid": body["rid"]}, timeout=PATIENCE_S)
+            client.join(0.2)
         text = requests.get(server.url + "/metrics", timeout=PATIENCE_S).text
         server.assert_clean()
-    # Of what has happened there are samples; of what has not (an abort, a device), at least the family.
+    # Of what has happened there are samples; of what has not (a device), at least the family.
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     samples = {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if line and line[0] != "#"}
     there = samples | families | {f"{name}_total" for name in families}

@@ -171,4 +171,4 @@ def _asked_to_end(server: Server) -> None:
     ends = ended(found, PATIENCE_S)
     assert all("'length'" in end for end in ends), ends
     assert group_is_gone(server, 3 * SECONDS), processes(server)
-    assert server.process.returncode == 0
+    assert server.process.wait(SECONDS) == 0

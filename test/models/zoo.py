@@ -75,7 +75,6 @@ FAMILIES |= {
     ),
     "cohere2": _of("Cohere2Config", **BY_TURNS, sliding_window=700),
     "olmo3": _of("Olmo3Config", **BY_TURNS, sliding_window=333),
-    "exaone4": _of("Exaone4Config", **BY_TURNS, sliding_window=270, sliding_window_pattern="LG"),
     # SGLang's models of these two know no window, with the flag and without.
     "mistral-window": _of("MistralConfig", sliding_window=200),
     "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),

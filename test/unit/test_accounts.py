@@ -15,6 +15,7 @@ from fluxion_sglang.executor.accounts import SAMPLED, Accounts, StepAccounts
 from fluxion_sglang.executor.histograms import ReadHistograms
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept, described
 from fluxion_sglang.executor.phases import Phase
+from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.policy import parse_spec
 
 
@@ -288,6 +289,19 @@ def test_histograms_of_what_requests_read(registry: prometheus_client.CollectorR
     share = value("read_share_sum", "fixed")
     assert share is not None and 0.2 <= share < 1.0, "heads that share KV read what any of them chose"
     assert value("read_share_count", "fixed:16:0.1") is None
+
+
+def test_layers_with_a_window_read_no_middle(registry: prometheus_client.CollectorRegistry) -> None:
+    """`full` reads all of it in the others, wherever in the model they are."""
+    windowed = Variant(window=100)
+    world = World(layers=3, variants=(windowed, PLAIN, windowed))
+    world.engine.observers.append(ReadHistograms(world.engine.native, world.pool.shape, sampled=1))
+    world.extend(1, 1200)
+    world.decode([1])
+    labels = {"policy": "full"}
+    assert registry.get_sample_value("fluxion_read_share_sum", labels) == pytest.approx(1.0)
+    read = world.placement.middle(1201) * 2 * world.heads * world.dim * 4
+    assert registry.get_sample_value("fluxion_read_bytes_sum", labels) == read
 
 
 def test_a_failed_step_is_in_no_histogram(registry: prometheus_client.CollectorRegistry) -> None:

@@ -45,17 +45,17 @@ class ReadHistograms(Observer):
         self._bytes = Histogram("fluxion_read_bytes", DESCRIBED["read_bytes"], labels, buckets=BYTES)
         self._share = Histogram("fluxion_read_share", DESCRIBED["read_share"], labels, buckets=SHARES)
         self._native, self._layers, self._every = native, shape.layers, sampled
-        self._token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        self._token_bytes = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
         self._steps = 0
         self._names: list[str] = []  # of the policies of the step at hand; empty where it is not looked at
         self._middle: list[int] = []
-        self._done = 0  # of its layers
+        self._done = self._counted = 0  # of its layers; of those, the ones that have a middle
         self._reads = self._sum = torch.zeros(0, shape.kv_heads, 2, dtype=torch.int64)
 
     def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
         looked = self._steps % self._every == 0
         self._steps += 1
-        self._done = 0
+        self._done = self._counted = 0
         self._names = [_name(policy) for policy in policies] if looked else []
         if looked:
             self._middle = step.middle.tolist()
@@ -66,14 +66,16 @@ class ReadHistograms(Observer):
         if not self._names or layer.index != self._done:
             return  # a layer before it failed
         self._done += 1
-        self._native.reads(self._reads)
-        self._sum += self._reads
+        if layer.variant.window is None:
+            self._counted += 1
+            self._native.reads(self._reads)
+            self._sum += self._reads
         if self._done < self._layers:
             return
         for name, middle, read in zip(self._names, self._middle, self._sum[..., 0].sum(1).tolist(), strict=True):
             self._bytes.labels(name).observe(read)
-            if middle:
-                self._share.labels(name).observe(read / (middle * self._token_bytes))
+            if middle and self._counted:
+                self._share.labels(name).observe(read / (middle * self._counted * self._token_bytes))
         self._names = []
 
 

@@ -163,9 +163,11 @@ bool Canary::same_entry(const HostPool& pool, int layer, int head, int level, in
 }
 
 // Between two checks are 0 to 2 periods - 2 reads: on average a check a period, and no pattern of reads is
-// left out.
-template <typename Check>
-void Canary::sample(int64_t reads, const Check& check) const {
+// left out. fetch(i): on the way to check(i). Unlike what has been read, its sums are in no cache, and a
+// sample of them is nothing that a CPU would foresee.
+template <typename Fetch, typename Check>
+void Canary::sample(int64_t reads, const Fetch& fetch, const Check& check) const {
+  constexpr int kAhead = 8;
   thread_local double skip = 0;  // reads until the next check
   if (skip >= static_cast<double>(reads)) {
     skip -= static_cast<double>(reads);
@@ -174,9 +176,15 @@ void Canary::sample(int64_t reads, const Check& check) const {
   double at = skip;
   skip = 0;  // where a check throws
   int64_t checks = 0;
-  for (; at < static_cast<double>(reads); ++checks) {
-    check(static_cast<int64_t>(at));
-    at += 1 + static_cast<double>(random_word() >> 11) * 0x1p-53 * 2 * (period_ - 1);
+  while (at < static_cast<double>(reads)) {
+    int64_t chosen[kAhead];
+    int count = 0;
+    for (; count < kAhead && at < static_cast<double>(reads); ++count) {
+      fetch(chosen[count] = static_cast<int64_t>(at));
+      at += 1 + static_cast<double>(random_word() >> 11) * 0x1p-53 * 2 * (period_ - 1);
+    }
+    for (int i = 0; i < count; ++i) check(chosen[i]);
+    checks += count;
   }
   skip = at - static_cast<double>(reads);
   checks_.fetch_add(checks, std::memory_order_relaxed);
@@ -190,9 +198,10 @@ void Canary::check_token(const HostPool& pool, int layer, int head, int page, in
 
 void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t* pages,
                         int64_t tokens) const {
-  sample((tokens + kPage - 1) / kPage, [&](int64_t i) {
-    // Unlike the tile, its sums are in no cache.
+  const auto fetch = [&](int64_t i) {
     for (int t = 0; t < kPage; t += 8) __builtin_prefetch(&token_sum(layer, head, pages[i], t));
+  };
+  sample((tokens + kPage - 1) / kPage, fetch, [&](int64_t i) {
     const int count = static_cast<int>(std::min<int64_t>(kPage, tokens - i * kPage));
     for (int t = 0; t < count; ++t) check_token(pool, layer, head, pages[i], t);
   });
@@ -200,12 +209,19 @@ void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t
 
 void Canary::read_tokens(const HostPool& pool, int layer, int head, const int32_t* tokens,
                          int64_t count) const {
-  sample(count, [&](int64_t i) { check_token(pool, layer, head, tokens[i] / kPage, tokens[i] % kPage); });
+  const auto fetch = [&](int64_t i) {
+    __builtin_prefetch(&token_sum(layer, head, tokens[i] / kPage, tokens[i] % kPage));
+  };
+  sample(count, fetch,
+         [&](int64_t i) { check_token(pool, layer, head, tokens[i] / kPage, tokens[i] % kPage); });
 }
 
 void Canary::read_entries(const HostPool& pool, int layer, int head, int level, const int32_t* pages,
                           int64_t stride, int64_t count) const {
-  sample(count, [&](int64_t i) {
+  const auto fetch = [&](int64_t i) {
+    __builtin_prefetch(&entry_sum(layer, head, level, pages[i * stride]));
+  };
+  sample(count, fetch, [&](int64_t i) {
     const int page = pages[i * stride];
     if (same_entry(pool, layer, head, level, page)) return;
     mismatches_.fetch_add(1, std::memory_order_relaxed);

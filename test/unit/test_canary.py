@@ -167,6 +167,56 @@ def test_a_layer_with_a_window_ends_who_reads_it() -> None:
     assert newest(96) == {1}
 
 
+@pytest.mark.parametrize("name", ["tiles", "meta0"])
+def test_what_a_block_is_made_of_is_read(name: str) -> None:
+    """The page that fills up, and pages of a block that ends with it: its metadata would be a right sum of wrong KV."""
+    world = watched()
+    requests = [world.add(n) for n in (287, 287, 405)]  # the next token ends a block of 32
+    for b, other in ((0, 1), (1, 0)):
+        page = requests[b].pages[17 if name == "tiles" else 16]
+        place = world.pool.tensor(name, 0)[1, page]
+        flip(place, 77, 1)
+        corrupt = decode(world, requests)
+        assert corrupt.keys() == {b} and f"KV head 1, page {page}" in corrupt[b]
+        flip(place, 77, 1)
+        assert world.pool.sweep()[1] == [], "what nobody has changed is not called corrupt"
+        for request in requests:  # the token is written again
+            request.keys[0], request.values[0] = request.keys[0][:-1], request.values[0][:-1]
+        assert int(world.pool.tensor("tag1", 0)[requests[other].pages[17] >> 1]) >= 0
+    assert decode(world, requests) == {}
+
+
+@pytest.mark.parametrize("name", ["tiles", "meta0"])
+def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str) -> None:
+    """All of the chunk is written all the same: no tag is left behind that points at another request's entry."""
+    world = watched()
+    request = world.add(280)
+    pages = torch.tensor([*request.pages, *(world.free.pop() for _ in range(6))], dtype=torch.int32)
+    k, v = (world.randn(90, world.heads, world.dim) for _ in range(2))
+    page = int(pages[17 if name == "tiles" else 16])
+    place = world.pool.tensor(name, 0)[1, page]
+    flip(place, 77, 1)
+    with pytest.raises(CorruptMemory, match=f"layer 0, KV head 1, page {page},"):
+        world.pool.append(0, pages, 280, k, v)
+    flip(place, 77, 1)
+    for last in (17, 19, 21):
+        assert int(world.pool.tensor("tag1", 0)[pages[last] >> 1]) == pages[last]
+    tiles = world.pool.tensor("tiles", 0)[:, pages].permute(2, 1, 3, 0, 4).reshape(2, -1, world.heads, world.dim)
+    assert torch.equal(tiles[:, 280:370], torch.stack([k, v]))
+    assert world.pool.sweep()[1] == []
+    world.pool.append(0, pages, 280, k, v)
+
+
+def test_who_makes_a_block_of_it_ends_alone() -> None:
+    """Those who are read together with it have not read what it has added."""
+    world = watched(share_prefixes=True)
+    parent = world.add(607)
+    requests = [parent, world.add(607, parent, 592), world.add(640, parent, 592)]
+    page = parent.pages[37]
+    flip(world.pool.tensor("tiles", 0)[0, page], 5, 5)
+    assert decode(world, requests).keys() == {0}
+
+
 def test_all_who_are_read_together_end() -> None:
     world = watched(share_prefixes=True)
     parent = world.add(600)

@@ -154,10 +154,10 @@ class TestRendering:
         return found
 
     def test_a_gpu_is_named(self, data: dict[str, Any]) -> None:
-        data["machine"] |= {"cpu": "a CPU", "cores": 3, "flags": ["avx2"], "gpu": None}
+        data["machine"] |= {"cpu": "a CPU", "generation": None, "cores": 3, "flags": ["avx2"], "gpu": None}
         assert table.where(data).startswith("a CPU, 3 cores (avx2), no GPU; sglang ")
-        data["machine"] |= {"flags": [], "gpu": "a GPU"}
-        assert table.where(data).startswith("a CPU, 3 cores, a GPU; sglang ")
+        data["machine"] |= {"generation": "Zen 9", "flags": [], "gpu": "a GPU"}
+        assert table.where(data).startswith("a CPU (Zen 9), 3 cores, a GPU; sglang ")
         assert table.where(data).endswith(f"commit {data['commit']}, {data['date']}.")
         assert table.where(data) in table.markdown(data)
 

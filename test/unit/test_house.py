@@ -141,6 +141,12 @@ def test_names_are_told_apart() -> None:
     assert not {name for name, count in names.items() if count > 1} - SAME
 
 
+def test_tests_are_told_apart() -> None:
+    """pytest imports a test file by its name alone: of two with one name it refuses the second."""
+    names = Counter(path.name for path in (ROOT / "test").rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py", "conftest.py"}
+
+
 def too_long(tree: ast.AST) -> list[str]:
     limits = {ast.ClassDef: 600, ast.FunctionDef: 80}
     found = []

@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "engine/engine.h"
+#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -90,10 +91,14 @@ void Engine::seal_coarse() {
   // Every head seals in the order of requests, in which they are tagged: where two share a place, entries and
   // tag are of the last one.
   const auto seal_head = [](void* self, int h) {
-    const Engine& e = *static_cast<Engine*>(self);
+    Engine& e = *static_cast<Engine*>(self);
     for (int b = 0; b < e.step_.batch(); ++b) {
       if (!e.ends_coarse(b)) continue;
-      e.pool_->seal_blocks(e.layer_.in.layer, h, e.step_.pages(b), e.step_.request(b).length / kPage - 1);
+      try {
+        e.pool_->seal_blocks(e.layer_.in.layer, h, e.step_.pages(b), e.step_.request(b).length / kPage - 1);
+      } catch (const CorruptMemory&) {
+        e.lose(b, std::current_exception());
+      }
     }
   };
   pool_->workers().parallel_for(shape_.kv_heads, seal_head, this, /*wake=*/false);

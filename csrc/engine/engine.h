@@ -162,14 +162,14 @@ class Engine {
   static void newest_main(void* self, int worker);
   void work(int worker);
   template <class Body>
-  void attempt(const Task& task, const Body& body) noexcept;
+  void attempt(const Task& task, const Bundle* with, const Body& body) noexcept;
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
   void run_task(int turn, Scratch* scratch);
   void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
   void part_done(const Task& task);
   void take_given(const Task& task);
-  void lose(const Task& task, const std::exception_ptr& corrupt);
+  void lose(int request, const std::exception_ptr& corrupt);
   void merge(const Task& task);
 
   // end_layer.cc

@@ -15,12 +15,12 @@ void Engine::work(int worker) {
   Scratch* scratch = &scratch_[worker];
   const int64_t start = now_ns();
   for (int i; (i = next_item_.fetch_add(1, std::memory_order_relaxed)) < items_;)
-    attempt(layer_.task(i), [&] { resident_item(layer_.task(i), scratch); });
+    attempt(layer_.task(i), nullptr, [&] { resident_item(layer_.task(i), scratch); });
   // Before the first pop: whoever finds the queue dry then knows of all who have a task.
   owners_.fetch_add(1, std::memory_order_relaxed);
   for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
     const int turn = TaskQueue::task_of(claim);
-    attempt(tasks_[turn], [&] { run_task(turn, scratch); });
+    attempt(tasks_[turn], bundles_.of(layer_.index(tasks_[turn])), [&] { run_task(turn, scratch); });
     queue_.finish(claim);
   }
   owners_.fetch_sub(1, std::memory_order_release);
@@ -28,14 +28,16 @@ void Engine::work(int worker) {
   help(worker);
 }
 
-// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Nothing is
-// allocated here, because memory may have run out.
+// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Corrupt memory
+// ends the task's request, or all those of the bundle that it is done with. Nothing is allocated here,
+// because memory may have run out.
 template <class Body>
-void Engine::attempt(const Task& task, const Body& body) noexcept {
+void Engine::attempt(const Task& task, const Bundle* with, const Body& body) noexcept {
   try {
     body();
   } catch (const CorruptMemory&) {
-    lose(task, std::current_exception());
+    if (with == nullptr) return lose(task.request, std::current_exception());
+    for (int i = 0; i < with->count; ++i) lose(layer_.task(with->tasks[i]).request, std::current_exception());
   } catch (...) {
     totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
     const std::lock_guard lock(failure_mutex_);
@@ -45,13 +47,10 @@ void Engine::attempt(const Task& task, const Body& body) noexcept {
   }
 }
 
-// The request of a task, or all those of its bundle.
-void Engine::lose(const Task& task, const std::exception_ptr& corrupt) {
+void Engine::lose(int request, const std::exception_ptr& corrupt) {
   totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
   const std::lock_guard lock(failure_mutex_);
-  const Bundle* bundle = bundles_.of(layer_.index(task));
-  for (int i = 0; i < (bundle == nullptr ? 1 : bundle->count); ++i)
-    corrupt_[bundle == nullptr ? task.request : layer_.task(bundle->tasks[i]).request] = corrupt;
+  corrupt_[request] = corrupt;
 }
 
 // Until no task that is begun can open a stage any more.
@@ -112,7 +111,7 @@ void Engine::newest_main(void* self_ptr, int worker) {
   for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
     const Task task = layer.task(i);
     if (self->skip_[task.request]) continue;
-    self->attempt(task, [&] {
+    self->attempt(task, nullptr, [&] {
       append_token(layer, *self->pool_, task);
       attend_newest(layer, task, self->newest_, scratch);
       const int64_t at = layer.state(task);

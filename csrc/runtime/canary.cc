@@ -1,83 +1,13 @@
 #include "runtime/canary.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
 
 #include "runtime/failure.h"
 #include "runtime/pool.h"
+#include "runtime/sums.h"
 
 namespace fluxion {
 namespace {
-
-constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
-
-// One to one in each of the two.
-uint64_t mix(uint64_t sum, uint64_t word) { return std::rotl((sum ^ word) * kOdd, 29); }
-
-// Sums side by side, because each step of one waits for a product.
-constexpr int kSums = 8;
-
-void add_words(const char* data, int64_t bytes, uint64_t* sums) {
-  for (const char* const end = data + bytes; data < end; data += kSums * sizeof(uint64_t)) {
-    uint64_t words[kSums];
-    std::memcpy(words, data, sizeof(words));
-    for (int i = 0; i < kSums; ++i) sums[i] = mix(sums[i], words[i]);
-  }
-}
-
-#if defined(__x86_64__)
-// The same, in one register.
-[[gnu::target("avx512f,avx512dq")]] void add_words_avx512(const char* data, int64_t bytes, uint64_t* sums) {
-  using Words = uint64_t __attribute__((vector_size(kSums * sizeof(uint64_t)), aligned(1), may_alias));
-  Words sum = *reinterpret_cast<const Words*>(sums);
-  for (const char* const end = data + bytes; data < end; data += sizeof(Words)) {
-    const Words mixed = (sum ^ *reinterpret_cast<const Words*>(data)) * kOdd;
-    sum = mixed << 29 | mixed >> 35;
-  }
-  *reinterpret_cast<Words*>(sums) = sum;
-}
-#endif
-
-using AddWords = void (*)(const char*, int64_t, uint64_t*);
-
-AddWords best_add_words() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return add_words_avx512;
-#endif
-  return add_words;
-}
-
-// bytes that are added: a multiple of 32.
-class Sums {
- public:
-  explicit Sums(uint64_t seed) {
-    for (int i = 0; i < kSums; ++i) sums_[i] = seed + i;
-  }
-  void add(const char* data, int64_t bytes) {
-    static const AddWords kAdd = best_add_words();
-    constexpr int64_t kStep = sizeof(sums_);
-    const int64_t whole = bytes / kStep * kStep;
-    kAdd(data, whole, sums_);
-    for (int64_t i = 0; i < (bytes - whole) / static_cast<int64_t>(sizeof(uint64_t)); ++i) {
-      uint64_t word;
-      std::memcpy(&word, data + whole + i * sizeof(word), sizeof(word));
-      sums_[i] = mix(sums_[i], word);
-    }
-  }
-  // Never 0, which stands for nothing.
-  uint64_t take() const {
-    uint64_t left[kSums];
-    std::copy_n(sums_, kSums, left);
-    for (int half = kSums / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) left[i] = mix(left[i], left[i + half]);
-    }
-    return left[0] == 0 ? 1 : left[0];
-  }
-
- private:
-  alignas(64) uint64_t sums_[kSums];
-};
 
 // Where a sum's subject belongs. part: the token of a page, or 16 and the level of an entry.
 uint64_t place(int layer, int head, int page, int part) {
@@ -163,9 +93,11 @@ bool Canary::same_entry(const HostPool& pool, int layer, int head, int level, in
 }
 
 // Between two checks are 0 to 2 periods - 2 reads: on average a check a period, and no pattern of reads is
-// left out.
-template <typename Check>
-void Canary::sample(int64_t reads, const Check& check) const {
+// left out. fetch(i): on the way to check(i). Unlike what has been read, its sums are in no cache, and a
+// sample of them is nothing that a CPU would foresee.
+template <typename Fetch, typename Check>
+void Canary::sample(int64_t reads, const Fetch& fetch, const Check& check) const {
+  constexpr int kAhead = 8;
   thread_local double skip = 0;  // reads until the next check
   if (skip >= static_cast<double>(reads)) {
     skip -= static_cast<double>(reads);
@@ -174,9 +106,15 @@ void Canary::sample(int64_t reads, const Check& check) const {
   double at = skip;
   skip = 0;  // where a check throws
   int64_t checks = 0;
-  for (; at < static_cast<double>(reads); ++checks) {
-    check(static_cast<int64_t>(at));
-    at += 1 + static_cast<double>(random_word() >> 11) * 0x1p-53 * 2 * (period_ - 1);
+  while (at < static_cast<double>(reads)) {
+    int64_t chosen[kAhead];
+    int count = 0;
+    for (; count < kAhead && at < static_cast<double>(reads); ++count) {
+      fetch(chosen[count] = static_cast<int64_t>(at));
+      at += 1 + static_cast<double>(random_word() >> 11) * 0x1p-53 * 2 * (period_ - 1);
+    }
+    for (int i = 0; i < count; ++i) check(chosen[i]);
+    checks += count;
   }
   skip = at - static_cast<double>(reads);
   checks_.fetch_add(checks, std::memory_order_relaxed);
@@ -190,9 +128,10 @@ void Canary::check_token(const HostPool& pool, int layer, int head, int page, in
 
 void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t* pages,
                         int64_t tokens) const {
-  sample((tokens + kPage - 1) / kPage, [&](int64_t i) {
-    // Unlike the tile, its sums are in no cache.
+  const auto fetch = [&](int64_t i) {
     for (int t = 0; t < kPage; t += 8) __builtin_prefetch(&token_sum(layer, head, pages[i], t));
+  };
+  sample((tokens + kPage - 1) / kPage, fetch, [&](int64_t i) {
     const int count = static_cast<int>(std::min<int64_t>(kPage, tokens - i * kPage));
     for (int t = 0; t < count; ++t) check_token(pool, layer, head, pages[i], t);
   });
@@ -200,12 +139,19 @@ void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t
 
 void Canary::read_tokens(const HostPool& pool, int layer, int head, const int32_t* tokens,
                          int64_t count) const {
-  sample(count, [&](int64_t i) { check_token(pool, layer, head, tokens[i] / kPage, tokens[i] % kPage); });
+  const auto fetch = [&](int64_t i) {
+    __builtin_prefetch(&token_sum(layer, head, tokens[i] / kPage, tokens[i] % kPage));
+  };
+  sample(count, fetch,
+         [&](int64_t i) { check_token(pool, layer, head, tokens[i] / kPage, tokens[i] % kPage); });
 }
 
 void Canary::read_entries(const HostPool& pool, int layer, int head, int level, const int32_t* pages,
                           int64_t stride, int64_t count) const {
-  sample(count, [&](int64_t i) {
+  const auto fetch = [&](int64_t i) {
+    __builtin_prefetch(&entry_sum(layer, head, level, pages[i * stride]));
+  };
+  sample(count, fetch, [&](int64_t i) {
     const int page = pages[i * stride];
     if (same_entry(pool, layer, head, level, page)) return;
     mismatches_.fetch_add(1, std::memory_order_relaxed);

@@ -44,8 +44,8 @@ class Canary {
   int64_t mismatches() const { return mismatches_.load(std::memory_order_relaxed); }
 
  private:
-  template <typename Check>
-  void sample(int64_t reads, const Check& check) const;
+  template <typename Fetch, typename Check>
+  void sample(int64_t reads, const Fetch& fetch, const Check& check) const;
   bool same_token(const HostPool& pool, int layer, int head, int page, int offset) const;
   bool same_entry(const HostPool& pool, int layer, int head, int level, int page) const;
   void check_token(const HostPool& pool, int layer, int head, int page, int offset) const;

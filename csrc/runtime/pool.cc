@@ -185,9 +185,10 @@ void HostPool::chain_page(int layer, int head, const int32_t* pages, int logical
 }
 
 void HostPool::seal_blocks(int layer, int head, const int32_t* pages, int logical) const {
+  int first = logical + 1;
   for (int j = 1; j < kLevels && (logical + 1) % (1 << j) == 0; ++j) {
     if (logical < shape_.sink_pages) return;  // a block of sinks only is never looked up
-    const int first = std::max(logical + 1 - (1 << j), shape_.sink_pages);
+    first = std::max(logical + 1 - (1 << j), shape_.sink_pages);
     char* to = entry(layer, head, j, pages[logical]);
     std::memcpy(to, entry(layer, head, 0, pages[first]), shape_.entry_bytes());
     for (int i = first + 1; i <= logical; ++i) {
@@ -195,6 +196,8 @@ void HostPool::seal_blocks(int layer, int head, const int32_t* pages, int logica
     }
     if (canary_ != nullptr) canary_->wrote_entry(layer, head, j, pages[logical], to);
   }
+  // The largest block has the others' pages.
+  if (canary_ != nullptr) canary_->read_entries(*this, layer, head, 0, pages + first, 1, logical + 1 - first);
 }
 
 void HostPool::tag_blocks(int layer, const int32_t* pages, int logical) const {
@@ -217,20 +220,24 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
   } job{this, layer, pages, start, count, k, v};
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
+    FirstFailure failure;
     for (int64_t t = 0; t < j.count; ++t) {
       const int64_t position = j.start + t;
       const int logical = static_cast<int>(position / kPage), offset = static_cast<int>(position % kPage);
       j.pool->write_token(j.layer, h, j.pages[logical], offset, j.k.at(t, h), j.v.at(t, h));
       if (offset != kPage - 1) continue;
-      j.pool->seal_page(j.layer, h, j.pages, logical);
-      j.pool->seal_blocks(j.layer, h, j.pages, logical);
+      failure.guard([&] { j.pool->seal_page(j.layer, h, j.pages, logical); });
+      failure.guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, logical); });
     }
+    failure.rethrow();
   };
-  workers_->parallel_for(shape_.kv_heads, head_body, &job);
+  FirstFailure failure;
+  failure.guard([&] { workers_->parallel_for(shape_.kv_heads, head_body, &job); });
   // Every head sealed its blocks in this same order, so on a collision tag and entries have the same last
-  // writer.
+  // writer. A failure changes nothing about that: an entry that has a new owner must not keep the old tag.
   for (int64_t p = start / kPage; p < (start + count) / kPage; ++p)
     tag_blocks(layer, pages, static_cast<int>(p));
+  failure.rethrow();
 }
 
 // Of what a device has written, the canary takes what is there.
@@ -265,13 +272,17 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const Job& j = *static_cast<Job*>(arg);
     for (int p = j.first; p < j.stop; ++p) j.pool->count_write(j.layer, h, j.pages[p]);
     if (j.pool->canary_ != nullptr) j.pool->vouch(j.layer, h, j.pages, j.start, j.count);
+    FirstFailure failure;
     for (int p = j.first; p < j.full; ++p) {
       j.pool->chain_page(j.layer, h, j.pages, p);
-      j.pool->seal_blocks(j.layer, h, j.pages, p);
+      failure.guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, p); });
     }
+    failure.rethrow();
   };
-  workers_->parallel_for(shape_.kv_heads, head_body, &job);
+  FirstFailure failure;
+  failure.guard([&] { workers_->parallel_for(shape_.kv_heads, head_body, &job); });
   for (int p = job.first; p < job.full; ++p) tag_blocks(layer, pages, p);
+  failure.rethrow();
 }
 
 void HostPool::fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,

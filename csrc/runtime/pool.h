@@ -125,13 +125,15 @@ class HostPool {
   void gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
               int64_t v_head_stride);
 
-  // The four parts of an append, for one layer.
+  // The four parts of an append, for one layer. Both seals read what was written before, and throw
+  // CorruptMemory only when all is done: who appended ends, and nobody else has the page.
   void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
   // Metadata of level 0 and moments of logical page `logical`, which is full. Writes nothing that belongs to
   // another page, so it may run while other pages and any coarse entry are read.
   void seal_page(int layer, int head, const int32_t* pages, int logical) const {
     describe_page(layer, head, pages[logical]);
     chain_page(layer, head, pages, logical);
+    if (canary_ != nullptr) canary_->read_tiles(*this, layer, head, pages + logical, kPage);
   }
   // Coarse entries whose last page is `logical`, for one head. May overwrite an entry somebody reads.
   void seal_blocks(int layer, int head, const int32_t* pages, int logical) const;

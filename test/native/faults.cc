@@ -10,6 +10,7 @@
 
 #include "ffi/plan.h"
 #include "runtime/host_memory.h"
+#include "runtime/sums.h"
 #include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
@@ -129,9 +130,46 @@ int64_t touched_in_turn(int64_t bytes, int64_t nodes, int64_t core) {
   return count * kSmallPage;
 }
 
+// Differences between the sum in plain C++ and the one that this CPU gets, for tokens of so many bytes.
+int64_t sums_that_differ(int64_t bytes, int64_t times) {
+  uint64_t word = 1;
+  std::vector<char> data(bytes + 8);
+  int64_t differ = 0;
+  for (int64_t i = 0; i < times; ++i) {
+    for (char& at : data) at = static_cast<char>((word = mix(word, i)) >> 32);
+    Sums plain(word, add_words), best(word);
+    for (int part = 0; part < 2; ++part) {
+      plain.add(data.data() + i % 8, bytes);
+      best.add(data.data() + i % 8, bytes);
+    }
+    if (plain.take() != best.take()) ++differ;
+  }
+  return differ;
+}
+
+// Bytes of a token of which a changed bit leaves the plain sum as it was.
+int64_t bytes_without_a_say(int64_t bytes) {
+  std::vector<char> data(bytes, 'a');
+  const auto sum = [&] {
+    Sums sums(0, add_words);
+    sums.add(data.data(), bytes);
+    return sums.take();
+  };
+  const uint64_t whole = sum();
+  int64_t found = 0;
+  for (int64_t i = 0; i < bytes; ++i) {
+    data[i] ^= static_cast<char>(1 << i % 8);
+    if (sum() == whole) ++found;
+    data[i] ^= static_cast<char>(1 << i % 8);
+  }
+  return found;
+}
+
 }  // namespace
 }  // namespace fluxion
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sums_that_differ, fluxion::sums_that_differ);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bytes_without_a_say, fluxion::bytes_without_a_say);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(touched_in_turn, fluxion::touched_in_turn);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(failing_kind, fluxion::failing_kind);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(failing_workers, fluxion::failing_workers);

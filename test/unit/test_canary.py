@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import CorruptMemory, NativePool, Workers
+from fluxion_sglang.native import CorruptMemory, NativePool, Workers, library
 from fluxion_sglang.sglang.failures import FailureGuard
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -85,6 +89,65 @@ def test_every_byte_of_metadata_is_watched(level: int, dtype: torch.dtype) -> No
             assert corrupt.keys() == {0} and f"block of {16 << level} tokens" in corrupt[0]
         flip(entry, byte, byte % 8)
     assert decode(world, [request], 16 << level, 0.3) == {} and world.pool.sweep()[1] == []
+
+
+@pytest.mark.parametrize("bytes_", [64, 96, 128, 160, 512, 1024], ids=str)
+def test_every_cpu_makes_the_same_sums(bytes_: int) -> None:
+    """This one takes the best it can; the plain ones are what the others get. Sizes with a rest and without."""
+    library()  # its objects are of the same types
+    tested = tvm_ffi.load_module(Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_faults.so")
+    assert tested.get_function("sums_that_differ")(bytes_, 2000) == 0
+    assert tested.get_function("bytes_without_a_say")(bytes_) == 0
+
+
+PLACE = re.compile(r"layer (\d+), KV head (\d+), page (\d+), (?:token (\d+)|metadata of its block of (\d+) tokens)\)")
+Place = tuple[int, int, int, int]
+"""Layer, head, page, and the token of the page, or minus the block size of the entry that begins there."""
+
+
+def places(sentences: list[str]) -> set[Place]:
+    found = [match.groups() for match in map(PLACE.search, sentences) if match]
+    return {(int(a), int(b), int(c), int(d) if d else -int(e)) for a, b, c, d, e in found}
+
+
+@settings(max_examples=examples(20))
+@given(data=st.data(), dim=st.sampled_from([32, 48, 80, 256]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_whatever_is_corrupted_is_found_and_nothing_else(
+    data: st.DataObject, dim: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Bytes of tokens and entries anywhere, one or many: a sweep names each place, once, and who reads one ends."""
+    world = watched(dim=dim, dtype=dtype, seed=seed, layers=2)
+    requests = [world.add(n) for n in (340, 410, 501)]
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (), generator=random))
+
+    spoilt: set[Place] = set()
+    tokens: set[tuple[int, int]] = set()  # of layer 0: request and position
+    for _ in range(data.draw(st.integers(1, 40))):
+        b, layer, head = draw(len(requests)), draw(2), draw(world.heads)
+        request = requests[b]
+        full = request.length // PAGE
+        if data.draw(st.booleans()):
+            at = draw(request.length)
+            page, place = request.pages[at // PAGE], at % PAGE
+            what = world.pool.tensor("tiles", layer)[head, page, draw(2), place]
+            if layer == 0:
+                tokens.add((b, at))
+        else:
+            page, place = request.pages[draw(full)], -PAGE
+            what = world.pool.tensor("meta0", layer)[head, page].flatten()
+        if (layer, head, page, place) in spoilt:
+            continue  # a second time could put it right
+        spoilt.add((layer, head, page, place))
+        size = what.numel() * dtype.itemsize
+        for byte in {draw(size) for _ in range(data.draw(st.sampled_from([1, 2, 9])))}:
+            what.view(torch.uint8)[byte] ^= 1 + draw(255)
+    _, sentences = world.pool.sweep(1000)
+    assert len(sentences) == len(spoilt) and places(sentences) == spoilt
+    ended = set(decode(world, requests))
+    assert ended == {b for b, at in tokens if at in world.middle(requests[b])}
 
 
 def test_what_belongs_elsewhere_is_not_taken_for_it() -> None:
@@ -165,6 +228,56 @@ def test_a_layer_with_a_window_ends_who_reads_it() -> None:
 
     assert newest(64) == set()
     assert newest(96) == {1}
+
+
+@pytest.mark.parametrize("name", ["tiles", "meta0"])
+def test_what_a_block_is_made_of_is_read(name: str) -> None:
+    """The page that fills up, and pages of a block that ends with it: its metadata would be a right sum of wrong KV."""
+    world = watched()
+    requests = [world.add(n) for n in (287, 287, 405)]  # the next token ends a block of 32
+    for b, other in ((0, 1), (1, 0)):
+        page = requests[b].pages[17 if name == "tiles" else 16]
+        place = world.pool.tensor(name, 0)[1, page]
+        flip(place, 77, 1)
+        corrupt = decode(world, requests)
+        assert corrupt.keys() == {b} and f"KV head 1, page {page}" in corrupt[b]
+        flip(place, 77, 1)
+        assert world.pool.sweep()[1] == [], "what nobody has changed is not called corrupt"
+        for request in requests:  # the token is written again
+            request.keys[0], request.values[0] = request.keys[0][:-1], request.values[0][:-1]
+        assert int(world.pool.tensor("tag1", 0)[requests[other].pages[17] >> 1]) >= 0
+    assert decode(world, requests) == {}
+
+
+@pytest.mark.parametrize("name", ["tiles", "meta0"])
+def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str) -> None:
+    """All of the chunk is written all the same: no tag is left behind that points at another request's entry."""
+    world = watched()
+    request = world.add(280)
+    pages = torch.tensor([*request.pages, *(world.free.pop() for _ in range(6))], dtype=torch.int32)
+    k, v = (world.randn(90, world.heads, world.dim) for _ in range(2))
+    page = int(pages[17 if name == "tiles" else 16])
+    place = world.pool.tensor(name, 0)[1, page]
+    flip(place, 77, 1)
+    with pytest.raises(CorruptMemory, match=f"layer 0, KV head 1, page {page},"):
+        world.pool.append(0, pages, 280, k, v)
+    flip(place, 77, 1)
+    for last in (17, 19, 21):
+        assert int(world.pool.tensor("tag1", 0)[pages[last] >> 1]) == pages[last]
+    tiles = world.pool.tensor("tiles", 0)[:, pages].permute(2, 1, 3, 0, 4).reshape(2, -1, world.heads, world.dim)
+    assert torch.equal(tiles[:, 280:370], torch.stack([k, v]))
+    assert world.pool.sweep()[1] == []
+    world.pool.append(0, pages, 280, k, v)
+
+
+def test_who_makes_a_block_of_it_ends_alone() -> None:
+    """Those who are read together with it have not read what it has added."""
+    world = watched(share_prefixes=True)
+    parent = world.add(607)
+    requests = [parent, world.add(607, parent, 592), world.add(640, parent, 592)]
+    page = parent.pages[37]
+    flip(world.pool.tensor("tiles", 0)[0, page], 5, 5)
+    assert decode(world, requests).keys() == {0}
 
 
 def test_all_who_are_read_together_end() -> None:

@@ -69,8 +69,12 @@ def installer() -> list[str]:
 
 
 def packages(install: list[str], extras: str) -> Task:
-    """Install this package as it stands here; the native library is built beside it (`native`)."""
-    command = [*install, "--no-build-isolation", "-e", f".[{extras}]" if extras else "."]
+    """Install this package as it stands here; the native library is built beside it (`native`).
+
+    Its metadata is built in an environment of its own: setuptools runs what other packages register with it, and in
+    .venv those may be there without what they import until everything is installed.
+    """
+    command = [*install, "-e", f".[{extras}]" if extras else "."]
     return Task("installing packages", command, VENV / "install.log", {"FLUXION_SKIP_NATIVE": "1"})
 
 

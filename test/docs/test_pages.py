@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -304,6 +305,33 @@ def test_extras_that_pages_install_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {name for page in PAGES for name in re.findall(r"pip install '?\.\[(\w+)\]", page.read_text())}
     assert named and named <= set(project["optional-dependencies"])
+
+
+@pytest.mark.full
+def test_it_installs_where_other_packages_are_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package can register with setuptools what cannot be imported before everything is installed."""
+    source, environment = tmp_path / "source", tmp_path / "environment"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", "results")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    broken = site / "broken-1.0.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (broken / "entry_points.txt").write_text("[egg_info.writers]\nbroken.lock = missing_module:write\n")
+    install = runpy.run_path(str(ROOT / "tools" / "install.py"))
+    packages = install["packages"]
+    monkeypatch.setitem(packages.__globals__, "VENV", environment)
+    monkeypatch.setitem(install["Task"].__init__.__globals__, "ROOT", source)
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    assert uv, "uv is missing; `make test-all` installs it"
+    python = environment / "bin" / "python"
+    task = packages([uv, "pip", "install", "--python", str(python), "--no-deps"], "")
+    assert task.process.wait(timeout=300) == 0, task.log.read_text()
+    found = subprocess.run(
+        [python, "-c", "import fluxion_sglang as f; print(f.__file__)"], capture_output=True, text=True
+    )
+    assert found.stdout.startswith(str(source)), found.stdout + found.stderr
 
 
 @pytest.mark.full

@@ -133,8 +133,8 @@ def topology(root: str = "", cores: Sequence[int] = ()) -> dict[str, Any]:
     """What this process may use of the machine.
 
     Args:
-        root, cores: a folder with the /sys and /proc of another machine, and the cores that a process may use there; by
-            default those of this one.
+        root: a folder with the /sys and /proc of another machine; by default this one's.
+        cores: the cores that a process may use there.
 
     Returns:
         cores (list[int], best first), numa (list of {id, cores}), huge_pages ("always", "madvise", "never",

@@ -1,8 +1,11 @@
-// The C ABI of model layers. Argument checks live here.
+// The C ABI of model layers. Argument checks live here: each layer is checked once and becomes a step, which
+// runs at once, or as often as the program that it was added to.
 #include <tvm/ffi/optional.h>
 
+#include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "ffi/objects.h"
 #include "model/linear.h"
@@ -62,8 +65,8 @@ int int_size(int64_t size, const char* name) {
   return static_cast<int>(size);
 }
 
-void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias,
-                   TensorView out) {
+auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias,
+                 TensorView out) {
   const DType dtype = dtype_of(x);
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
@@ -82,7 +85,7 @@ void layers_linear(Layers layers, TensorView x, TensorView weights, ffi::Optiona
   layer.out = data<char>(out);
   layer.out_stride = out.stride(0);
   if (layer.in < 1) Raise("ValueError") << "x has no columns; a layer multiplies at least one.";
-  guarded([&] { linear(*layers->workers, layers->kernels(dtype), dtype, layer, &layers->scratch); });
+  return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
 }
 
 void layers_into_huge_pages(TensorView weights) {
@@ -97,8 +100,8 @@ Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
   return {data<char>(t) + column * element_of(dtype), t.stride(0) * element_of(dtype)};
 }
 
-void layers_norm(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight,
-                 double epsilon, TensorView out, ffi::Optional<TensorView> sum) {
+auto norm_step(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight,
+               double epsilon, TensorView out, ffi::Optional<TensorView> sum) {
   const DType dtype = dtype_of(x);
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
@@ -116,20 +119,22 @@ void layers_norm(Layers layers, TensorView x, ffi::Optional<TensorView> residual
   rows.weight = data<char>(weight);
   rows.size = int_size(x.size(1), "x");
   rows.epsilon = static_cast<float>(epsilon);
-  guarded([&] { norm_rows(*layers->workers, layers->kernels(dtype), x.size(0), rows); });
+  return
+      [=, at = layers.get(), count = x.size(0)] { norm_rows(*at->workers, at->kernels(dtype), count, rows); };
 }
 
-void layers_silu_mul(Layers layers, TensorView x, TensorView out) {
+auto silu_mul_step(Layers layers, TensorView x, TensorView out) {
   const DType dtype = dtype_of(x);
   expect(out, "out", type_of(dtype), {-1, -1}, 1);
   expect(x, "x", type_of(dtype), {out.size(0), 2 * out.size(1)}, 1);
   const SiluRows rows{rows_of(x, dtype), rows_of(x, dtype, out.size(1)), rows_of(out, dtype),
                       int_size(out.size(1), "out")};
-  guarded([&] { silu_rows(*layers->workers, layers->kernels(dtype), x.size(0), rows); });
+  return
+      [=, at = layers.get(), count = x.size(0)] { silu_rows(*at->workers, at->kernels(dtype), count, rows); };
 }
 
-void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k, TensorView cos_sin,
-                 int64_t head_dim, bool halves, TensorView q_out, TensorView k_out) {
+auto rope_step(Layers layers, TensorView positions, TensorView q, TensorView k, TensorView cos_sin,
+               int64_t head_dim, bool halves, TensorView q_out, TensorView k_out) {
   const DType dtype = dtype_of(q);
   const DLDataType type = type_of(dtype);
   const int64_t count = q.size(0);
@@ -146,12 +151,7 @@ void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k
                         << "; with a head_dim of " << head_dim
                         << " the first two must be multiples of it, and the last an even number up to it.";
   }
-  const int64_t* at = data<int64_t>(positions);
-  for (int64_t i = 0; i < count; ++i) {
-    if (at[i] < 0 || at[i] >= cos_sin.size(0))
-      Raise("IndexError") << "Position " << at[i] << " is not among the " << cos_sin.size(0)
-                          << " of cos_sin.";
-  }
+  const int64_t* position = data<int64_t>(positions);
   const RopeRows rows{rows_of(q, dtype),
                       rows_of(k, dtype),
                       rows_of(q_out, dtype),
@@ -161,17 +161,72 @@ void layers_rope(Layers layers, TensorView positions, TensorView q, TensorView k
                       int_size(head_dim, "head_dim"),
                       int_size(rotary, "cos_sin"),
                       halves,
-                      at,
+                      position,
                       rows_of(cos_sin, dtype)};
-  guarded([&] { rope_rows(*layers->workers, layers->kernels(dtype), count, rows); });
+  return [=, at = layers.get(), known = cos_sin.size(0)] {
+    for (int64_t i = 0; i < count; ++i) {
+      if (position[i] < 0 || position[i] >= known)
+        Raise("IndexError") << "Position " << position[i] << " is not among the " << known << " of cos_sin.";
+    }
+    rope_rows(*at->workers, at->kernels(dtype), count, rows);
+  };
+}
+
+// Steps in their order. The tensors of a step are the caller's to keep.
+class ProgramObj : public ffi::Object {
+ public:
+  explicit ProgramObj(Layers of) : layers(std::move(of)) {}
+  Layers layers;
+  std::vector<std::function<void()>> steps;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Program", ProgramObj, ffi::Object);
+};
+class Program : public ffi::ObjectRef {
+ public:
+  explicit Program(ffi::ObjectPtr<ProgramObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Program, ffi::ObjectRef, ProgramObj);
+};
+
+Program program_create(Layers layers) { return Program(ffi::make_object<ProgramObj>(std::move(layers))); }
+
+// The functions of the ABI that a layer has: one runs what `step` makes of its arguments, one adds it to a
+// program.
+template <auto step>
+struct Layer;
+template <typename Step, typename... Args, Step (*step)(Layers, Args...)>
+struct Layer<step> {
+  static void run(Layers layers, Args... args) {
+    const Step now = step(std::move(layers), std::move(args)...);
+    guarded([&] { now(); });
+  }
+  static void add(Program program, Args... args) {
+    program->steps.emplace_back(step(program->layers, std::move(args)...));
+  }
+};
+
+void program_run(Program program, int64_t first, int64_t last) {
+  const auto& steps = program->steps;
+  if (first < 0 || first > last || last > static_cast<int64_t>(steps.size())) {
+    Raise("IndexError") << "Steps " << first << " to " << last << " are not among the program's "
+                        << steps.size() << ".";
+  }
+  guarded([&] {
+    for (int64_t i = first; i < last; ++i) steps[i]();
+  });
 }
 
 }  // namespace
 }  // namespace fluxion
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_create, fluxion::layers_create);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::layers_linear);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_into_huge_pages, fluxion::layers_into_huge_pages);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::layers_norm);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::layers_silu_mul);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_rope, fluxion::layers_rope);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_create, fluxion::program_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, fluxion::program_run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::Layer<fluxion::linear_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear, fluxion::Layer<fluxion::linear_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::Layer<fluxion::norm_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_norm, fluxion::Layer<fluxion::norm_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::Layer<fluxion::silu_mul_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_silu_mul, fluxion::Layer<fluxion::silu_mul_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_rope, fluxion::Layer<fluxion::rope_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_rope, fluxion::Layer<fluxion::rope_step>::add);

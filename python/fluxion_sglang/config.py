@@ -170,6 +170,12 @@ class FluxionConfig:
         "norms, activations and rotary embeddings. With false, PyTorch does.",
         "false",
     )
+    step_graphs: bool = _option(
+        True,
+        "Where model_kernels compute a model, decode steps of as many requests are traced once and replayed from then "
+        "on, without the Python between the layers. Of one rank, without adapters.",
+        "false",
+    )
     hot_tiles_gb: float = _option(
         0.0,
         "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Only with executors "

@@ -81,6 +81,9 @@ class Rig:
         self.hgca = function("hgca_create")(self.pool.handle, HQ, WINDOW, ROWS, 0.1, 1.0)
         self.lfps = function("lfps_create")(self.pool.handle, HQ, ROWS, WINDOW, 0.9, 0.2, 0.2, 0.5, True, 16)
         self.layers = function("layers_create")(self.workers.handle, "")
+        self.program, self.unrun = (function("program_create")(self.layers) for _ in range(2))
+        self.kept = torch.ones(2, 64), torch.empty(2, 32)
+        function("program_silu_mul")(self.program, *self.kept)
 
     def calls(self) -> dict[str, list[Any]]:
         """A good call of every function: its arguments, made anew."""
@@ -89,7 +92,18 @@ class Rig:
         chunk, out = torch.randn(20, HEADS, DIM), torch.empty(20, HQ, DIM)
         step, sinks = [self.rows, self.lengths], torch.randn(HQ)
         groups = B * HEADS
+        layers = {
+            "linear": [torch.randn(3, 64), torch.randn(48, 64), torch.randn(48), torch.empty(3, 48)],
+            "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None],
+            "silu_mul": [torch.randn(3, 64), torch.empty(3, 32)],
+            "rope": [
+                torch.arange(3), torch.randn(3, 128), torch.randn(3, 64), torch.randn(50, 32), 32, True,
+                torch.empty(3, 128), torch.empty(3, 64),
+            ],
+        }  # fmt: skip
         return {
+            **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},
+            **{f"program_{name}": [self.unrun, *arguments] for name, arguments in layers.items()},
             "workers_create": [1, i32()],
             "pool_bytes": [1, 1, 4, DIM, 0],
             "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, "", 0.5],
@@ -155,18 +169,9 @@ class Rig:
             "lfps_tables": [lfps, 0, 1, 0, torch.empty(400), torch.empty(400)],
             "lfps_counts": [lfps, torch.empty(4, dtype=torch.int64)],
             "layers_create": [self.workers.handle, ""],
-            "layers_linear": [
-                self.layers, torch.randn(3, 64), torch.randn(48, 64), torch.randn(48), torch.empty(3, 48)
-            ],
             "layers_into_huge_pages": [torch.randn(64, 64)],
-            "layers_norm": [
-                self.layers, torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None
-            ],
-            "layers_silu_mul": [self.layers, torch.randn(3, 64), torch.empty(3, 32)],
-            "layers_rope": [
-                self.layers, torch.arange(3), torch.randn(3, 128), torch.randn(3, 64), torch.randn(50, 32), 32, True,
-                torch.empty(3, 128), torch.empty(3, 64),
-            ],
+            "program_create": [self.layers],
+            "program_run": [self.program, 0, 1],
         }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from fluxion_sglang.sglang.failures import FailureGuard
 
 IN, OUT = 48, 40
 WORKERS = Workers(2)
+LAYERS = NativeLayers(WORKERS)
 
 
 class AnotherMethod(UnquantizedLinearMethod):
@@ -61,15 +62,15 @@ class Counted(NativeLayers):
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    """What `install` makes. SGLang forgets the operations that are registered here."""
-    made = Counted(WORKERS)
-    monkeypatch.setattr(layers, "NativeLayers", lambda workers: made)
+    """What computes here. SGLang forgets the operations that are registered here."""
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
+    made = Counted(WORKERS)
+    monkeypatch.setitem(globals(), "LAYERS", made)
     yield made
 
 
 def install(**modules: nn.Module) -> int:
-    return layers.install(model_of(**modules), WORKERS)
+    return layers.install(model_of(**modules), layers.Contained(LAYERS))
 
 
 def registered(operation: type[BaseFusedOp]) -> Callable[..., Any]:
@@ -292,7 +293,8 @@ def test_a_layer_that_fails_fails_its_pass_and_sglang_computes_it(
     """Every layer, and with it every one after it in the pass; the next pass is ours again."""
     guard = FailureGuard()
     linear, norm, activation = holding(UnquantizedLinearMethod()), RMSNorm(IN), SiluAndMul()
-    layers.install(model_of(linear=linear, norm=norm, activation=activation), WORKERS, guard.run)
+    contained = layers.Contained(native, guard.run)
+    layers.install(model_of(linear=linear, norm=norm, activation=activation), contained)
     x = torch.randn(3, IN)
     steps: dict[str, Callable[[], Any]] = {
         "linear": lambda: linear.quant_method.apply(linear, x),

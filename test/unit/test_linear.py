@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import DTYPES, dtypes, few, own_isas, seeds
 
-from fluxion_sglang.native import NativeLayers, Workers
+from fluxion_sglang.native import NativeLayers, NativeProgram, Workers
 
 WORKERS = Workers(2)
 HUGE_PAGE = 2 << 20
@@ -200,6 +200,40 @@ def test_bad_arguments() -> None:
         layers.rope(torch.tensor([0, 1]), x, x, table, 6, True)
     with pytest.raises(ValueError, match="cannot run the instruction set"):
         NativeLayers(WORKERS, "sse2")
+
+
+def test_a_program_computes_its_layers_again() -> None:
+    """Of what its tensors hold then; any stretch of them."""
+    layers = NativeLayers(WORKERS)
+    program = NativeProgram(layers)
+    x, w, h, out = torch.randn(2, 16), torch.randn(32, 16), torch.empty(2, 32), torch.empty(2, 16)
+    program.add("linear", x, w, None, h)
+    program.add("silu_mul", h, out)
+    assert len(program) == 2
+    for _ in range(3):
+        x.normal_()
+        out.fill_(math.nan)
+        program.run(0, 1)
+        assert torch.equal(h, layers.linear(x, w)) and out.isnan().all()
+        program.run(1, 2)
+        assert torch.equal(out, layers.silu_mul(h))
+    program.run(1, 1)
+    for first, last in ((0, 3), (-1, 1), (2, 1)):
+        with pytest.raises(IndexError, match="among the program's 2"):
+            program.run(first, last)
+
+
+def test_a_program_takes_what_layers_take() -> None:
+    program = NativeProgram(NativeLayers(WORKERS))
+    x, table, positions = torch.zeros(1, 16), torch.ones(4, 8), torch.tensor([3])
+    with pytest.raises(ValueError, match="weights has the shape"):
+        program.add("linear", x, torch.zeros(4, 8), None, torch.zeros(1, 4))
+    assert len(program) == 0
+    program.add("rope", positions, x, x, table, 8, True, torch.zeros(1, 16), torch.zeros(1, 16))
+    program.run(0, 1)
+    positions.fill_(4)  # what is in a tensor counts when the layer is computed
+    with pytest.raises(IndexError, match="Position 4 is not among the 4"):
+        program.run(0, 1)
 
 
 def in_huge_pages(t: torch.Tensor) -> int:

@@ -57,11 +57,27 @@ class HostDevice(Device):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        window = self._windows.layers[layer]
-        at = HostLayer(index=layer, q=q, scale=scale, k=k, v=v, variant=variant, window=window, out=out)
+        self.attend(self.layer(layer, q, k, v, scale, variant, out))
+        return out
+
+    def layer(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        variant: Variant,
+        out: torch.Tensor,
+    ) -> HostLayer:
+        """A layer for `attend`, in any number of steps; arguments and result `out` as of `decode`."""
+        window = self._windows.layers[index]
+        return HostLayer(index=index, q=q, scale=scale, k=k, v=v, variant=variant, window=window, out=out)
+
+    def attend(self, at: HostLayer) -> None:
+        """Attention of one layer of the step, of what its tensors hold now."""
         self._engine.attend(at)
         self._engine.attended(at)
-        return out
 
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
         self._requests, self._appended = requests, appended

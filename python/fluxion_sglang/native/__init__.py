@@ -10,15 +10,17 @@ from fluxion_sglang.native.loading import (
     library_path,
     topology,
 )
-from fluxion_sglang.native.model import NativeLayers
+from fluxion_sglang.native.model import WRITTEN, NativeLayers, NativeProgram
 from fluxion_sglang.native.plan import NativePlan, listed_tokens
 from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_bytes
 
 __all__ = [
     "ABI_VERSION",
+    "WRITTEN",
     "CorruptMemory",
     "NativeEngine",
     "NativeLayers",
+    "NativeProgram",
     "NativeLibraryError",
     "NativePlan",
     "NativePool",

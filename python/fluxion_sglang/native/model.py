@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.pool import Workers
+
+WRITTEN = {"linear": 1, "norm": 2, "silu_mul": 1, "rope": 2}
+"""The layers, and how many of their last arguments they write."""
 
 
 class NativeLayers:
@@ -20,10 +25,11 @@ class NativeLayers:
 
     def __init__(self, workers: Workers, isa: str | None = None) -> None:
         self.handle = function("layers_create")(workers.handle, isa or "")
-        self._linear = function("layers_linear")
-        self._norm = function("layers_norm")
-        self._silu_mul = function("layers_silu_mul")
-        self._rope = function("layers_rope")
+        self._layers = {name: function(f"layers_{name}") for name in WRITTEN}
+
+    def compute(self, layer: str, *arguments: Any) -> None:
+        """One of `WRITTEN` by its arguments in the native library, those that it writes last."""
+        self._layers[layer](self.handle, *arguments)
 
     @staticmethod
     def into_huge_pages(weights: torch.Tensor) -> None:
@@ -53,7 +59,7 @@ class NativeLayers:
         """
         if out is None:
             out = x.new_empty(x.shape[0], weights.shape[0])
-        self._linear(self.handle, x, weights, bias, out)
+        self.compute("linear", x, weights, bias, out)
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -66,7 +72,7 @@ class NativeLayers:
             ValueError: shapes, dtypes or strides that do not fit; so for the other layers.
         """
         out = torch.empty_like(x)
-        self._norm(self.handle, x, None, weight, epsilon, out, None)
+        self.compute("norm", x, None, weight, epsilon, out, None)
         return out
 
     def add_norm(
@@ -74,13 +80,13 @@ class NativeLayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RMSNorm of x + residual, from the sum before it is rounded; and the sum. Both [rows, size], as x is."""
         out, total = torch.empty_like(x), torch.empty_like(x)
-        self._norm(self.handle, x, residual, weight, epsilon, out, total)
+        self.compute("norm", x, residual, weight, epsilon, out, total)
         return out, total
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(left half), rounded, times right half, of x [rows, 2 n]; [rows, n]."""
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
-        self._silu_mul(self.handle, x, out)
+        self.compute("silu_mul", x, out)
         return out
 
     def rope(
@@ -107,5 +113,40 @@ class NativeLayers:
             IndexError: a position that cos_sin does not have.
         """
         q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-        self._rope(self.handle, positions, q, k, cos_sin, head_dim, halves, q_out, k_out)
+        self.compute("rope", positions, q, k, cos_sin, head_dim, halves, q_out, k_out)
         return q_out, k_out
+
+
+class NativeProgram:
+    """Layers in a row, checked once and computed as often as one likes: of the same tensors, whatever is in them.
+
+    Args:
+        layers: what computes them.
+    """
+
+    def __init__(self, layers: NativeLayers) -> None:
+        self._handle = function("program_create")(layers.handle)
+        self._add = {name: function(f"program_{name}") for name in WRITTEN}
+        self._run = function("program_run")
+        self._tensors: list[Any] = []  # the library has their addresses
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, layer: str, *arguments: Any) -> None:
+        """One more layer; arguments and errors as of `NativeLayers.compute`.
+
+        The tensors are kept. Whoever resizes one, or gives it other memory, must not run the program again.
+        """
+        self._add[layer](self._handle, *arguments)
+        self._tensors.append(arguments)
+        self._count += 1
+
+    def run(self, first: int, last: int) -> None:
+        """Compute the layers [first, last).
+
+        Raises:
+            IndexError: there are fewer; or as the layers do (`NativeLayers`). Layers before a failed one are done.
+        """
+        self._run(self._handle, first, last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,12 @@ from fluxion_sglang.executor.state import SHARE, StateRoom
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
+from fluxion_sglang.native import NativeLayers
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
-from fluxion_sglang.sglang.layers import install
+from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
+from fluxion_sglang.sglang.layers import Contained, install
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import CHECK, RequestPolicies
 from fluxion_sglang.sglang.rows import watch
@@ -102,9 +104,14 @@ class FluxionAttnBackend(AttentionBackend):
         self.device = self._device(runner, layers)
         self.failures = FailureGuard(self._finish, self.device.abort)
         self.engine.corrupt = self._lose
+        self.graphs: StepGraphs | None = None
         if pool.maker is None and options.model_kernels:
-            count = install(runner.model, pool.host.workers, self.failures.run)
+            native = Contained(NativeLayers(pool.host.workers), self.failures.run)
+            count = install(runner.model, native)
             logger.info("Fluxion: %d linear layers run on the native workers", count)
+            alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
+            if options.step_graphs and alone and (backbone := backbone_of(runner.model)) is not None:
+                self.graphs = StepGraphs(backbone, native, self.failures, self._replayed)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(
@@ -307,8 +314,30 @@ class FluxionAttnBackend(AttentionBackend):
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         at, variant = self._index(layer), self._variant(layer, kwargs)
-        out = self.failures.run(lambda: self.device.decode(at, q, k, v, layer.scaling, variant))
-        return self._flat(out, q)
+
+        def attend() -> torch.Tensor:
+            out = self.failures.run(lambda: self.device.decode(at, q, k, v, layer.scaling, variant))
+            return self._flat(out, q)
+
+        if self.graphs is None or self.graphs.tracer is None:
+            return attend()
+        return self.graphs.tracer.own(layer, (q, k, v, kwargs.get("sinks")), attend)
+
+    def _replayed(self, key: Any, arguments: Sequence[Any], out: torch.Tensor) -> Callable[[], None]:
+        """Attention of a layer in the replays of a step graph (`graphs.Attention`), as `forward_decode` told it."""
+        layer: RadixAttention = key
+        q, k, v, sinks = arguments
+        device, given = self.device, {"sinks": sinks}
+        assert isinstance(device, HostDevice)
+        variant = self._variant(layer, given)
+        at = device.layer(self._index(layer), q, k, v, layer.scaling, variant, out.view(q.shape))
+
+        def attend() -> None:
+            if sinks is not None:  # a copy, and the model may have other ones now
+                at.variant = self._variant(layer, given)
+            device.attend(at)
+
+        return attend
 
     @staticmethod
     def _flat(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.platforms import current_platform
 from torch import nn
 
-from fluxion_sglang.native import NativeLayers, Workers
+from fluxion_sglang.native import NativeLayers
 
 MAX_ROWS = 32
 """The most rows that were measured; PyTorch is slower up to there (`benchmark/linears.py`)."""
@@ -39,10 +39,14 @@ class Contained:
     """The native layers, called by whoever contains their failures.
 
     Args:
-        run: the result of a step, or None where the step or one before it in the pass has failed (`FailureGuard.run`).
+        run: the result of a step, or None where the step or one before it in the pass has failed (`FailureGuard.run`);
+            by default failures are raised.
+
+    Attributes:
+        layers: what computes; another one's may take its place between two calls.
     """
 
-    def __init__(self, layers: NativeLayers, run: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, layers: NativeLayers, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> None:
         self.layers, self._run = layers, run
 
     def __call__(self, step: Callable[[NativeLayers], T]) -> T | None:
@@ -50,16 +54,12 @@ class Contained:
         return result
 
 
-def install(model: nn.Module, workers: Workers, run: Callable[[Callable[[], Any]], Any] = lambda step: step()) -> int:
+def install(model: nn.Module, native: Contained) -> int:
     """Have the workers compute the model's layers; returns how many of them are linear.
 
     What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
     what adapters add is SGLang's.
-
-    Args:
-        run: as of `Contained`; by default failures are raised.
     """
-    native = Contained(NativeLayers(workers), run)
     _register_operations(model, native)
     linear, head = _Linear(native), _Head(native)
     heads = _rounds_logits_once(model)

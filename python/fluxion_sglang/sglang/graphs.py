@@ -1,0 +1,246 @@
+"""Step graphs: what decode steps compute, without the model's Python (option `step_graphs`).
+
+Between two layers of a small model's decode step, SGLang's Python takes longer than the layers. But what it decides is
+the same at every step of as many requests. So two steps are traced (`tracing.py`), and if they are equal, later ones
+replay the trace: native layers in a row by one call each stretch, attention by the engine, the few operations of
+PyTorch that are left one by one. All of it works in one piece of memory, which tensors that are not needed at the same
+time share.
+
+Whatever a trace cannot hold runs as before: prefill, models with several ranks, adapters or hooks, and models whose
+Python looks into tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from fluxion_sglang.native import NativeProgram
+from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.layers import MAX_ROWS, Contained
+from fluxion_sglang.sglang.tracing import Home, Kind, Op, Ref, Trace, TracedLayers, Tracer, is_ref
+
+logger = logging.getLogger(__name__)
+
+_ALIGN = 64
+_TRIES = 3
+"""Traces of as many requests that are looked at for two equal ones; the first steps may set things up."""
+
+
+class Attention(Protocol):
+    """What attends in a replay: given a key and the arguments of `Tracer.own` with a replay's tensors, and the tensor
+    for the result, the call that computes it."""
+
+    def __call__(self, key: Any, arguments: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]: ...
+
+
+def place(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Where values lie in one piece of memory, so that no two overlap that are needed at one time.
+
+    Args:
+        sizes: bytes of each value. spans: the first and the last operation that needs it.
+
+    Returns:
+        The offset of each value, a multiple of 64 bytes, and the size of the whole.
+    """
+    offsets = [0] * len(sizes)
+    placed: list[int] = []
+    for value in sorted(range(len(sizes)), key=lambda value: spans[value]):
+        first, last = spans[value]
+        there = [other for other in placed if spans[other][0] <= last and spans[other][1] >= first]
+        at = 0
+        for other in sorted(there, key=offsets.__getitem__):
+            if offsets[other] - at >= sizes[value]:
+                break
+            at = max(at, -(-(offsets[other] + sizes[other]) // _ALIGN) * _ALIGN)
+        offsets[value] = at
+        placed.append(value)
+    return offsets, max((at + size for at, size in zip(offsets, sizes, strict=True)), default=0)
+
+
+class StepGraph:
+    """A trace, ready to be replayed.
+
+    Args:
+        weights: those of the trace, by number.
+        attention: what computes operations that are not PyTorch's or a native layer's.
+    """
+
+    def __init__(self, trace: Trace, weights: Sequence[torch.Tensor], program: NativeProgram, attention: Attention):
+        offsets, size = place(trace.values, _spans(trace))
+        # Tensors that any later pass may write, whatever mode of PyTorch it runs in.
+        with torch.inference_mode(False):
+            self._memory = torch.empty(max(size, 1), dtype=torch.uint8)
+            self._inputs = [torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype) for ref in trace.inputs]
+            self._held = [weight.detach() for weight in weights]
+        self._offsets = offsets
+        self._program, self._attention = program, attention
+        self._parts: list[Callable[[], Any]] = []
+        first = 0
+        for op in trace.ops:
+            if op.kind is Kind.LAYER:
+                program.add(op.what, *tree_map(self._tensor, op.arguments, is_leaf=is_ref))
+                continue
+            first = self._stretch(first)
+            self._parts.append(self._call(op))
+        self._stretch(first)
+        self._result = self._tensor(trace.result)
+
+    def _stretch(self, first: int) -> int:
+        """Native layers from `first` to the program's end are one part; the program's end."""
+        last = len(self._program)
+        if last > first:
+            self._parts.append(partial(self._program.run, first, last))
+        return last
+
+    def replay(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The result for other inputs of the same shapes, in memory of its own."""
+        for place, tensor in zip(self._inputs, inputs, strict=True):
+            place.copy_(tensor)
+        for part in self._parts:
+            part()
+        return self._result.clone()
+
+    def zeros(self) -> torch.Tensor:
+        """In place of the result of a replay that failed."""
+        return torch.zeros_like(self._result)
+
+    def _tensor(self, ref: Any) -> Any:
+        """The replays' tensor of a Ref; anything else as it is."""
+        if not isinstance(ref, Ref):
+            return ref
+        if ref.home is Home.VALUE:
+            memory, at = self._memory, self._offsets[ref.number] // ref.dtype.itemsize
+        else:
+            memory, at = (self._inputs if ref.home is Home.INPUT else self._held)[ref.number], 0
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=ref.dtype)
+            return tensor.set_(memory.untyped_storage(), at + ref.offset, ref.shape, ref.stride)
+
+    def _call(self, op: Op) -> Callable[[], Any]:
+        arguments = tree_map(self._tensor, op.arguments, is_leaf=is_ref)
+        results = [self._tensor(ref) for ref in op.results]
+        if op.kind is Kind.OWN:
+            return self._attention(op.what, arguments, results[0])
+        keywords = {name: tree_map(self._tensor, value, is_leaf=is_ref) for name, value in op.keywords}
+        call = partial(op.what, *arguments, **keywords)
+        return partial(_into, results, call) if results else call
+
+
+def _into(results: Sequence[torch.Tensor], call: Callable[[], Any]) -> None:
+    found = call()
+    for result, value in zip(results, [found] if isinstance(found, torch.Tensor) else found, strict=True):
+        result.copy_(value)
+
+
+def _spans(trace: Trace) -> list[tuple[int, int]]:
+    """Of every value, the first and the last operation that needs it."""
+    spans: dict[int, tuple[int, int]] = {}
+    for at, op in enumerate(trace.ops):
+        for ref in op.refs():
+            if ref.home is Home.VALUE:
+                spans[ref.number] = spans.get(ref.number, (at, at))[0], at
+    end = len(trace.ops)
+    if trace.result.home is Home.VALUE:
+        spans[trace.result.number] = spans[trace.result.number][0], end
+    return [spans.get(value, (end, end)) for value in range(len(trace.values))]
+
+
+class StepGraphs:
+    """The graphs of a model's decode steps, one for each number of requests.
+
+    Args:
+        backbone: as of `backbone_of`. From now on `forward` stands in for its own.
+        layers: what computes native layers.
+        failures: of the pass; a step of which something failed makes no graph.
+        attention: what attends in replays.
+
+    Attributes:
+        tracer: of the step that is being traced; whoever attends tells it. None: no step is.
+    """
+
+    def __init__(self, backbone: nn.Module, layers: Contained, failures: FailureGuard, attention: Attention) -> None:
+        self.tracer: Tracer | None = None
+        self._layers, self._failures, self._attention = layers, failures, attention
+        self._tables = [table for module in backbone.modules() for table in (module._parameters, module._buffers)]
+        self._addresses: list[int] = []
+        self._traces: dict[int, list[Trace]] = {}
+        self._graphs: dict[int, StepGraph] = {}
+        self._refused: set[int] = set()
+        self._forward = backbone.forward
+        backbone.forward = self.forward
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, *others: Any, **named: Any
+    ) -> Any:
+        """The backbone's: hidden states [B, hidden] of a decode step, and whatever it makes of other passes."""
+        rows = input_ids.shape[0]
+        forward = partial(self._forward, input_ids, positions, forward_batch, *others, **named)
+        special = any(other is not None for other in (*others, *named.values()))
+        if special or not forward_batch.forward_mode.is_decode() or not 0 < rows <= MAX_ROWS or rows in self._refused:
+            return forward()
+        if (addresses := [weight.data_ptr() for weight in self._weights()]) != self._addresses:
+            # The model has other weights than the graphs.
+            self._addresses = addresses
+            self._graphs.clear()
+            self._traces.clear()
+        if (graph := self._graphs.get(rows)) is None:
+            return self._traced(rows, (input_ids, positions), forward)
+        out: torch.Tensor | None = self._failures.run(lambda: graph.replay(input_ids, positions))
+        return graph.zeros() if out is None else out
+
+    def _traced(self, rows: int, inputs: tuple[torch.Tensor, ...], forward: Callable[[], Any]) -> Any:
+        """The result of a step by the model's own Python; its trace is kept, or made a graph."""
+        tracer, layers = Tracer(inputs, self._weights()), self._layers.layers
+        self.tracer, self._layers.layers = tracer, TracedLayers(layers, tracer)
+        try:
+            with tracer:
+                result = forward()
+        finally:
+            self.tracer, self._layers.layers = None, layers
+        trace = tracer.trace(result)
+        if self._failures.reason is not None:
+            return result
+        if trace is None:
+            self._refuse(rows, tracer.reason)
+        elif trace in (before := self._traces.setdefault(rows, [])):
+            self._graphs[rows] = StepGraph(trace, tracer.held, NativeProgram(layers), self._attention)
+            del self._traces[rows]
+        elif len(before) == _TRIES:
+            self._refuse(rows, "no two steps compute the same")
+        else:
+            before.append(trace)
+        return result
+
+    def _weights(self) -> Iterable[torch.Tensor]:
+        return (tensor for table in self._tables for tensor in table.values() if tensor is not None)
+
+    def _refuse(self, rows: int, reason: str | None) -> None:
+        self._refused.add(rows)
+        self._traces.pop(rows, None)
+        logger.info("Fluxion: decode steps of %d requests run without a graph, because %s", rows, reason)
+
+
+def backbone_of(model: nn.Module) -> nn.Module | None:
+    """The part of a model that makes hidden states [B, hidden] of token ids [B], positions [B] and the batch.
+
+    It has every attention layer, and nothing of what makes logits. None: there is no such part, or somebody watches
+    its modules, who would not see a replay.
+    """
+    attention = {module for module in model.modules() if isinstance(module, RadixAttention)}
+    for module in model.modules():
+        inside = set(module.modules())
+        if attention <= inside and not any(isinstance(part, LogitsProcessor) for part in inside):
+            taken = list(inspect.signature(module.forward).parameters)
+            watched = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
+            return module if taken[:1] == ["input_ids"] and taken[2:3] == ["forward_batch"] and not watched else None
+    return None

@@ -1,0 +1,320 @@
+"""What one run of a model computes, seen from outside: the trace that a step graph is made of (`graphs.py`).
+
+A run is traced while it computes as always. Every operation of PyTorch, every native layer and every attention is
+seen, with the tensors that it reads and writes. A trace is whole only if nothing else had a part in the run, so each
+tensor must come from where the trace knows it: the inputs, the model's weights, or an operation before. Whatever
+breaks that rule ends the tracing with a reason, and the run goes on as if nobody had looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fluxion_sglang.native import WRITTEN, NativeLayers
+
+_UNFILLED = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+_TO_PYTHON = {
+    getattr(torch.Tensor, name)
+    for name in ("tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
+}
+"""What comes of these decides in Python, where a trace does not see it."""
+_BY_CHANCE_OR_VALUE = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+)
+
+
+class Home(Enum):
+    """Whose memory a tensor is in."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    VALUE = "value"
+    """An operation of the run wrote it."""
+
+
+class Ref(NamedTuple):
+    """A tensor of a run.
+
+    Attributes:
+        number: of the input, the weight or the value whose memory it is in.
+        offset: of its first element, in elements.
+    """
+
+    home: Home
+    number: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Kind(Enum):
+    """Who computes an operation."""
+
+    LAYER = "layer"
+    """Of `NativeLayers`: `what` is its name, the arguments are those of `NativeLayers.compute`."""
+    TORCH = "torch"
+    """`what` is the overload."""
+    OWN = "own"
+    """Whoever called `Tracer.own`: `what` is the key given there."""
+
+
+class Op(NamedTuple):
+    """An operation of a run.
+
+    Attributes:
+        arguments: positional, with a Ref for every tensor. keywords: pairs.
+        results: what it wrote beside its arguments.
+    """
+
+    kind: Kind
+    what: Any
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    results: tuple[Ref, ...]
+
+    def refs(self) -> Iterator[Ref]:
+        """Every tensor that it reads or writes."""
+        leaves = tree_leaves((self.arguments, self.keywords, self.results), is_leaf=is_ref)
+        return (leaf for leaf in leaves if is_ref(leaf))
+
+
+class Trace(NamedTuple):
+    """A run. Two that are equal compute the same of the same inputs and weights.
+
+    Attributes:
+        inputs: what the run was given. result: what came of it.
+        weights: addresses of the weights in use. values: bytes of what operations wrote.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[Ref, ...]
+    weights: tuple[int, ...]
+    values: tuple[int, ...]
+    result: Ref
+
+
+class Tracer:
+    """Traces what runs inside `with`.
+
+    Args:
+        inputs: tensors that every run brings; it does not write them.
+        weights: the model's parameters and buffers; it does not write them either.
+
+    Attributes:
+        reason: why there is no trace, completes "because"; None while there is none.
+        held: the weights in use, by their number.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+        self.reason: str | None = None
+        self.held: list[torch.Tensor] = []
+        self._weights = {_address(weight): weight for weight in weights}
+        self._homes: dict[int, tuple[Home, int]] = {}
+        self._ops: list[Op] = []
+        self._values: list[int] = []
+        # No address may come twice, so nothing is freed until the run is over.
+        self._alive: list[Any] = list(inputs)
+        self._stack = ExitStack()
+        self._looking = True
+        for number, tensor in enumerate(inputs):
+            self._homes[_address(tensor)] = Home.INPUT, number
+        self._inputs = tuple(self._ref(tensor) for tensor in inputs)
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def trace(self, result: object) -> Trace | None:
+        """What the run did, whose result this is; None where there is a `reason`."""
+        found = self._attempt(lambda: self._ref(self._tensor(result)))
+        trace = None
+        if found is not None and self.reason is None:
+            weights = tuple(weight.data_ptr() for weight in self.held)
+            trace = Trace(tuple(self._ops), self._inputs, weights, tuple(self._values), found)
+        self._alive.clear()
+        return trace
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs here is told to the tracer by another way, or is no part of the run."""
+        before, self._looking = self._looking, False
+        try:
+            yield
+        finally:
+            self._looking = before
+
+    def own(self, key: Any, arguments: Sequence[Any], compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of `compute`, which is one operation.
+
+        Args:
+            key: what the operation is; equal where it is the same.
+            arguments: what it reads.
+        """
+        with self.paused():
+            result = compute()
+        self._add(Kind.OWN, key, tuple(arguments), {}, (result,))
+        return result
+
+    def layer(self, name: str, arguments: Sequence[Any]) -> None:
+        """A native layer has been computed; arguments as of `NativeLayers.compute`."""
+        written = WRITTEN[name]
+        for tensor in arguments[-written:]:
+            if tensor is not None:
+                self._attempt(partial(self._home, tensor, written=True))
+        self._add(Kind.LAYER, name, tuple(arguments), {}, ())
+
+    def operation(self, func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The result of an operation of PyTorch."""
+        result = func(*arguments, **keywords)
+        if not self._looking or self.reason is not None:
+            return result
+        self._alive.append(result)
+        written = _written(func, arguments, keywords)
+        results = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        read = {_address(leaf) for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)}
+        if any(tag in func.tags for tag in _BY_CHANCE_OR_VALUE):
+            self._end(f"{func} depends on chance or on what is in a tensor")
+        elif written:
+            for tensor in written:
+                self._attempt(partial(self._home, tensor, written=True))
+            self._add(Kind.TORCH, func, arguments, keywords, ())
+        elif func.overloadpacket not in _UNFILLED and not all(_address(tensor) in read for tensor in results):
+            self._add(Kind.TORCH, func, arguments, keywords, results)
+        # What is left are views, and memory that nobody has written.
+        return result
+
+    def asked(self, func: Any) -> None:
+        """A function of PyTorch is called from Python."""
+        if self._looking and func in _TO_PYTHON:
+            self._end(f"the model's Python looks into a tensor ({func.__name__})")
+
+    def _add(
+        self, kind: Kind, what: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], results: tuple[Any, ...]
+    ) -> None:
+        def op() -> Op:
+            read = tree_map(self._referred, arguments), tuple(sorted(tree_map(self._referred, keywords).items()))
+            for result in results:
+                self._home(result, written=True)
+            return Op(kind, what, *read, tuple(self._ref(result) for result in results))
+
+        self._alive.append((arguments, keywords, results))
+        found = self._attempt(op)
+        if found is not None:
+            self._ops.append(found)
+
+    def _referred(self, leaf: Any) -> Any:
+        return self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        """Raises _Unknown."""
+        home, number = self._home(tensor)
+        return Ref(
+            home, number, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        )
+
+    def _home(self, tensor: torch.Tensor, written: bool = False) -> tuple[Home, int]:
+        """Where a tensor is; a value that is written for the first time is there from now on. Raises _Unknown."""
+        address = _address(tensor)
+        home = self._homes.get(address)
+        if home is None and address in self._weights:
+            home = self._homes[address] = Home.WEIGHT, len(self.held)
+            self.held.append(self._weights[address])
+        if home is None and written:
+            home = self._homes[address] = Home.VALUE, len(self._values)
+            self._values.append(tensor.untyped_storage().nbytes())
+        if home is None:
+            raise _Unknown("a tensor comes from outside of the model and of the run")
+        if written and home[0] is not Home.VALUE:
+            raise _Unknown(f"the run writes an {home[0].value}" if home[0] is Home.INPUT else "the run writes a weight")
+        return home
+
+    @staticmethod
+    def _tensor(result: object) -> torch.Tensor:
+        if not isinstance(result, torch.Tensor):
+            raise _Unknown("the result is more than one tensor")
+        return result
+
+    def _attempt(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except _Unknown as error:
+            self._end(str(error))
+            return None
+
+    def _end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+class TracedLayers(NativeLayers):
+    """The layers of another object, told to a tracer."""
+
+    def __init__(self, layers: NativeLayers, tracer: Tracer) -> None:
+        self.handle = layers.handle
+        self._compute, self._tracer = layers.compute, tracer
+
+    def compute(self, layer: str, *arguments: Any) -> None:
+        with self._tracer.paused():
+            self._compute(layer, *arguments)
+        self._tracer.layer(layer, arguments)
+
+
+class _Unknown(Exception):
+    """The trace cannot tell what a tensor is."""
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tracer.operation(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._tracer.asked(func)
+        return func(*args, **(kwargs or {}))
+
+
+def is_ref(leaf: Any) -> bool:
+    """A Ref is one thing, though it is a tuple."""
+    return isinstance(leaf, Ref)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _written(func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation changes."""
+    declared = func._schema.arguments
+    given = [*zip(declared, arguments, strict=False), *((a, keywords[a.name]) for a in declared if a.name in keywords)]
+    changed = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, torch.Tensor)]

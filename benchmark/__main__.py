@@ -100,6 +100,7 @@ def main() -> None:
             "forks.py",
             "peers.py",
             "linears.py",
+            "step_graphs.py",
             "prefill.py",
             "lfps_selection.py",
             "fairness.py",

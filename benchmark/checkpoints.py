@@ -20,6 +20,7 @@ from torch import Tensor
 
 CUTS: dict[str, dict[str, Any]] = {
     "llama-111m": {},
+    "qwen3-0.6b": {},
     "llama-3.1-8b": {"num_hidden_layers": 2, "vocab_size": 32000},
     "qwen3-4b": {"num_hidden_layers": 3, "vocab_size": 32000},
 }

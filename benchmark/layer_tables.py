@@ -1,4 +1,4 @@
-"""Tables of linears.py and prefill.py: how fast the model's other layers and a prompt's attention are."""
+"""Tables of linears.py, step_graphs.py and prefill.py: the model's other layers, and a prompt's attention."""
 
 from __future__ import annotations
 
@@ -35,6 +35,31 @@ def linears(results: Path) -> str:
         note = f"Medians of {data['rounds']} interleaved rounds, bfloat16. {where(data)} [Data]({link(path)})."
         out.append(f"{table(head, lines, 'lr' + 'r' * (len(head) - 2))}\n{note}\n")
     return "\n".join(out) or nothing("linears.py")
+
+
+def step_graphs(results: Path) -> str:
+    """A line a model and batch: a step with the graph and without."""
+    out = []
+    for path, data in result_files(results, "step_graphs.json"):
+        lines = [
+            [
+                row["model"],
+                str(row["layers"]),
+                str(row["batch"]),
+                f"{row['python_ms']:.1f}",
+                f"{row['graph_ms']:.1f}",
+                f"{row['ratio']:.2f}x",
+            ]
+            for row in data["rows"]
+        ]
+        head = ["model", "layers", "batch", "without (ms)", "with the graph (ms)", "with / without"]
+        depth, many = data["rows"][0]["depth"], f"{data['turns']} turns of {data['steps']} steps"
+        note = (
+            f"Whole steps at {depth:,} tokens, policy `{data['policy']}`; medians of {many}. "
+            f"{where(data)} [Data]({link(path)})."
+        )
+        out.append(f"{table(head, lines, 'l' + 'r' * (len(head) - 1))}\n{note}\n")
+    return "\n".join(out) or nothing("step_graphs.py")
 
 
 def prompt_attention(results: Path) -> str:
@@ -85,6 +110,7 @@ def sparse_prefill(results: Path) -> str:
 
 LAYER_TABLES: dict[str, Callable[[Path], str]] = {
     "linears": linears,
+    "step_graphs": step_graphs,
     "prompt_attention": prompt_attention,
     "sparse_prefill": sparse_prefill,
 }

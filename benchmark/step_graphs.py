@@ -1,0 +1,99 @@
+"""What a decode step of small models costs with step graphs and without, in turns in one process.
+
+    python benchmark/step_graphs.py             # two models, one request and four; some minutes
+    python benchmark/step_graphs.py --quick
+
+The whole step as SGLang's own benchmark runs it: batch preparation, the model, the choice of a token. Turns of a few
+steps with the graph and without follow each other, and the first step of a turn does not count. Results go to
+step_graphs.json in benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import checkpoints
+import common
+from racers import driver
+from tqdm import tqdm
+
+MODELS, BATCHES, DEPTH = ("llama-111m", "qwen3-0.6b"), (4, 1), 1024
+TURNS, STEPS = 30, 8
+CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
+POLICY = "full"
+
+
+def turns_of(model: str, turns: int, depth: int, say: Any) -> None:
+    """The rows of one model, in a process of its own."""
+    sys.path.insert(0, str(Path(driver.__file__).parent))  # as the drivers of the race find each other
+    from run_sglang import Sglang
+
+    config = checkpoints.config(model)
+    room = depth + (turns * 2 + 2) * STEPS * len(BATCHES)
+    options = {"policies": [POLICY], "config": {"host_tokens": BATCHES[0] * (room + 64)}}
+    folder = checkpoints.made(model, CACHE)
+    plan = driver.Plan(str(folder), [room], list(BATCHES), STEPS, common.machine()["cores"], options, [], 0, 32000)
+    racer = Sglang()
+    racer.load(plan)
+    racer.prefill(plan.prompts(depth))
+    backbone = racer._runner.torch_runner.model.model
+    ways = {"graph": backbone.forward, "python": type(backbone).forward.__get__(backbone)}
+    assert ways["graph"] != ways["python"], "the model has no step graphs"
+    layers = config["num_hidden_layers"]
+    for batch in BATCHES:
+        racer.decode(POLICY, batch, STEPS)  # which makes the graph
+        spent: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(turns):
+            for way, forward in ways.items():
+                backbone.forward = forward
+                spent[way].append(median(racer.decode(POLICY, batch, STEPS)[1:]) * 1e3)
+        say.put(
+            {
+                "model": model,
+                "layers": layers,
+                "batch": batch,
+                "depth": depth,
+                **{f"{way}_ms": round(median(found), 4) for way, found in spent.items()},
+                "ratio": round(median(a / b for a, b in zip(*spent.values(), strict=True)), 4),
+            }
+        )
+    say.put(None)
+    say.close()
+    say.join_thread()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=tuple(checkpoints.CUTS), default=MODELS)
+    parser.add_argument("--turns", type=int, help="of each kind, for a batch")
+    parser.add_argument("--depth", type=int, default=DEPTH, help="tokens of the prompts")
+    parser.add_argument("--quick", action="store_true", help="two turns; the result file is not a published one")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
+    parser.set_defaults(fresh=True)
+    args = parser.parse_args()
+    turns = args.turns or (2 if args.quick else TURNS)
+    data = {**common.header("step_graphs"), "turns": turns, "steps": STEPS - 1, "policy": POLICY, "rows": []}
+    spawn = multiprocessing.get_context("spawn")
+    for model in tqdm(args.models):
+        rows = spawn.Queue()
+        process = spawn.Process(target=turns_of, args=(model, turns, args.depth, rows))
+        process.start()
+        for row in iter(rows.get, None):
+            data["rows"].append(row)
+            print(json.dumps(row))
+        process.join()
+    path = common.result_path(args, "step_graphs")
+    common.save(path, data)
+    print(f"{path.relative_to(common.ROOT)}: now python benchmark/tables.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -57,6 +57,7 @@ test: $(VENV)/.dev native-tests
 test-all: lint native-tests $(VENV)/.docs
 	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
 	$(PYTEST) --full $(TESTS) $(ARGS)
+	@$(MAKE) audit
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize RECORD=$(or $(RECORD),build/sanitizers.json)
 
 lint: $(VENV)/.dev
@@ -105,14 +106,13 @@ fuzz: $(VENV)/.dev
 	FLUXION_LIBRARY=$(CURDIR)/build/address/libfluxion.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH=test $(BIN)/python -m fuzz.operations $(ARGS)
 
-# Both tools run in environments of their own: what they need is no part of what they look at.
+# The tool runs in an environment of its own: what it needs is no part of what it looks at.
 sbom: $(VENV)/.installed
 	@mkdir -p dist
 	$(BIN)/uv tool run --from cyclonedx-bom cyclonedx-py environment --output-reproducible -o dist/sbom.json $(BIN)/python
 
 audit: $(VENV)/.installed
-	$(BIN)/uv tool run pip-audit --progress-spinner off --path \
-	  $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') $(ARGS)
+	@$(BIN)/python tools/audit.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)

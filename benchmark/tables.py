@@ -394,7 +394,7 @@ def lfps_times(results: Path) -> str:
 def soak(results: Path) -> str:
     """What each process of a server held after a soak, and how its memory went; and what had happened by then."""
     out = []
-    for path, data in result_files(results, "soak.json"):
+    for path, data in result_files(results, "soak*.json"):
         rows = [
             [
                 *(f"{one['process']}", f"{one['rss_mib']:,.0f}"),

@@ -1,4 +1,4 @@
-"""Dashboard and alerts against a real server, a real Prometheus that scrapes it and, if there is one, a real Grafana."""
+"""Dashboard and alerts against a real server, a real Prometheus that scrapes it, and a real Grafana if there is one."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make test      style, types and the quick tests (under 8 minutes on 2 cores)"
-	@echo "make test-all  every test, and the unit tests of the native library under sanitizers (an hour)"
+	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (an hour)"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make soak      ten minutes of mixed load on a server; ARGS=\"--minutes 480\" for hours"

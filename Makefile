@@ -14,6 +14,8 @@ PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadsco
 SANITIZED := arguments operations canary prefill linear dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
   test/unit/test_engine.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
+# Where the run of a sanitizer is recorded: the results of this machine, if all of those files ran and nothing is said here.
+RECORD ?=
 # Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".
 ARGS ?=
 
@@ -33,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make test      style, types and the quick tests (under 8 minutes on 2 cores)"
-	@echo "make test-all  every test, and the unit tests of the native library under sanitizers (an hour)"
+	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (an hour)"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make soak      ten minutes of mixed load on a server; ARGS=\"--minutes 480\" for hours"
@@ -55,7 +57,8 @@ test: $(VENV)/.dev native-tests
 test-all: lint native-tests $(VENV)/.docs
 	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
 	$(PYTEST) --full $(TESTS) $(ARGS)
-	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize
+	@$(MAKE) audit
+	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize RECORD=$(or $(RECORD),build/sanitizers.json)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -63,6 +66,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
+ifeq ($(origin SANITIZED)$(ARGS),file)
+  recorded = PYTHONPATH=test:. $(BIN)/python tools/sanitized.py $* build/$* $(RECORD:%=--out %)
+endif
 sanitize: sanitize-thread sanitize-address
 sanitize-thread: RUNTIME := libtsan.so
 sanitize-address: RUNTIME := libasan.so
@@ -72,7 +78,7 @@ sanitize-address: RUNTIME := libasan.so
 # it keeps. Reports go to a file, because pytest drops what a test that passes has said.
 sanitize-%: $(VENV)/.dev
 	@echo "Building the native library in build/$*"
-	@mkdir -p build/$*; rm -f build/$*/report.*
+	@mkdir -p build/$*; rm -f build/$*/report.* build/$*/tests.xml
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
 	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && \
 	  cmake --build build/$* --target fluxion fluxion_tests) \
@@ -82,8 +88,8 @@ sanitize-%: $(VENV)/.dev
 	FLUXION_LIBRARY=$(CURDIR)/build/$*/libfluxion.so \
 	TSAN_OPTIONS="suppressions=$(CURDIR)/test/tsan.supp log_path=$$report" \
 	ASAN_OPTIONS="detect_leaks=0 log_path=$$report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$$report" \
-	  $(PYTEST) -q $(SANITIZED_TESTS) $(ARGS); status=$$?; \
-	cat $$report.* 2>/dev/null; exit $$status
+	  $(PYTEST) -q --junitxml build/$*/tests.xml $(SANITIZED_TESTS) $(ARGS); status=$$?; \
+	cat $$report.* 2>/dev/null && status=1; $(or $(recorded),:); exit $$status
 
 soak: $(VENV)/.dev
 	PYTHONPATH=test:. $(BIN)/python -m soak $(ARGS)
@@ -100,14 +106,13 @@ fuzz: $(VENV)/.dev
 	FLUXION_LIBRARY=$(CURDIR)/build/address/libfluxion.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH=test $(BIN)/python -m fuzz.operations $(ARGS)
 
-# Both tools run in environments of their own: what they need is no part of what they look at.
+# The tool runs in an environment of its own: what it needs is no part of what it looks at.
 sbom: $(VENV)/.installed
 	@mkdir -p dist
 	$(BIN)/uv tool run --from cyclonedx-bom cyclonedx-py environment --output-reproducible -o dist/sbom.json $(BIN)/python
 
 audit: $(VENV)/.installed
-	$(BIN)/uv tool run pip-audit --progress-spinner off --path \
-	  $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') $(ARGS)
+	@$(BIN)/python tools/audit.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)

@@ -394,7 +394,7 @@ def lfps_times(results: Path) -> str:
 def soak(results: Path) -> str:
     """What each process of a server held after a soak, and how its memory went; and what had happened by then."""
     out = []
-    for path, data in result_files(results, "soak.json"):
+    for path, data in result_files(results, "soak*.json"):
         rows = [
             [
                 *(f"{one['process']}", f"{one['rss_mib']:,.0f}"),
@@ -413,6 +413,27 @@ def soak(results: Path) -> str:
         )
         out.append(f"{table(head, rows, 'lrrrrr')}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or "Not measured yet: `make soak`.\n"
+
+
+def sanitizers(results: Path) -> str:
+    """How the unit tests of the native library ended under each sanitizer, and what it reported."""
+    out = []
+    for path, data in result_files(results, "sanitizers.json"):
+        rows = [
+            [
+                *(one["sanitizer"], str(len(one["tests"]))),
+                *(f"{one[key]:,}" for key in ("passed", "skipped", "failed", "reports")),
+                f"{one['seconds'] / 60:.0f}",
+            ]
+            for one in data["rows"]
+        ]
+        head = ["sanitizer", "test files", "passed", "skipped", "failed", "reports", "minutes"]
+        note = (
+            f"Property tests with {data['effort']:g} times their usual number of examples; minutes without the build. "
+            f"{where(data)}"
+        )
+        out.append(f"{table(head, rows, 'lrrrrrr')}\n{note} [Data]({link(path)}).\n")
+    return "\n".join(out) or "Not run yet: `make sanitize`.\n"
 
 
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
@@ -452,6 +473,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "lfps_overlap": lfps_overlap,
     "lfps_times": lfps_times,
     "soak": soak,
+    "sanitizers": sanitizers,
     **SUMMARY_TABLES,
     **ROOFLINE_TABLES,
     **HGCA_TABLES,

@@ -1,17 +1,25 @@
-"""Dashboard and alerts against a real server: every metric that they name is on its /metrics."""
+"""Dashboard and alerts against a real server, a real Prometheus that scrapes it, and a real Grafana if there is one."""
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import cases
 import pytest
 import requests
 import tiny_model
-from server import PATIENCE_S, ROOT, Server
+import yaml
+from server import PATIENCE_S, ROOT, Server, free_port
 
 pytestmark = pytest.mark.full
 
@@ -21,29 +29,38 @@ queries = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(queries)
 
 
-def test_every_metric_of_a_query_is_there(logs: Path) -> None:
-    """After requests of two policies, one wrong one, and a long one that is retracted and evicted for others."""
+@pytest.fixture(scope="module")
+def server(logs: Path) -> Iterator[Server]:
     model = tiny_model.build(logs / "tiny-model-deploy")
     options = json.dumps({"policy": "fixed:16:0.10", "host_tokens": 2400})
     env = {"SGLANG_TEST_RETRACT": "1"}
     with Server(
         "--chunked-prefill-size", "512", model=model, fluxion=options, env=env, log=logs / "deploy.log"
-    ) as server:
-        server.generate_many([(cases.filler(600, i), 60) for i in range(6)])
-        for spec in ("full", "nosuch"):
-            params = {"temperature": 0, "max_new_tokens": 40, "custom_params": {"fluxion_policy": spec}}
-            body = {"input_ids": cases.filler(700, 9), "sampling_params": params}
-            requests.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
-        server.generate(cases.filler(700, 10), 20)  # a pass after the wrong one: it brings the count
-        endless = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
-        body = {"rid": "gone", "input_ids": cases.filler(100, 11), "sampling_params": endless}
-        client = Thread(target=requests.post, args=(server.url + "/generate",), kwargs={"json": body})
-        client.start()
-        while client.is_alive():  # until it has come, there is nothing to abort
-            requests.post(server.url + "/abort_request", json={"rid": body["rid"]}, timeout=PATIENCE_S)
-            client.join(0.2)
-        text = requests.get(server.url + "/metrics", timeout=PATIENCE_S).text
-        server.assert_clean()
+    ) as started:
+        yield started
+
+
+def load(server: Server) -> None:
+    """Requests of two policies, one wrong one, and a long one that is retracted and evicted for others."""
+    server.generate_many([(cases.filler(600, i), 60) for i in range(6)])
+    for spec in ("full", "nosuch"):
+        params = {"temperature": 0, "max_new_tokens": 40, "custom_params": {"fluxion_policy": spec}}
+        body = {"input_ids": cases.filler(700, 9), "sampling_params": params}
+        requests.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
+    server.generate(cases.filler(700, 10), 20)  # a pass after the wrong one: it brings the count
+    endless = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+    body = {"rid": "gone", "input_ids": cases.filler(100, 11), "sampling_params": endless}
+    client = Thread(target=requests.post, args=(server.url + "/generate",), kwargs={"json": body})
+    client.start()
+    while client.is_alive():  # until it has come, there is nothing to abort
+        requests.post(server.url + "/abort_request", json={"rid": body["rid"]}, timeout=PATIENCE_S)
+        client.join(0.2)
+
+
+def test_every_metric_of_a_query_is_there(server: Server) -> None:
+    load(server)
+    text = requests.get(server.url + "/metrics", timeout=PATIENCE_S).text
+    server.assert_clean()
     # Of what has happened there are samples; of what has not (a device), at least the family.
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     samples = {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if line and line[0] != "#"}
@@ -55,6 +72,128 @@ def test_every_metric_of_a_query_is_there(logs: Path) -> None:
     assert values["fluxion_worker_seconds_total"] > 0
     policies = {line.partition('policy="')[2].partition('"')[0] for line in text.splitlines() if "read_share_c" in line}
     assert policies - {""} == {"fixed", "full"}
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, logs: Path) -> Iterator[str]:
+    """The address of a Prometheus that scrapes the server every second and has the alerts."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed; Debian has it in the package prometheus")
+    scrape = {"job_name": "fluxion", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
+    settings = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "scrape_configs": [scrape],
+        "rule_files": [str(queries.RULES)],
+    }
+    config = logs / "prometheus.yml"
+    config.write_text(yaml.safe_dump(settings))
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={logs / 'prometheus'}"]
+    with served([*command, f"--web.listen-address=127.0.0.1:{port}"], url + "/-/ready", logs / "prometheus.log"):
+        yield url
+
+
+class served:
+    """A program that listens, from when it is ready until the end of the block."""
+
+    def __init__(self, command: list[str], ready: str, log: Path) -> None:
+        self.command, self.ready, self.log = command, ready, log
+
+    def __enter__(self) -> None:
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
+        until(lambda: self.process.poll() is not None or answers(self.ready), f"{self.command[0]} is not ready")
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=PATIENCE_S)
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def until(holds: Callable[[], bool], wrong: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, wrong
+        time.sleep(0.2)
+
+
+def ask(url: str, path: str, **parameters: str) -> Any:
+    found = requests.get(f"{url}/api/v1/{path}", params=parameters, timeout=PATIENCE_S).json()
+    assert found["status"] == "success", f"{parameters}: {found}"
+    return found["data"]
+
+
+def states(url: str) -> dict[str, str]:
+    """Of the alerts, by their names; every rule has been evaluated without an error."""
+    rules = [rule for group in ask(url, "rules")["groups"] for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules
+    return {rule["name"]: rule["state"] for rule in rules if rule["health"] == "ok"}
+
+
+def test_prometheus_fills_the_dashboard(server: Server, prometheus: str) -> None:
+    """Each query of a panel, its variables set as Grafana does, finds something; without a device, all but that one."""
+    until(lambda: bool(ask(prometheus, "query", query="fluxion_host_pool_tokens")["result"]), "nothing was scraped")
+    load(server)
+    dashboard = json.loads(queries.DASHBOARD.read_text())
+    (variable,) = [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable).groups()  # type: ignore[union-attr]
+    (instance,) = ask(prometheus, f"label/{label}/values", **{"match[]": metric})
+    assert server.url.endswith(instance)
+
+    def empty() -> set[str]:
+        """Panels with a query that finds nothing."""
+        return {
+            panel["title"]
+            for panel in dashboard["panels"]
+            for target in panel.get("targets", [])
+            if not ask(prometheus, "query", query=set_as_grafana_does(target["expr"], instance))["result"]
+        }
+
+    until(lambda: empty() <= {"Device"}, f"empty: {empty()}")
+    server.assert_clean()
+
+
+def set_as_grafana_does(query: str, instance: str) -> str:
+    return query.replace("$__rate_interval", "1m").replace("$instance", re.escape(instance).replace("\\", "\\\\"))
+
+
+def test_grafana_takes_the_dashboard(server: Server, prometheus: str, logs: Path) -> None:
+    """It keeps every panel, and its own proxy to Prometheus answers the query of the variable."""
+    home = Path("/usr/share/grafana")
+    if shutil.which("grafana") is None or not home.is_dir():
+        pytest.skip("Grafana is not installed: Debian and PyPI do not have it; its own packages bring `grafana`")
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = ["grafana", "server", f"--homepath={home}", f"cfg:server.http_port={port}"]
+    command += ["cfg:server.http_addr=127.0.0.1", f"cfg:paths.data={logs / 'grafana'}"]
+    login = {"Authorization": f"Basic {base64.b64encode(b'admin:admin').decode()}"}
+    with served(command, url + "/api/health", logs / "grafana.log"):
+        source = {"name": "Prometheus", "type": "prometheus", "access": "proxy", "url": prometheus, "uid": "metrics"}
+        made = requests.post(f"{url}/api/datasources", json=source, headers=login, timeout=PATIENCE_S)
+        assert made.status_code == 200, made.text
+        dashboard = json.loads(queries.DASHBOARD.read_text())
+        body = {"dashboard": dashboard | {"id": None}, "overwrite": True}
+        kept = requests.post(f"{url}/api/dashboards/db", json=body, headers=login, timeout=PATIENCE_S)
+        assert kept.status_code == 200, kept.text
+        found = requests.get(f"{url}/api/dashboards/uid/{dashboard['uid']}", headers=login, timeout=PATIENCE_S).json()
+        assert len(found["dashboard"]["panels"]) == len(dashboard["panels"])
+        proxy = f"{url}/api/datasources/proxy/uid/metrics/api/v1/query"
+        reply = requests.get(proxy, params={"query": "fluxion_host_pool_tokens"}, headers=login, timeout=PATIENCE_S)
+        assert reply.json()["data"]["result"], reply.text
+
+
+def test_prometheus_sees_the_server_end(server: Server, prometheus: str) -> None:
+    """Every alert is evaluated; the one that has to come begins with the end of the server. It comes after a minute."""
+    until(lambda: len(states(prometheus)) == len(queries.alerts()), "not every alert was evaluated")
+    assert states(prometheus)["FluxionDown"] == "inactive"
+    server.stop()
+    until(lambda: states(prometheus)["FluxionDown"] == "pending", "nobody saw the server end")
 
 
 def server_values(text: str) -> dict[str, float]:

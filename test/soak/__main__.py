@@ -6,8 +6,8 @@
 The server listens on the loopback interface alone. Its host pool is small, so that requests are retracted and prefixes
 evicted all the time. Storms of requests alternate with quiet moments. In each of these the pool is empty, a canary
 prompt gets the answers that it got at first, and memory, file descriptors and threads of every process are noted.
-SGLang's leak check stays on. Results go to soak.json in benchmark/results/<machine>. The exit status is 1 where
-anything was not as it has to be.
+SGLang's leak check stays on. Results go to benchmark/results/<machine>: soak.json of one rank, soak_tp2.json of two.
+The exit status is 1 where anything was not as it has to be.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> int:
     words = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="fluxion-soak-") as folder:
         found = run(words, Path(folder))
-    path = words.out or RESULTS / machine_name() / "soak.json"
+    path = words.out or RESULTS / machine_name() / f"soak{f'_tp{words.tp}' if words.tp > 1 else ''}.json"
     save(path, found)
     for one in found["processes"]:
         print(

@@ -276,47 +276,57 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
 template <int kD, int kTiles, int kHeads, int kGap>
 inline void add_scaled_values(const float* weights, const TileRows<MX8, kTiles>& tiles,
                               const TileScales<MX8, kTiles>& scales, int head_dim, float* out) {
-  constexpr int kPair = 2 * kLanes, kScores = kPage * kTiles * kHeads;
-  const int D = kD ? kD : head_dim, parts = (D + kPair - 1) / kPair;
+  constexpr int kScores = kPage * kTiles * kHeads;
+  // As many sums as hide how long an addition takes, and as there are registers for.
+  constexpr int kVecs = kRegisters / (2 * kHeads);
+  const int D = kD ? kD : head_dim;
+  alignas(64) float words[kMaxHeadDim / kMXBlock * kScores];
+  for (int b = 0; b < mx_blocks(D); ++b) {
+    const float* scale = scales.scale + b * scales.kStride + kPage * kTiles;
+    for (int i = 0; i < kScores; i += kLanes)
+      store(words + b * kScores + i, mul(load(weights + i), spread<kHeads>(scale + i / kHeads)));
+  }
   Spaced spaced;
-  alignas(64) float words[kScores];
-  for (int d = 0, part = 0; d < D; d += kPair, ++part) {
-    // The same share of what is ahead for every part of the outputs.
-    for (int row = kPage * part / parts; row < kPage * (part + 1) / parts; ++row) {
-      const typename TileRows<MX8, kTiles>::Stretch ahead(tiles, kPage + row, D);
+  int fetched = 0;  // rows of what is ahead
+  const auto add_at = [&]<int kCount>(int d) {
+    // The same share of it for every part of the outputs.
+    for (const int to = kPage * (d + kCount * kLanes) / D; fetched < to; ++fetched) {
+      const typename TileRows<MX8, kTiles>::Stretch ahead(tiles, kPage + fetched, D);
       for (int b = 0; b < D; b += kLine) ahead.template fetch<kLine, kGap>(b, &spaced);
     }
-    if (d % kMXBlock == 0) {
-      const float* scale = scales.scale + d / kMXBlock * scales.kStride + kPage * kTiles;
-      for (int i = 0; i < kScores; i += kLanes)
-        store(words + i, mul(load(weights + i), spread<kHeads>(scale + i / kHeads)));
-    }
-    const bool whole = d + kPair <= D;
-    Vec x[kHeads], y[kHeads];
+    Vec sums[kHeads][kCount];
 #pragma GCC unroll 16
     for (int h = 0; h < kHeads; ++h) {
-      x[h] = load(out + h * D + d);
-      y[h] = whole ? load(out + h * D + d + kLanes) : set1(0.0f);
+#pragma GCC unroll 16
+      for (int j = 0; j < kCount; ++j) sums[h][j] = load(out + h * D + d + j * kLanes);
     }
+    const float* row_words = words + d / kMXBlock * kScores;
     for (int t = 0; t < kPage; ++t) {
 #pragma GCC unroll 4
-      for (int s = 0; s < kTiles; ++s) {
+      for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
         const MX8* at = tiles.now[s] + (kPage + t) * D + d;
-        const Vec a = integers_at(at), b = whole ? integers_at(at + kLanes) : set1(0.0f);
+        Vec values[kCount];
+#pragma GCC unroll 16
+        for (int j = 0; j < kCount; ++j) values[j] = integers_at(at + j * kLanes);
 #pragma GCC unroll 16
         for (int h = 0; h < kHeads; ++h) {
-          const Vec weight = set1(words[(t * kTiles + s) * kHeads + h]);
-          x[h] = fma(weight, a, x[h]);
-          y[h] = fma(weight, b, y[h]);
+#pragma GCC unroll 16
+          for (int j = 0; j < kCount; ++j) {
+            const Vec weight = set1(row_words[j * kLanes / kMXBlock * kScores + h]);
+            sums[h][j] = fma(weight, values[j], sums[h][j]);
+          }
         }
       }
     }
 #pragma GCC unroll 16
     for (int h = 0; h < kHeads; ++h) {
-      store(out + h * D + d, x[h]);
-      if (whole) store(out + h * D + d + kLanes, y[h]);
+#pragma GCC unroll 16
+      for (int j = 0; j < kCount; ++j) store(out + h * D + d + j * kLanes, sums[h][j]);
     }
-  }
+  };
+  int d = 0;
+  for (; d + kVecs * kLanes <= D; d += kVecs * kLanes) add_at.template operator()<kVecs>(d);
+  for (; d < D; d += kLanes) add_at.template operator()<1>(d);
 }
 
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>

@@ -13,6 +13,7 @@
 //   word_order(i)    where in a whole block of a query its element i is
 //   integers_at(p)   kLanes elements as floats, in their order
 //   spread<n>(p)     lane i = p[i / n]; may read up to p[kLanes - 1]
+//   powers_at(p)     lane i = 2^(p[i] - 127)
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -93,6 +94,25 @@ struct TileScales {
   static void fetch_of(const T*, int) {}  // of a tile, what is not in its rows
 };
 
+using Bytes = uint8_t __attribute__((vector_size(16)));
+
+// The bytes of a and b in turn: *a has the first of them, *b the others.
+inline void zip(Bytes* a, Bytes* b) {
+#if defined(__clang__)
+  const Bytes low = __builtin_shufflevector(*a, *b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  *b = __builtin_shufflevector(*a, *b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+  const Bytes low = __builtin_shuffle(*a, *b, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  *b = __builtin_shuffle(*a, *b, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
+  *a = low;
+}
+inline void powers_of_two(Bytes exponents, float* to) {
+  uint8_t bytes[sizeof(Bytes)];
+  __builtin_memcpy(bytes, &exponents, sizeof(bytes));
+  for (int i = 0; i < kPage; i += kLanes) store(to + i, powers_at(bytes + i));
+}
+
 template <int kTiles>
 struct TileScales<MX8, kTiles> {
   static constexpr int kStride = 2 * kPage * kTiles;
@@ -101,12 +121,22 @@ struct TileScales<MX8, kTiles> {
 
   TileScales(const MX8* const* tiles, int D) {
     for (int b = 0; b < mx_blocks(D); ++b) {
-      uint8_t exponents[kStride];
-      for (int s = 0; s < kTiles; ++s) {
-        const uint8_t* from = exponents_of(tiles[s], D) + b * 2 * kPage;
-        for (int row = 0; row < 2 * kPage; ++row) exponents[row * kTiles + s] = from[row];
+      for (int row = 0; row < 2 * kPage; row += kPage) {
+        Bytes of[kTiles];
+        for (int s = 0; s < kTiles; ++s)
+          __builtin_memcpy(&of[s], exponents_of(tiles[s], D) + b * 2 * kPage + row, sizeof(Bytes));
+        // Those of one row of all tiles come to lie side by side.
+        if constexpr (kTiles == 4) {
+          zip(&of[0], &of[2]);
+          zip(&of[1], &of[3]);
+          zip(&of[0], &of[1]);
+          zip(&of[2], &of[3]);
+        } else if constexpr (kTiles == 2) {
+          zip(&of[0], &of[1]);
+        }
+        float* to = scale + b * kStride + row * kTiles;
+        for (int s = 0; s < kTiles; ++s, to += kPage) powers_of_two(of[s], to);
       }
-      for (int i = 0; i < kStride; ++i) scale[b * kStride + i] = power_of_two(exponents[i]);
     }
   }
   // Row `row` of tile s, which is `tile`.

@@ -94,6 +94,7 @@ inline Vec some_products(const int16_t* q, const MX8* p, int count) {
 inline Vec products(QueryBlock w, KeyBlock b) { return some_products(w, b, 32); }
 inline Vec half_products(const int16_t* q, const MX8* p) { return some_products(q, p, 16); }
 inline Vec integers_at(const MX8* p) { return p->bits; }
+inline Vec powers_at(const uint8_t* p) { return float_of(static_cast<uint32_t>(*p) << 23); }
 template <int kEach>
 inline Vec spread(const float* p) {
   return *p;

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import EVERY, HEAD_DIMS, INF, ISAS, NAN, OWN_ISAS, accuracy, attend, error, few, head_dims, isas, k, seeds
-from mxint8 import NO_NUMBERS, pack_tiles, stored, unpack_tiles
+from mxint8 import MXINT8, NO_NUMBERS, pack_tiles, stored, unpack_tiles
 from native_world import NativeWorld
 from test_attend import draw_masks
 from torch import Tensor
@@ -19,6 +19,7 @@ from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
 
 BF16 = torch.bfloat16
+HUGE_PAGE = 2 << 20
 
 
 def tiles_of(P: int, D: int, size: float = 1.0) -> Tensor:
@@ -32,7 +33,7 @@ def poison(packed: Tensor, D: int, wanted: Tensor) -> Tensor:
     rows = wanted[:, None, :].expand(-1, 2, -1).flatten(1)
     kept = torch.cat([rows.repeat_interleave(D, 1), rows.repeat(1, -(-D // 32))], 1)
     noise = torch.randint(0, 256, packed.shape, dtype=torch.uint8)
-    noise[:, 32 * D :] = torch.where(noise[:, 32 * D :] < 128, NO_NUMBERS, noise[:, 32 * D :])
+    noise[:, 32 * D :] = torch.where(noise[:, 32 * D :] < 128, NO_NUMBERS, 130).to(torch.uint8)
     return torch.where(kept, packed, noise)
 
 
@@ -239,10 +240,27 @@ def test_the_pool_reads_what_it_stored_wherever_it_is_read() -> None:
     assert torch.equal(unpack_tiles(tiles[0, pages[:18].long()], 48)[:, 0].flatten(0, 1), stored(k_all[:288, 0]))
 
 
+@pytest.mark.parametrize("dim", [48, 64])
+def test_every_byte_of_a_tile_is_watched(dim: int) -> None:
+    """Exponents, too: by a canary, which sums up what should be stored."""
+    world = NativeWorld(canary=1.0, dtype=MXINT8, heads=1, dim=dim)
+    request = world.add(300)
+    page = request.pages[7]
+    tile = world.pool.tensor("tiles", 0)[0, page]
+    assert world.pool.sweep()[1] == []
+    for byte in range(len(tile)):
+        tile[byte] ^= 1 << byte % 8
+        _, found = world.pool.sweep()
+        row = byte // dim if byte < 32 * dim else (byte - 32 * dim) % 32
+        assert len(found) == 1 and f"page {page}, token {row % 16})" in found[0]
+        tile[byte] ^= 1 << byte % 8
+    assert world.pool.sweep()[1] == []
+
+
 def test_half_the_bytes() -> None:
     plain, packed = (pool_bytes(4, 2, 1000, 128, BF16, mxint8) for mxint8 in (False, True))
     assert row_bytes(128, BF16, True) == 132 and row_bytes(128, BF16) == 256
-    assert plain - packed == 4 * 2 * 1000 * 32 * (256 - 132)
+    assert plain - packed == pytest.approx(4 * 2 * 1000 * 32 * (256 - 132), abs=2 * HUGE_PAGE)
 
 
 def test_only_bfloat16_is_read() -> None:
@@ -253,8 +271,6 @@ def test_only_bfloat16_is_read() -> None:
 @pytest.mark.parametrize("isa", OWN_ISAS)
 def test_one_token_more_is_the_same_whoever_wrote_the_page(isa: str) -> None:
     """A decoded token and an appended one are stored alike, in the pool and in the window."""
-    from mxint8 import MXINT8
-
     one, other = (NativeWorld(isa=isa, dtype=MXINT8, seed=3) for _ in range(2))
     short = one.add(299)
     one.begin_step([short])

@@ -9,7 +9,22 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import EVERY, HEAD_DIMS, INF, ISAS, NAN, OWN_ISAS, accuracy, attend, error, few, head_dims, isas, k, seeds
+from kernel_calls import (
+    EVERY,
+    HEAD_DIMS,
+    INF,
+    ISAS,
+    NAN,
+    OWN_ISAS,
+    accuracy,
+    attend,
+    error,
+    few,
+    head_dims,
+    isas,
+    k,
+    seeds,
+)
 from mxint8 import MXINT8, NO_NUMBERS, pack_tiles, stored, unpack_tiles
 from native_world import NativeWorld
 from test_attend import draw_masks
@@ -264,7 +279,7 @@ def test_half_the_bytes() -> None:
 
 
 def test_only_bfloat16_is_read() -> None:
-    with pytest.raises(ValueError, match="mxint8 is read as torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"mxint8 is read as torch\.bfloat16"):
         make_pool(dtype=torch.float32)
 
 
@@ -276,6 +291,8 @@ def test_one_token_more_is_the_same_whoever_wrote_the_page(isa: str) -> None:
     one.begin_step([short])
     _, q, out = one.begin_layer([short], 0, one.plan([short]))
     one.engine.layer_finish()
+    chosen = {(0, h): [set(one.middle(short))] * one.group for h in range(one.heads)}
+    one.check(out, one.expected([short], 0, q, chosen))
     longer = other.add(300, keys=[short.keys[0]])
     pages = [torch.tensor(r.pages, dtype=torch.int32) for r in (short, longer)]
     keys = [w.pool.gather(0, p)[0][:, :300] for w, p in zip((one, other), pages, strict=True)]

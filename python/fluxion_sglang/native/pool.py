@@ -20,9 +20,7 @@ _MXINT8 = 2
 _BLOCK = 32  # kMXBlock of kernels/table.h
 
 
-def pool_bytes(
-    layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype, mxint8: bool = False
-) -> int:
+def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype, mxint8: bool = False) -> int:
     """Bytes of host memory that a NativePool of this shape maps; `pages` counts page 0.
 
     Raises:

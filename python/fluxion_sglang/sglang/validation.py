@@ -91,7 +91,7 @@ OPTIONS = {
     "kv_cache_dtype": Refusal(
         _other_than("auto", "bf16", "bfloat16"),
         "what the host pool stores is an option of its own",
-        "use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config '{\"kv_dtype\": \"mxint8\"}'",
+        'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "mxint8"}\'',
     ),
     "dtype": Refusal(
         _other_than("auto", "bfloat16", "float", "float32"),
@@ -202,7 +202,8 @@ def check_device(device: str, config: FluxionConfig) -> None:
         )
     if config.mxint8 and device != "cpu":
         raise ConfigError(
-            f"kv_dtype is mxint8, but only the CPU reads KV of 8 bits, and SGLang would use {device}; leave the key out."
+            f"kv_dtype is mxint8, but only the CPU reads KV of 8 bits, and SGLang would use {device}; leave the key "
+            "out."
         )
     if config.canary > 0 and device != "cpu":
         raise ConfigError(

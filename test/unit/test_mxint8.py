@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -30,8 +31,10 @@ from native_world import NativeWorld
 from test_attend import draw_masks
 from torch import Tensor
 
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
+from fluxion_sglang.sglang import validation
 
 BF16 = torch.bfloat16
 HUGE_PAGE = 2 << 20
@@ -314,3 +317,32 @@ def test_isas_agree_on_what_is_stored() -> None:
         k("write_token")(isa, k_row, v_row, 7, tile)
         found.append(tile)
     assert all(torch.equal(tile, found[0]) for tile in found)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"kv_dtype": "int8"}', 'kv_dtype is \'int8\', but it is one of a few words; use one of "auto", "mxint8".'),
+        ('{"kv_dtype": "mxint8", "executors": "cpu+torch"}', 'use executors "cpu" or leave kv_dtype out.'),
+        ('{"kv_dtype": "mxint8", "executors": "cpu+gpu"}', 'use executors "cpu" or leave kv_dtype out.'),
+    ],
+)
+def test_options_that_cannot_be(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        FluxionConfig.parse(text)
+    assert str(refused.value).endswith(says)
+
+
+def test_devices_and_models_that_cannot_be() -> None:
+    config = FluxionConfig.parse('{"kv_dtype": "mxint8"}')
+    with pytest.raises(ConfigError, match="only the CPU reads KV of 8 bits"):
+        validation.check_device("cuda", config)
+    validation.check_stored(SimpleNamespace(dtype=BF16), config)
+    with pytest.raises(ConfigError, match="add --dtype bfloat16"):
+        validation.check_stored(SimpleNamespace(dtype=torch.float32), config)
+    assert 'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "mxint8"}\'' in (
+        validation.OPTIONS["kv_cache_dtype"].instead
+    )

@@ -14,6 +14,16 @@ MXINT8 = torch.int8
 """Stands for it where a test names the dtypes of a pool."""
 
 
+def pair_bytes(dim: int, dtype: torch.dtype) -> int:
+    """Of a key and a value, as a pool of this dtype stores them."""
+    return 2 * (dim + -(-dim // BLOCK) if dtype == MXINT8 else dim * dtype.itemsize)
+
+
+def entry_bytes(dim: int, dtype: torch.dtype) -> int:
+    """Of the metadata of a block."""
+    return 2 * dim * (2 if dtype == MXINT8 else dtype.itemsize)
+
+
 def pack(x: Tensor) -> tuple[Tensor, Tensor]:
     """bfloat16 [..., D] -> integers [..., D] int8, exponents [..., ceil(D / 32)] uint8."""
     D = x.shape[-1]

@@ -155,7 +155,7 @@ def test_every_placement(sinks: int, window: int) -> None:
     assert int((ahead.pool.tensor("tag3", 0) >= 0).sum()) > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # windows of the last are no tiles of the pool
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_parts_are_those_of_the_host_tiles(isa: str, dtype: torch.dtype) -> None:
     """The bits of one attend over the sinks' tiles and one over the window's, wherever the tiles lie."""

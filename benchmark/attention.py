@@ -20,7 +20,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -169,9 +169,9 @@ class Clock:
 class Bench:
     """A batch of `batch` requests in a pool, windows and an engine, as a server with default options has them."""
 
-    def __init__(self, requests: Requests, batch: int) -> None:
+    def __init__(self, requests: Requests, batch: int, mxint8: bool = False) -> None:
         self.requests, self.batch = requests, batch
-        config, shape = FluxionConfig(), requests.shape
+        config, shape = FluxionConfig(), replace(requests.shape, mxint8=mxint8)
         pages = -(-(requests.length + requests.steps) // PAGE)
         self.pool = HostPool(
             shape, batch * pages * PAGE, Placement(config.sinks, config.window), create_workers(config)

@@ -37,7 +37,7 @@ from roofline import (
 from torch import Tensor
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import probe
+from fluxion_sglang.native import NativePool, probe
 
 ALIKE = 0.3
 """How much of its own a head's query has where choices of a group's heads are united: the less, the smaller the union,
@@ -92,6 +92,40 @@ def measure(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
     return row
 
 
+MXINT8 = "mxint8"
+PACKED_TILES = 4099
+"""That differ: a number of which the tiles of a list are no multiple."""
+
+
+@cache
+def packed_pool(head_dim: int) -> NativePool:
+    """A pool of tiles of 8 bits, full of random numbers; page 0 is not used."""
+    pages = PACKED_TILES + 1
+    pool = NativePool(
+        workers(0),
+        layers=1,
+        kv_heads=1,
+        pages=pages,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        mxint8=True,
+        sink_pages=0,
+    )
+    size, random = (PACKED_TILES * PAGE, 1, head_dim), torch.Generator().manual_seed(0)
+    k, v = (torch.randn(size, generator=random).to(torch.bfloat16) for _ in range(2))
+    pool.append(0, torch.arange(1, pages, dtype=torch.int32), 0, k, v)
+    return pool
+
+
+@cache
+def packed_arena_of(memory: int, read: int, head_dim: int) -> Arena:
+    """As `arena_of`, but full of such tiles, again and again."""
+    room, tiles = probe.host_memory(workers(0), memory), packed_pool(head_dim).tensor("tiles", 0)[0, 1:].flatten()
+    for part in room.split(len(tiles)):
+        part.copy_(tiles[: len(part)])
+    return Arena(room, read)
+
+
 @dataclass
 class Groups:
     """Tasks of groups of heads: what of the tiles or entries each reads, and its queries."""
@@ -103,8 +137,12 @@ class Groups:
 
     @classmethod
     def of(cls, cell: Cell, sizes: Sizes, *shape: int, spread: float = 1.0) -> Groups:
-        arena, dtype = arena_of(sizes.memory, sizes.read), DTYPES[cell.dtype]
-        pieces = arena.pieces(*shape, cell.head_dim, dtype=dtype)
+        if cell.dtype == MXINT8:
+            arena, dtype = packed_arena_of(sizes.memory, sizes.read, cell.head_dim), torch.bfloat16
+            pieces = arena.pieces(packed_pool(cell.head_dim).tensor("tiles", 0).shape[-1], dtype=torch.uint8)
+        else:
+            arena, dtype = arena_of(sizes.memory, sizes.read), DTYPES[cell.dtype]
+            pieces = arena.pieces(*shape, cell.head_dim, dtype=dtype)
         tasks = page_lists(arena, pieces[0].nbytes, cell.context, cell.budget, cell.blk)
         return cls(arena, pieces, tasks, queries(tasks.tasks, cell.group, cell.head_dim, dtype, spread))
 
@@ -135,7 +173,11 @@ def attend(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     row = groups.judged(cell, sizes, lambda of: probe.attend(pool, isa, q, scale, tiles, of, o, lse)[0])
     errors = []
     for i in (0, tasks.tasks - 1):
-        k, v = (part.reshape(-1, cell.head_dim) for part in groups.of_task(i, tiles).unbind(1))
+        if cell.dtype == MXINT8:
+            listed = tasks.pieces[int(tasks.first[i]) : int(tasks.first[i + 1])] % PACKED_TILES + 1
+            k, v = (part[0] for part in packed_pool(cell.head_dim).gather(0, listed))
+        else:
+            k, v = (part.reshape(-1, cell.head_dim) for part in groups.of_task(i, tiles).unbind(1))
         errors.append(error(o[i], exact_attention(q[i], k, v, scale)))
     return row | {"error": max(errors)}
 

@@ -94,7 +94,7 @@ void score_rows(const Layer& layer, const Task& task, int count, Scratch* s) {
     if (const Canary* canary = layer.pool.canary())
       canary->read_tokens(layer.pool, layer.in.layer, task.head, &s->tokens[from], to - from);
   };
-  in_chunks(layer, count * layer.shape.token_bytes(), count, kPage, s, score);
+  in_chunks(layer, count * layer.shape.row_bytes(), count, kPage, s, score);
 }
 
 }  // namespace fluxion

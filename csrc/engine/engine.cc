@@ -217,7 +217,7 @@ void Engine::skip_bad_requests() {
 // use.
 bool Engine::launch(WorkerPool::Fn work) {
   const bool residents = layer_.in.window.data != nullptr && !held_;
-  const int64_t resident_bytes = step_.resident_pages() * shape_.kv_heads * shape_.tile_bytes();
+  const int64_t resident_bytes = step_.resident_pages() * shape_.kv_heads * shape_.window_tile_bytes();
   const int64_t bytes = task_bytes_ + (residents ? resident_bytes : 0);
   return pool_->workers().launch(work, this, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
 }

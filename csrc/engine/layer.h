@@ -63,6 +63,7 @@ struct Layer {
         config(config),
         step(step),
         kernels(pool.kernels()),
+        window_kernels(pool.window_kernels()),
         exact(*kernel_table(kernels.isa, DType::kF32)),
         group(config.q_heads / shape.kv_heads) {}
 
@@ -70,9 +71,10 @@ struct Layer {
   const PoolShape& shape;
   const EngineConfig& config;
   const Step& step;
-  const KernelTable& kernels;
-  const KernelTable& exact;  // the same ISA's of float32
-  const int group;           // G
+  const KernelTable& kernels;         // of tiles of the pool
+  const KernelTable& window_kernels;  // of those of a window
+  const KernelTable& exact;           // the same ISA's of float32
+  const int group;                    // G
 
   LayerInput in{};
   LayerOutput to;

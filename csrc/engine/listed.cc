@@ -99,7 +99,7 @@ Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s)
     rows += std::popcount(any);
     s->pages[out.count++] = page[logical[j]];
   }
-  out.reads.tile_bytes = (2 * rows + scored) * layer.shape.token_bytes();
+  out.reads.tile_bytes = (2 * rows + scored) * layer.shape.row_bytes();
   return out;
 }
 

@@ -20,7 +20,7 @@ struct TileRun {
 
 // Attends to each run in one call of the kernel and merges the two in float32.
 //
-// kernels: of the KV dtype; exact: the same ISA's of float32. q: KV dtype [G][D]. masks: scratch, G times the
+// kernels: of the tiles; exact: the same ISA's of float32. q: KV dtype [G][D]. masks: scratch, G times the
 // longer run. Written: o [G][D], lse [G] (of both runs together; of nothing 0 and -inf), and parts
 // [G][kParts].
 void resident_parts(const KernelTable& kernels, const KernelTable& exact, const void* q, int G, int D,

@@ -74,10 +74,8 @@ void append_token(const Layer& layer, const HostPool& pool, const Task& task) {
   if (offset == kPage - 1) pool.seal_page(layer.in.layer, h, pages, logical);
   const WindowView& w = layer.in.window;
   if (w.data == nullptr) return;
-  const int64_t bytes = layer.shape.token_bytes();
-  char* to = w.data + h * w.head_stride + w.slot(r.row, logical) * layer.shape.tile_bytes() + offset * bytes;
-  std::memcpy(to, k, bytes);
-  std::memcpy(to + kPage * bytes, v, bytes);
+  char* to = w.data + h * w.head_stride + w.slot(r.row, logical) * layer.shape.window_tile_bytes();
+  pool.read_token(layer.in.layer, h, pages[logical], offset, to);
 }
 
 void attend_residents(const Layer& layer, const Task& task, Scratch* s) {
@@ -85,9 +83,9 @@ void attend_residents(const Layer& layer, const Task& task, Scratch* s) {
   const int count = found.sinks + found.local, G = layer.group;
   const uint16_t* masks = end_masks(count, G, 0, found.tokens, s);
   const int64_t at = layer.state(task);
-  layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale, window_tiles(layer, task),
-                       s->pages.data(), masks, count, 0, &layer.res_o[at * layer.shape.head_dim],
-                       &layer.res_lse[at]);
+  layer.window_kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale,
+                              window_tiles(layer, task), s->pages.data(), masks, count, 0,
+                              &layer.res_o[at * layer.shape.head_dim], &layer.res_lse[at]);
   add_sinks(layer, task);
 }
 
@@ -110,7 +108,7 @@ void attend_parts(const Layer& layer, const Task& task, Scratch* s, float* parts
   const char* tiles = window_tiles(layer, task);
   const int32_t* pages = s->pages.data();
   const int64_t at = layer.state(task);
-  resident_parts(layer.kernels, layer.exact, layer.query(task), layer.group, layer.shape.head_dim,
+  resident_parts(layer.window_kernels, layer.exact, layer.query(task), layer.group, layer.shape.head_dim,
                  layer.in.scale, {tiles, pages, found.sinks, found.local > 0 ? kPage : found.tokens},
                  {tiles, pages + found.sinks, found.local, found.tokens}, s->masks.data(),
                  &layer.res_o[at * layer.shape.head_dim], &layer.res_lse[at], parts);

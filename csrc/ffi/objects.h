@@ -41,7 +41,7 @@ class Pool : public ffi::ObjectRef {
 };
 
 inline DLDataType kv_type(const HostPool& pool) {
-  return pool.shape().dtype == DType::kBF16 ? kBFloat16 : kFloat32;
+  return kv_dtype(pool.shape().dtype) == DType::kBF16 ? kBFloat16 : kFloat32;
 }
 
 // Keys or values [tokens, heads, D], D contiguous.
@@ -71,7 +71,7 @@ inline WindowView window_view(const HostPool& pool, const TensorView& t, int64_t
   }
   WindowView w;
   w.data = data<char>(t);
-  w.head_stride = t.size(1) * s.tile_bytes();
+  w.head_stride = t.size(1) * s.window_tile_bytes();
   if (s.kv_heads > 1) w.head_stride = t.stride(0) * s.element();
   w.sink_pages = static_cast<int>(sinks / kPage);
   w.ring_pages = WindowView::ring_of(static_cast<int>(window));

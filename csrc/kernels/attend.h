@@ -36,7 +36,6 @@ struct Attention {
   };
 
   int D, G;
-  float scale;
   const T* tiles;
   const int32_t* pages;
   int known;        // pages that are listed: those to attend to, and those that follow
@@ -46,17 +45,17 @@ struct Attention {
   alignas(64) float top[kMaxParties][kLanes];
   alignas(64) float total[kMaxParties][kLanes];
   alignas(64) float used[kMaxParties][kLanes];
+  alignas(64) float factor[kMaxParties][kLanes];
   alignas(64) Query queries[kMaxPlaces * kMaxHeadDim];
   alignas(64) float out[kMaxPlaces * kMaxHeadDim];
 
   int dim() const { return kD ? kD : D; }
 
   // masks: of the first n pages, or nullptr.
-  Attention(const T* q, int group, int head_dim, float factor, const void* base, const int32_t* list,
+  Attention(const Model<T>* q, int group, int head_dim, float scale, const void* base, const int32_t* list,
             const uint16_t* masks, int n, int ahead, float* alone)
       : D(head_dim),
         G(group),
-        scale(factor),
         tiles(static_cast<const T*>(base)),
         pages(list),
         known(n + ahead),
@@ -68,7 +67,11 @@ struct Attention {
       store(used[p], set1(0.0f));
       const Party& of = party[p];
       Query* packed = queries + of.place * dim();
-      for (int h = 0; h < of.count; ++h) Dot<T>::pack(q + (of.first + h) * dim(), dim(), packed + h * dim());
+      store(factor[p], set1(scale));
+      for (int h = 0; h < of.count; ++h) {
+        const float units = Dot<T>::pack(q + (of.first + h) * dim(), dim(), packed + h * dim());
+        for (int i = h; i < kLanes; i += of.heads) factor[p][i] = scale * units;
+      }
       __builtin_memset(packed + of.count * dim(), 0, (of.heads - of.count) * dim() * sizeof(Query));
       float* sums = out + of.place * dim();
       for (int d = 0; d < of.heads * dim(); d += kLanes) store(sums + d, set1(0.0f));
@@ -97,10 +100,10 @@ struct Attention {
     }
   }
 
-  int tile_bytes() const { return 2 * kPage * dim() * static_cast<int>(sizeof(T)); }
-  const T* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(dim())); }
+  int tile_bytes() const { return static_cast<int>(TileOf<T>::size(dim()) * sizeof(T)); }
+  const T* tile(int i) const { return tile_at<T>(tiles, pages[i], dim()); }
   HeadStates state(int p) {
-    return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads};
+    return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads, factor[p]};
   }
 
   // For page i and the heads of party p.
@@ -135,6 +138,7 @@ struct Attention {
     with_heads(party[0].heads, [&]<int kHeads>() {
       constexpr int kTiles = kTilesTogether<kHeads>;
       const int ahead = rows_ahead<kTiles>(dim());
+      for (int s = 0; s < smaller(kTiles, n); ++s) TileScales<T, 1>::fetch_of(tile(s), dim());
       for (int row = 0; row < ahead; ++row) {
         for (int s = 0; s < smaller(kTiles, n); ++s) fetch_row(tile(s) + row * dim());
       }
@@ -149,7 +153,7 @@ struct Attention {
             rows.now[s] = tile(i + s);
             rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
           }
-          attend_tiles<T, Values, kD, kTiles, kHeads, kGap>(queries, rows, D, scale, state(0), note);
+          attend_tiles<T, Values, kD, kTiles, kHeads, kGap>(queries, rows, D, state(0), note);
         }
       };
       if (near) {
@@ -159,7 +163,7 @@ struct Attention {
       }
       for (int i = steps * kTiles; i < n; ++i) {
         const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
-        attend_tiles<T, Values, kD, 1, kHeads>(queries, rows, D, scale, state(0), {{alone(0, i)}, G});
+        attend_tiles<T, Values, kD, 1, kHeads>(queries, rows, D, state(0), {{alone(0, i)}, G});
       }
     });
   }
@@ -176,6 +180,7 @@ struct Attention {
     Ahead ahead;
     look_ahead(first, end, masks, &ahead);
     for (const T* next; (next = ahead.take()) != nullptr;) {
+      TileScales<T, 1>::fetch_of(next, dim());
       for (int row = 0; row < 2 * kPage; ++row) fetch_row(next + row * dim());
     }
     for (int i = first; i < end; i += turn_pages()) {
@@ -208,6 +213,7 @@ struct Attention {
         to->tiles[to->count++] = tile(i);
         continue;
       }
+      if (any) TileScales<T, 1>::fetch_of(tile(i), dim());
       for (int bits = any; bits; bits &= bits - 1) {
         const T* row = tile(i) + __builtin_ctz(bits) * dim();
         fetch_row(row);
@@ -233,7 +239,7 @@ struct Attention {
       if (all == kAllTokens) {
         whole[count++] = i;
       } else if (any) {
-        attend_part<T, Values, kHeads>(q, tile(i), mask, party[p].count, dim(), scale, states,
+        attend_part<T, Values, kHeads>(q, tile(i), mask, party[p].count, dim(), states,
                                        {{alone(p, i)}, party[p].count});
       }
     }
@@ -246,7 +252,7 @@ struct Attention {
         rows.now[s] = tile(whole[i + s]);
         rows.next[s] = ahead->take();
       }
-      attend_tiles<T, Values, kD, kSide, kHeads>(q, rows, D, scale, states, note);
+      attend_tiles<T, Values, kD, kSide, kHeads>(q, rows, D, states, note);
     };
     int i = 0;
     for (; i + kTiles <= count; i += kTiles) add.template operator()<kTiles>(i);
@@ -279,7 +285,7 @@ struct Attention {
 };
 
 template <class T, class Values, int kD>
-void attend_with(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_with(const Model<T>* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
   Attention<T, Values, kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
@@ -302,21 +308,41 @@ void attend_with(const T* q, int G, int D, float scale, const void* tiles, const
 
 #if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
 // As attend, but false if it has to be done in another way.
-template <class Way>
-bool attend_by(const AttendCall& call, float* o, float* lse) {
-  for (int64_t i = 0; call.page_lse && i < static_cast<int64_t>(call.n) * call.G; ++i)
-    call.page_lse[i] = kNegInf;
-  Way attention(call);
-  attention.run();
-  return attention.finish(o, lse);
+template <class Way, class T>
+bool attend_by(const BF16* q, int G, int D, float scale, const T* tiles, const int32_t* pages,
+               const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
+  for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    // So many heads wait for arithmetic: a tile is unpacked once for all of them.
+    constexpr int kMost = 8;
+    Unpacked<kMost> room(D);
+    Way attention({q, G, D, scale, room.tiles(), room.pages(), masks, 0, 0, page_lse});
+    by_parts<kMost>(n, [&](int first, int count) {
+      for (int i = 0; i < count; ++i) {
+        const int next = first + i + kMost / 2;
+        if (next < n + ahead)
+          fetch(tile_at<T>(tiles, pages[next], D), static_cast<int>(TileOf<T>::size(D) * sizeof(T)));
+        room.take(i, tile_at<T>(tiles, pages[first + i], D), 0, 2 * kPage);
+      }
+      const int64_t at = static_cast<int64_t>(first) * G;
+      attention.go_on(room.tiles(), room.pages(), masks ? masks + at : nullptr, count,
+                      page_lse ? page_lse + at : nullptr);
+      attention.run();
+    });
+    return attention.finish(o, lse);
+  } else {
+    Way attention({q, G, D, scale, tiles, pages, masks, n, n + ahead, page_lse});
+    attention.run();
+    return attention.finish(o, lse);
+  }
 }
 #endif
 
 template <class T, int kD>
-void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_dim(const Model<T>* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                 const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
 #if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
-  if constexpr (sizeof(T) == sizeof(BF16)) {
+  if constexpr (sizeof(Model<T>) == sizeof(BF16)) {
 #ifdef FLUXION_MATRIX_UNIT
     using Way = MatrixAttention<kD>;
     constexpr int kMost = kVectorHeads, kDepth = kMatrixDepth;
@@ -325,8 +351,8 @@ void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const 
     constexpr int kMost = kMaxGroup, kDepth = 2 * kLanes;
 #endif
     if (G > kMost && D % kDepth == 0 &&
-        attend_by<Way>(
-            {q, G, D, scale, static_cast<const BF16*>(tiles), pages, masks, n, n + ahead, page_lse}, o, lse))
+        attend_by<Way, T>(q, G, D, scale, static_cast<const T*>(tiles), pages, masks, n, ahead, o, lse,
+                          page_lse))
       return;
   }
 #endif
@@ -340,7 +366,7 @@ template <class T>
 void attend_listed(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                    const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse,
                    float* page_lse) {
-  const T* queries = static_cast<const T*>(q);
+  const Model<T>* queries = static_cast<const Model<T>*>(q);
   const auto run = [&]<int kD>() {
     attend_dim<T, kD>(queries, G, D, scale, tiles, pages, masks, n, ahead, near, o, lse, page_lse);
   };

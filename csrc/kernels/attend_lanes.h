@@ -12,7 +12,7 @@ namespace fluxion::FLUXION_ISA {
 namespace {
 
 template <int kD>
-class LaneAttention : AttendCall {
+class LaneAttention : public AttendCall {
  public:
   explicit LaneAttention(const AttendCall& call) : AttendCall(call), parties((G + kLanes - 1) / kLanes) {
     for (int p = 0; p < parties; ++p) {
@@ -106,7 +106,7 @@ class LaneAttention : AttendCall {
     const uint32_t some = lanes_with(wanted, kAllTokens);
     if ((some & lanes_with(others, kAllTokens)) == 0) return some;
     attend_part<BF16, Values, kLanes>(q + of.first * static_cast<int64_t>(dim()), tile(i), masks + at,
-                                      of.count, dim(), scale, {of.top, of.total, of.used, of.out, kLanes},
+                                      of.count, dim(), {of.top, of.total, of.used, of.out, kLanes, factor},
                                       {{page_lse ? page_lse + at : nullptr}, of.count});
     return 0;
   }
@@ -171,7 +171,7 @@ class LaneAttention : AttendCall {
 
   // Scores of page i become weights, as Values takes them.
   [[gnu::noinline]] void weigh(Party* of, uint32_t wanted, int i, Vec highest, float* scores) {
-    raise_tops(highest, dim(), {of->top, of->total, of->used, of->out, kLanes});
+    raise_tops(highest, dim(), {of->top, of->total, of->used, of->out, kLanes, factor});
     const Vec base = reference(load(of->top));
     Vec sum = set1(0.0f);
     for (int t = 0; t < kPage; ++t) {

@@ -14,7 +14,7 @@ namespace fluxion::FLUXION_ISA {
 namespace {
 
 template <int kD>
-class MatrixAttention : AttendCall {
+class MatrixAttention : public AttendCall {
  public:
   explicit MatrixAttention(const AttendCall& call)
       : AttendCall(call), parties((G + kMatrixHeads - 1) / kMatrixHeads) {
@@ -145,7 +145,7 @@ class MatrixAttention : AttendCall {
     }
   }
 
-  HeadStates state(Party* of) { return {of->top, of->total, of->used, of->out, kMatrixRows}; }
+  HeadStates state(Party* of) { return {of->top, of->total, of->used, of->out, kMatrixRows, factor}; }
 
   // A page of which no head wants some tokens, which may hold anything: by vectors, head by head.
   void add_part(Party* of, int i) {
@@ -156,7 +156,7 @@ class MatrixAttention : AttendCall {
     const PageLse note{{page_lse ? page_lse + at : nullptr}, of->count};
     const auto run =
         of->few() ? attend_part<BF16, Mix<BF16>, kFew> : attend_part<BF16, Mix<BF16>, kMatrixHeads>;
-    run(packed, tile(i), masks + at, of->count, dim(), scale, state(of), note);
+    run(packed, tile(i), masks + at, of->count, dim(), state(of), note);
   }
 
   void attend_to_waiting(Party* of) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/exp.h"
+#include "kernels/mx8.h"
 #include "kernels/throttle.h"
 
 // Online softmax in float32 over tiles of which every token counts, several tiles side by side: a row of each
@@ -28,6 +29,7 @@ struct HeadStates {
   float* used;   // [kLanes] the same of the weights as they are rounded for values
   float* out;    // [rows][D] output so far, not normalised, pair layout; row r is of head r % kHeads
   int rows;
+  const float* factor;  // [kLanes] what products of queries and keys are multiplied by to be scores
 };
 
 // Where to note what each tile weighs by itself: its LSE for the first `count` heads; nullptr: nobody asks.
@@ -78,12 +80,16 @@ struct TileRows {
 // scores[(t * kTiles + s) * kHeads + h] = q_h . key t of tile s, scaled. Returns by lane the maximum of these
 // and of `highest`.
 template <class T, int kD, int kTiles, int kHeads, int kGap>
-inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int head_dim,
-                       float scale, float* scores, Vec highest) {
-  constexpr int kRows = kLanes / (kTiles * kHeads), kPair = 2 * kLanes;
+inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles,
+                       const TileScales<T, kTiles>& scales, int head_dim, Vec factor, float* scores,
+                       Vec highest) {
+  constexpr int kRows = kLanes / (kTiles * kHeads), kPair = Dot<T>::kStep;
   static_assert(kRows * kTiles * kHeads == kLanes);
   constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
   const int D = kD ? kD : head_dim;
+  const auto row = [&](int i, int t, int d) {
+    return scales.row(tiles.now[i % kTiles], t + i / kTiles, i % kTiles, D) + d;
+  };
   Spaced spaced;
   for (int t = 0; t < kPage; t += kRows) {
     const typename TileRows<T, kTiles>::Stretch ahead(tiles, t, D);
@@ -97,12 +103,12 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
         ahead.template fetch<kBytes, kGap>((d / kPair * kRows + r) * kBytes, &spaced);
       // What there is less of is kept in registers.
       if constexpr (kHeads <= kRows * kTiles) {
-        typename Dot<T>::Pair queries[kHeads];
+        decltype(Dot<T>::query_pair(q)) queries[kHeads];
 #pragma GCC unroll 16
         for (int h = 0; h < kHeads; ++h) queries[h] = Dot<T>::query_pair(q + h * D + d);
 #pragma GCC unroll 16
         for (int i = 0; i < kRows * kTiles; ++i) {
-          const auto key = Dot<T>::row_pair(tiles.now[i % kTiles] + (t + i / kTiles) * D + d);
+          const auto key = Dot<T>::row_pair(row(i, t, d));
 #pragma GCC unroll 16
           for (int h = 0; h < kHeads; ++h)
             sums[i * kHeads + h] = Dot<T>::add(sums[i * kHeads + h], queries[h], key);
@@ -110,8 +116,7 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
       } else {
         typename Dot<T>::Pair keys[kRows * kTiles];
 #pragma GCC unroll 16
-        for (int i = 0; i < kRows * kTiles; ++i)
-          keys[i] = Dot<T>::row_pair(tiles.now[i % kTiles] + (t + i / kTiles) * D + d);
+        for (int i = 0; i < kRows * kTiles; ++i) keys[i] = Dot<T>::row_pair(row(i, t, d));
 #pragma GCC unroll 16
         for (int h = 0; h < kHeads; ++h) {
           const auto query = Dot<T>::query_pair(q + h * D + d);
@@ -124,13 +129,12 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
     if (d < D) {
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        const T* key = tiles.now[i / kHeads % kTiles] + (t + i / kHeads / kTiles) * D + d;
-        sums[i] = Dot<T>::tail(sums[i], q + i % kHeads * D + d, key);
+        sums[i] = Dot<T>::tail(sums[i], q + i % kHeads * D + d, row(i / kHeads, t, d));
       }
     }
     // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
     // reaches the output.
-    const Vec x = min(set1(kMaxFloat), mul(reduce_rows(sums), set1(scale)));
+    const Vec x = min(set1(kMaxFloat), mul(reduce_rows(sums), factor));
     store(scores + t * kTiles * kHeads, x);
     highest = max(x, highest);
   }
@@ -267,12 +271,75 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
   }
 }
 
+// The same of MX8. The weights take in what values are multiplied by, block by block, and the sums of all
+// heads stay in registers over all rows.
+template <int kD, int kTiles, int kHeads, int kGap>
+inline void add_scaled_values(const float* weights, const TileRows<MX8, kTiles>& tiles,
+                              const TileScales<MX8, kTiles>& scales, int head_dim, float* out) {
+  constexpr int kScores = kPage * kTiles * kHeads;
+  // As many sums as hide how long an addition takes, and as there are registers for.
+  constexpr int kVecs = kRegisters / (2 * kHeads);
+  const int D = kD ? kD : head_dim;
+  alignas(64) float words[kMaxHeadDim / kMXBlock * kScores];
+  for (int b = 0; b < mx_blocks(D); ++b) {
+    const float* scale = scales.scale + b * scales.kStride + kPage * kTiles;
+    for (int i = 0; i < kScores; i += kLanes)
+      store(words + b * kScores + i, mul(load(weights + i), spread<kHeads>(scale + i / kHeads)));
+  }
+  Spaced spaced;
+  int fetched = 0;  // rows of what is ahead
+  const auto add_at = [&]<int kCount>(int d) {
+    // The same share of it for every part of the outputs.
+    for (const int to = kPage * (d + kCount * kLanes) / D; fetched < to; ++fetched) {
+      const typename TileRows<MX8, kTiles>::Stretch ahead(tiles, kPage + fetched, D);
+      for (int b = 0; b < D; b += kLine) ahead.template fetch<kLine, kGap>(b, &spaced);
+    }
+    Vec sums[kHeads][kCount];
+#pragma GCC unroll 16
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kCount; ++j) sums[h][j] = load(out + h * D + d + j * kLanes);
+    }
+    const float* row_words = words + d / kMXBlock * kScores;
+    for (int t = 0; t < kPage; ++t) {
+#pragma GCC unroll 4
+      for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
+        const MX8* at = tiles.now[s] + (kPage + t) * D + d;
+        Vec values[kCount];
+#pragma GCC unroll 16
+        for (int j = 0; j < kCount; ++j) values[j] = integers_at(at + j * kLanes);
+#pragma GCC unroll 16
+        for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 16
+          for (int j = 0; j < kCount; ++j) {
+            const Vec weight = set1(row_words[j * kLanes / kMXBlock * kScores + h]);
+            sums[h][j] = fma(weight, values[j], sums[h][j]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kCount; ++j) store(out + h * D + d + j * kLanes, sums[h][j]);
+    }
+  };
+  int d = 0;
+  for (; d + kVecs * kLanes <= D; d += kVecs * kLanes) add_at.template operator()<kVecs>(d);
+  for (; d < D; d += kLanes) add_at.template operator()<1>(d);
+}
+
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
-                                    float scale, const HeadStates& state, const PageLse& page_lse) {
+                                    const HeadStates& state, const PageLse& page_lse) {
   constexpr int kScores = kPage * kTiles * kHeads;
   alignas(64) float weights[kScores];
-  const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, D, scale, weights, load(state.top));
+  const TileScales<T, kTiles> scales(tiles.now, kD ? kD : D);
+  for (int s = 0; s < kTiles; ++s) {
+    if (tiles.next[s] != nullptr) scales.fetch_of(tiles.next[s], kD ? kD : D);
+  }
+  const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, scales, D, load(state.factor),
+                                                               weights, load(state.top));
   raise_tops(max_by_period<kHeads>(highest), kD ? kD : D, state);
   const Vec base = reference(load(state.top));
   Vec sum = set1(0.0f);
@@ -295,12 +362,16 @@ template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace
       }
     }
   }
-  // Fewer heads than four would wait for one addition after the other.
-  if constexpr (kRegisters < 32 && kHeads == 4) {
-    add_values_by_rows<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
-  } else {
-    add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
-  }
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    add_scaled_values<kD, kTiles, kHeads, kGap>(weights, tiles, scales, D, state.out);
+    return;
+  } else
+    // Fewer heads than four would wait for one addition after the other.
+    if constexpr (kRegisters < 32 && kHeads == 4) {
+      add_values_by_rows<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+    } else {
+      add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+    }
 }
 
 }  // namespace

@@ -16,20 +16,20 @@
 
 namespace fluxion {
 namespace scalar {
-extern const KernelTable kTables[2];
+extern const KernelTable kTables[3];
 }
 #ifdef FLUXION_X86
 namespace avx2 {
-extern const KernelTable kTables[2];
+extern const KernelTable kTables[3];
 }
 namespace avx512 {
-extern const KernelTable kTables[2];
+extern const KernelTable kTables[3];
 }
 namespace avx512bf16 {
-extern const KernelTable kTables[2];
+extern const KernelTable kTables[3];
 }
 namespace amx {
-extern const KernelTable kTables[2];
+extern const KernelTable kTables[3];
 }
 #endif
 

@@ -2,6 +2,7 @@
 
 #include "kernels/attend_tiles.h"
 #include "kernels/matrix_product.h"
+#include "kernels/tile.h"
 
 // Attention of many queries, causal, as prefill needs it: keys and values are laid out once for all rows of a
 // block of queries, and scores and output are products of matrices. Online softmax, some keys at a time
@@ -27,7 +28,8 @@ inline Vec exponential(Vec x) {
 }
 
 // One call of `extend` (kernels/table.h). A row is a query of one head: row r is head r % G of token r / G.
-template <class T>
+// Tiles are of Stored, and multiplied as T.
+template <class Stored, class T = Model<Stored>>
 class Extend {
   using W = WordsOf<T>;
   using P = Product<T>;
@@ -116,30 +118,32 @@ class Extend {
   void lay_out(int key, int count, bool with_values = true) {
     for (int t = 0; t < kKeyTiles; ++t) {
       const int tokens = smaller(count - t * kPage, kPage);
-      const T *k = nullptr, *v = nullptr;
-      if (tokens > 0) {
-        k = static_cast<const T*>(a_.tiles) + a_.pages[key / kPage + t] * (2 * kPage * int64_t{a_.D});
-        v = k + kPage * a_.D;
-      }
+      const Stored* tile = tokens > 0 ? tile_at<Stored>(a_.tiles, a_.pages[key / kPage + t], a_.D) : nullptr;
       float* values = values_ + t * (kPage / W::kElements) * int64_t{a_.D};
-      W::columns(whole(k, tokens), a_.D, keys_ + t * kPage, kKeys);
-      if (with_values) W::rows(whole(v, tokens), a_.D, values);
+      W::columns(rows(tile, 0, tokens), a_.D, keys_ + t * kPage, kKeys);
+      if (with_values) W::rows(rows(tile, kPage, tokens), a_.D, values);
       // The next ones, while these are multiplied.
       if (key + kKeys + t * kPage < a_.keys) {
-        const T* next = static_cast<const T*>(a_.tiles) +
-                        a_.pages[(key + kKeys) / kPage + t] * (2 * kPage * int64_t{a_.D});
-        for (int64_t b = 0; b < 2 * kPage * int64_t{a_.D} * static_cast<int>(sizeof(T)); b += kLine)
+        const Stored* next = tile_at<Stored>(a_.tiles, a_.pages[(key + kKeys) / kPage + t], a_.D);
+        for (int64_t b = 0; b < TileOf<Stored>::size(a_.D) * static_cast<int>(sizeof(Stored)); b += kLine)
           prefetch_near(reinterpret_cast<const char*>(next) + b);
       }
     }
   }
 
-  // 16 rows of which the first `tokens` are those at `rows`.
-  const T* whole(const T* rows, int tokens) {
-    if (tokens >= kPage) return rows;
-    __builtin_memset(tile_, 0, kPage * a_.D * sizeof(T));
-    if (tokens > 0) __builtin_memcpy(tile_, rows, tokens * a_.D * sizeof(T));
-    return reinterpret_cast<const T*>(tile_);
+  // 16 rows of which the first `tokens` are those of the tile from `first` on.
+  const T* rows(const Stored* tile, int first, int tokens) {
+    tokens = smaller(tokens, kPage);
+    T* room = reinterpret_cast<T*>(tile_);
+    if constexpr (sizeof(Stored) == sizeof(T)) {
+      if (tokens == kPage) return tile + first * a_.D;
+      if (tokens > 0) __builtin_memcpy(room, tile + first * a_.D, tokens * a_.D * sizeof(T));
+    } else {
+      if (tokens > 0) unpack_rows(tile, first, tokens, a_.D, room);
+    }
+    const int kept = tokens > 0 ? tokens : 0;
+    __builtin_memset(room + kept * a_.D, 0, (kPage - kept) * a_.D * sizeof(T));
+    return room;
   }
 
   void score_strip(int row) {
@@ -222,7 +226,7 @@ class Extend {
   int rows_, depth_;
   float *keys_, *values_;     // words [depth][kKeys], [kWordKeys][D]
   float *scores_, *weights_;  // of a strip: [kStrip][kKeys], words [kStrip][kWordKeys]
-  float* tile_;               // of which not all tokens count
+  float* tile_;               // of which not all tokens count, or unpacked
   float *queries_, *out_;     // words [rows][depth]; [rows][D], not normalised
   float *total_, *top_;       // [rows][kLanes], sums of the weights; [rows], highest scores
 };

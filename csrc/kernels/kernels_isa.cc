@@ -19,6 +19,7 @@
 #include "kernels/score.h"
 #include "kernels/select.h"
 #include "kernels/table.h"
+#include "kernels/tile.h"
 #include "kernels/walk.h"
 #include "kernels/weights.h"
 
@@ -31,16 +32,17 @@ namespace {
 template <class T>
 constexpr int matrix_depth() {
 #ifdef FLUXION_MATRIX_UNIT
-  if (sizeof(T) == sizeof(BF16)) return kMatrixDepth;
+  if (sizeof(Model<T>) == sizeof(BF16)) return kMatrixDepth;
 #endif
   return 0;
 }
 
 template <class T>
 constexpr KernelTable make_table() {
+  using M = Model<T>;
   return {FLUXION_STRING(FLUXION_ISA),
           matrix_depth<T>(),
-          score<T>,
+          score<M>,
           score_tokens<T>,
           score_rows<T>,
           select,
@@ -52,27 +54,30 @@ constexpr KernelTable make_table() {
           attend_pages<T>,
           extend<T>,
           extend_blocks<T>,
+          write_token<T>,
+          read_tile<T>,
+          read_token<T>,
           page_minmax<T>,
-          merge_minmax<T>,
+          merge_minmax<M>,
           page_moments<T>,
-          merge_state<T>,
-          features<T>,
+          merge_state<M>,
+          features<M>,
           page_values<T>,
           add_rows,
           add_value<T>,
           dense,
-          pack_linear<T>,
-          linear<T>,
-          rms_norm<T>,
-          silu_mul<T>,
-          rope<T>,
+          pack_linear<M>,
+          linear<M>,
+          rms_norm<M>,
+          silu_mul<M>,
+          rope<M>,
           read};
 }
 
 }  // namespace
 
 // Indexed by DType.
-extern const KernelTable kTables[2];
-const KernelTable kTables[2] = {make_table<float>(), make_table<BF16>()};
+extern const KernelTable kTables[3];
+const KernelTable kTables[3] = {make_table<float>(), make_table<BF16>(), make_table<MX8>()};
 
 }  // namespace fluxion::FLUXION_ISA

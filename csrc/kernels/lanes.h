@@ -7,7 +7,32 @@ namespace fluxion::FLUXION_ISA {
 namespace {
 
 // The arguments of `attend` (kernels/table.h).
-struct AttendCall {
+class AttendCall {
+ public:
+  AttendCall(const BF16* q, int G, int D, float scale, const BF16* tiles, const int32_t* pages,
+             const uint16_t* masks, int n, int known, float* page_lse)
+      : q(q),
+        G(G),
+        D(D),
+        scale(scale),
+        tiles(tiles),
+        pages(pages),
+        masks(masks),
+        n(n),
+        known(known),
+        page_lse(page_lse) {
+    for (float& x : factor) x = scale;
+  }
+  // What follows, for the same queries: `count` pages of other tiles.
+  void go_on(const BF16* other, const int32_t* list, const uint16_t* wanted, int count, float* alone) {
+    tiles = other;
+    pages = list;
+    masks = wanted;
+    n = known = count;
+    page_lse = alone;
+  }
+
+ protected:
   const BF16* q;
   int G, D;
   float scale;
@@ -16,6 +41,7 @@ struct AttendCall {
   const uint16_t* masks;
   int n, known;     // pages to attend to; these and those that follow
   float* page_lse;  // [n][G]; nullptr: nobody asks
+  float factor[kLanes];
 
   const BF16* tile(int i) const { return tiles + pages[i] * (2 * kPage * static_cast<int64_t>(D)); }
 };

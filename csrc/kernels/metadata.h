@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/table.h"
+#include "kernels/tile.h"
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -8,17 +9,23 @@ namespace {
 // A minimum of KV-dtype numbers is one of them, so storing it back in the KV dtype is exact.
 template <class T>
 void page_minmax(const void* tile, int D, void* entry) {
-  const T* keys = static_cast<const T*>(tile);
-  T* out = static_cast<T*>(entry);
-  for (int d = 0; d < D; d += kLanes) {
-    Vec low = load_one(keys + d), high = low;
-    for (int t = 1; t < kPage; ++t) {
-      const Vec k = load_one(keys + t * D + d);
-      low = min(low, k);
-      high = max(high, k);
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    Unpacked<1> room(D);
+    room.take(0, static_cast<const MX8*>(tile), 0, kPage);
+    return page_minmax<BF16>(room.tiles(), D, entry);
+  } else {
+    const T* keys = static_cast<const T*>(tile);
+    T* out = static_cast<T*>(entry);
+    for (int d = 0; d < D; d += kLanes) {
+      Vec low = load_one(keys + d), high = low;
+      for (int t = 1; t < kPage; ++t) {
+        const Vec k = load_one(keys + t * D + d);
+        low = min(low, k);
+        high = max(high, k);
+      }
+      store_one(out + d, low);
+      store_one(out + D + d, high);
     }
-    store_one(out + d, low);
-    store_one(out + D + d, high);
   }
 }
 
@@ -61,9 +68,15 @@ void half_moments(const T* rows, int D, double* sums, double* norms) {
 
 template <class T>
 void page_moments(const void* tile, int D, double* sums) {
-  const T* keys = static_cast<const T*>(tile);
-  half_moments(keys, D, sums, sums + 2 * D);
-  half_moments(keys + kPage * D, D, sums + D, sums + 2 * D + 4);
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    Unpacked<1> room(D);
+    room.take(0, static_cast<const MX8*>(tile), 0, 2 * kPage);
+    return page_moments<BF16>(room.tiles(), D, sums);
+  } else {
+    const T* keys = static_cast<const T*>(tile);
+    half_moments(keys, D, sums, sums + 2 * D);
+    half_moments(keys + kPage * D, D, sums + D, sums + 2 * D + 4);
+  }
 }
 
 template <class T>

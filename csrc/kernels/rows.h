@@ -59,12 +59,13 @@ struct ListedRows {
 
 // Lane i = q . rows(i) over n elements.
 template <class T, class Rows>
-inline Vec dot_rows(const typename Dot<T>::Query* q, Rows rows, int n) {
+inline Vec dot_rows(const typename Dot<T>::Query* q, const Rows& rows, int n) {
+  constexpr int kStep = Dot<T>::kStep;
   Vec sums[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) sums[i] = set1(0.0f);
   int d = 0;
-  for (; d + 2 * kLanes <= n; d += 2 * kLanes) {
+  for (; d + kStep <= n; d += kStep) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::step(sums[i], q + d, rows(i) + d);
   }
@@ -75,11 +76,12 @@ inline Vec dot_rows(const typename Dot<T>::Query* q, Rows rows, int n) {
   return reduce_rows(sums);
 }
 
-template <class T>
-inline float dot_row(const typename Dot<T>::Query* q, const T* row, int n) {
+template <class T, class Row>
+inline float dot_row(const typename Dot<T>::Query* q, const Row& row, int n) {
+  constexpr int kStep = Dot<T>::kStep;
   Vec sum = set1(0.0f);
   int d = 0;
-  for (; d + 2 * kLanes <= n; d += 2 * kLanes) sum = Dot<T>::step(sum, q + d, row + d);
+  for (; d + kStep <= n; d += kStep) sum = Dot<T>::step(sum, q + d, row + d);
   if (d < n) sum = Dot<T>::tail(sum, q + d, row + d);
   return reduce_add(sum);
 }

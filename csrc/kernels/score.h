@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/throttle.h"
+#include "kernels/tile.h"
 #ifdef FLUXION_MATRIX_UNIT
 #include "kernels/score_matrix.h"
 #endif
@@ -212,19 +213,29 @@ void score(const void* q, int G, int D, const void* entries, const int32_t* inde
 template <class T>
 void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t* pages, int n, float* out,
                   int64_t out_stride) {
-  const T* queries = static_cast<const T*>(q);
-  const T* base = static_cast<const T*>(tiles);
-  alignas(64) typename Dot<T>::Query packed[kMaxGroup * kMaxHeadDim];
-  for (int g = 0; g < G; ++g) Dot<T>::pack(queries + g * D, D, packed + g * D);
-  const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
-  for (int i = 0; i < n; ++i) {
-    const T* keys = base + pages[i] * tile_size;
-    const char* next = reinterpret_cast<const char*>(base + pages[i + 1 < n ? i + 1 : i] * tile_size);
-    for (int64_t b = 0; b < tile_size / 2 * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(next + b);
-    for (int g = 0; g < G; ++g) {
-      for (int t = 0; t < kPage; t += kLanes) {
-        const StridedRows<T> rows{keys + t * D, D};
-        store(out + g * out_stride + i * kPage + t, dot_rows<T>(packed + g * D, rows, D));
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    constexpr int kMost = 4;
+    Unpacked<kMost> room(D);
+    by_parts<kMost>(n, [&](int first, int count) {
+      for (int i = 0; i < count; ++i) room.take(i, tile_at<MX8>(tiles, pages[first + i], D), 0, kPage);
+      score_tokens<BF16>(q, G, D, room.tiles(), room.pages(), count, out + first * kPage, out_stride);
+    });
+    return;
+  } else {
+    const T* queries = static_cast<const T*>(q);
+    const T* base = static_cast<const T*>(tiles);
+    alignas(64) typename Dot<T>::Query packed[kMaxGroup * kMaxHeadDim];
+    for (int g = 0; g < G; ++g) Dot<T>::pack(queries + g * D, D, packed + g * D);
+    const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
+    for (int i = 0; i < n; ++i) {
+      const T* keys = base + pages[i] * tile_size;
+      const char* next = reinterpret_cast<const char*>(base + pages[i + 1 < n ? i + 1 : i] * tile_size);
+      for (int64_t b = 0; b < tile_size / 2 * static_cast<int64_t>(sizeof(T)); b += kLine) prefetch(next + b);
+      for (int g = 0; g < G; ++g) {
+        for (int t = 0; t < kPage; t += kLanes) {
+          const StridedRows<T> rows{keys + t * D, D};
+          store(out + g * out_stride + i * kPage + t, dot_rows<T>(packed + g * D, rows, D));
+        }
       }
     }
   }
@@ -234,30 +245,46 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
 template <class T>
 void score_rows(const void* q, int G, int D, const void* tiles, const int32_t* tokens, int n, float* out,
                 int64_t out_stride) {
-  const T* queries = static_cast<const T*>(q);
-  const T* base = static_cast<const T*>(tiles);
-  alignas(64) typename Dot<T>::Query packed[kMaxGroup * kMaxHeadDim];
-  for (int g = 0; g < G; ++g) Dot<T>::pack(queries + g * D, D, packed + g * D);
-  const auto row = [&](int i) {
-    const int32_t token = tokens[i < n ? i : n - 1];
-    return base + (token / kPage * int64_t{2 * kPage} + token % kPage) * D;
-  };
-  const T* rows[kLanes];
-  for (int i = 0; i < n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) {
-      rows[j] = row(i + j);
-      fetch(row(i + j + 2 * kScoreBlock), D * static_cast<int>(sizeof(T)));
-    }
-    for (int g = 0; g < G; ++g) {
-      const Vec scores = dot_rows<T>(packed + g * D, ListedRows<T>{rows}, D);
-      float* to = out + g * out_stride + i;
-      if (i + kLanes <= n) {
-        store(to, scores);
-        continue;
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    constexpr int kMost = 4;
+    Unpacked<kMost> room(D);
+    int32_t order[kMost * kPage];
+    for (int i = 0; i < kMost * kPage; ++i) order[i] = i;
+    by_parts<kMost * kPage>(n, [&](int first, int count) {
+      for (int i = 0; i < count; ++i) {
+        const int32_t token = tokens[first + i];
+        unpack_row(tile_at<MX8>(tiles, token / kPage, D), token % kPage, D,
+                   room.tile(i / kPage) + i % kPage * D);
       }
-      float last[kLanes];
-      store(last, scores);
-      for (int j = 0; j < n - i; ++j) to[j] = last[j];
+      score_rows<BF16>(q, G, D, room.tiles(), order, count, out + first, out_stride);
+    });
+    return;
+  } else {
+    const T* queries = static_cast<const T*>(q);
+    const T* base = static_cast<const T*>(tiles);
+    alignas(64) typename Dot<T>::Query packed[kMaxGroup * kMaxHeadDim];
+    for (int g = 0; g < G; ++g) Dot<T>::pack(queries + g * D, D, packed + g * D);
+    const auto row = [&](int i) {
+      const int32_t token = tokens[i < n ? i : n - 1];
+      return base + (token / kPage * int64_t{2 * kPage} + token % kPage) * D;
+    };
+    const T* rows[kLanes];
+    for (int i = 0; i < n; i += kLanes) {
+      for (int j = 0; j < kLanes; ++j) {
+        rows[j] = row(i + j);
+        fetch(row(i + j + 2 * kScoreBlock), D * static_cast<int>(sizeof(T)));
+      }
+      for (int g = 0; g < G; ++g) {
+        const Vec scores = dot_rows<T>(packed + g * D, ListedRows<T>{rows}, D);
+        float* to = out + g * out_stride + i;
+        if (i + kLanes <= n) {
+          store(to, scores);
+          continue;
+        }
+        float last[kLanes];
+        store(last, scores);
+        for (int j = 0; j < n - i; ++j) to[j] = last[j];
+      }
     }
   }
 }

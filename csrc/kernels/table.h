@@ -18,7 +18,27 @@ inline constexpr int kExtendKeys = 64;   // tokens that it takes at a time
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
 
-enum class DType : int { kF32 = 0, kBF16 = 1 };
+// What keys and values are stored as. All else of a model that stores kMX8 is bfloat16: queries, outputs,
+// metadata, windows; that is its KV dtype.
+//
+// kMX8: 8 bits an element, in blocks of kMXBlock elements of one key or value (the last one of a row perhaps
+// half as long) that share a power of two; the numbers of OCP's MXINT8. A tile has the elements as a plain
+// tile has them, [2][16][D] int8; then the exponents, [blocks of a row][2][16] bytes: that of the k-th block
+// of every key, then of every value. An element stands for its integer times 2^(exponent - 127), which is a
+// bfloat16 number: nothing is rounded when a tile is read, whoever reads it. Exponent 255: of a block that
+// had something not finite, all of which reads as NaN.
+enum class DType : int { kF32 = 0, kBF16 = 1, kMX8 = 2 };
+
+inline constexpr int kMXBlock = 32;
+
+inline constexpr DType kv_dtype(DType stored) { return stored == DType::kMX8 ? DType::kBF16 : stored; }
+inline constexpr int element_bytes(DType stored) { return stored == DType::kF32 ? 4 : 2; }  // KV dtype
+inline constexpr int64_t kMaxTileBytes = 2 * kPage * kMaxHeadDim * 4;
+inline constexpr int mx_blocks(int D) { return (D + kMXBlock - 1) / kMXBlock; }
+// Of a key or a value of D elements, as it is stored.
+inline constexpr int64_t stored_bytes(DType stored, int D) {
+  return stored == DType::kMX8 ? D + mx_blocks(D) : int64_t{D} * element_bytes(stored);
+}
 
 // What `features` reads and writes, of B = batch requests. Rows of the three anchor tensors belong to
 // requests: that of request b is rows[b].
@@ -47,8 +67,8 @@ struct ExtendArgs {
   int64_t q_stride;        // bytes
   int tokens, G, D;        // tokens * G: rows, at most kExtendRows
   float scale;             // multiplies q.k
-  const void* tiles;       // token i of the list is token i % 16 of the tile
-  const int32_t* pages;    //   tiles + pages[i / 16] * 2 * 16 * D elements
+  const void* tiles;       // token i of the list is token i % 16 of
+  const int32_t* pages;    //   tile pages[i / 16]
   int keys;                // listed tokens
   int first;               // query t attends to the tokens 0 .. min(first + t, keys - 1) of the list,
   int window = kNoWindow;  //   and of these to none before first + t - window + 1
@@ -64,8 +84,9 @@ struct LinearArgs {
   int64_t out_stride;   // elements from one row of outputs to the next
 };
 
-// The kernels of one instruction set for one KV dtype. A tile is K[16][D] then V[16][D], contiguous. Pointers
-// need no alignment. No function allocates, locks or throws; the callers have checked every size and id.
+// The kernels of one instruction set for what is stored as one DType. A tile is K[16][D] then V[16][D],
+// contiguous, but for kMX8, and has 32 * stored_bytes(). Pointers need no alignment. No function allocates,
+// locks or throws; the callers have checked every size and id.
 struct KernelTable {
   const char* isa;
 
@@ -114,7 +135,7 @@ struct KernelTable {
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //
-  // q: KV dtype [G][D]. Tile i starts at tiles + pages[i] * 2 * 16 * D elements.
+  // q: KV dtype [G][D]. Tile i of the list is tile pages[i].
   //
   // masks: [n][G], bit t = the head attends to token t of the page; nullptr = all. A token that no mask
   // names may hold anything, NaN included.
@@ -125,7 +146,7 @@ struct KernelTable {
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
   // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
-  // unrounded.
+  // unrounded. Of kMX8, q may be rounded by 2^-16 of its largest element.
   void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
@@ -148,6 +169,14 @@ struct KernelTable {
   // lse[tokens][G][blocks]: the LSE of every kExtendKeys tokens of the list, the last ones perhaps fewer, for
   // every query, all of which see all of them: args.first is not used. Same scratch.
   void (*extend_blocks)(const ExtendArgs& args, void* scratch, float* lse);
+
+  // Writes a key and a value, KV dtype [D] each, as token `offset` of a tile. Bit-identical on every ISA.
+  void (*write_token)(const void* k, const void* v, int D, int offset, void* tile);
+  // What a tile holds, exactly: out, KV dtype: [16][D] keys, then values. Of its first `tokens` tokens; what
+  // is at the others' places in `out` may be overwritten with anything.
+  void (*read_tile)(const void* tile, int D, int tokens, void* out);
+  // The same of token `offset` alone.
+  void (*read_token)(const void* tile, int D, int offset, void* out);
 
   // entry = {min[D], max[D]} over the 16 keys of a tile.
   void (*page_minmax)(const void* tile, int D, void* entry);
@@ -178,8 +207,8 @@ struct KernelTable {
   // sum += rows[0..n) - weight * target, [D] each; returns |sum|^2.
   float (*add_rows)(const float* rows, int n, float weight, const float* target, int D, float* sum);
 
-  // sum += weight * (value - target); returns |sum|^2. value: KV dtype [D].
-  float (*add_value)(const void* value, float weight, const float* target, int D, float* sum);
+  // sum += weight * (value - target); returns |sum|^2. Of the value of one token of a tile.
+  float (*add_value)(const void* tile, int token, float weight, const float* target, int D, float* sum);
 
   // y = x W^T + b, then max(0, .) with relu, of `rows` rows with stride x_stride and y_stride elements.
   // weights: [panels][in][16], output o of input i at [o / 16][i][o % 16]; bias [panels * 16]. Writes

@@ -2,6 +2,7 @@
 
 #include "kernels/exp.h"
 #include "kernels/table.h"
+#include "kernels/tile.h"
 
 // The arithmetic of predictor/measure.cc: attention taken apart into what each page and token adds to it.
 namespace fluxion::FLUXION_ISA {
@@ -40,32 +41,41 @@ template <class T>
 void page_values(const float* scores, int64_t stride, int G, int D, float scale, const float* lse,
                  const void* tiles, const int32_t* pages, int n, float* weights, float* out,
                  int64_t out_stride) {
-  const T* base = static_cast<const T*>(tiles);
-  const int64_t tile_size = 2 * kPage * static_cast<int64_t>(D);
-  for (int i = 0; i < n; ++i) {
-    const T* values = base + pages[i] * tile_size + kPage * D;
-    for (int g = 0; g < G; ++g) {
-      const int64_t at = g * stride + i * kPage;
-      const Vec total = set1(lse[g]);
-      for (int t = 0; t < kPage; t += kLanes) {
-        const Vec x = min(set1(kMaxFloat), mul(load(scores + at + t), set1(scale)));
-        // Rounding may leave a token that has all the weight a little above 0.
-        store(weights + at + t, exp_nonpositive(min(set1(0.0f), sub(x, total))));
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    constexpr int kMost = 4;
+    Unpacked<kMost> room(D);
+    by_parts<kMost>(n, [&](int first, int count) {
+      for (int i = 0; i < count; ++i) room.take(i, tile_at<MX8>(tiles, pages[first + i], D), kPage, kPage);
+      page_values<BF16>(scores + first * kPage, stride, G, D, scale, lse, room.tiles(), room.pages(), count,
+                        weights + first * kPage, out + first * static_cast<int64_t>(D), out_stride);
+    });
+    return;
+  } else {
+    for (int i = 0; i < n; ++i) {
+      const T* values = tile_at<T>(tiles, pages[i], D) + kPage * D;
+      for (int g = 0; g < G; ++g) {
+        const int64_t at = g * stride + i * kPage;
+        const Vec total = set1(lse[g]);
+        for (int t = 0; t < kPage; t += kLanes) {
+          const Vec x = min(set1(kMaxFloat), mul(load(scores + at + t), set1(scale)));
+          // Rounding may leave a token that has all the weight a little above 0.
+          store(weights + at + t, exp_nonpositive(min(set1(0.0f), sub(x, total))));
+        }
       }
-    }
-    for (int g = 0; g < G;) {
-      const float* from[4];
-      float* to[4];
-      for (int h = 0; h < 4 && g + h < G; ++h) {
-        from[h] = weights + (g + h) * stride + i * kPage;
-        to[h] = out + (g + h) * out_stride + i * static_cast<int64_t>(D);
-      }
-      if (g + 4 <= G) {
-        sum_values<T, 4>(values, D, from, to);
-        g += 4;
-      } else {
-        sum_values<T, 1>(values, D, from, to);
-        g += 1;
+      for (int g = 0; g < G;) {
+        const float* from[4];
+        float* to[4];
+        for (int h = 0; h < 4 && g + h < G; ++h) {
+          from[h] = weights + (g + h) * stride + i * kPage;
+          to[h] = out + (g + h) * out_stride + i * static_cast<int64_t>(D);
+        }
+        if (g + 4 <= G) {
+          sum_values<T, 4>(values, D, from, to);
+          g += 4;
+        } else {
+          sum_values<T, 1>(values, D, from, to);
+          g += 1;
+        }
       }
     }
   }
@@ -83,15 +93,21 @@ inline float add_rows(const float* rows, int n, float weight, const float* targe
 }
 
 template <class T>
-float add_value(const void* value, float weight, const float* target, int D, float* sum) {
-  const T* v = static_cast<const T*>(value);
-  Vec square = set1(0.0f);
-  for (int d = 0; d < D; d += kLanes) {
-    const Vec x = fma(set1(weight), sub(load_one(v + d), load(target + d)), load(sum + d));
-    store(sum + d, x);
-    square = fma(x, x, square);
+float add_value(const void* tile, int token, float weight, const float* target, int D, float* sum) {
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    Unpacked<1> room(D);
+    room.take(0, static_cast<const MX8*>(tile), kPage + token, 1);
+    return add_value<BF16>(room.tiles(), token, weight, target, D, sum);
+  } else {
+    const T* v = static_cast<const T*>(tile) + (kPage + token) * D;
+    Vec square = set1(0.0f);
+    for (int d = 0; d < D; d += kLanes) {
+      const Vec x = fma(set1(weight), sub(load_one(v + d), load(target + d)), load(sum + d));
+      store(sum + d, x);
+      square = fma(x, x, square);
+    }
+    return reduce_add(square);
   }
-  return reduce_add(square);
 }
 
 }  // namespace

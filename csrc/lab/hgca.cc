@@ -299,7 +299,8 @@ void Hgca::observe(const HgcaStep& step, int b, int head, int known, Scratch* s)
   }
   const char* tiles = w.data != nullptr ? w.data + head * w.head_stride : pool_->tiles(step.layer, head);
   const char* q = step.q + b * step.q_stride + head * group_ * shape_.token_bytes();
-  kernels_.score_tokens(q, group_, shape_.head_dim, tiles, s->pages.data(), count, s->scores.data(), stride);
+  const KernelTable& kernels = w.data != nullptr ? pool_->window_kernels() : kernels_;
+  kernels.score_tokens(q, group_, shape_.head_dim, tiles, s->pages.data(), count, s->scores.data(), stride);
   const float alpha = config_.alpha;
   for (int g = 0; g < group_; ++g) {
     const float* scores = &s->scores[g * stride];

@@ -134,8 +134,8 @@ void Lfps::begin_group(State* state, int layer, int kv_head, int length, const i
           squares += score * score;
         }
         const double variance = std::max(0.0, squares / seen - sum / seen * (sum / seen));
-        const double norm =
-            squared_norm(packed + static_cast<int64_t>(r * group_ + g) * shape.token_bytes(), D, shape.dtype);
+        const double norm = squared_norm(packed + static_cast<int64_t>(r * group_ + g) * shape.token_bytes(),
+                                         D, kv_dtype(shape.dtype));
         state->heads[head].spread = norm > 0 ? variance / norm : 0;
       }
     }

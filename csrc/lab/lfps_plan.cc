@@ -170,9 +170,9 @@ uint16_t Lfps::pass_by(const LfpsStep& step, const LfpsPlan& plan, int b, int h)
     const double sink = lse_of(scores[g], 0, kFirst, plan.scale);
     const double local = lse_of(scores[g], kFirst, kTokens, plan.scale);
     double mean = 0;
-    for (int d = 0; d < D; ++d) mean += element(q, d, shape.dtype) * sums[d];
+    for (int d = 0; d < D; ++d) mean += element(q, d, kv_dtype(shape.dtype)) * sums[d];
     mean *= plan.scale / middle;
-    const double variance = state.heads[h * group_ + g].spread * squared_norm(q, D, shape.dtype);
+    const double variance = state.heads[h * group_ + g].spread * squared_norm(q, D, kv_dtype(shape.dtype));
     const double global = std::log(middle) + mean + variance / 2;
     if (!(sink - std::max(global, local) > odds)) continue;
     passed |= 1u << g;

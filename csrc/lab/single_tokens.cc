@@ -44,7 +44,7 @@ Selection SingleTokens::select(const Layer& layer, const Task& task, Scratch* s)
     }
     if (readers != 0) s->pages[out.count++] = page[p];
   }
-  out.reads.tile_bytes = rows * 2 * layer.shape.token_bytes();
+  out.reads.tile_bytes = rows * 2 * layer.shape.row_bytes();
   return out;
 }
 

@@ -276,11 +276,14 @@ void Measurement::run() {
 void Measurement::sink_norms(int n, int head, double* k, double* v) const {
   *k = *v = 0.0;
   const int sinks = std::min(n, shape_.sink_pages * kPage);
+  alignas(64) char tile[kMaxTileBytes];
   for (int t = 0; t < sinks; ++t) {
-    const char* row =
-        pool_.tile(args_.layer, head, args_.pages[t / kPage]) + t % kPage * shape_.token_bytes();
-    *k += norm_of_row(row, D_, shape_.dtype) / sinks;
-    *v += norm_of_row(row + kPage * shape_.token_bytes(), D_, shape_.dtype) / sinks;
+    if (t % kPage == 0)
+      kernels_.read_tile(pool_.tile(args_.layer, head, args_.pages[t / kPage]), D_,
+                         std::min(kPage, sinks - t), tile);
+    const char* row = tile + t % kPage * shape_.token_bytes();
+    *k += norm_of_row(row, D_, kv_dtype(shape_.dtype)) / sinks;
+    *v += norm_of_row(row + kPage * shape_.token_bytes(), D_, kv_dtype(shape_.dtype)) / sinks;
   }
 }
 
@@ -353,7 +356,7 @@ void Measurement::survey(int item, Scratch* s) {
     anchor[19] = part[2];
     anchor[20] = norm(middle_o + g * D_, D_);
     anchor[21] = part[3];
-    anchor[22] = static_cast<float>(norm_of_row(q + g * shape_.token_bytes(), D_, shape_.dtype));
+    anchor[22] = static_cast<float>(norm_of_row(q + g * shape_.token_bytes(), D_, kv_dtype(shape_.dtype)));
     std::fill_n(anchor + 23, 4, 0.0f);  // budgets: rank()
   }
 }
@@ -488,17 +491,16 @@ void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, 
   if (!start(state, 0, &walk)) return;
   const float* weights = &s->weights[int64_t{g} * tokens];
   const float* o = &o_[int64_t{state} * D_];
-  const int64_t row_bytes = shape_.token_bytes();
+  const int64_t row_bytes = shape_.dtype == DType::kMX8 ? D_ : shape_.token_bytes();
   Order order(&s->scores[int64_t{g} * tokens], tokens, s->keys.get());
-  const auto value = [&](int token) {
-    return pool_.tile(args_.layer, head, pages[token / kPage]) + (kPage + token % kPage) * row_bytes;
-  };
+  const auto tile = [&](int token) { return pool_.tile(args_.layer, head, pages[token / kPage]); };
   for (int count = 1; count < tokens && walk.open != 0; ++count) {
     const int token = order[count - 1];
-    const char* next = value(order.ahead(count - 1 + kAhead));
+    const int ahead = order.ahead(count - 1 + kAhead);
+    const char* next = tile(ahead) + (kPage + ahead % kPage) * row_bytes;
     for (int64_t b = 0; b < row_bytes; b += kLine) __builtin_prefetch(next + b);
     walk.weight += weights[token];
-    const float square = kernels_.add_value(value(token), weights[token], o, D_, walk.sum);
+    const float square = kernels_.add_value(tile(token), token % kPage, weights[token], o, D_, walk.sum);
     step(state, 0, count, tokens, 1, tokens, square, &walk);
   }
   finish(state, 0, walk);

@@ -130,7 +130,14 @@ void probe_attend(Workers workers, ffi::String isa, TensorView q, double scale, 
   const ProbeTasks tasks = tasks_of(first, pages.numel());
   check_queries(q, tasks.count);
   const int64_t G = q.size(1), D = q.size(2);
-  expect(tiles, "tiles", q.dtype(), {-1, 2, kPage, D}, 4);
+  // Of 8 bits: [., bytes] uint8.
+  const bool packed = dtype == DType::kBF16 && same(tiles.dtype(), DLDataType{kDLUInt, 8, 1});
+  const DType stored = packed ? DType::kMX8 : dtype;
+  if (packed) {
+    expect(tiles, "tiles", tiles.dtype(), {-1, 2 * kPage * stored_bytes(stored, static_cast<int>(D))}, 2);
+  } else {
+    expect(tiles, "tiles", q.dtype(), {-1, 2, kPage, D}, 4);
+  }
   if (masks.numel() > 0) expect(masks, "masks", kUInt16, {pages.size(0), G}, 2);
   expect(o, "o", kFloat32, {tasks.count, G, D}, 3);
   expect(lse, "lse", kFloat32, {tasks.count, G}, 2);
@@ -144,7 +151,7 @@ void probe_attend(Workers workers, ffi::String isa, TensorView q, double scale, 
                          data<float>(o),
                          data<float>(lse)};
   guarded([&] {
-    probe(*workers->pool, table_of(isa, dtype), dtype == DType::kBF16 ? 2 : 4, tasks, what, runs_of(ns));
+    probe(*workers->pool, table_of(isa, stored), dtype == DType::kBF16 ? 2 : 4, tasks, what, runs_of(ns));
   });
 }
 

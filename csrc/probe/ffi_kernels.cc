@@ -125,6 +125,34 @@ struct Argument {
 
 DLDataType dl_dtype(DType dtype) { return dtype == DType::kF32 ? kFloat32 : kBFloat16; }
 
+// What tiles are stored as: plain ones are [P, 2, 16, D] of q's dtype, those of 8 bits [P, bytes] uint8.
+struct Tiles {
+  DType stored;
+  int64_t count;
+
+  Tiles(const TensorView& tiles, DType dtype, int D) : stored(dtype) {
+    const Argument argument{"tiles", tiles};
+    if (dtype == DType::kBF16 && same(tiles.dtype(), kUInt8)) {
+      stored = DType::kMX8;
+      argument.require(kUInt8, {-1, 2 * kPage * stored_bytes(stored, D)});
+    } else {
+      argument.require(dl_dtype(dtype), {-1, 2, kPage, D});
+    }
+    count = tiles.size(0);
+  }
+};
+
+// One tile; D is not known from those of 8 bits.
+DType one_tile(const TensorView& tile, int D) {
+  const Argument from{"tile", tile};
+  if (same(tile.dtype(), kUInt8)) {
+    from.require(kUInt8, {2 * kPage * stored_bytes(DType::kMX8, D)});
+    return DType::kMX8;
+  }
+  from.require(dl_dtype(from.kv_dtype()), {2, kPage, D});
+  return from.kv_dtype();
+}
+
 std::string isas() {
   const char* names[8];
   const int n = available_isas(names, 8);
@@ -161,10 +189,10 @@ void k_score_tokens(const String& isa, TensorView q, TensorView tiles, TensorVie
   const DType dtype = queries.kv_dtype();
   const int G = queries.group(), D = queries.head_dim();
   queries.require(dl_dtype(dtype), {G, D});
-  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
-  const int n = ids.ids(P);
+  const Tiles held(tiles, dtype, D);
+  const int n = ids.ids(held.count);
   Argument{"out", out}.require(kFloat32, {G, n, kPage});
-  table_of(isa, dtype)
+  table_of(isa, held.stored)
       .score_tokens(q.data_ptr(), G, D, tiles.data_ptr(), ids.data<int32_t>(), n,
                     static_cast<float*>(out.data_ptr()), static_cast<int64_t>(n) * kPage);
 }
@@ -192,10 +220,10 @@ void k_score_rows(const String& isa, TensorView q, TensorView tiles, TensorView 
   const DType dtype = queries.kv_dtype();
   const int G = queries.group(), D = queries.head_dim();
   queries.require(dl_dtype(dtype), {G, D});
-  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
-  const int n = ids.ids(P * kPage);
+  const Tiles held(tiles, dtype, D);
+  const int n = ids.ids(held.count * kPage);
   Argument{"out", out}.require(kFloat32, {G, n});
-  table_of(isa, dtype)
+  table_of(isa, held.stored)
       .score_rows(q.data_ptr(), G, D, tiles.data_ptr(), ids.data<int32_t>(), n,
                   static_cast<float*>(out.data_ptr()), n);
 }
@@ -250,13 +278,13 @@ void attend_list(const String& isa, bool near, TensorView q, double scale, Tenso
   const DType dtype = queries.kv_dtype();
   const int G = queries.group(kMaxHeads), D = queries.head_dim();
   queries.require(dl_dtype(dtype), {G, D});
-  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
-  const int n = ids.ids(P);
+  const Tiles held(tiles, dtype, D);
+  const int n = ids.ids(held.count);
   const bool all = masks.numel() == 0;
   if (!all) bits.require(kUInt16, {n, G});
   Argument{"o", o}.require(kFloat32, {G, D});
   Argument{"lse", lse}.require(kFloat32, {G});
-  const KernelTable& kernels = table_of(isa, dtype);
+  const KernelTable& kernels = table_of(isa, held.stored);
   const auto call = [&](auto attend, auto... more) {
     attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
            all ? nullptr : bits.data<uint16_t>(), n, 0, static_cast<float*>(o.data_ptr()),
@@ -293,8 +321,8 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
   }
   const int T = static_cast<int>(q.size(0)), G = static_cast<int>(q.size(1)), D = static_cast<int>(q.size(2));
   queries.require(dl_dtype(dtype), {T, G, D}, true);
-  const int64_t P = Argument{"tiles", tiles}.require(dl_dtype(dtype), {-1, 2, kPage, D}).tensor.size(0);
-  const int n = ids.ids(P);
+  const Tiles held(tiles, dtype, D);
+  const int n = ids.ids(held.count);
   if (keys < 0 || keys > n * kPage || first < -(1 << 20) || first > (1 << 20) || window < 1 ||
       window > kNoWindow) {
     TVM_FFI_THROW(ValueError) << "keys is " << keys << ", first " << first << " and window " << window
@@ -314,7 +342,7 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
                         static_cast<int>(window)};
   // What the kernel finds there is nothing that it may use.
   std::vector<char> scratch(extend_scratch_bytes(T * G, D), static_cast<char>(0xff));
-  const KernelTable& kernels = table_of(isa, dtype);
+  const KernelTable& kernels = table_of(isa, held.stored);
   if (o == nullptr) {
     Argument{"lse", lse}.require(kFloat32, {T, G, (keys + kExtendKeys - 1) / kExtendKeys});
     kernels.extend_blocks(args, scratch.data(), static_cast<float*>(lse.data_ptr()));
@@ -337,12 +365,11 @@ void k_extend_blocks(const String& isa, TensorView q, double scale, TensorView t
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
-  const Argument from{"tile", tile};
-  const DType dtype = from.kv_dtype();
-  const int D = from.head_dim();
-  from.require(dl_dtype(dtype), {2, kPage, D});
-  Argument{"entry", entry}.require(dl_dtype(dtype), {2, D});
-  table_of(isa, dtype).page_minmax(tile.data_ptr(), D, entry.data_ptr());
+  const Argument to{"entry", entry};
+  const int D = to.head_dim();
+  const DType stored = one_tile(tile, D);
+  to.require(dl_dtype(kv_dtype(stored)), {2, D});
+  table_of(isa, stored).page_minmax(tile.data_ptr(), D, entry.data_ptr());
 }
 
 void k_merge_minmax(const String& isa, TensorView entry, TensorView other) {
@@ -355,12 +382,33 @@ void k_merge_minmax(const String& isa, TensorView entry, TensorView other) {
 }
 
 void k_page_moments(const String& isa, TensorView tile, TensorView sums) {
-  const Argument from{"tile", tile};
-  const DType dtype = from.kv_dtype();
-  const int D = from.head_dim();
-  from.require(dl_dtype(dtype), {2, kPage, D});
-  Argument{"sums", sums}.require(kFloat64, {2 * D + 8});
-  table_of(isa, dtype).page_moments(tile.data_ptr(), D, static_cast<double*>(sums.data_ptr()));
+  const int D = (Argument{"sums", sums}.require(kFloat64, {-1}).count() - 8) / 2;
+  table_of(isa, one_tile(tile, D)).page_moments(tile.data_ptr(), D, static_cast<double*>(sums.data_ptr()));
+}
+
+// A key and a value [D] become token `offset` of a tile.
+void k_write_token(const String& isa, TensorView k, TensorView v, int64_t offset, TensorView tile) {
+  const Argument key{"k", k};
+  const DType dtype = key.kv_dtype();
+  const int D = key.head_dim();
+  for (const TensorView* row : {&k, &v}) Argument{"k and v", *row}.require(dl_dtype(dtype), {D});
+  if (offset < 0 || offset >= kPage) TVM_FFI_THROW(ValueError) << "offset is " << offset << " of 16 tokens.";
+  const DType stored = one_tile(tile, D);
+  if (kv_dtype(stored) != dtype) TVM_FFI_THROW(ValueError) << "Such a tile holds another dtype.";
+  table_of(isa, stored).write_token(k.data_ptr(), v.data_ptr(), D, static_cast<int>(offset), tile.data_ptr());
+}
+
+// The first `tokens` tokens of a tile, or token -tokens - 1 alone: out [2, 16, D].
+void k_read_tile(const String& isa, TensorView tile, int64_t tokens, TensorView out) {
+  const Argument to{"out", out};
+  const int D = to.head_dim();
+  const DType stored = one_tile(tile, D);
+  to.require(dl_dtype(kv_dtype(stored)), {2, kPage, D});
+  if (tokens < -kPage || tokens > kPage) TVM_FFI_THROW(ValueError) << "tokens is " << tokens << " of 16.";
+  const KernelTable& kernels = table_of(isa, stored);
+  const int count = static_cast<int>(tokens);
+  if (count < 0) return kernels.read_token(tile.data_ptr(), D, -count - 1, out.data_ptr());
+  kernels.read_tile(tile.data_ptr(), D, count, out.data_ptr());
 }
 
 double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,
@@ -400,6 +448,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_blocks, k_extend_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_token, k_write_token);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_read_tile, k_read_tile);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_state, k_merge_state);
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "runtime/canary.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "runtime/failure.h"
 #include "runtime/pool.h"
@@ -64,11 +65,33 @@ uint64_t& Canary::entry_sum(int layer, int head, int level, int page) const {
   return entries_[group * entry_sums_[kLevels] + entry_sums_[level] + (page >> level)];
 }
 
-void Canary::wrote_token(int layer, int head, int page, int offset, const char* k, const char* v) const {
+uint64_t Canary::sum_of(int layer, int head, int page, int offset, const char* tile) const {
   Sums sums(place(layer, head, page, offset));
-  sums.add(k, shape_.token_bytes());
-  sums.add(v, shape_.token_bytes());
-  token_sum(layer, head, page, offset) = sums.take();
+  const int D = shape_.head_dim;
+  const bool plain = shape_.dtype != DType::kMX8;
+  const int64_t bytes = plain ? shape_.token_bytes() : D;
+  const char* k = tile + offset * bytes;
+  if (plain || bytes % kSumBytes == 0) {
+    sums.add(k, bytes);
+    sums.add(k + kPage * bytes, bytes);
+    if (plain) return sums.take();
+  }
+  // What is no multiple of that, and the exponents, which lie apart.
+  alignas(8) char rest[round_up(2 * (kMaxHeadDim + kMaxHeadDim / kMXBlock), kSumBytes)] = {};
+  char* to = rest;
+  if (bytes % kSumBytes != 0) {
+    std::memcpy(to, k, bytes);
+    std::memcpy(to + bytes, k + kPage * bytes, bytes);
+    to += 2 * bytes;
+  }
+  const char* exponents = tile + 2 * kPage * D;
+  for (int row = offset; row < mx_blocks(D) * 2 * kPage; row += kPage) *to++ = exponents[row];
+  sums.add(rest, round_up(to - rest, kSumBytes));
+  return sums.take();
+}
+
+void Canary::wrote_token(int layer, int head, int page, int offset, const char* tile) const {
+  token_sum(layer, head, page, offset) = sum_of(layer, head, page, offset, tile);
 }
 
 void Canary::wrote_entry(int layer, int head, int level, int page, const char* entry) const {
@@ -78,12 +101,8 @@ void Canary::wrote_entry(int layer, int head, int level, int page, const char* e
 }
 
 bool Canary::same_token(const HostPool& pool, int layer, int head, int page, int offset) const {
-  const int64_t bytes = shape_.token_bytes();
-  const char* k = pool.tile(layer, head, page) + offset * bytes;
-  Sums sums(place(layer, head, page, offset));
-  sums.add(k, bytes);
-  sums.add(k + kPage * bytes, bytes);
-  return sums.take() == token_sum(layer, head, page, offset);
+  return sum_of(layer, head, page, offset, pool.tile(layer, head, page)) ==
+         token_sum(layer, head, page, offset);
 }
 
 bool Canary::same_entry(const HostPool& pool, int layer, int head, int level, int page) const {

@@ -22,8 +22,8 @@ class Canary {
   // share: of the reads that are checked, in (0, 1]. Throws as HostMemory does.
   Canary(const PoolShape& shape, double share);
 
-  // What is written, by its writer.
-  void wrote_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
+  // What is written, by its writer: token `offset` of a tile that has at least that.
+  void wrote_token(int layer, int head, int page, int offset, const char* tile) const;
   // page: the last of the entry's block.
   void wrote_entry(int layer, int head, int level, int page, const char* entry) const;
 
@@ -46,6 +46,7 @@ class Canary {
  private:
   template <typename Fetch, typename Check>
   void sample(int64_t reads, const Fetch& fetch, const Check& check) const;
+  uint64_t sum_of(int layer, int head, int page, int offset, const char* tile) const;
   bool same_token(const HostPool& pool, int layer, int head, int page, int offset) const;
   bool same_entry(const HostPool& pool, int layer, int head, int level, int page) const;
   void check_token(const HostPool& pool, int layer, int head, int page, int offset) const;

@@ -41,8 +41,8 @@ void check_shape(const PoolShape& s) {
     refuse("head_dim is " + std::to_string(s.head_dim) +
            "; the kernels serve multiples of 16 from 32 to 256.");
   }
-  if (s.dtype != DType::kF32 && s.dtype != DType::kBF16) {
-    refuse("The KV dtype must be 0 (float32) or 1 (bfloat16), not " +
+  if (s.dtype != DType::kF32 && s.dtype != DType::kBF16 && s.dtype != DType::kMX8) {
+    refuse("What is stored must be 0 (float32), 1 (bfloat16) or 2 (mxint8), not " +
            std::to_string(static_cast<int>(s.dtype)) + ".");
   }
   // Tiles are more than half of it; in floating point, because the number may be more than an int64_t holds.
@@ -75,6 +75,7 @@ HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, 
     refuse("spread is " + std::to_string(spread) + "; it must be above 0 and at most 1.");
   const int64_t bytes = pool_bytes(shape_);
   kernels_ = pick_kernels(isa, shape_.dtype);
+  window_kernels_ = kernel_table(kernels_->isa, kv_dtype(shape_.dtype));
   memory_ = HostMemory(bytes);
   layer_.resize(shape_.layers);
   lay_out(shape_, [this](int layer, int kind, int64_t offset) {
@@ -158,12 +159,17 @@ void HostPool::count_write(int layer, int head, int page) const {
 }
 
 void HostPool::write_token(int layer, int head, int page, int offset, const char* k, const char* v) const {
-  const int64_t bytes = shape_.token_bytes();
   count_write(layer, head, page);
-  char* to = tile(layer, head, page) + offset * bytes;
-  std::memcpy(to, k, bytes);
-  std::memcpy(to + kPage * bytes, v, bytes);
-  if (canary_ != nullptr) canary_->wrote_token(layer, head, page, offset, k, v);
+  kernels_->write_token(k, v, shape_.head_dim, offset, tile(layer, head, page));
+  if (canary_ == nullptr) return;
+  // Of the token as it should be stored, which is not what the memory says.
+  alignas(64) char apart[kMaxTileBytes];
+  kernels_->write_token(k, v, shape_.head_dim, offset, apart);
+  canary_->wrote_token(layer, head, page, offset, apart);
+}
+
+void HostPool::read_token(int layer, int head, int page, int offset, char* to) const {
+  kernels_->read_token(tile(layer, head, page), shape_.head_dim, offset, to);
 }
 
 void HostPool::describe_page(int layer, int head, int page) const {
@@ -242,11 +248,9 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
 
 // Of what a device has written, the canary takes what is there.
 void HostPool::vouch(int layer, int head, const int32_t* pages, int64_t start, int64_t count) const {
-  const int64_t bytes = shape_.token_bytes();
   for (int64_t at = start; at < start + count; ++at) {
     const int page = pages[at / kPage], offset = static_cast<int>(at % kPage);
-    const char* k = tile(layer, head, page) + offset * bytes;
-    canary_->wrote_token(layer, head, page, offset, k, k + kPage * bytes);
+    canary_->wrote_token(layer, head, page, offset, tile(layer, head, page));
     if (offset == kPage - 1) canary_->wrote_entry(layer, head, 0, page, entry(layer, head, 0, page));
   }
 }
@@ -308,15 +312,15 @@ void HostPool::fill_window(int layer, const WindowView& window, int row, int n, 
   } job{this, layer, &window, row, n, pages};
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
-    const int64_t bytes = j.pool->shape().tile_bytes();
+    const PoolShape& shape = j.pool->shape();
     const WindowView& w = *j.window;
     const int last = (j.n + kPage - 1) / kPage;
     const int start = window_start_page(j.n, w.sink_pages, w.window());
     const Canary* canary = j.pool->canary();
     const auto copy = [&](int p) {
       const int tokens = std::min(kPage, j.n - p * kPage);
-      std::memcpy(w.data + h * w.head_stride + w.slot(j.row, p) * bytes, j.pool->tile(j.layer, h, j.pages[p]),
-                  bytes);
+      j.pool->kernels().read_tile(j.pool->tile(j.layer, h, j.pages[p]), shape.head_dim, tokens,
+                                  w.data + h * w.head_stride + w.slot(j.row, p) * shape.window_tile_bytes());
       if (canary != nullptr) canary->read_tiles(*j.pool, j.layer, h, &j.pages[p], tokens);
     };
     for (int p = 0; p < std::min(w.sink_pages, last); ++p) copy(p);
@@ -342,11 +346,14 @@ void HostPool::gather(int layer, const int32_t* pages, int64_t count, char* k, i
   const auto chunk_body = [](void* arg, int item) {
     const Job& j = *static_cast<Job*>(arg);
     const int64_t h = item / j.chunks, first = item % j.chunks * kChunk;
-    const int64_t half = j.pool->shape().tile_bytes() / 2;
+    const PoolShape& shape = j.pool->shape();
+    const int64_t half = shape.window_tile_bytes() / 2;
+    alignas(64) char read[kMaxTileBytes];
     for (int64_t i = first; i < std::min(first + kChunk, j.count); ++i) {
       const char* from = j.pool->tile(j.layer, static_cast<int>(h), j.pages[i]);
-      std::memcpy(j.k + h * j.k_stride + i * half, from, half);
-      std::memcpy(j.v + h * j.v_stride + i * half, from + half, half);
+      j.pool->kernels().read_tile(from, shape.head_dim, kPage, read);
+      std::memcpy(j.k + h * j.k_stride + i * half, read, half);
+      std::memcpy(j.v + h * j.v_stride + i * half, read + half, half);
     }
   };
   workers_->parallel_for(static_cast<int>(shape_.kv_heads * job.chunks), chunk_body, &job);

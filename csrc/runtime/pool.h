@@ -30,8 +30,9 @@ struct TokenView {
   }
 };
 
-// Device windows of one layer: [kv_heads][rows * slot_pages][2][16][D]. Row r owns slot_pages pages from
-// r * slot_pages: the sinks, then a ring of window + 16 tokens.
+// Device windows of one layer, KV dtype: [kv_heads][rows * slot_pages][2][16][D]. What they hold is what the
+// pool holds, not what was appended: with 8 bits an element these are not the same. Row r owns slot_pages
+// pages from r * slot_pages: the sinks, then a ring of window + 16 tokens.
 struct WindowView {
   char* data = nullptr;
   int64_t head_stride = 0;  // bytes
@@ -81,6 +82,8 @@ class HostPool {
   const PoolShape& shape() const { return shape_; }
   float spread() const { return spread_; }
   const KernelTable& kernels() const { return *kernels_; }
+  // The same ISA's for tiles of the KV dtype, which windows have.
+  const KernelTable& window_kernels() const { return *window_kernels_; }
   WorkerPool& workers() const { return *workers_; }
 
   char* tiles(int layer, int head) const {
@@ -121,13 +124,15 @@ class HostPool {
   // Copies the resident tiles (sinks and window) of a request of n tokens into a row of the windows.
   void fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
                    int64_t n_pages);
-  // out[head][i * 16 .. i * 16 + 15][D] = keys, values of pages[i]. Strides in bytes.
+  // out[head][i * 16 .. i * 16 + 15][D] = keys, values of pages[i], KV dtype. Strides in bytes.
   void gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
               int64_t v_head_stride);
 
   // The four parts of an append, for one layer. Both seals read what was written before, and throw
   // CorruptMemory only when all is done: who appended ends, and nobody else has the page.
   void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
+  // Token `offset` of a tile, as it is stored, into that of a tile of the KV dtype.
+  void read_token(int layer, int head, int page, int offset, char* to) const;
   // Metadata of level 0 and moments of logical page `logical`, which is full. Writes nothing that belongs to
   // another page, so it may run while other pages and any coarse entry are read.
   void seal_page(int layer, int head, const int32_t* pages, int logical) const {
@@ -175,7 +180,7 @@ class HostPool {
   std::shared_ptr<WorkerPool> workers_;
   PoolShape shape_;
   float spread_;
-  const KernelTable* kernels_;
+  const KernelTable *kernels_, *window_kernels_;
   HostMemory memory_;
   std::vector<Layer> layer_;
   HostMemory write_counts_;

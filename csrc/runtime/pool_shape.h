@@ -14,15 +14,19 @@ struct PoolShape {
   int kv_heads;
   int pages;  // page 0 included: the padding page, written and read by nobody
   int head_dim;
-  DType dtype;
+  DType dtype;     // of what is stored
   int sink_pages;  // logical pages below this number count into no coarse entry and no moments
 
   // Pages of all heads: the first product of every size, and the one that must not be an int.
   int64_t head_pages() const { return int64_t{kv_heads} * pages; }
-  int64_t element() const { return dtype == DType::kBF16 ? 2 : 4; }
+  // Of the KV dtype, which queries, outputs, metadata and windows have: a key, and a tile of a window.
+  int64_t element() const { return element_bytes(dtype); }
   int64_t token_bytes() const { return head_dim * element(); }
-  int64_t tile_bytes() const { return 2 * kPage * token_bytes(); }
+  int64_t window_tile_bytes() const { return 2 * kPage * token_bytes(); }
   int64_t entry_bytes() const { return 2 * token_bytes(); }
+  // Of what is stored: a key or a value, and a tile.
+  int64_t row_bytes() const { return stored_bytes(dtype, head_dim); }
+  int64_t tile_bytes() const { return 2 * kPage * row_bytes(); }
   int64_t moments_len() const { return 2 * head_dim + 8; }
   int64_t entries(int level) const { return (pages + (int64_t{1} << level) - 1) >> level; }
 };

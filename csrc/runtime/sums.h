@@ -47,7 +47,9 @@ inline AddWords best_add_words() {
   return add_words;
 }
 
-// bytes that are added: a multiple of 32.
+inline constexpr int64_t kSumBytes = 32;
+
+// bytes that are added: a multiple of kSumBytes.
 class Sums {
  public:
   explicit Sums(uint64_t seed, AddWords add = best()) : add_(add) {

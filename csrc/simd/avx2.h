@@ -146,6 +146,43 @@ inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
   store(p + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
+// For kernels/mx8.h: the even elements of a block and the odd ones.
+struct KeyBlock {
+  __m256i even, odd;
+};
+using QueryBlock = KeyBlock;
+inline KeyBlock widen(const MX8* p) {
+  __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8), odd = _mm256_srai_epi16(both, 8);
+  asm("" : "+x"(even), "+x"(odd));
+  return {even, odd};
+}
+inline QueryBlock words_at(const int16_t* q) {
+  const __m256i* at = reinterpret_cast<const __m256i*>(q);
+  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+inline constexpr int word_order(int i) { return i % 2 * 16 + i / 2; }
+inline Vec products(const QueryBlock& w, const KeyBlock& b) {
+  return _mm256_cvtepi32_ps(
+      _mm256_add_epi32(_mm256_madd_epi16(b.even, w.even), _mm256_madd_epi16(b.odd, w.odd)));
+}
+inline Vec half_products(const int16_t* q, const MX8* p) {
+  const __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(half, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q))));
+}
+inline Vec integers_at(const MX8* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec powers_at(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 23));
+}
+template <int kEach>
+inline Vec spread(const float* p) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_permutevar8x32_ps(load(p), _mm256_srli_epi32(lane, __builtin_ctz(kEach)));
+}
+
 inline void store_one(float* p, Vec x) { store(p, x); }
 inline void store_one(BF16* p, Vec x) {
   const __m256i bits = _mm256_castps_si256(x);

@@ -119,6 +119,33 @@ inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
   store(p + kLanes, _mm512_permutex2var_ps(even, high, odd));
 }
 
+// For kernels/mx8.h.
+using KeyBlock = __m512i;
+using QueryBlock = __m512i;
+inline KeyBlock widen(const MX8* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline QueryBlock words_at(const int16_t* q) { return _mm512_loadu_si512(q); }
+inline constexpr int word_order(int i) { return i; }
+inline Vec products(QueryBlock w, KeyBlock b) { return _mm512_cvtepi32_ps(_mm512_madd_epi16(b, w)); }
+inline Vec half_products(const int16_t* q, const MX8* p) {
+  const __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+  return _mm512_cvtepi32_ps(_mm512_zextsi256_si512(_mm256_madd_epi16(half, words)));
+}
+inline Vec integers_at(const MX8* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec powers_at(const uint8_t* p) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 23));
+}
+template <int kEach>
+inline Vec spread(const float* p) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(lane, __builtin_ctz(kEach)), load(p));
+}
+
 inline void store_one(float* p, Vec x) { store(p, x); }
 inline void store_one(BF16* p, Vec x) {
   const __m512i bits = _mm512_castps_si512(x);

@@ -14,9 +14,11 @@ namespace {
 template <>
 struct Dot<BF16> {
   using Query = BF16;
+  static constexpr int kStep = 2 * kLanes;
 
-  static void pack(const BF16* q, int n, Query* out) {
+  static float pack(const BF16* q, int n, Query* out) {
     for (int i = 0; i < n; ++i) out[i] = q[i];
+    return 1.0f;
   }
   static Vec step(Vec sum, const Query* q, const BF16* k) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(q)),

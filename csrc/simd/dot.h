@@ -10,9 +10,10 @@ namespace {
 template <class T>
 struct Dot {
   using Query = float;
+  static constexpr int kStep = 2 * kLanes;  // elements that are multiplied at a time
 
-  // n is a multiple of 16.
-  static void pack(const T* q, int n, Query* out) {
+  // n is a multiple of 16. Returns what products are to be multiplied by.
+  static float pack(const T* q, int n, Query* out) {
     int i = 0;
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
       Vec a, b;
@@ -21,8 +22,9 @@ struct Dot {
       store(out + i + kLanes, b);
     }
     if (i < n) store(out + i, load_one(q + i));
+    return 1.0f;
   }
-  // Adds the products of one pair.
+  // Adds the products of one step.
   static Vec step(Vec sum, const Query* q, const T* k) {
     Vec a, b;
     load_pair(k, a, b);
@@ -39,7 +41,7 @@ struct Dot {
     return {in_register(pair.a), in_register(pair.b)};
   }
   static Vec add(Vec sum, const Pair& q, const Pair& k) { return fma(q.a, k.a, fma(q.b, k.b, sum)); }
-  // The last kLanes elements of a row whose length is no multiple of a pair.
+  // The last elements of a row whose length is no multiple of a step: half of one.
   static Vec tail(Vec sum, const Query* q, const T* k) { return fma(load(q), load_one(k), sum); }
 };
 

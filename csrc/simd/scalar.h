@@ -80,6 +80,26 @@ inline void store_pair(float* p, Vec a, Vec b) {
   p[1] = b;
 }
 
+// For kernels/mx8.h.
+using KeyBlock = const MX8*;
+using QueryBlock = const int16_t*;
+inline KeyBlock widen(const MX8* p) { return p; }
+inline QueryBlock words_at(const int16_t* q) { return q; }
+inline constexpr int word_order(int i) { return i; }
+inline Vec some_products(const int16_t* q, const MX8* p, int count) {
+  int32_t sum = 0;
+  for (int i = 0; i < count; ++i) sum += q[i] * p[i].bits;
+  return static_cast<float>(sum);
+}
+inline Vec products(QueryBlock w, KeyBlock b) { return some_products(w, b, 32); }
+inline Vec half_products(const int16_t* q, const MX8* p) { return some_products(q, p, 16); }
+inline Vec integers_at(const MX8* p) { return p->bits; }
+inline Vec powers_at(const uint8_t* p) { return float_of(static_cast<uint32_t>(*p) << 23); }
+template <int kEach>
+inline Vec spread(const float* p) {
+  return *p;
+}
+
 inline void store_one(float* p, Vec x) { *p = x; }
 // Rounds to nearest even; NaN stays NaN.
 inline void store_one(BF16* p, Vec x) {

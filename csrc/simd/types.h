@@ -12,6 +12,22 @@ namespace {
 struct BF16 {
   uint16_t bits;
 };
+// An element of a tile of DType::kMX8, without its exponent.
+struct MX8 {
+  int8_t bits;
+};
+
+// The KV dtype of what is stored as T.
+template <class T>
+struct ModelOf {
+  using Type = T;
+};
+template <>
+struct ModelOf<MX8> {
+  using Type = BF16;
+};
+template <class T>
+using Model = typename ModelOf<T>::Type;
 
 inline constexpr float kNegInf = -__builtin_inff();
 inline constexpr float kMaxFloat = 3.40282346638528859812e+38f;

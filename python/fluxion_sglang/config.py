@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
+KV_DTYPES = ("auto", "mxint8")
 SCHEDULERS = ("priority", "none", "uniform", "length")
 
 
@@ -95,6 +96,15 @@ class FluxionConfig:
         lambda gib: gib > 0,
         "the host pool needs memory; give a positive number of GiB or leave the key out to size the pool from the "
         "free host memory.",
+    )
+    kv_dtype: str = _option(
+        "auto",
+        "What the host pool stores keys and values as: auto, the model's dtype; or mxint8, 8 bits an element in blocks "
+        "of 32 that share a power of two, at about half the bytes read and rounded once. For models in bfloat16, where "
+        "the CPU is the device.",
+        '"mxint8"',
+        lambda word: word in KV_DTYPES,
+        _one_of(KV_DTYPES),
     )
     sinks: int = _option(Placement.sinks, "First tokens of a request that stay on the device; a multiple of 16.", "64")
     window: int = _option(Placement.window, "Most recent tokens that stay on the device; a multiple of 16.", "256")
@@ -260,6 +270,11 @@ class FluxionConfig:
                 f"guard does not work with executors {self.executors!r}, because only the CPU's own tasks are given "
                 'what a guard estimates by; use executors "cpu" or leave guard out.'
             )
+        if self.mxint8 and self.executors not in ("auto", "cpu"):
+            raise ConfigError(
+                f"kv_dtype mxint8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
+                'read such tiles; use executors "cpu" or leave kv_dtype out.'
+            )
         if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu":
             raise ConfigError(
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
@@ -269,6 +284,10 @@ class FluxionConfig:
             raise ConfigError("audit_gb limits the audit file, and there is none; name one in audit or leave it out.")
         self._check_files()
         return self
+
+    @property
+    def mxint8(self) -> bool:
+        return self.kv_dtype == "mxint8"
 
     def path(self, key: str) -> Path | None:
         """The file or folder that a key names; None where it is not set."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from mxint8 import MXINT8, stored
 
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -103,7 +104,7 @@ class NativeWorld:
     group: int = 2
     dim: int = 32
     spread: float = 1.0
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # MXINT8: bfloat16, stored in 8 bits
     pages: int = 256
     rows: int = 6
     workers: int = 2
@@ -121,6 +122,9 @@ class NativeWorld:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.scale = self.dim**-0.5
+        self.mxint8 = self.dtype == MXINT8
+        if self.mxint8:
+            self.dtype = torch.bfloat16
         pool_workers = Workers(self.workers, torch.tensor(self.cores, dtype=torch.int32))
         self.pool = NativePool(
             pool_workers,
@@ -129,6 +133,7 @@ class NativeWorld:
             pages=self.pages,
             head_dim=self.dim,
             dtype=self.dtype,
+            mxint8=self.mxint8,
             sink_pages=self.placement.sink_pages,
             spread=self.spread,
             isa=self.isa,
@@ -158,7 +163,12 @@ class NativeWorld:
         return self.heads * self.group
 
     def randn(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.random).to(self.dtype)
+        return self.kept(torch.randn(*size, generator=self.random))
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """As the pool keeps it."""
+        x = x.to(self.dtype)
+        return stored(x) if self.mxint8 else x
 
     def add(
         self,
@@ -177,7 +187,7 @@ class NativeWorld:
         pages = torch.tensor(request.pages, dtype=torch.int32)
         for layer in range(self.layers):
             k, v = (self.randn(length - shared, self.heads, self.dim) for _ in range(2))
-            k = keys[layer].to(self.dtype) if keys else k
+            k = self.kept(keys[layer]) if keys else k
             if length > shared:
                 self.pool.append(layer, pages, shared, k, v)
             if parent:

@@ -13,13 +13,14 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mxint8 import MXINT8, pair_bytes
 from native_world import NativeWorld, Plan, Request, block_bounds, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import topology
 
 ISAS: list[str] = topology()["isas"]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, MXINT8]
 
 # Lengths before the step around every boundary of sinks 32 and window 48.
 LENGTHS = [0, 1, 15, 16, 31, 32, 33, 47, 48, 63, 79, 80, 81, 95, 96, 97, 127, 128, 143, 250, 511, 512, 607]
@@ -226,7 +227,7 @@ def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool,
         reads = torch.full((len(requests), world.heads, 2), -1, dtype=torch.int64)
         world.engine.reads(reads)
         # A row of K and one of V of every token that some head of the group attends to.
-        row = 2 * world.dim * dtype.itemsize
+        row = pair_bytes(world.dim, dtype)
         rows = {group: len(set().union(*positions)) for group, positions in chosen.items()}
         for (b, h), bytes_ in {
             (b, h): reads[b, h, 0] for b in range(len(requests)) for h in range(world.heads)
@@ -237,7 +238,7 @@ def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool,
         assert not (scanned & (plan.blk < 16)).any(), "single tokens are chosen without metadata"
         exact = torch.full((len(requests), world.q_heads, world.dim), torch.nan)
         world.engine.result(exact)
-        assert torch.equal(exact.to(dtype), out), "the result before rounding rounds to the result"
+        assert torch.equal(exact.to(world.dtype), out), "the result before rounding rounds to the result"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -245,7 +246,7 @@ def test_any_plan_reads_what_it_says(isa: str, data: st.DataObject, union: bool,
 def test_single_tokens_are_the_best_and_of_equals_the_earlier(isa: str, dtype: torch.dtype) -> None:
     """Scores that are small integers are exact everywhere and tie all the time: the choice is determined."""
     world = NativeWorld(isa=isa, dtype=dtype, group=4, seed=3)
-    world.randn = lambda *size: torch.randint(-2, 3, size, generator=world.random).to(dtype)  # type: ignore[method-assign]
+    world.randn = lambda *size: torch.randint(-2, 3, size, generator=world.random).to(world.dtype)  # type: ignore[method-assign]
     requests = [world.add(n) for n in (95, 96, 112, 701)]
     for budget in (1e-9, 0.01, 1 / 3, 0.5, 0.999999, 1.0):
         world.begin_step(requests)

@@ -11,6 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mxint8 import MXINT8, pair_bytes
 from native_world import NativeWorld, Plan, Request, attention, block_bounds, layer_begin
 from world import World
 
@@ -20,7 +21,7 @@ from fluxion_sglang.lab.torch_executor import block_pages, blocks_to_read
 from fluxion_sglang.native import topology
 
 ISAS: list[str] = topology()["isas"]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, MXINT8]
 LENGTHS = [300, 607, 1000, 143]
 TINY, HUGE = 1e-9, 1e9
 Chosen = dict[tuple[int, int], list[set[int]]]
@@ -98,12 +99,12 @@ def test_whoever_leaves_anything_out_reads_its_best_twice_as_many(
     assert all(a <= b for key in first for a, b in zip(first[key], wanted[key], strict=True))
     world.check(out, world.expected(requests, 0, q, wanted))
     torch.testing.assert_close(out, at_once, **world.tolerance())
-    assert torch.equal(exact.to(dtype), out)
+    assert torch.equal(exact.to(world.dtype), out)
 
     assert stats["widened_tasks"] == sum(first[key] != wanted[key] for key in first)
     assert stats["tokens_read"] == sum(len(read) for heads in wanted.values() for read in heads)
     assert stats["tile_bytes"] == reads[..., 0].sum() and stats["metadata_bytes"] == reads[..., 1].sum()
-    row = 2 * world.dim * dtype.itemsize
+    row = pair_bytes(world.dim, dtype)
     for key in first:
         added = set().union(*(b - a for a, b in zip(first[key], wanted[key], strict=True)))
         assert reads[key][0] == (len(set().union(*first[key])) + len(added)) * row

@@ -13,6 +13,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mxint8 import MXINT8, entry_bytes, pair_bytes
 from native_world import NativeWorld, Plan, Request
 from world import World
 
@@ -21,7 +22,7 @@ from fluxion_sglang.native import topology
 from fluxion_sglang.policy import parse_spec
 
 ISAS: list[str] = topology()["isas"]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, MXINT8]
 MOST_HEADS = 64
 CPU, ANY = 0, 3
 
@@ -181,7 +182,7 @@ def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype
     assert shared.stats["shared_tasks"] == shared.stats["tasks"] == 2 * len(FORKS)
     # The shortest branch has 1928 tokens and one more: its window starts at 1872, its sinks end at 32.
     end = 1872 // blk * blk
-    row = 2 * 32 * dtype.itemsize
+    row, entry = pair_bytes(32, dtype), entry_bytes(32, dtype)
     tokens = 0
     for h in range(2):
         read = [set().union(*shared.chosen[b, h]) for b in range(len(FORKS))]
@@ -192,7 +193,7 @@ def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype
         assert shared.stats["metadata_bytes"] == shared.stats["shared_metadata_bytes"] == 0
     else:
         # Of each head 5 scans are saved; a coarse block that is cut or has lost its entry takes those of its pages.
-        scan, rest = divmod(shared.stats["shared_metadata_bytes"], (len(FORKS) - 1) * 2 * row)
+        scan, rest = divmod(shared.stats["shared_metadata_bytes"], (len(FORKS) - 1) * 2 * entry)
         assert rest == 0
         least = (end - 32) // blk
         assert scan == least if blk == 16 else least <= scan <= (end - 32) // 16

@@ -26,7 +26,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "prefill_attention_backend": ("fa3", "leave --prefill-attention-backend out"),
     "decode_attention_backend": ("flashinfer", "leave --decode-attention-backend out"),
     "page_size": (1, "--page-size 16"),
-    "kv_cache_dtype": ("fp8_e4m3", "--kv-cache-dtype auto or bfloat16"),
+    "kv_cache_dtype": ("fp8_e4m3", "--kv-cache-dtype auto, and for KV in 8 bits"),
     "dtype": ("float16", "--dtype bfloat16 or --dtype float32"),
     "speculative_algorithm": ("EAGLE", "leave --speculative-algorithm out"),
     "enable_hierarchical_cache": (True, "leave --enable-hierarchical-cache out"),

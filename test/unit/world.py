@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from mxint8 import MXINT8, stored
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.dispatcher import DispatcherOptions, GpuExecutor
@@ -40,7 +41,7 @@ class World:
     heads: int = 2
     group: int = 4
     dim: int = 64
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # MXINT8: bfloat16, stored in 8 bits
     tokens: int = 8192
     rows: int = 5
     workers: int = 2
@@ -61,7 +62,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
-        shape = KVShape(self.layers, self.heads, self.dim, self.dtype)
+        self.mxint8 = self.dtype == MXINT8
+        if self.mxint8:
+            self.dtype = torch.bfloat16
+        shape = KVShape(self.layers, self.heads, self.dim, self.dtype, self.mxint8)
         self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers), self.spread)
         self.windows = Windows(self.pool, self.rows, "cpu")
         foreign: list[Executor] = []
@@ -95,7 +99,8 @@ class World:
     def randn(self, *size: int) -> torch.Tensor:
         if self.whole:
             return torch.randint(-2, 3, size, generator=self.random).to(self.dtype)
-        return torch.randn(*size, generator=self.random).to(self.dtype)
+        x = torch.randn(*size, generator=self.random).to(self.dtype)
+        return stored(x) if self.mxint8 else x
 
     def page_list(self, row: int, tokens: int) -> torch.Tensor:
         """The row's pages, grown to hold `tokens`."""

@@ -68,7 +68,7 @@ class StepAccounts(Accounts):
 
     def __init__(self, shape: KVShape, timed: bool = True, sampled: int = SAMPLED) -> None:
         self._layers, self._groups = shape.layers, shape.kv_heads
-        self._token_bytes = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        self._token_bytes = shape.token_bytes
         self._timed, self._every = timed, sampled
         # The step at hand.
         self._lengths: dict[int, int] = {}

@@ -45,7 +45,7 @@ class ReadHistograms(Observer):
         self._bytes = Histogram("fluxion_read_bytes", DESCRIBED["read_bytes"], labels, buckets=BYTES)
         self._share = Histogram("fluxion_read_share", DESCRIBED["read_share"], labels, buckets=SHARES)
         self._native, self._layers, self._every = native, shape.layers, sampled
-        self._token_bytes = 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        self._token_bytes = shape.token_bytes
         self._steps = 0
         self._names: list[str] = []  # of the policies of the step at hand; empty where it is not looked at
         self._middle: list[int] = []

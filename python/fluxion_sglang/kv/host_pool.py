@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.native import NativePool, Workers, pool_bytes
+from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
 
 GIB = 1 << 30
 
@@ -29,16 +29,23 @@ class KVShape:
         kv_heads: KV heads of this process (its tensor-parallel share).
         head_dim: elements of a key, and of a value.
         dtype: torch.bfloat16 or torch.float32.
+        mxint8: the host pool stores keys and values in 8 bits (`NativePool`); device windows have dtype.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    mxint8: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values in the host pool, one layer."""
+        return 2 * self.kv_heads * row_bytes(self.head_dim, self.dtype, self.mxint8)
 
     def pool_bytes(self, tokens: int) -> int:
         """Host bytes of a pool of `tokens` tokens: tiles, metadata of all levels, tags and moments."""
-        return pool_bytes(self.layers, self.kv_heads, tokens // PAGE + 1, self.head_dim, self.dtype)
+        return pool_bytes(self.layers, self.kv_heads, tokens // PAGE + 1, self.head_dim, self.dtype, self.mxint8)
 
     def window_bytes(self, placement: Placement) -> int:
         """Device bytes of one request row."""
@@ -73,6 +80,7 @@ class HostPool(NativePool):
             pages=self.pages,
             head_dim=shape.head_dim,
             dtype=shape.dtype,
+            mxint8=shape.mxint8,
             sink_pages=placement.sink_pages,
             spread=spread,
             canary=canary,
@@ -88,7 +96,7 @@ class HostPool(NativePool):
         return self.tensor("memory", 0)
 
     def tiles(self, layer: int) -> torch.Tensor:
-        """[H, P, 2, 16, D] view of a layer's tiles; no copy."""
+        """View of a layer's tiles, [H, P, 2, 16, D], or of mxint8 [H, P, bytes] uint8; no copy."""
         return self.tensor("tiles", layer)
 
     def page_metadata(self, layer: int) -> torch.Tensor:

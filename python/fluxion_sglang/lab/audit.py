@@ -133,9 +133,7 @@ class Audit(Observer):
         records["length"] = step.seq_lens.numpy()
         records["middle"] = step.middle.numpy()
         records["tile_bytes"], records["metadata_bytes"] = reads.sum(1).T.numpy()
-        records["kv_bytes"] = step.middle.to(torch.int64).numpy() * (
-            2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        )
+        records["kv_bytes"] = step.middle.to(torch.int64).numpy() * shape.token_bytes
         records["error"] = errors.numpy()
         return records
 

@@ -12,7 +12,7 @@ from fluxion_sglang.native.loading import (
 )
 from fluxion_sglang.native.model import WRITTEN, NativeLayers, NativeProgram
 from fluxion_sglang.native.plan import NativePlan, listed_tokens
-from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_bytes
+from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_bytes, row_bytes
 
 __all__ = [
     "ABI_VERSION",
@@ -31,5 +31,6 @@ __all__ = [
     "library_path",
     "listed_tokens",
     "pool_bytes",
+    "row_bytes",
     "topology",
 ]

@@ -16,21 +16,30 @@ class CorruptMemory(RuntimeError):
 
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MXINT8 = 2
+_BLOCK = 32  # kMXBlock of kernels/table.h
 
 
-def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype) -> int:
+def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype, mxint8: bool = False) -> int:
     """Bytes of host memory that a NativePool of this shape maps; `pages` counts page 0.
 
     Raises:
         ValueError: a shape or dtype that the kernels do not serve.
     """
-    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _dtype_id(dtype)))
+    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _stored_id(dtype, mxint8)))
 
 
-def _dtype_id(dtype: torch.dtype) -> int:
+def row_bytes(head_dim: int, dtype: torch.dtype, mxint8: bool = False) -> int:
+    """Of a key, or a value, as the pool stores it; a tile has 32."""
+    return head_dim + -(-head_dim // _BLOCK) if mxint8 else head_dim * dtype.itemsize
+
+
+def _stored_id(dtype: torch.dtype, mxint8: bool) -> int:
     if dtype not in _DTYPES:
         raise ValueError(f"The KV dtype is {dtype}; the kernels serve torch.bfloat16 and torch.float32.")
-    return _DTYPES[dtype]
+    if mxint8 and dtype != torch.bfloat16:
+        raise ValueError(f"The KV dtype is {dtype}; what is stored as mxint8 is read as torch.bfloat16.")
+    return _MXINT8 if mxint8 else _DTYPES[dtype]
 
 
 class Workers:
@@ -62,7 +71,10 @@ class NativePool:
 
     Args:
         pages: page ids 0..pages-1; page 0 is padding.
-        dtype: torch.bfloat16 or torch.float32.
+        dtype: torch.bfloat16 or torch.float32: of queries, metadata and windows, and of keys and values.
+        mxint8: keys and values are stored in 8 bits instead, as integers in blocks of 32 that share a power of two
+            (OCP's MXINT8). They are rounded once, when they are appended; whatever reads them reads the same
+            bfloat16 numbers. dtype is torch.bfloat16 then.
         sink_pages: logical pages below this number count into no coarse entry and no moments.
         spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
@@ -85,6 +97,7 @@ class NativePool:
         pages: int,
         head_dim: int,
         dtype: torch.dtype,
+        mxint8: bool = False,
         sink_pages: int,
         spread: float = 1.0,
         isa: str | None = None,
@@ -94,7 +107,16 @@ class NativePool:
         self.workers = workers
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
         self.handle = function("pool_create")(
-            workers.handle, layers, kv_heads, pages, head_dim, _dtype_id(dtype), sink_pages, spread, isa or "", canary
+            workers.handle,
+            layers,
+            kv_heads,
+            pages,
+            head_dim,
+            _stored_id(dtype, mxint8),
+            sink_pages,
+            spread,
+            isa or "",
+            canary,
         )
         self._append = function("pool_append")
         self._check = function("pool_check")
@@ -113,7 +135,8 @@ class NativePool:
         """A view of a layer's memory, which stays mapped as long as the view lives.
 
         Args (H KV heads, P pages, D head_dim):
-            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page.
+            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page. Of mxint8 [H, P, bytes] uint8
+                (`DType` in csrc/kernels/table.h).
                 "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of
                 2^j pages; coarse levels live at [last page >> j].
                 "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
@@ -194,7 +217,7 @@ class NativePool:
         self._fill_window(self.handle, layer, windows, row, n, pages, sinks, window)
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the K and V of m pages (int32 ids) out of the tiles: two tensors [H, 16 m, D].
+        """Copy the K and V of m pages (int32 ids) out of the tiles: two tensors [H, 16 m, D], KV dtype.
 
         Raises:
             ValueError: a page id out of range.

@@ -105,7 +105,7 @@ class FluxionKVPool(KVCache):
         self._refuse("Loading KV by slot")
 
 
-def _shape(configurator: Any) -> KVShape:
+def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
     model = configurator.model_config
     parallel = get_parallel()
     return KVShape(
@@ -113,6 +113,7 @@ def _shape(configurator: Any) -> KVShape:
         kv_heads=model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size),
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
+        mxint8=config.mxint8,
     )
 
 
@@ -132,7 +133,8 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     resolved = original(configurator, pre_model_load_memory)
     if configurator.is_draft_worker:
         return resolved
-    config, shape = rank_options(configurator.server_args), _shape(configurator)
+    config = rank_options(configurator.server_args)
+    shape = _shape(configurator, config)
     placement = Placement(config.sinks, config.window)
     _begin_sizing(configurator)
     available = capacity.available_bytes(configurator.server_args)
@@ -173,12 +175,13 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
     """AROUND KVCacheConfigurator._build_token_to_kv_pool: our pool in place of a device-sized one."""
     if configurator.is_draft_worker:
         return original(configurator, **kwargs)
+    config = rank_options(configurator.server_args)
     pool = FluxionKVPool(
-        _shape(configurator),
+        _shape(configurator, config),
         kwargs["sizes"].max_total_num_tokens,
         # Row 0 is SGLang's padding row; it exists so that padded batches have somewhere harmless to write.
         rows=kwargs["req_to_token_pool"].req_to_token.shape[0],
-        config=rank_options(configurator.server_args),
+        config=config,
         device=str(configurator.device),
         start_layer=configurator.layer_info.start_layer,
         rank=capacity.rank_on_host(configurator.server_args),

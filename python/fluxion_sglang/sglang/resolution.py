@@ -76,6 +76,7 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
 
     model, view = model_config_of(server_args), resolving_view(server_args)
     validation.check_model(model, view)
+    validation.check_stored(model, options_of(server_args))
     _check_host_pool(model, view)
     previous(server_args)
 
@@ -87,13 +88,15 @@ def _check_host_pool(model: Any, view: Any) -> None:
     """
     from fluxion_sglang.kv.host_pool import KVShape
 
+    config = rank_options(view)
     shape = KVShape(
         layers=max(model.num_attention_layers // view.pp_size, 1),
         kv_heads=model.get_num_kv_heads(view.tp_size),
         head_dim=model.head_dim,
         dtype=model.dtype,
+        mxint8=config.mxint8,
     )
-    capacity.plan_tokens(rank_options(view), shape, capacity.available_bytes(view))
+    capacity.plan_tokens(config, shape, capacity.available_bytes(view))
 
 
 def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step) -> None:

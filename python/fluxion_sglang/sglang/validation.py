@@ -89,7 +89,9 @@ OPTIONS = {
         f"use --page-size {PAGE} or leave --page-size out",
     ),
     "kv_cache_dtype": Refusal(
-        _other_than("auto", "bf16", "bfloat16"), "host KV is not quantised", "use --kv-cache-dtype auto or bfloat16"
+        _other_than("auto", "bf16", "bfloat16"),
+        "what the host pool stores is an option of its own",
+        'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "mxint8"}\'',
     ),
     "dtype": Refusal(
         _other_than("auto", "bfloat16", "float", "float32"),
@@ -197,6 +199,11 @@ def check_device(device: str, config: FluxionConfig) -> None:
         raise ConfigError(
             f"prefill_budget is {config.prefill_budget:g}, but a sparse prefill runs on a CPU alone, and SGLang would "
             f"use {device}; leave the key out."
+        )
+    if config.mxint8 and device != "cpu":
+        raise ConfigError(
+            f"kv_dtype is mxint8, but only the CPU reads KV of 8 bits, and SGLang would use {device}; leave the key "
+            "out."
         )
     if config.canary > 0 and device != "cpu":
         raise ConfigError(
@@ -375,6 +382,15 @@ def check_model(model: ModelConfig, args: Any) -> None:
     if (found := _first(MODELS, "ModelConfig's or ServerArgs'", model, args)) is not None:
         names = ", ".join(model.hf_config.architectures or ["unknown"])
         raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {found[0]}; {found[1]}.")
+
+
+def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
+    """Refuse to store in 8 bits what a model in float32 attends to. Raises ConfigError."""
+    if config.mxint8 and model.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"kv_dtype mxint8 does not work with a model in {model.dtype}, because what is stored reads as bfloat16; "
+            "add --dtype bfloat16 or leave kv_dtype out."
+        )
 
 
 LAYERS = (

@@ -137,7 +137,9 @@ class Course:
                 f"The machine had other work when the trial began (a load of {busy:.1f} on {cores} cores). So times "
                 "are too long, and may differ from one run to the next."
             )
-        self.results.fit = facts.fit(self.request.model, self.request.served_dtype, self.request.on_cpu)
+        request = self.request
+        mxint8 = request.config.get("kv_dtype") == "mxint8" and request.served_dtype == "bfloat16"
+        self.results.fit = facts.fit(request.model, request.served_dtype, request.on_cpu, mxint8)
         self._part_done()
 
     def _with_the_flag(self) -> None:

@@ -1,0 +1,156 @@
+#pragma once
+
+#include "kernels/rows.h"
+
+// How tiles lie in memory (DType, kernels/table.h), and how they are written and read whole. What reads rows
+// where they lie, because it waits for memory, is in attend_*.h; whatever else reads tiles of MX8 unpacks
+// them first, and does the same as with tiles of bfloat16.
+namespace fluxion::FLUXION_ISA {
+namespace {
+
+template <class T>
+struct TileOf {
+  // Elements of T from one tile to the next.
+  static constexpr int64_t size(int D) { return 2 * kPage * static_cast<int64_t>(D); }
+};
+template <>
+struct TileOf<MX8> {
+  static constexpr int64_t size(int D) { return 2 * kPage * stored_bytes(DType::kMX8, D); }
+};
+
+template <class T>
+inline const T* tile_at(const void* tiles, int page, int D) {
+  return static_cast<const T*>(tiles) + page * TileOf<T>::size(D);
+}
+
+// The exponents of a tile: [blocks][2 * kPage].
+inline const uint8_t* exponents_of(const MX8* tile, int D) {
+  return reinterpret_cast<const uint8_t*>(tile + 2 * kPage * D);
+}
+
+// Exponents stay where every number of a block is a normal bfloat16 number.
+inline constexpr int kLeastExponent = 1, kMostExponent = 248, kNoNumbers = 255;
+// Integers are up to 127 and those of a block's largest number at least 64.
+inline constexpr int kIntegerBits = 6;
+
+inline float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent) << 23); }
+
+// One block of up to kMXBlock elements; returns its exponent. Plain loops, the same on every ISA: products
+// with powers of two are exact, and so is the rounding to the nearest.
+inline uint8_t pack_block(const BF16* from, int count, MX8* to) {
+  uint32_t largest = 0;  // of the absolute values, whose order is that of their bits
+  for (int i = 0; i < count; ++i) {
+    const uint32_t bits = from[i].bits & 0x7fffu;
+    largest = bits > largest ? bits : largest;
+  }
+  if (largest >= 0x7f80) {
+    for (int i = 0; i < count; ++i) to[i].bits = 0;
+    return kNoNumbers;
+  }
+  int exponent = static_cast<int>(largest >> 7) - kIntegerBits;
+  exponent = exponent < kLeastExponent ? kLeastExponent : exponent > kMostExponent ? kMostExponent : exponent;
+  const float inverse = power_of_two(254 - exponent);
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the nearest integer
+  for (int i = 0; i < count; ++i) {
+    const float x = to_float(from[i]) * inverse;
+    const float inside = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
+    to[i].bits = static_cast<int8_t>(static_cast<int32_t>(bits_of(inside + kRound)) - 0x4b400000);
+  }
+  return static_cast<uint8_t>(exponent);
+}
+
+inline void unpack_block(const MX8* from, uint8_t exponent, int count, BF16* to) {
+  const float factor = power_of_two(exponent);
+  for (int i = 0; i < count; ++i)
+    to[i].bits = static_cast<uint16_t>(bits_of(static_cast<float>(from[i].bits) * factor) >> 16);
+}
+
+// Row `row` of the 2 * kPage of a tile.
+inline void unpack_row(const MX8* tile, int row, int D, BF16* to) {
+  const uint8_t* exponents = exponents_of(tile, D) + row;
+  for (int d = 0; d < D; d += kMXBlock, exponents += 2 * kPage)
+    unpack_block(tile + row * D + d, *exponents, smaller(D - d, kMXBlock), to + d);
+}
+inline void unpack_rows(const MX8* tile, int first, int count, int D, BF16* to) {
+  for (int i = 0; i < count; ++i) unpack_row(tile, first + i, D, to + i * static_cast<int64_t>(D));
+}
+
+template <class T>
+void write_token(const void* k, const void* v, int D, int offset, void* tile) {
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    MX8* elements = static_cast<MX8*>(tile);
+    uint8_t* exponents = static_cast<uint8_t*>(tile) + 2 * kPage * D;
+    const void* const parts[] = {k, v};
+    for (int part = 0; part < 2; ++part) {
+      const int row = part * kPage + offset;
+      const BF16* from = static_cast<const BF16*>(parts[part]);
+      for (int d = 0; d < D; d += kMXBlock)
+        exponents[d / kMXBlock * 2 * kPage + row] =
+            pack_block(from + d, smaller(D - d, kMXBlock), elements + row * D + d);
+    }
+  } else {
+    T* elements = static_cast<T*>(tile);
+    __builtin_memcpy(elements + offset * D, k, D * sizeof(T));
+    __builtin_memcpy(elements + (kPage + offset) * D, v, D * sizeof(T));
+  }
+}
+
+template <class T>
+void read_tile(const void* tile, int D, int tokens, void* out) {
+  if constexpr (sizeof(T) == sizeof(MX8)) {
+    const MX8* from = static_cast<const MX8*>(tile);
+    BF16* to = static_cast<BF16*>(out);
+    unpack_rows(from, 0, tokens, D, to);
+    unpack_rows(from, kPage, tokens, D, to + kPage * D);
+  } else {
+    __builtin_memcpy(out, tile, TileOf<T>::size(D) * sizeof(T));
+  }
+}
+
+template <class T>
+void read_token(const void* tile, int D, int offset, void* out) {
+  Model<T>* to = static_cast<Model<T>*>(out);
+  for (int row = offset; row < 2 * kPage; row += kPage) {
+    if constexpr (sizeof(T) == sizeof(MX8)) {
+      unpack_row(static_cast<const MX8*>(tile), row, D, to + row * D);
+    } else {
+      __builtin_memcpy(to + row * D, static_cast<const T*>(tile) + row * D, D * sizeof(T));
+    }
+  }
+}
+
+// Tiles of bfloat16 that tiles of MX8 are unpacked into, a few at a time: their numbers are 0, 1, 2, ...
+template <int kTiles>
+class Unpacked {
+ public:
+  explicit Unpacked(int head_dim) : D_(head_dim) {}
+
+  BF16* tile(int i) { return tiles_ + i * TileOf<BF16>::size(D_); }
+  const BF16* tiles() const { return tiles_; }
+  const int32_t* pages() const { return kOrder.number; }
+  // Rows first..first + count - 1 of a tile, as those of tile i.
+  void take(int i, const MX8* from, int first, int count) {
+    unpack_rows(from, first, count, D_, tile(i) + first * D_);
+  }
+
+ private:
+  struct Order {
+    int32_t number[kTiles];
+    constexpr Order() : number() {
+      for (int i = 0; i < kTiles; ++i) number[i] = i;
+    }
+  };
+  static constexpr Order kOrder{};
+
+  int D_;
+  alignas(64) BF16 tiles_[kTiles * 2 * kPage * kMaxHeadDim];
+};
+
+// Calls run(first, count) for 0..n-1, kMost at a time.
+template <int kMost, class Run>
+inline void by_parts(int n, Run&& run) {
+  for (int i = 0; i < n; i += kMost) run(i, smaller(n - i, kMost));
+}
+
+}  // namespace
+}  // namespace fluxion::FLUXION_ISA

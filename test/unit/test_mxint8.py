@@ -1,0 +1,354 @@
+"""Keys and values in 8 bits: what is stored, and every kernel over it, on every ISA this CPU has."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import (
+    EVERY,
+    HEAD_DIMS,
+    INF,
+    ISAS,
+    NAN,
+    OWN_ISAS,
+    accuracy,
+    attend,
+    few,
+    head_dims,
+    isas,
+    k,
+    seeds,
+)
+from mxint8 import MXINT8, NO_NUMBERS, pack_tiles, stored, unpack_tiles
+from native_world import NativeWorld
+from test_attend import draw_masks
+from torch import Tensor
+
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
+from fluxion_sglang.sglang import validation
+
+BF16 = torch.bfloat16
+HUGE_PAGE = 2 << 20
+
+
+def tiles_of(P: int, D: int, size: float = 1.0) -> Tensor:
+    """Packed random tiles; some elements, and some rows, are much larger than others."""
+    wild = torch.exp2(torch.randint(-6, 7, (P, 2, 16, 1)).float()) * (1 + 20 * (torch.rand(1, 2, 1, D) < 0.05))
+    return pack_tiles((size * wild.sqrt() * torch.randn(P, 2, 16, D)).to(BF16))
+
+
+def poison(packed: Tensor, D: int, wanted: Tensor) -> Tensor:
+    """Anything in the tokens that nobody wants, [P, 16] bool, "no number" included."""
+    rows = wanted[:, None, :].expand(-1, 2, -1).flatten(1)
+    kept = torch.cat([rows.repeat_interleave(D, 1), rows.repeat(1, -(-D // 32))], 1)
+    noise = torch.randint(0, 256, packed.shape, dtype=torch.uint8)
+    noise[:, 32 * D :] = torch.where(noise[:, 32 * D :] < 128, NO_NUMBERS, 130).to(torch.uint8)
+    return torch.where(kept, packed, noise)
+
+
+def wanted_by(masks: Tensor | None, pages: Tensor, P: int) -> Tensor:
+    wanted = torch.zeros(P, 16, dtype=torch.bool)
+    for i, page in enumerate(pages.tolist()):
+        wanted[page] |= True if masks is None else reference.token_bits(masks)[:, i].any(dim=0)
+    return wanted
+
+
+def check(
+    o: Tensor, lse: Tensor, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None, rough: float
+) -> None:
+    """A query may be rounded by 2^-16 of its largest element; `rough`: what attention over bfloat16 may lose."""
+    want_o, want_lse = reference.attend(q, scale, tiles, pages, masks)
+    k, v = tiles[pages.long()].double().abs().unbind(1)
+    slack = scale * q.double().abs().amax(1) * 2.0**-16 * k.sum(-1).max()  # of any score of a head
+    assert ((lse.double() - want_lse).abs().nan_to_num() <= 1e-5 * (1 + want_lse.abs()) + slack).all()
+    assert (
+        (o.double() - want_o).norm(dim=1) <= 2 * rough * want_o.norm(dim=1) + 2 * slack * v.norm(dim=-1).max()
+    ).all()
+
+
+# ---- what is stored
+
+
+@pytest.mark.parametrize("isa", OWN_ISAS)
+@few
+@given(data=st.data(), seed=seeds, D=head_dims)
+def test_a_token_is_stored_and_read_as_the_reference_says(isa: str, data: st.DataObject, seed: int, D: int) -> None:
+    torch.manual_seed(seed)
+    numbers = st.sampled_from([0.0, -0.0, 1.0, 127.5, 255.0, -1e-38, 1e-40, 3e38, -3.38e38, INF, NAN])
+    k_row, v_row = (torch.randn(D) * torch.exp2(torch.randint(-40, 40, (D,)).float()) for _ in range(2))
+    for i, x in data.draw(st.dictionaries(st.integers(0, D - 1), numbers, max_size=4)).items():
+        k_row[i] = x
+    k_row, v_row = k_row.to(BF16), v_row.to(BF16)
+    offset = data.draw(st.integers(0, 15))
+    tile = torch.randint(0, 256, (32 * row_bytes(D, BF16, True),), dtype=torch.uint8)
+    before = tile.clone()
+
+    k("write_token")(isa, k_row, v_row, offset, tile)
+
+    mine = torch.zeros(1, 16, dtype=torch.bool)
+    mine[0, offset] = True
+    rows = mine[:, None, :].expand(-1, 2, -1).flatten()
+    changed = torch.cat([rows.repeat_interleave(D), rows.repeat(-(-D // 32))])
+    assert torch.equal(tile[~changed], before[~changed]), "nothing but the token was written"
+    whole = torch.zeros(1, 2, 16, D, dtype=BF16)
+    whole[0, :, offset] = torch.stack([k_row, v_row])
+    assert torch.equal(tile[changed], pack_tiles(whole)[0][changed])
+    out = torch.full((2, 16, D), 7.0, dtype=BF16)
+    k("read_tile")(isa, tile, -offset - 1, out)
+    want = torch.full((2, 16, D), 7.0, dtype=BF16)
+    want[:, offset] = stored(torch.stack([k_row, v_row]))
+    torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("D", range(32, 257, 16))
+def test_what_was_read_is_stored_as_it_is(D: int) -> None:
+    """So a token may be copied through bfloat16 any number of times; and numbers lose at most 2^-7 of the largest."""
+    x = torch.randn(500, D).to(BF16)
+    once = stored(x)
+    assert torch.equal(stored(once), once)
+    for block, kept in zip(x.double().split(32, 1), once.double().split(32, 1), strict=True):
+        assert ((block - kept).abs() <= block.abs().amax(1, keepdim=True) / 128).all()
+
+
+# ---- kernels
+
+
+@isas
+@few
+@given(data=st.data(), seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(1, 12))
+def test_attend(isa: str, data: st.DataObject, seed: int, D: int, G: int, n: int) -> None:
+    style = data.draw(st.sampled_from(["every", "tokens", "single", "pages", "prefix", "mixed"]))
+    torch.manual_seed(seed)
+    q, packed = torch.randn(G, D).to(BF16), tiles_of(16, D)
+    pages = torch.randint(0, 16, (n,), dtype=torch.int32)
+    masks = None if style == "every" else draw_masks(style, n, G)
+    wanted = wanted_by(masks, pages, 16)
+    packed = poison(packed, D, wanted)
+    tiles = torch.where(wanted[:, None, :, None], unpack_tiles(packed, D), 0.0)
+    scale = data.draw(st.sampled_from([0.3, 1.0])) / math.sqrt(D)
+
+    o, lse = attend(isa, q, scale, packed, pages, EVERY if masks is None else masks)
+
+    check(o, lse, q, scale, tiles, pages, masks, accuracy(isa, BF16, G))
+
+
+@isas
+@few
+@given(seed=seeds, D=st.sampled_from([32, 64, 80, 128, 256]), G=st.integers(17, 64), n=st.integers(1, 20))
+def test_attend_for_many_heads(isa: str, seed: int, D: int, G: int, n: int) -> None:
+    torch.manual_seed(seed)
+    q, packed = torch.randn(G, D).to(BF16), tiles_of(24, D, 0.5)
+    pages = torch.randperm(24)[:n].to(torch.int32)
+    masks = draw_masks(["pages", "mixed"][seed % 2], n, G)
+    wanted = wanted_by(masks, pages, 24)
+    packed = poison(packed, D, wanted)
+    tiles = torch.where(wanted[:, None, :, None], unpack_tiles(packed, D), 0.0)
+    o, lse = attend(isa, q, D**-0.5, packed, pages, masks)
+    check(o, lse, q, D**-0.5, tiles, pages, masks, accuracy(isa, BF16, G))
+
+
+@isas
+@pytest.mark.parametrize("D", range(32, 257, 16))
+def test_attend_has_every_shape(isa: str, D: int) -> None:
+    torch.manual_seed(D)
+    packed = tiles_of(7, D)
+    tiles, pages = unpack_tiles(packed, D), torch.tensor([4, 1, 2, 6, 0], dtype=torch.int32)
+    for G in range(1, 17):
+        q = torch.randn(G, D).to(BF16)
+        o, lse = attend(isa, q, 0.02, packed, pages)
+        check(o, lse, q, 0.02, tiles, pages, None, accuracy(isa, BF16, G))
+
+
+@isas
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 40, 700])
+@pytest.mark.parametrize("G", [1, 2, 4, 5, 16, 40])
+def test_pages_that_are_near_and_pages_alone_change_no_bit(isa: str, n: int, G: int) -> None:
+    torch.manual_seed(n)
+    packed, q = tiles_of(50, 64), torch.randn(G, 64).to(BF16)
+    pages, masks = torch.randint(0, 50, (n,), dtype=torch.int32), draw_masks("mixed", n, G)
+    for wanted in (EVERY, masks):
+        o, lse = attend(isa, q, 0.05, packed, pages, wanted)
+        near, near_lse = torch.full((G, 64), NAN), torch.full((G,), NAN)
+        k("attend_near")(isa, q, 0.05, packed, pages, wanted, near, near_lse)
+        assert torch.equal(near, o) and torch.equal(near_lse, lse)
+        alone = torch.full((n, G), NAN)
+        k("attend_pages")(isa, q, 0.05, packed, pages, wanted, near, near_lse, alone)
+        assert torch.equal(near, o) and torch.equal(near_lse, lse)
+        total = alone.double().logsumexp(0)
+        torch.testing.assert_close(total, lse.double(), atol=1e-4, rtol=1e-5)
+
+
+@isas
+def test_a_token_of_no_numbers_reaches_exactly_the_heads_that_attend_to_it(isa: str) -> None:
+    for part in (0, 1):
+        tiles = torch.randn(3, 2, 16, 64).to(BF16)
+        tiles[1, part, 4, 3] = NAN
+        pages, masks = torch.tensor([2, 1], dtype=torch.int32), torch.full((2, 5), 0xFFFF)
+        masks[1] = torch.tensor([0x0010, 0xFFEF, 0, 0x0001, 0xFFFF])
+        o, _ = attend(isa, torch.randn(5, 64).to(BF16), 0.1, pack_tiles(tiles), pages, masks.to(torch.uint16))
+        assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True]
+    q = torch.randn(3, 64).to(BF16)
+    q[1, 5] = INF
+    o, _ = attend(isa, q, 0.1, tiles_of(3, 64, 0.1), pages)
+    assert o.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+@isas
+@pytest.mark.parametrize("D", HEAD_DIMS)
+def test_whatever_else_reads_tiles_does_as_with_bfloat16(isa: str, D: int) -> None:
+    """Bit for bit: what is stored is a bfloat16 number."""
+    torch.manual_seed(D)
+    packed = tiles_of(12, D)
+    tiles, q = unpack_tiles(packed, D).contiguous(), torch.randn(5, D).to(BF16)
+    pages = torch.randint(0, 12, (9,), dtype=torch.int32)
+    tokens = torch.randint(0, 12 * 16, (75,), dtype=torch.int32)
+    long, short = torch.randn(20, 3, D).to(BF16), D**-0.5
+
+    def both(name: str, *size: int, before: tuple = (q,), after: tuple = (pages,), count: int = 1) -> None:
+        found = []
+        for these in (packed, tiles):
+            out = [torch.full(size if i == 0 else size[:-1], NAN) for i in range(count)]
+            k(name)(isa, *before, these, *after, *out)
+            found.append(out)
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want), name
+
+    both("score_tokens", 5, 9, 16)
+    both("score_rows", 5, 75, after=(tokens,))
+    both("extend", 20, 3, D, before=(long, short), after=(pages, 139, 120, 2**31 - 1), count=2)
+    both("extend", 20, 3, D, before=(long, short), after=(pages, 137, 110, 40), count=2)
+    both("extend_blocks", 20, 3, 3, before=(long, short), after=(pages, 139))
+    for tile, same in zip(packed, tiles, strict=True):
+        entries, moments = torch.empty(2, 2, D, dtype=BF16), torch.empty(2, 2 * D + 8, dtype=torch.float64)
+        for i, one in enumerate((tile, same)):
+            k("page_minmax")(isa, one, entries[i])
+            k("page_moments")(isa, one, moments[i])
+        assert torch.equal(entries[0], entries[1]) and torch.equal(moments[0], moments[1])
+        keys = same[0]
+        assert (entries[0][0] <= keys).all() and (keys <= entries[0][1]).all(), "bounds are bounds"
+
+
+# ---- the pool
+
+
+def make_pool(**options: object) -> NativePool:
+    shape = {"layers": 2, "kv_heads": 2, "pages": 40, "head_dim": 48, "dtype": BF16, "mxint8": True, "sink_pages": 2}
+    return NativePool(Workers(2), **{**shape, **options})  # type: ignore[arg-type]
+
+
+def test_the_pool_reads_what_it_stored_wherever_it_is_read() -> None:
+    pool, pages = make_pool(), torch.randperm(39).to(torch.int32) + 1
+    k_all, v_all = (torch.randn(300, 2, 48).to(BF16) for _ in range(2))
+    for start, stop in ((0, 130), (130, 131), (131, 300)):
+        pool.append(1, pages, start, k_all[start:stop], v_all[start:stop])
+    got_k, got_v = pool.gather(1, pages[:19])
+    assert torch.equal(got_k[:, :300].transpose(0, 1), stored(k_all))
+    assert torch.equal(got_v[:, :300].transpose(0, 1), stored(v_all))
+    windows = torch.zeros(2, 6, 2, PAGE, 48, dtype=BF16)
+    pool.fill_window(1, windows, 0, 300, pages, 32, 48)
+    sinks = torch.cat([windows[:, 0], windows[:, 1]], 2)
+    assert torch.equal(sinks[:, 0].transpose(0, 1), stored(k_all[:32]))
+    assert torch.equal(sinks[:, 1].transpose(0, 1), stored(v_all[:32]))
+    last = windows[:, 2 + (18 - 2) % 4]
+    assert torch.equal(last[:, 0, :12].transpose(0, 1), stored(k_all[288:]))
+    tiles = pool.tensor("tiles", 1)
+    assert tiles.shape == (2, 40, 32 * 50) and tiles.dtype == torch.uint8
+    assert torch.equal(unpack_tiles(tiles[0, pages[:18].long()], 48)[:, 0].flatten(0, 1), stored(k_all[:288, 0]))
+
+
+@pytest.mark.parametrize("dim", [48, 64])
+def test_every_byte_of_a_tile_is_watched(dim: int) -> None:
+    """Exponents, too: by a canary, which sums up what should be stored."""
+    world = NativeWorld(canary=1.0, dtype=MXINT8, heads=1, dim=dim)
+    request = world.add(300)
+    page = request.pages[7]
+    tile = world.pool.tensor("tiles", 0)[0, page]
+    assert world.pool.sweep()[1] == []
+    for byte in range(len(tile)):
+        tile[byte] ^= 1 << byte % 8
+        _, found = world.pool.sweep()
+        row = byte // dim if byte < 32 * dim else (byte - 32 * dim) % 32
+        assert len(found) == 1 and f"page {page}, token {row % 16})" in found[0]
+        tile[byte] ^= 1 << byte % 8
+    assert world.pool.sweep()[1] == []
+
+
+def test_half_the_bytes() -> None:
+    plain, packed = (pool_bytes(4, 2, 1000, 128, BF16, mxint8) for mxint8 in (False, True))
+    assert row_bytes(128, BF16, True) == 132 and row_bytes(128, BF16) == 256
+    assert plain - packed == pytest.approx(4 * 2 * 1000 * 32 * (256 - 132), abs=2 * HUGE_PAGE)
+
+
+def test_only_bfloat16_is_read() -> None:
+    with pytest.raises(ValueError, match=r"mxint8 is read as torch\.bfloat16"):
+        make_pool(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("isa", OWN_ISAS)
+def test_one_token_more_is_the_same_whoever_wrote_the_page(isa: str) -> None:
+    """A decoded token and an appended one are stored alike, in the pool and in the window."""
+    one, other = (NativeWorld(isa=isa, dtype=MXINT8, seed=3) for _ in range(2))
+    short = one.add(299)
+    one.begin_step([short])
+    _, q, out = one.begin_layer([short], 0, one.plan([short]))
+    one.engine.layer_finish()
+    chosen = {(0, h): [set(one.middle(short))] * one.group for h in range(one.heads)}
+    one.check(out, one.expected([short], 0, q, chosen))
+    longer = other.add(300, keys=[short.keys[0]])
+    pages = [torch.tensor(r.pages, dtype=torch.int32) for r in (short, longer)]
+    keys = [w.pool.gather(0, p)[0][:, :300] for w, p in zip((one, other), pages, strict=True)]
+    assert torch.equal(*keys)
+    # The window that decoding wrote is the one that a refill would write.
+    written = one.windows[0].clone()
+    one.windows[0].fill_(NAN)
+    one.pool.fill_window(0, one.windows[0], short.row, 300, pages[0], 32, 48)
+    there = ~one.windows[0].isnan()
+    assert torch.equal(written[there], one.windows[0][there])
+
+
+@pytest.mark.skipif("avx2" not in ISAS, reason="one ISA alone")
+def test_isas_agree_on_what_is_stored() -> None:
+    k_row, v_row = torch.randn(128).to(BF16), torch.randn(128).to(BF16)
+    found = []
+    for isa in OWN_ISAS:
+        tile = torch.zeros(32 * 132, dtype=torch.uint8)
+        k("write_token")(isa, k_row, v_row, 7, tile)
+        found.append(tile)
+    assert all(torch.equal(tile, found[0]) for tile in found)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"kv_dtype": "int8"}', 'kv_dtype is \'int8\', but it is one of a few words; use one of "auto", "mxint8".'),
+        ('{"kv_dtype": "mxint8", "executors": "cpu+torch"}', 'use executors "cpu" or leave kv_dtype out.'),
+        ('{"kv_dtype": "mxint8", "executors": "cpu+gpu"}', 'use executors "cpu" or leave kv_dtype out.'),
+    ],
+)
+def test_options_that_cannot_be(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        FluxionConfig.parse(text)
+    assert str(refused.value).endswith(says)
+
+
+def test_devices_and_models_that_cannot_be() -> None:
+    config = FluxionConfig.parse('{"kv_dtype": "mxint8"}')
+    with pytest.raises(ConfigError, match="only the CPU reads KV of 8 bits"):
+        validation.check_device("cuda", config)
+    validation.check_stored(SimpleNamespace(dtype=BF16), config)
+    with pytest.raises(ConfigError, match="add --dtype bfloat16"):
+        validation.check_stored(SimpleNamespace(dtype=torch.float32), config)
+    assert 'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "mxint8"}\'' in (
+        validation.OPTIONS["kv_cache_dtype"].instead
+    )

@@ -28,12 +28,13 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all lint sanitize soak fuzz sbom audit bench docs wheel clean install native-tests
+.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz sbom audit bench docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make test      style, types and the quick tests (under 8 minutes on 2 cores)"
 	@echo "make test-all  every test, and the unit tests of the native library under sanitizers (an hour)"
+	@echo "make test-sglang VERSION=0.5.22  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make soak      ten minutes of mixed load on a server; ARGS=\"--minutes 480\" for hours"
@@ -56,6 +57,9 @@ test-all: lint native-tests $(VENV)/.docs
 	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
 	$(PYTEST) --full $(TESTS) $(ARGS)
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize
+
+test-sglang: $(VENV)/.dev native-tests
+	@$(BIN)/python tools/test_sglang.py "$(VERSION)" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ struct Attention {
   };
 
   int D, G;
-  float scale;
+  Scale scale;
   const T* tiles;
   const int32_t* pages;
   int known;        // pages that are listed: those to attend to, and those that follow
@@ -52,7 +52,7 @@ struct Attention {
   int dim() const { return kD ? kD : D; }
 
   // masks: of the first n pages, or nullptr.
-  Attention(const T* q, int group, int head_dim, float factor, const void* base, const int32_t* list,
+  Attention(const T* q, int group, int head_dim, Scale factor, const void* base, const int32_t* list,
             const uint16_t* masks, int n, int ahead, float* alone)
       : D(head_dim),
         G(group),
@@ -279,7 +279,7 @@ struct Attention {
 };
 
 template <class T, class Values, int kD>
-void attend_with(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_with(const T* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
   Attention<T, Values, kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
@@ -313,7 +313,7 @@ bool attend_by(const AttendCall& call, float* o, float* lse) {
 #endif
 
 template <class T, int kD>
-void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_dim(const T* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                 const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
 #if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
   if constexpr (sizeof(T) == sizeof(BF16)) {
@@ -337,7 +337,7 @@ void attend_dim(const T* q, int G, int D, float scale, const void* tiles, const 
 }
 
 template <class T>
-void attend_listed(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_listed(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                    const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse,
                    float* page_lse) {
   const T* queries = static_cast<const T*>(q);
@@ -350,19 +350,19 @@ void attend_listed(const void* q, int G, int D, float scale, const void* tiles, 
 }
 
 template <class T>
-void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
             const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, nullptr);
 }
 
 template <class T>
-void attend_near(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_near(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, true, o, lse, nullptr);
 }
 
 template <class T>
-void attend_pages(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_pages(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                   const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
   attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, page_lse);
 }

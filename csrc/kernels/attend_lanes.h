@@ -159,7 +159,7 @@ class LaneAttention : AttendCall {
 #pragma GCC unroll 2
         for (int s = 0; s < kSide; ++s) {
           // As in attend_tiles.h: bounded, and a NaN is passed over by the maximum.
-          const Vec bounded = min(set1(kMaxFloat), mul(sums[j * kSide + s], set1(scale)));
+          const Vec bounded = min(set1(kMaxFloat), logits(sums[j * kSide + s], scale));
           const Vec x = keep(wanted[s], bounded, set1(kNegInf));
           store(scores[s] + (t + j) * kLanes, x);
           highest[s] = max(x, highest[s]);

@@ -301,7 +301,7 @@ class MatrixAttention : AttendCall {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         // As in attend_tiles.h: bounded, and a NaN is passed over by the maximum.
-        const Vec x = min(set1(kMaxFloat), mul(columns[j], set1(scale)));
+        const Vec x = min(set1(kMaxFloat), logits(columns[j], scale));
         const Vec kept = keep(of.wanted[s][h + j], x, set1(kNegInf));
         store(scores[h + j] + s * kPage, kept);
         highest[j] = max(kept, highest[j]);

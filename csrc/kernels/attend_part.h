@@ -47,7 +47,7 @@ inline void add_listed_values(const float* weights, const T* values, int D, cons
 // Scores of the tokens of the mask, scaled, and -inf for the others, which are not read; at least `top`,
 // their maximum.
 template <class T>
-inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask, int D, float scale,
+inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask, int D, const Scale& scale,
                         float top, float* scores) {
   if (__builtin_popcount(mask) <= kSparseTokens) {
     for (int t = 0; t < kPage; t += kLanes) store(scores + t, set1(0.0f));
@@ -63,7 +63,7 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask
   }
   Vec highest = set1(top);
   for (int t = 0; t < kPage; t += kLanes) {
-    const Vec x = min(set1(kMaxFloat), mul(load(scores + t), set1(scale)));
+    const Vec x = min(set1(kMaxFloat), logits(load(scores + t), scale));
     const Vec kept = keep(static_cast<uint32_t>(mask) >> t, x, set1(kNegInf));
     store(scores + t, kept);
     highest = max(kept, highest);
@@ -75,7 +75,7 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask
 // read for a head: weight 0 would not stop a NaN in the others.
 template <class T, class Values, int kHeads>
 void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t* masks, int count, int D,
-                 float scale, const HeadStates& state, const PageLse& page_lse) {
+                 const Scale& scale, const HeadStates& state, const PageLse& page_lse) {
   alignas(64) float scores[kHeads][kPage];
   alignas(64) float next[kLanes];
   store(next, load(state.top));

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/exp.h"
+#include "kernels/logits.h"
 #include "kernels/throttle.h"
 
 // Online softmax in float32 over tiles of which every token counts, several tiles side by side: a row of each
@@ -79,7 +79,7 @@ struct TileRows {
 // and of `highest`.
 template <class T, int kD, int kTiles, int kHeads, int kGap>
 inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int head_dim,
-                       float scale, float* scores, Vec highest) {
+                       const Scale& scale, float* scores, Vec highest) {
   constexpr int kRows = kLanes / (kTiles * kHeads), kPair = 2 * kLanes;
   static_assert(kRows * kTiles * kHeads == kLanes);
   constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
@@ -130,7 +130,7 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
     }
     // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
     // reaches the output.
-    const Vec x = min(set1(kMaxFloat), mul(reduce_rows(sums), set1(scale)));
+    const Vec x = min(set1(kMaxFloat), logits(reduce_rows(sums), scale));
     store(scores + t * kTiles * kHeads, x);
     highest = max(x, highest);
   }
@@ -269,7 +269,7 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
 
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
-                                    float scale, const HeadStates& state, const PageLse& page_lse) {
+                                    const Scale& scale, const HeadStates& state, const PageLse& page_lse) {
   constexpr int kScores = kPage * kTiles * kHeads;
   alignas(64) float weights[kScores];
   const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, D, scale, weights, load(state.top));

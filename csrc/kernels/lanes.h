@@ -10,7 +10,7 @@ namespace {
 struct AttendCall {
   const BF16* q;
   int G, D;
-  float scale;
+  Scale scale;
   const BF16* tiles;
   const int32_t* pages;
   const uint16_t* masks;

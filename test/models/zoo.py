@@ -80,13 +80,23 @@ FAMILIES |= {
     "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),
 }
 BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    # SGLang's attention on a CPU leaves the cap of its logits out.
+    "gemma2": _of(
+        "Gemma2Config",
+        **BY_TURNS,
+        sliding_window=100,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=True,
+    ),
     "granite-sinks": _of(
         "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
     ),
 }
 """Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
 
-EMBEDDINGS = {"olmo2": 1.0, "gemma3": 0.001}
+EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001}
 """Of families where norms follow attention: small ones would be lost beside what it adds. Those that are also the last
 layer of a family would repeat the last token if they were large.
 """

@@ -26,7 +26,7 @@ from fluxion_sglang.executor.state import SHARE, StateRoom
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
-from fluxion_sglang.policy import Policy
+from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.layers import install
@@ -91,6 +91,7 @@ class FluxionAttnBackend(AttentionBackend):
                 "it; the policy %s changes nothing",
                 policy.spec,
             )
+            policy = parse_spec("full")
         self.engine = DecodeEngine(
             pool.host,
             pool.windows,
@@ -129,7 +130,13 @@ class FluxionAttnBackend(AttentionBackend):
         self._events: dict[str, int] = {}
         self._room = StateRoom(self.engine.world, _state_limit(options, pool))
         self.requests = RequestPolicies(
-            policy, options.request_policies, context, options.audit is not None, self._room, self._check_wishes
+            policy,
+            options.request_policies,
+            context,
+            options.audit is not None,
+            self._room,
+            self._check_wishes,
+            one=draft is not None,
         )
         watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None

@@ -369,7 +369,11 @@ MODELS = (
         "it is multimodal, and SGLang would size input buffers by the host pool",
         "serve its language model alone with --language-model-only where SGLang supports that, or " + _OTHER_MODEL,
     ),
-    Refusal(_is_linear, "it has linear-attention or state-space layers, which have no KV to page"),
+    Refusal(
+        _is_linear,
+        "it has linear-attention or state-space layers, which SGLang computes with kernels for GPUs alone, and there "
+        "keeps state of in a pool that the host pool cannot stand in for",
+    ),
     Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
     Refusal(_has_chunked_layers, "it has chunked-attention layers, whose masks the kernels do not have"),

@@ -59,7 +59,7 @@ test-all: lint native-tests $(VENV)/.docs
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize
 
 test-sglang: $(VENV)/.dev native-tests
-	@$(BIN)/python tools/test_sglang.py "$(VERSION)" $(ARGS)
+	@OVERRIDE="$(OVERRIDE)" $(BIN)/python tools/test_sglang.py "$(VERSION)" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

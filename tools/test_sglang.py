@@ -3,6 +3,8 @@
 It goes into an environment of its own, .venv-sglang-VERSION, with this package as it stands here; .venv has the native
 library and what packages are installed with. Then `compat.py` says which of the names that the plug-in needs are gone,
 and if none is, the engine tests run. A version outside of the supported range is taken here, and nowhere else.
+
+OVERRIDE="cuda-tile==1.7.0" puts other packages in place of those that SGLang pins: PyPI alone does not have all of them.
 """
 
 from __future__ import annotations
@@ -29,21 +31,22 @@ def run(command: list[object], **more: str) -> int:
     return subprocess.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **more}, check=False).returncode
 
 
-def install(version: str, venv: Path) -> int:
-    """Install SGLang `version` and the tests' packages; an override takes the place of this package's range."""
+def install(version: str, venv: Path, others: list[str]) -> int:
+    """Install SGLang `version` and the tests' packages; overrides take the place of this package's range, and of what
+    `others` name."""
     if not venv.exists() and (code := run([sys.executable, "-m", "venv", venv])):
         return code
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
-        override.write(f"sglang=={version}\n")
+        override.write("\n".join([f"sglang=={version}", *others]) + "\n")
         override.flush()
         install = [UV, "pip", "install", "-q", "--python", venv / "bin" / "python", "--override", override.name]
         return run([*install, "-e", ".[dev]"], FLUXION_SKIP_NATIVE="1", UV_SYSTEM_CERTS="1")
 
 
-def main(version: str, tests: list[str]) -> int:
+def main(version: str, others: list[str], tests: list[str]) -> int:
     venv = ROOT / f".venv-sglang-{version}"
     print(f"Installing SGLang {version} into {venv.name}", flush=True)
-    if code := install(version, venv):
+    if code := install(version, venv, others):
         return code
     accepted = {"FLUXION_ACCEPT_SGLANG": version}
     python = venv / "bin" / "python"
@@ -60,4 +63,4 @@ def main(version: str, tests: list[str]) -> int:
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not sys.argv[1]:
         sys.exit("error: name a version: make test-sglang VERSION=0.5.22")
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], os.environ.get("OVERRIDE", "").split(), sys.argv[2:]))

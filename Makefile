@@ -30,12 +30,13 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all lint sanitize soak fuzz sbom audit bench docs wheel clean install native-tests
+.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz sbom audit bench docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make test      style, types and the quick tests (under 8 minutes on 2 cores)"
 	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (an hour)"
+	@echo "make test-sglang VERSION=0.5.22  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make soak      ten minutes of mixed load on a server; ARGS=\"--minutes 480\" for hours"
@@ -59,6 +60,9 @@ test-all: lint native-tests $(VENV)/.docs
 	$(PYTEST) --full $(TESTS) $(ARGS)
 	@$(MAKE) audit
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize RECORD=$(or $(RECORD),build/sanitizers.json)
+
+test-sglang: $(VENV)/.dev native-tests
+	@OVERRIDE="$(OVERRIDE)" $(BIN)/python tools/test_sglang.py "$(VERSION)" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

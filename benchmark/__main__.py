@@ -105,6 +105,7 @@ def main() -> None:
             "lfps_selection.py",
             "fairness.py",
             "canary.py",
+            "speculation.py",
         ):  # nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":

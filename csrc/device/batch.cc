@@ -95,7 +95,7 @@ void Batch::add(int64_t claim, const ForeignTask& task, const char* tiles) {
   const int count = task.chosen.count;
   tasks_[claims.size()] = {next_q(), tiles, entries, count};
   claims.push_back({claim, task.chosen.tokens, task.chosen.reads});
-  scale_ = task.scale;
+  scale_ = task.scale.factor;
   masked_ |= task.chosen.masked;
   entries += count;
   longest = std::max(longest, count);

@@ -32,7 +32,7 @@ struct ForeignLoad {
 // A task as a foreign executor needs it, beside its query and what it reads.
 struct ForeignTask {
   int layer, head;
-  float scale;
+  Scale scale;
   Selection chosen;
 };
 

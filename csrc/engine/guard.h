@@ -15,9 +15,9 @@ struct BlocksRead {
   int64_t stride;
   const uint16_t* chosen;  // [blocks.count]: heads that chose a block
   bool together;           // what one head chose, all of them read
-  float scale;             // multiplies the scores
-  const float* res_lse;    // [G], of sinks and window
-  const float* mid_lse;    // [G], of what was read of the middle
+  Scale scale;
+  const float* res_lse;  // [G], of sinks and window
+  const float* mid_lse;  // [G], of what was read of the middle
 };
 
 // The share of its attention that a head is estimated to have left out, over the attention that it is known

@@ -36,7 +36,7 @@ struct LayerInput {
   int64_t q_stride;   // bytes
   TokenView k, v;     // [B][Hk][D]: the token at position n-1 of each request; data nullptr: it is written
   WindowView window;  // data nullptr: the residents are attended to already, or a device's
-  float scale;        // multiplies q.k
+  Scale scale;
   // [Hq]: a logit of each head that joins the softmax and has no value; nullptr: none. As if it were a
   // resident.
   const float* sinks = nullptr;

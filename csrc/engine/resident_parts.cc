@@ -19,7 +19,7 @@ float norm_of(const float* x, int D) {
   return static_cast<float>(std::sqrt(sums[0]));
 }
 
-void attend_run(const KernelTable& kernels, const void* q, int G, int D, float scale, const TileRun& run,
+void attend_run(const KernelTable& kernels, const void* q, int G, int D, Scale scale, const TileRun& run,
                 uint16_t* masks, float* o, float* lse) {
   const bool whole = run.count == 0 || run.last_tokens == kPage;
   if (!whole) {
@@ -33,7 +33,7 @@ void attend_run(const KernelTable& kernels, const void* q, int G, int D, float s
 }  // namespace
 
 void resident_parts(const KernelTable& kernels, const KernelTable& exact, const void* q, int G, int D,
-                    float scale, const TileRun& sinks, const TileRun& local, uint16_t* masks, float* o,
+                    Scale scale, const TileRun& sinks, const TileRun& local, uint16_t* masks, float* o,
                     float* lse, float* parts) {
   alignas(64) float o_sink[kMaxGroup * kMaxHeadDim], o_local[kMaxGroup * kMaxHeadDim];
   float lse_sink[kMaxGroup], lse_local[kMaxGroup];

@@ -24,7 +24,7 @@ struct TileRun {
 // longer run. Written: o [G][D], lse [G] (of both runs together; of nothing 0 and -inf), and parts
 // [G][kParts].
 void resident_parts(const KernelTable& kernels, const KernelTable& exact, const void* q, int G, int D,
-                    float scale, const TileRun& sinks, const TileRun& local, uint16_t* masks, float* o,
+                    Scale scale, const TileRun& sinks, const TileRun& local, uint16_t* masks, float* o,
                     float* lse, float* parts);
 
 }  // namespace fluxion

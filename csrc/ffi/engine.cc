@@ -53,7 +53,7 @@ void engine_step(EngineRef engine, TensorView rows, TensorView seq_lens, TensorV
 }
 
 LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, const Optional<TensorView>& k,
-                    const Optional<TensorView>& v, const Optional<TensorView>& windows, double scale,
+                    const Optional<TensorView>& v, const Optional<TensorView>& windows, Scale scale,
                     const Optional<TensorView>& sinks = {}) {
   const HostPool& pool = engine.pool();
   const int64_t B = engine.batch();
@@ -68,7 +68,7 @@ LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, co
   }
   if (windows.has_value())
     in.window = window_view(pool, *windows, engine.config().sinks, engine.config().window);
-  in.scale = static_cast<float>(scale);
+  in.scale = scale;
   in.sinks = sinks_of(sinks, engine.config().q_heads);
   return in;
 }
@@ -83,18 +83,18 @@ LayerOutput output_of(const Engine& engine, const TensorView& out) {
 }
 
 void engine_layer_newest(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v, double scale,
-                         int64_t window, Optional<TensorView> sinks, TensorView out) {
+                         double cap, int64_t window, Optional<TensorView> sinks, TensorView out) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, {}, scale, sinks);
+  const LayerInput in = input_of(engine, layer, q, k, v, {}, scale_of(scale, cap), sinks);
   const LayerOutput to = output_of(engine, out);
   guarded([&] { engine.newest(in, to, static_cast<int>(std::clamp<int64_t>(window, -1, kNoWindow))); });
 }
 
 void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, Optional<TensorView> k,
-                           Optional<TensorView> v, TensorView windows, double scale,
+                           Optional<TensorView> v, TensorView windows, double scale, double cap,
                            Optional<TensorView> sinks, TensorView parts) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale, sinks);
+  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale_of(scale, cap), sinks);
   expect(parts, "parts", kFloat32, {engine.batch(), engine.config().q_heads, kParts}, 3);
   guarded([&] { engine.residents(in, data<float>(parts)); });
 }
@@ -118,10 +118,10 @@ void check_plan(const Engine& engine, const LayerPlan& plan) {
 }
 
 int64_t engine_layer_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorView q, Optional<TensorView> k,
-                           Optional<TensorView> v, Optional<TensorView> windows, double scale,
+                           Optional<TensorView> v, Optional<TensorView> windows, double scale, double cap,
                            Optional<TensorView> sinks, TensorView out) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale, sinks);
+  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale_of(scale, cap), sinks);
   check_plan(engine, *plan->plan);
   const LayerOutput to = output_of(engine, out);
   return guarded([&] { return static_cast<int64_t>(engine.begin(in, to, plan->plan)); });
@@ -132,7 +132,7 @@ int64_t engine_middle_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorVi
                             Optional<TensorView> parts) {
   Engine& engine = *ref->engine;
   const int64_t B = engine.batch(), Hq = engine.config().q_heads;
-  const LayerInput in = input_of(engine, layer, q, k, v, {}, scale);
+  const LayerInput in = input_of(engine, layer, q, k, v, {}, static_cast<float>(scale));
   check_plan(engine, *plan->plan);
   expect(o, "o", kFloat32, {B, Hq, engine.pool().shape().head_dim}, 3);
   expect(lse, "lse", kFloat32, {B, Hq}, 2);

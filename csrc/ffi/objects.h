@@ -51,11 +51,22 @@ inline TokenView token_view(const HostPool& pool, const TensorView& t, const cha
   return {data<char>(t), t.stride(0) * s.element(), t.stride(1) * s.element()};
 }
 
+inline constexpr double kMostCap = 1e9;  // what is larger caps nothing
+
 // A logit a query head, or nothing.
 inline const float* sinks_of(const ffi::Optional<TensorView>& sinks, int64_t q_heads) {
   if (!sinks.has_value()) return nullptr;
   expect(*sinks, "sinks", kFloat32, {q_heads}, 1);
   return data<float>(*sinks);
+}
+
+// cap: of logits, 0 for none.
+inline Scale scale_of(double factor, double cap) {
+  if (!(cap >= 0) || cap > kMostCap) {
+    TVM_FFI_THROW(ValueError) << "cap is " << cap << "; a cap of logits is above 0 and at most " << kMostCap
+                              << ", 0 is none.";
+  }
+  return {static_cast<float>(factor), static_cast<float>(cap)};
 }
 
 inline constexpr int64_t kMostResidents = 1 << 30;  // tokens: beyond what slots are counted in

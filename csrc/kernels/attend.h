@@ -36,6 +36,7 @@ struct Attention {
   };
 
   int D, G;
+  float cap;  // of logits (Scale)
   const T* tiles;
   const int32_t* pages;
   int known;        // pages that are listed: those to attend to, and those that follow
@@ -52,10 +53,11 @@ struct Attention {
   int dim() const { return kD ? kD : D; }
 
   // masks: of the first n pages, or nullptr.
-  Attention(const Model<T>* q, int group, int head_dim, float scale, const void* base, const int32_t* list,
+  Attention(const Model<T>* q, int group, int head_dim, Scale scale, const void* base, const int32_t* list,
             const uint16_t* masks, int n, int ahead, float* alone)
       : D(head_dim),
         G(group),
+        cap(scale.cap),
         tiles(static_cast<const T*>(base)),
         pages(list),
         known(n + ahead),
@@ -67,10 +69,10 @@ struct Attention {
       store(used[p], set1(0.0f));
       const Party& of = party[p];
       Query* packed = queries + of.place * dim();
-      store(factor[p], set1(scale));
+      store(factor[p], set1(scale.factor));
       for (int h = 0; h < of.count; ++h) {
         const float units = Dot<T>::pack(q + (of.first + h) * dim(), dim(), packed + h * dim());
-        for (int i = h; i < kLanes; i += of.heads) factor[p][i] = scale * units;
+        for (int i = h; i < kLanes; i += of.heads) factor[p][i] = scale.factor * units;
       }
       __builtin_memset(packed + of.count * dim(), 0, (of.heads - of.count) * dim() * sizeof(Query));
       float* sums = out + of.place * dim();
@@ -103,7 +105,7 @@ struct Attention {
   int tile_bytes() const { return static_cast<int>(TileOf<T>::size(dim()) * sizeof(T)); }
   const T* tile(int i) const { return tile_at<T>(tiles, pages[i], dim()); }
   HeadStates state(int p) {
-    return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads, factor[p]};
+    return {top[p], total[p], used[p], out + party[p].place * dim(), party[p].heads, factor[p], cap};
   }
 
   // For page i and the heads of party p.
@@ -285,7 +287,7 @@ struct Attention {
 };
 
 template <class T, class Values, int kD>
-void attend_with(const Model<T>* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_with(const Model<T>* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
   Attention<T, Values, kD> attention(q, G, D, scale, tiles, pages, masks, n, ahead, page_lse);
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
@@ -309,7 +311,7 @@ void attend_with(const Model<T>* q, int G, int D, float scale, const void* tiles
 #if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
 // As attend, but false if it has to be done in another way.
 template <class Way, class T>
-bool attend_by(const BF16* q, int G, int D, float scale, const T* tiles, const int32_t* pages,
+bool attend_by(const BF16* q, int G, int D, Scale scale, const T* tiles, const int32_t* pages,
                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
   if constexpr (sizeof(T) == sizeof(MX8)) {
@@ -339,7 +341,7 @@ bool attend_by(const BF16* q, int G, int D, float scale, const T* tiles, const i
 #endif
 
 template <class T, int kD>
-void attend_dim(const Model<T>* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_dim(const Model<T>* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                 const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse, float* page_lse) {
 #if defined(FLUXION_MATRIX_UNIT) || defined(FLUXION_PAIR_PRODUCTS)
   if constexpr (sizeof(Model<T>) == sizeof(BF16)) {
@@ -363,7 +365,7 @@ void attend_dim(const Model<T>* q, int G, int D, float scale, const void* tiles,
 }
 
 template <class T>
-void attend_listed(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_listed(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                    const uint16_t* masks, int n, int ahead, bool near, float* o, float* lse,
                    float* page_lse) {
   const Model<T>* queries = static_cast<const Model<T>*>(q);
@@ -376,19 +378,19 @@ void attend_listed(const void* q, int G, int D, float scale, const void* tiles, 
 }
 
 template <class T>
-void attend(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
             const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, nullptr);
 }
 
 template <class T>
-void attend_near(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_near(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse) {
   attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, true, o, lse, nullptr);
 }
 
 template <class T>
-void attend_pages(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+void attend_pages(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                   const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
   attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, page_lse);
 }

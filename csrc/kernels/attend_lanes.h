@@ -106,7 +106,8 @@ class LaneAttention : public AttendCall {
     const uint32_t some = lanes_with(wanted, kAllTokens);
     if ((some & lanes_with(others, kAllTokens)) == 0) return some;
     attend_part<BF16, Values, kLanes>(q + of.first * static_cast<int64_t>(dim()), tile(i), masks + at,
-                                      of.count, dim(), {of.top, of.total, of.used, of.out, kLanes, factor},
+                                      of.count, dim(),
+                                      {of.top, of.total, of.used, of.out, kLanes, factor, scale.cap},
                                       {{page_lse ? page_lse + at : nullptr}, of.count});
     return 0;
   }
@@ -159,7 +160,7 @@ class LaneAttention : public AttendCall {
 #pragma GCC unroll 2
         for (int s = 0; s < kSide; ++s) {
           // As in attend_tiles.h: bounded, and a NaN is passed over by the maximum.
-          const Vec bounded = min(set1(kMaxFloat), mul(sums[j * kSide + s], set1(scale)));
+          const Vec bounded = min(set1(kMaxFloat), logits(sums[j * kSide + s], scale));
           const Vec x = keep(wanted[s], bounded, set1(kNegInf));
           store(scores[s] + (t + j) * kLanes, x);
           highest[s] = max(x, highest[s]);
@@ -171,7 +172,7 @@ class LaneAttention : public AttendCall {
 
   // Scores of page i become weights, as Values takes them.
   [[gnu::noinline]] void weigh(Party* of, uint32_t wanted, int i, Vec highest, float* scores) {
-    raise_tops(highest, dim(), {of->top, of->total, of->used, of->out, kLanes, factor});
+    raise_tops(highest, dim(), {of->top, of->total, of->used, of->out, kLanes, factor, scale.cap});
     const Vec base = reference(load(of->top));
     Vec sum = set1(0.0f);
     for (int t = 0; t < kPage; ++t) {

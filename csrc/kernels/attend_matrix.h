@@ -145,7 +145,9 @@ class MatrixAttention : public AttendCall {
     }
   }
 
-  HeadStates state(Party* of) { return {of->top, of->total, of->used, of->out, kMatrixRows, factor}; }
+  HeadStates state(Party* of) {
+    return {of->top, of->total, of->used, of->out, kMatrixRows, factor, scale.cap};
+  }
 
   // A page of which no head wants some tokens, which may hold anything: by vectors, head by head.
   void add_part(Party* of, int i) {
@@ -301,7 +303,7 @@ class MatrixAttention : public AttendCall {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         // As in attend_tiles.h: bounded, and a NaN is passed over by the maximum.
-        const Vec x = min(set1(kMaxFloat), mul(columns[j], set1(scale)));
+        const Vec x = min(set1(kMaxFloat), logits(columns[j], scale));
         const Vec kept = keep(of.wanted[s][h + j], x, set1(kNegInf));
         store(scores[h + j] + s * kPage, kept);
         highest[j] = max(kept, highest[j]);

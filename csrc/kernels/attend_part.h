@@ -63,7 +63,7 @@ inline void add_listed_values(const float* weights, const MX8* tile, const TileS
 // their maximum.
 template <class T>
 inline float score_part(const typename Dot<T>::Query* q, const T* tile, const TileScales<T, 1>& scales,
-                        int mask, int D, float scale, float top, float* scores) {
+                        int mask, int D, const Scale& scale, float top, float* scores) {
   if (__builtin_popcount(mask) <= kSparseTokens) {
     for (int t = 0; t < kPage; t += kLanes) store(scores + t, set1(0.0f));
     for (int bits = mask; bits; bits &= bits - 1) {
@@ -78,7 +78,7 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, const Ti
   }
   Vec highest = set1(top);
   for (int t = 0; t < kPage; t += kLanes) {
-    const Vec x = min(set1(kMaxFloat), mul(load(scores + t), set1(scale)));
+    const Vec x = min(set1(kMaxFloat), logits(load(scores + t), scale));
     const Vec kept = keep(static_cast<uint32_t>(mask) >> t, x, set1(kNegInf));
     store(scores + t, kept);
     highest = max(kept, highest);
@@ -97,8 +97,8 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
   store(next, load(state.top));
   for (int h = 0; h < count; ++h) {
     if (masks[h] == 0) continue;
-    const float top =
-        score_part<T>(q + h * D, tile, scales, masks[h], D, state.factor[h], state.top[h], scores[h]);
+    const float top = score_part<T>(q + h * D, tile, scales, masks[h], D, {state.factor[h], state.cap},
+                                    state.top[h], scores[h]);
     for (int i = h; i < kLanes; i += kHeads) next[i] = top;
   }
   raise_tops(load(next), D, state);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/exp.h"
+#include "kernels/logits.h"
 #include "kernels/mx8.h"
 #include "kernels/throttle.h"
 
@@ -30,6 +30,7 @@ struct HeadStates {
   float* out;    // [rows][D] output so far, not normalised, pair layout; row r is of head r % kHeads
   int rows;
   const float* factor;  // [kLanes] what products of queries and keys are multiplied by to be scores
+  float cap;            // of logits (Scale)
 };
 
 // Where to note what each tile weighs by itself: its LSE for the first `count` heads; nullptr: nobody asks.
@@ -81,8 +82,8 @@ struct TileRows {
 // and of `highest`.
 template <class T, int kD, int kTiles, int kHeads, int kGap>
 inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles,
-                       const TileScales<T, kTiles>& scales, int head_dim, Vec factor, float* scores,
-                       Vec highest) {
+                       const TileScales<T, kTiles>& scales, int head_dim, Vec factor, float cap,
+                       float* scores, Vec highest) {
   constexpr int kRows = kLanes / (kTiles * kHeads), kPair = Dot<T>::kStep;
   static_assert(kRows * kTiles * kHeads == kLanes);
   constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
@@ -134,7 +135,7 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
     }
     // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
     // reaches the output.
-    const Vec x = min(set1(kMaxFloat), mul(reduce_rows(sums), factor));
+    const Vec x = min(set1(kMaxFloat), logits(reduce_rows(sums), factor, cap));
     store(scores + t * kTiles * kHeads, x);
     highest = max(x, highest);
   }
@@ -339,7 +340,7 @@ template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace
     if (tiles.next[s] != nullptr) scales.fetch_of(tiles.next[s], kD ? kD : D);
   }
   const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, scales, D, load(state.factor),
-                                                               weights, load(state.top));
+                                                               state.cap, weights, load(state.top));
   raise_tops(max_by_period<kHeads>(highest), kD ? kD : D, state);
   const Vec base = reference(load(state.top));
   Vec sum = set1(0.0f);

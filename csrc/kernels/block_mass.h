@@ -1,7 +1,6 @@
 #pragma once
 
-#include "kernels/exp.h"
-#include "kernels/table.h"
+#include "kernels/logits.h"
 
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -9,29 +8,29 @@ namespace {
 // Calls take(logits, chosen) for kLanes blocks at a time: the log of what each weighs over what one token of
 // score 0 does, over a whole block's tokens, and a bit a lane for the chosen ones. Lanes past the end: -inf.
 template <class Take>
-inline void visit_blocks(const float* scores, const uint16_t* heads, uint16_t bits, int n, float scale,
+inline void visit_blocks(const float* scores, const uint16_t* heads, uint16_t bits, int n, const Scale& scale,
                          float log_first, float log_last, Take&& take) {
   const auto bounded = [](Vec x) { return max(min(set1(kMaxFloat), x), set1(kNegInf)); };  // NaN: -inf
   for (int i = 0; i < n; i += kLanes) {
     if (i > 0 && i + kLanes < n) {
-      take(bounded(mul(load(scores + i), set1(scale))), lanes_with(heads + i, bits));
+      take(bounded(logits(load(scores + i), scale)), lanes_with(heads + i, bits));
       continue;
     }
     // The cut blocks are at the ends.
-    float logits[kLanes];
+    float score[kLanes], cut[kLanes];
     uint16_t chosen[kLanes];
     for (int j = 0; j < kLanes; ++j) {
       const int at = i + j;
-      const float cut = at == 0 ? log_first : at == n - 1 ? log_last : 0.0f;
-      logits[j] = at < n ? scores[at] * scale + cut : kNegInf;
+      score[j] = at < n ? scores[at] : 0.0f;
+      cut[j] = at >= n ? kNegInf : at == 0 ? log_first : at == n - 1 ? log_last : 0.0f;
       chosen[j] = at < n ? heads[at] : 0;
     }
-    take(bounded(load(logits)), lanes_with(chosen, bits));
+    take(bounded(add(bounded(logits(load(score), scale)), load(cut))), lanes_with(chosen, bits));
   }
 }
 
 // Two passes, maxima and then sums: one exponential a block.
-inline void block_mass(const float* scores, const uint16_t* heads, uint16_t bits, int n, float scale,
+inline void block_mass(const float* scores, const uint16_t* heads, uint16_t bits, int n, Scale scale,
                        int tokens, int first_tokens, int last_tokens, float* mass) {
   const float whole = static_cast<float>(tokens);
   const float log_first = __builtin_logf(static_cast<float>(first_tokens) / whole);

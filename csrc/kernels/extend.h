@@ -37,7 +37,8 @@ class Extend {
   static constexpr int kWordKeys = kKeys / W::kElements;  // words of a row of weights
 
  public:
-  Extend(const ExtendArgs& args, void* scratch) : a_(args), rows_(args.tokens * args.G) {
+  Extend(const ExtendArgs& args, void* scratch)
+      : a_(args), rows_(args.tokens * args.G), factor_(args.scale.cap == 0.0f ? args.scale.factor : 1.0f) {
     depth_ = W::depth(a_.D);
     const int padded = (rows_ + kStrip - 1) / kStrip * kStrip;
     float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
@@ -71,13 +72,15 @@ class Extend {
   void run() {
     [[maybe_unused]] const typename P::Unit unit;
     const int last = smaller(a_.keys, a_.first + a_.tokens);  // that somebody sees
-    const int start = hidden(0, 0) / kKeys * kKeys;
+    const int start = least_hidden(0, 0) / kKeys * kKeys;
     for (int key = start; key < last; key += kKeys) {
       lay_out(key, smaller(last - key, kKeys));
       // Rows before the first token that sees these keys do not, nor do those after the last one.
       const int before = key - a_.first;
       const int from = before > 0 ? before * a_.G / kStrip * kStrip : 0;
-      for (int row = from; row < rows_ && hidden(row, key) < kKeys; row += kStrip) add_strip(row, key);
+      for (int row = from; row < rows_; row += kStrip) {
+        if (least_hidden(row, key) < kKeys) add_strip(row, key);
+      }
     }
   }
 
@@ -107,10 +110,31 @@ class Extend {
   }
 
  private:
-  // How many keys from `key` on lie before the window of this row.
-  int hidden(int row, int key) const {
-    const int64_t count = int64_t{a_.first} + row / a_.G + 1 - a_.window - key;
+  // How many keys from `key` on lie before the window of a query at place `at` of the list.
+  int hidden_at(int64_t at, int key) const {
+    const int64_t count = at + 1 - a_.window - key;
     return count > 0 ? static_cast<int>(count) : 0;
+  }
+  // The same of this row.
+  int hidden(int row, int key) const {
+    const int t = row / a_.G;
+    if (a_.tree == nullptr) return hidden_at(int64_t{a_.first} + t, key);
+    return hidden_at(int64_t{a_.root} + __builtin_popcountll(a_.tree[t]) - 1, key);
+  }
+  // No row from this one on has fewer. Nodes of a tree have any order.
+  int least_hidden(int row, int key) const {
+    return hidden_at(a_.tree == nullptr ? int64_t{a_.first} + row / a_.G : a_.root, key);
+  }
+  // No row up to this one has more.
+  int most_hidden(int row, int key) const { return hidden_at(int64_t{a_.first} + row / a_.G, key); }
+
+  // Which of the kKeys keys from `key` on are not of a tree, or of this row's part of it.
+  uint64_t in_tree(int row, int key) const {
+    const int before = a_.root - key;
+    if (a_.tree == nullptr || before >= kKeys) return ~uint64_t{0};
+    const uint64_t nodes = a_.tree[row / a_.G];
+    if (before >= 0) return nodes << before | ((uint64_t{1} << before) - 1);
+    return -before < 64 ? nodes >> -before : 0;
   }
 
   // Keys and values of `count` keys from `key` on. What lies behind them in their tile may be anything, and
@@ -146,9 +170,13 @@ class Extend {
     return room;
   }
 
+  // scores_ times factor_ are logits.
   void score_strip(int row) {
     P::template multiply<kKeys, false>(queries_ + int64_t{row} * depth_, depth_, keys_, kKeys, depth_, kKeys,
                                        scores_, kKeys);
+    if (a_.scale.cap == 0.0f) [[likely]]
+      return;
+    for (int i = 0; i < kStrip * kKeys; i += kLanes) store(scores_ + i, logits(load(scores_ + i), a_.scale));
   }
 
   // Of the first `count` scores.
@@ -157,8 +185,8 @@ class Extend {
     Vec x[kVecs], highest = set1(kNegInf), sum = set1(0.0f);
 #pragma GCC unroll 16
     for (int j = 0; j < kVecs; ++j) {
-      x[j] = keep(first_lanes(count - j * kLanes), mul(load(scores + j * kLanes), set1(a_.scale)),
-                  set1(kNegInf));
+      x[j] =
+          keep(first_lanes(count - j * kLanes), mul(load(scores + j * kLanes), set1(factor_)), set1(kNegInf));
       highest = max(x[j], highest);
     }
     const float top = reduce_max(highest);
@@ -172,7 +200,8 @@ class Extend {
   void add_strip(int row, int key) {
     score_strip(row);
     const int64_t sees = a_.first + int64_t{row / a_.G} + 1 - key;  // of these keys, by the first row
-    if (sees >= kKeys && key + kKeys <= a_.keys && hidden(row + kStrip - 1, key) == 0) {
+    const bool before_tree = a_.tree == nullptr || key + kKeys <= a_.root;
+    if (sees >= kKeys && key + kKeys <= a_.keys && before_tree && most_hidden(row + kStrip - 1, key) == 0) {
       weigh<false>(row, key);
     } else {
       weigh<true>(row, key);
@@ -185,7 +214,7 @@ class Extend {
   template <bool kMasked>
   void weigh(int row, int key) {
     constexpr int kVecs = kKeys / kLanes;
-    const Vec scale = set1(a_.scale);
+    const Vec scale = set1(factor_);
     for (int i = 0; i < kStrip; ++i) {
       float* scores = scores_ + i * kKeys;
       float* words = weights_ + i * kWordKeys;
@@ -194,12 +223,14 @@ class Extend {
       const int sees =
           kMasked && r < rows_ ? smaller(smaller(a_.first + r / a_.G + 1, a_.keys) - key, kKeys) : kKeys;
       const int left = kMasked && r < rows_ ? smaller(hidden(r, key), kKeys) : 0;
+      const uint64_t tree = kMasked && r < rows_ ? in_tree(r, key) : ~uint64_t{0};
       Vec x[kVecs], highest = set1(top_[r]);
 #pragma GCC unroll 16
       for (int j = 0; j < kVecs; ++j) {
         x[j] = mul(load(scores + j * kLanes), scale);
         if constexpr (kMasked) {
-          const uint32_t seen = first_lanes(sees - j * kLanes) & ~first_lanes(left - j * kLanes);
+          const uint32_t seen = first_lanes(sees - j * kLanes) & ~first_lanes(left - j * kLanes) &
+                                static_cast<uint32_t>(tree >> j * kLanes);
           x[j] = keep(seen, x[j], set1(kNegInf));
         }
         highest = max(x[j], highest);  // passes over a NaN
@@ -224,6 +255,7 @@ class Extend {
 
   const ExtendArgs& a_;
   int rows_, depth_;
+  float factor_;
   float *keys_, *values_;     // words [depth][kKeys], [kWordKeys][D]
   float *scores_, *weights_;  // of a strip: [kStrip][kKeys], words [kStrip][kWordKeys]
   float* tile_;               // of which not all tokens count, or unpacked

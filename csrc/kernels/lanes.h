@@ -9,7 +9,7 @@ namespace {
 // The arguments of `attend` (kernels/table.h).
 class AttendCall {
  public:
-  AttendCall(const BF16* q, int G, int D, float scale, const BF16* tiles, const int32_t* pages,
+  AttendCall(const BF16* q, int G, int D, Scale scale, const BF16* tiles, const int32_t* pages,
              const uint16_t* masks, int n, int known, float* page_lse)
       : q(q),
         G(G),
@@ -21,7 +21,7 @@ class AttendCall {
         n(n),
         known(known),
         page_lse(page_lse) {
-    for (float& x : factor) x = scale;
+    for (float& x : factor) x = scale.factor;
   }
   // What follows, for the same queries: `count` pages of other tiles.
   void go_on(const BF16* other, const int32_t* list, const uint16_t* wanted, int count, float* alone) {
@@ -35,7 +35,7 @@ class AttendCall {
  protected:
   const BF16* q;
   int G, D;
-  float scale;
+  Scale scale;
   const BF16* tiles;
   const int32_t* pages;
   const uint16_t* masks;

@@ -58,20 +58,33 @@ struct FeatureArgs {
   float* out;               // [B][Hq][kFeatures]
 };
 
+// How a score q.k becomes a logit: times the factor, and where there is a cap, cap * tanh(that / cap). It
+// rises with the score, so what bounds a score bounds its logit.
+struct Scale {
+  Scale(float times = 1, float limit = 0) : factor(times), cap(limit) {}
+  float factor;
+  float cap;  // of logits; 0: none
+};
+
 // A window that leaves nothing out.
 inline constexpr int kNoWindow = INT32_MAX;
 
 // A block of queries of one KV head, and the tokens that they attend to, page by page.
 struct ExtendArgs {
-  const void* q;           // KV dtype: those of token t are [G][D] at q + t * q_stride
-  int64_t q_stride;        // bytes
-  int tokens, G, D;        // tokens * G: rows, at most kExtendRows
-  float scale;             // multiplies q.k
+  const void* q;     // KV dtype: those of token t are [G][D] at q + t * q_stride
+  int64_t q_stride;  // bytes
+  int tokens, G, D;  // tokens * G: rows, at most kExtendRows
+  Scale scale;
   const void* tiles;       // token i of the list is token i % 16 of
   const int32_t* pages;    //   tile pages[i / 16]
   int keys;                // listed tokens
   int first;               // query t attends to the tokens 0 .. min(first + t, keys - 1) of the list,
   int window = kNoWindow;  //   and of these to none before first + t - window + 1
+  // Not nullptr: the tokens of the list from `root` on, at most 64, are nodes of a tree. Query t attends to
+  // node i only where bit i of tree[t] is 1, never to a later one than its own, and to the tokens before the
+  // tree that its window has: its place there is its depth. No window is shorter than the tree is deep.
+  const uint64_t* tree = nullptr;
+  int root = 0;
 };
 
 // What `linear` multiplies, in the KV dtype.
@@ -119,11 +132,11 @@ struct KernelTable {
   // bytes, 4-byte aligned.
   void (*select)(const float* scores, int n, int k, uint16_t bit, uint16_t* heads, void* scratch);
 
-  // What the blocks would weigh if each of their tokens had the block's score: log sum tokens_i exp(scale *
+  // What the blocks would weigh if each of their tokens had the block's score: log sum tokens_i exp(logit of
   // scores[i]), mass[0] of the blocks with heads[i] & bits, mass[1] of the others; of none -inf. n >= 1
   // blocks of `tokens` tokens, but for the first (also where it is the only one) and the last. NaN counts as
   // -inf.
-  void (*block_mass)(const float* scores, const uint16_t* heads, uint16_t bits, int n, float scale,
+  void (*block_mass)(const float* scores, const uint16_t* heads, uint16_t bits, int n, Scale scale,
                      int tokens, int first_tokens, int last_tokens, float* mass);
 
   // sum[i] = keep * sum[i] + take * e^(scale * scores[i] - lse), the power at most 1; of a NaN 0. Where keep
@@ -143,20 +156,20 @@ struct KernelTable {
   // ahead: pages and masks go on for so many tiles, which the caller may attend to next. They may be fetched,
   // and are not used.
   //
-  // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(scale * q.k). A head that attends to
+  // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(logit of q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
   // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
   // unrounded. Of kMX8, q may be rounded by 2^-16 of its largest element.
-  void (*attend)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+  void (*attend)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
   // attend, with the same bits, of tiles that a cache has, or that have been attended to just before.
-  void (*attend_near)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+  void (*attend_near)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                       const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
   // attend, with the same bits, and page_lse[n][G]: the LSE of every page alone. A page that weighs less than
   // e^-87 of the heaviest token of all may get -inf.
-  void (*attend_pages)(const void* q, int G, int D, float scale, const void* tiles, const int32_t* pages,
+  void (*attend_pages)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                        const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse);
 
   // Attention of many queries of a prompt to what comes before them, themselves included. o: float32

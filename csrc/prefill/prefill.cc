@@ -24,6 +24,8 @@ constexpr int64_t kLeastKeys = 1024;
 // and how far the queries are apart that choose.
 constexpr int64_t kNear = 256, kLast = 256;
 constexpr int kAskEvery = 8;
+// Tokens that the bits of a word can name.
+constexpr int kLargestTree = 64;
 // The share of its weight that a query needs, if the budget allows.
 constexpr float kKeep = 0.98f;
 
@@ -41,7 +43,7 @@ class ChunkWork {
     blocks_ = (chunk.tokens + block_ - 1) / block_;
     const int64_t keys = chunk.start + chunk.tokens, items = blocks_ * s.kv_heads;
     windowed_ = chunk.window < keys;
-    const bool sparse = chunk.budget < 1 && keys > kNear + kExtendKeys && !windowed_;
+    const bool sparse = chunk.budget < 1 && keys > kNear + kExtendKeys && !windowed_ && !chunk.tree;
     if (!sparse && !windowed_) {
       stretches_ = std::clamp<int64_t>(wanted / items, 1, std::max<int64_t>(keys / kLeastKeys, 1));
     }
@@ -111,6 +113,10 @@ class ChunkWork {
       args.keys = static_cast<int>(std::clamp<int64_t>(before + at.tokens, 0, stretch_));
       args.first = static_cast<int>(before);
       args.window = chunk_.window;
+      if (chunk_.tree != nullptr) {
+        args.tree = chunk_.tree + at.first;
+        args.root = static_cast<int>(chunk_.start - from);
+      }
       if (!lists_.empty()) choose(at, &args, &lists_[worker]);
       read_.fetch_add(args.keys, std::memory_order_relaxed);
       there_.fetch_add(before + at.tokens, std::memory_order_relaxed);
@@ -127,7 +133,8 @@ class ChunkWork {
 
   // The page in which the window of a block's first token begins.
   int64_t window_page(const Block& at) const {
-    return std::max<int64_t>(chunk_.start + at.first + 1 - chunk_.window, 0) / kPage;
+    const int64_t first = chunk_.tree == nullptr ? at.first : 0;
+    return std::max<int64_t>(chunk_.start + first + 1 - chunk_.window, 0) / kPage;
   }
 
   // What one worker lists, and what it needs for that.
@@ -240,6 +247,18 @@ double attend_chunk(const HostPool& pool, const Chunk& chunk) {
   if (chunk.window < 1) {
     throw std::invalid_argument("The window of a layer is " + std::to_string(chunk.window) +
                                 " tokens; a token attends at least to itself.");
+  }
+  if (chunk.tree != nullptr) {
+    if (chunk.tokens > kLargestTree || chunk.tokens > chunk.window) {
+      throw std::invalid_argument("A tree has " + std::to_string(chunk.tokens) + " tokens; it may have " +
+                                  std::to_string(std::min(kLargestTree, chunk.window)) + ".");
+    }
+    for (int64_t t = 0; t < chunk.tokens; ++t) {
+      if (chunk.tree[t] >> t != 1) {
+        throw std::invalid_argument("Token " + std::to_string(t) +
+                                    " of a tree must attend to itself and to no later one.");
+      }
+    }
   }
   if (chunk.tokens == 0) return 1;
   return ChunkWork(pool, chunk).run();

@@ -16,13 +16,16 @@ struct Chunk {
   int64_t n_pages;
   int64_t start, tokens;
   int q_heads;
-  const char* q;           // those of token t are [q_heads][D], KV dtype, at q + t * q_stride
-  int64_t q_stride;        // bytes
-  float scale;             // multiplies q.k
+  const char* q;     // those of token t are [q_heads][D], KV dtype, at q + t * q_stride
+  int64_t q_stride;  // bytes
+  Scale scale;
   char* out;               // [tokens][q_heads][D], KV dtype
   float budget;            // the largest share of earlier tokens that is read, in (0, 1]; 1: an exact prefill
   int window = kNoWindow;  // newest tokens that each token attends to, itself included
   const float* sinks = nullptr;  // [q_heads]: a logit of each head that has no value; nullptr: none
+  // [tokens]: the tokens are nodes of a tree, at most 64, parents first. Token t attends to token i only
+  // where bit i of tree[t] is 1: its ancestors and itself. nullptr: each one attends to all before it.
+  const uint64_t* tree = nullptr;
 };
 
 // Every token attends to itself and to all before it that are in its window. A prefill with a window is
@@ -32,6 +35,8 @@ struct Chunk {
 // With a budget below 1, a block of queries and the heads of a group read the sinks, what lies near, and of
 // the rest the blocks of kExtendKeys tokens that matter most to some of these queries (choose_blocks); every
 // eighth one is asked, exactly. The last tokens of a chunk, which may be the question, read everything.
+//
+// A tree is attended to exactly, and is no deeper than a window. The place of a token is its depth.
 //
 // Returns the share that was read of what there was to read.
 double attend_chunk(const HostPool& pool, const Chunk& chunk);

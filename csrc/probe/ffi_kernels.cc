@@ -229,7 +229,7 @@ void k_score_rows(const String& isa, TensorView q, TensorView tiles, TensorView 
 }
 
 void k_block_mass(const String& isa, TensorView scores, TensorView heads, int64_t bits, double scale,
-                  int64_t tokens, int64_t first_tokens, int64_t last_tokens, TensorView mass) {
+                  double cap, int64_t tokens, int64_t first_tokens, int64_t last_tokens, TensorView mass) {
   const Argument values{"scores", scores};
   values.require(kFloat32, {-1});
   const int n = values.count();
@@ -246,8 +246,9 @@ void k_block_mass(const String& isa, TensorView scores, TensorView heads, int64_
   }
   table_of(isa, DType::kF32)
       .block_mass(values.data<float>(), static_cast<uint16_t*>(heads.data_ptr()), static_cast<uint16_t>(bits),
-                  n, static_cast<float>(scale), static_cast<int>(tokens), static_cast<int>(first_tokens),
-                  static_cast<int>(last_tokens), static_cast<float*>(mass.data_ptr()));
+                  n, {static_cast<float>(scale), static_cast<float>(cap)}, static_cast<int>(tokens),
+                  static_cast<int>(first_tokens), static_cast<int>(last_tokens),
+                  static_cast<float*>(mass.data_ptr()));
 }
 
 void k_add_weights(const String& isa, TensorView scores, double scale, double lse, double keep, double take,
@@ -272,7 +273,7 @@ void k_compare_codes(const String& isa, TensorView codes, int64_t limit, TensorV
 }
 
 // k_attend, k_attend_near and k_attend_pages: only the last one has page_lse.
-void attend_list(const String& isa, bool near, TensorView q, double scale, TensorView tiles, TensorView pages,
+void attend_list(const String& isa, bool near, TensorView q, Scale scale, TensorView tiles, TensorView pages,
                  TensorView masks, TensorView o, TensorView lse, const TensorView* page_lse) {
   const Argument queries{"q", q}, ids{"pages", pages}, bits{"masks", masks};
   const DType dtype = queries.kv_dtype();
@@ -286,7 +287,7 @@ void attend_list(const String& isa, bool near, TensorView q, double scale, Tenso
   Argument{"lse", lse}.require(kFloat32, {G});
   const KernelTable& kernels = table_of(isa, held.stored);
   const auto call = [&](auto attend, auto... more) {
-    attend(q.data_ptr(), G, D, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
+    attend(q.data_ptr(), G, D, scale, tiles.data_ptr(), ids.data<int32_t>(),
            all ? nullptr : bits.data<uint16_t>(), n, 0, static_cast<float*>(o.data_ptr()),
            static_cast<float*>(lse.data_ptr()), more...);
   };
@@ -297,23 +298,31 @@ void attend_list(const String& isa, bool near, TensorView q, double scale, Tenso
 
 void k_attend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
               TensorView masks, TensorView o, TensorView lse) {
-  attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, nullptr);
+  attend_list(isa, false, q, static_cast<float>(scale), tiles, pages, masks, o, lse, nullptr);
 }
 
 void k_attend_near(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
                    TensorView masks, TensorView o, TensorView lse) {
-  attend_list(isa, true, q, scale, tiles, pages, masks, o, lse, nullptr);
+  attend_list(isa, true, q, static_cast<float>(scale), tiles, pages, masks, o, lse, nullptr);
 }
 
 void k_attend_pages(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
                     TensorView masks, TensorView o, TensorView lse, TensorView page_lse) {
-  attend_list(isa, false, q, scale, tiles, pages, masks, o, lse, &page_lse);
+  attend_list(isa, false, q, static_cast<float>(scale), tiles, pages, masks, o, lse, &page_lse);
+}
+
+// k_attend_pages of capped logits.
+void k_attend_capped(const String& isa, TensorView q, double scale, double cap, TensorView tiles,
+                     TensorView pages, TensorView masks, TensorView o, TensorView lse, TensorView page_lse) {
+  attend_list(isa, false, q, {static_cast<float>(scale), static_cast<float>(cap)}, tiles, pages, masks, o,
+              lse, &page_lse);
 }
 
 // q [T, G, D]; first, window: of `extend` (kernels/table.h). o and lse are what `extend` writes, or without o
 // [T, G, blocks] of `extend_blocks`.
-void extend_list(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
-                 int64_t keys, int64_t first, int64_t window, const TensorView* o, TensorView lse) {
+void extend_list(const String& isa, TensorView q, Scale scale, TensorView tiles, TensorView pages,
+                 int64_t keys, int64_t first, int64_t window, const TensorView* o, TensorView lse,
+                 const TensorView* tree = nullptr, int64_t root = 0) {
   const Argument queries{"q", q}, ids{"pages", pages};
   const DType dtype = queries.kv_dtype();
   if (q.ndim() != 3 || q.size(0) * q.size(1) > kExtendRows) {
@@ -329,17 +338,22 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
                               << ", of " << n << " pages.";
   }
   const int64_t element = dtype == DType::kBF16 ? 2 : 4;
-  const ExtendArgs args{q.data_ptr(),
-                        q.stride(0) * element,
-                        T,
-                        G,
-                        D,
-                        static_cast<float>(scale),
-                        tiles.data_ptr(),
-                        ids.data<int32_t>(),
-                        static_cast<int>(keys),
-                        static_cast<int>(first),
-                        static_cast<int>(window)};
+  ExtendArgs args{q.data_ptr(),
+                  q.stride(0) * element,
+                  T,
+                  G,
+                  D,
+                  scale,
+                  tiles.data_ptr(),
+                  ids.data<int32_t>(),
+                  static_cast<int>(keys),
+                  static_cast<int>(first),
+                  static_cast<int>(window)};
+  if (tree != nullptr) {
+    Argument{"tree", *tree}.require(kInt64, {T});
+    args.tree = static_cast<const uint64_t*>(tree->data_ptr());
+    args.root = static_cast<int>(root);
+  }
   // What the kernel finds there is nothing that it may use.
   std::vector<char> scratch(extend_scratch_bytes(T * G, D), static_cast<char>(0xff));
   const KernelTable& kernels = table_of(isa, held.stored);
@@ -356,12 +370,20 @@ void extend_list(const String& isa, TensorView q, double scale, TensorView tiles
 
 void k_extend(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages, int64_t keys,
               int64_t first, int64_t window, TensorView o, TensorView lse) {
-  extend_list(isa, q, scale, tiles, pages, keys, first, window, &o, lse);
+  extend_list(isa, q, static_cast<float>(scale), tiles, pages, keys, first, window, &o, lse);
+}
+
+// tree: [T] int64, root: of `extend`. Of capped logits where cap is not 0.
+void k_extend_tree(const String& isa, TensorView q, double scale, double cap, TensorView tiles,
+                   TensorView pages, int64_t keys, int64_t first, int64_t window, TensorView tree,
+                   int64_t root, TensorView o, TensorView lse) {
+  extend_list(isa, q, {static_cast<float>(scale), static_cast<float>(cap)}, tiles, pages, keys, first, window,
+              &o, lse, &tree, root);
 }
 
 void k_extend_blocks(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
                      int64_t keys, TensorView lse) {
-  extend_list(isa, q, scale, tiles, pages, keys, 0, kNoWindow, nullptr, lse);
+  extend_list(isa, q, static_cast<float>(scale), tiles, pages, keys, 0, kNoWindow, nullptr, lse);
 }
 
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
@@ -444,6 +466,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend, k_attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_near, k_attend_near);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_pages, k_attend_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend, k_extend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_tree, k_extend_tree);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_capped, k_attend_capped);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_blocks, k_extend_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);

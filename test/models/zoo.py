@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -80,13 +82,23 @@ FAMILIES |= {
     "qwen2-window": _of("Qwen2Config", use_sliding_window=True, sliding_window=200, max_window_layers=1),
 }
 BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    # SGLang's attention on a CPU leaves the cap of its logits out.
+    "gemma2": _of(
+        "Gemma2Config",
+        **BY_TURNS,
+        sliding_window=100,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=True,
+    ),
     "granite-sinks": _of(
         "GraniteSWAConfig", **BY_TURNS, sliding_window=150, rope_theta=10000.0, layer_rope_theta=[10000.0, 10000.0]
     ),
 }
 """Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
 
-EMBEDDINGS = {"olmo2": 1.0, "gemma3": 0.001}
+EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001}
 """Of families where norms follow attention: small ones would be lost beside what it adds. Those that are also the last
 layer of a family would repeat the last token if they were large.
 """
@@ -109,6 +121,31 @@ def build(family: str, folder: Path) -> str:
             assert torch.isfinite(weight).all(), name
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    return str(folder)
+
+
+def build_adapter(model: str, folder: Path, rank: int = 8, seed: int = 1) -> str:
+    """Write a LoRA adapter for the linear layers of a Llama at `model` to `folder` and return its path."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    sizes = {
+        "self_attn.q_proj": (hidden, q), "self_attn.k_proj": (hidden, kv), "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (q, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }  # fmt: skip
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for name, (size, out) in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, size, generator=random) * 0.1
+            weights[f"{at}.lora_B.weight"] = torch.randn(out, rank, generator=random) * 0.1
+    folder.mkdir()
+    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
+    modules = [name.rpartition(".")[2] for name in sizes]
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
     return str(folder)
 
 

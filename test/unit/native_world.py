@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import reference
 import torch
 from mxint8 import MXINT8, stored
 
@@ -18,9 +19,11 @@ CLAIM_INDEX_MASK = (1 << 18) - 1
 """`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer (`csrc/engine/task_queue.h`, kBits)."""
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [D], k and v [n, D] -> o [D], LSE, in float64; nothing attended: 0, -inf."""
-    scores = (k.double() @ q.double()) * scale
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [D], k and v [n, D] -> o [D], LSE, in float64; nothing attended: 0, -inf. cap: of logits, if not 0."""
+    scores = reference.capped((k.double() @ q.double()) * scale, cap)
     lse = scores.logsumexp(0) if len(scores) else torch.tensor(-math.inf, dtype=torch.float64)
     return (scores - lse).exp() @ v.double(), lse
 

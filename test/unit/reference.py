@@ -16,12 +16,19 @@ def token_bits(masks: Tensor) -> Tensor:
     return ((masks.to(torch.int32)[:, :, None] >> torch.arange(16)) & 1).bool().permute(1, 0, 2)
 
 
-def attend(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Logits after a soft cap; 0: there is none."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def attend(
+    q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None = None, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Attention of q [G, D] over the pages: o [G, D] and natural LSE [G]; over nothing 0 and -inf."""
     chosen = tiles[pages.long()].double()
     keys, values = chosen[:, 0], chosen[:, 1]
     wanted = token_bits(masks) if masks is not None else torch.ones(len(q), len(pages), 16, dtype=torch.bool)
-    scores = torch.einsum("gd,ntd->gnt", q.double(), keys) * scale
+    scores = capped(torch.einsum("gd,ntd->gnt", q.double(), keys) * scale, cap)
     scores = torch.where(wanted, scores, -math.inf)
     lse = torch.logsumexp(scores.flatten(1), dim=1)
     weights = torch.where(wanted, torch.exp(scores - lse[:, None, None]), 0.0)
@@ -66,7 +73,9 @@ def select(scores: Tensor, k: int) -> Tensor:
     return chosen
 
 
-def block_mass(scores: Tensor, chosen: Tensor, scale: float, tokens: int, first: int, last: int) -> tuple[float, float]:
+def block_mass(
+    scores: Tensor, chosen: Tensor, scale: float, tokens: int, first: int, last: int, cap: float = 0.0
+) -> tuple[float, float]:
     """Log of the sum of tokens * exp(scale * score) over the chosen blocks (bool [n]) and over the others.
 
     The first block has `first` tokens, the last one `last` (a single one `first`), the others `tokens`.
@@ -74,7 +83,9 @@ def block_mass(scores: Tensor, chosen: Tensor, scale: float, tokens: int, first:
     counts = torch.full((len(scores),), float(tokens), dtype=torch.float64)
     counts[-1] = last
     counts[0] = first
-    logits = torch.where(scores.isnan(), -math.inf, scores.double() * scale).clamp(max=torch.finfo(torch.float32).max)
+    logits = torch.where(scores.isnan(), -math.inf, capped(scores.double() * scale, cap)).clamp(
+        max=torch.finfo(torch.float32).max
+    )
     logits = logits + counts.log()
     return float(logits[chosen].logsumexp(0)), float(logits[~chosen].logsumexp(0))
 

@@ -31,8 +31,8 @@ TESTED_ELSEWHERE = {"csrc/probe", "csrc/cuda", "csrc/device"}
 """Folders whose functions measure, or are a device's: no request comes near them."""
 ANY_NUMBER = {
     ("workers_create", 0): "as many threads as there may be; fewer than one are refused",
-    ("pool_attend_chunk", 7): "a window as long as that is none",
-    ("engine_layer_newest", 6): "the same",
+    ("pool_attend_chunk", 8): "a window as long as that is none",
+    ("engine_layer_newest", 7): "the same",
     ("engine_create", 8): "0 and less: what is best",
     ("engine_create", 10): "less than 0: the machine's",
     ("features", 8): "a feature",
@@ -117,15 +117,20 @@ class Rig:
             "pool_adopt": [pool, 0, self.pages, 0, 20],
             "pool_fill_window": [pool, 0, self.windows, 1, TOKENS, self.pages, SINKS, WINDOW],
             "pool_gather": [pool, 0, self.pages, *torch.empty(2, HEADS, 320, DIM)],
-            "pool_attend_chunk": [pool, 0, self.pages, 100, torch.randn(20, HQ, DIM), 0.1, 1.0, 4096, sinks, out],
+            "pool_attend_chunk": [
+                pool, 0, self.pages, 100, torch.randn(20, HQ, DIM), 0.1, 9.0, 1.0, 4096, sinks,
+                (2 << torch.arange(20)) - 1, out,
+            ],
             "engine_create": [pool, HQ, SINKS, WINDOW, 1, 4, True, 0.0, 0, True, -1],
             "engine_step": [engine, *step, self.table],
-            "engine_layer_resident": [engine, 0, q, kv, kv, self.windows, 0.1, sinks, torch.empty(B, HQ, len(PARTS))],
+            "engine_layer_resident": [
+                engine, 0, q, kv, kv, self.windows, 0.1, 9.0, sinks, torch.empty(B, HQ, len(PARTS))
+            ],
             "engine_layer_append": [engine, 0, kv, kv],
             "engine_layer_begin": [
-                engine, self.plan.handle, 0, q, kv, kv, self.windows, 0.1, sinks, torch.empty(B, HQ, DIM)
+                engine, self.plan.handle, 0, q, kv, kv, self.windows, 0.1, 9.0, sinks, torch.empty(B, HQ, DIM)
             ],
-            "engine_layer_newest": [engine, 0, q, kv, kv, 0.1, 64, sinks, torch.empty(B, HQ, DIM)],
+            "engine_layer_newest": [engine, 0, q, kv, kv, 0.1, 9.0, 64, sinks, torch.empty(B, HQ, DIM)],
             "engine_middle_begin": [
                 engine, self.plan.handle, 0, q, kv, kv, 0.1, torch.empty(B, HQ, DIM), torch.empty(B, HQ), None
             ],

@@ -78,6 +78,54 @@ def test_attend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
 
 @isas
 @dtypes
+@few
+@given(
+    data=st.data(),
+    seed=seeds,
+    D=head_dims,
+    G=st.sampled_from([1, 4, 5, 16, 17, 40, 64]),
+    n=st.integers(1, 12),
+    cap=st.sampled_from([0.5, 5.0, 50.0]),
+    size=st.sampled_from([0.01, 1.0, 100.0]),
+)
+def test_attend_to_capped_logits(
+    isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int, cap: float, size: float
+) -> None:
+    """However the heads are attended for, and whether the cap hardly bends a logit or holds nearly all of them."""
+    style = data.draw(st.sampled_from(["every", "tokens", "mixed"]))
+    torch.manual_seed(seed)
+    q, tiles = (size * torch.randn(G, D)).to(dtype), random_tiles(16, D, dtype)
+    pages = torch.randint(0, 16, (n,), dtype=torch.int32)
+    masks = None if style == "every" else draw_masks(style, n, G)
+    tiles = poisoned(tiles, pages, masks)
+    o, lse, page_lse = torch.full((G, D), NAN), torch.full((G,), NAN), torch.full((n, G), NAN)
+
+    k("attend_capped")(isa, q, D**-0.5, cap, tiles, pages, EVERY if masks is None else masks, o, lse, page_lse)
+
+    want_o, want_lse = reference.attend(q, D**-0.5, tiles, pages, masks, cap)
+    assert error(o, want_o) < accuracy(isa, dtype, G) + 2e-6 * cap
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=2e-5)
+
+
+@isas
+@dtypes
+def test_capped_logits_of_what_is_no_number(isa: str, dtype: torch.dtype) -> None:
+    """Scores beyond float32 get the cap; a NaN stays one."""
+    q, tiles = torch.full((2, 32), 1e30).to(dtype), torch.zeros(2, 2, 16, 32, dtype=dtype)
+    tiles[0, 0, 0], tiles[0, 0, 1], tiles[:, 1, :, 0] = 1e30, -1e30, 1.0
+    o, lse, page_lse = torch.full((2, 32), NAN), torch.full((2,), NAN), torch.full((1, 2), NAN)
+    one = torch.zeros(1, dtype=torch.int32)
+    k("attend_capped")(isa, q, 1.0, 3.0, tiles, one, EVERY, o, lse, page_lse)
+    want = torch.tensor([3.0, -3.0] + [0.0] * 14).double().logsumexp(0)
+    torch.testing.assert_close(lse.double(), want.expand(2), atol=1e-5, rtol=0)
+    assert torch.allclose(o[:, 0], torch.ones(2))
+    tiles[0, 0, 5, 5] = NAN
+    k("attend_capped")(isa, q, 1.0, 3.0, tiles, one, EVERY, o, lse, page_lse)
+    assert o.isnan().all()
+
+
+@isas
+@dtypes
 @pytest.mark.parametrize("D", range(32, 257, 16))
 def test_attend_has_every_shape(isa: str, dtype: torch.dtype, D: int) -> None:
     torch.manual_seed(D)

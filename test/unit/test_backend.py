@@ -79,6 +79,7 @@ class Backend(FluxionAttnBackend):
                     tp_q_head_num=world.heads * world.group,
                     head_dim=world.dim,
                     scaling=world.scale,
+                    logit_cap=0.0,
                 )
                 total = sum(counts.values())
                 q = world.randn(total, world.heads * world.group, world.dim)

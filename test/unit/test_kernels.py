@@ -214,7 +214,7 @@ def test_compare_codes(isa: str, seed: int, words: int, limit: int) -> None:
 
 
 def check_block_mass(
-    isa: str, scores: Tensor, chosen: Tensor, scale: float, tokens: int, first: int, last: int
+    isa: str, scores: Tensor, chosen: Tensor, scale: float, tokens: int, first: int, last: int, cap: float = 0.0
 ) -> None:
     n, bits = len(scores), 0x0120
     # Bits of other heads, and words and scores past the end, must not count.
@@ -223,8 +223,8 @@ def check_block_mass(
     heads[n:] = 0xFFFF
     scores = torch.cat([scores, torch.full((16,), 1e30)])
     mass = torch.full((2,), NAN)
-    k("block_mass")(isa, scores[:n], heads.to(torch.uint16)[:n], bits, scale, tokens, first, last, mass)
-    want = torch.tensor(reference.block_mass(scores[:n], chosen, scale, tokens, first, last), dtype=torch.float64)
+    k("block_mass")(isa, scores[:n], heads.to(torch.uint16)[:n], bits, scale, cap, tokens, first, last, mass)
+    want = torch.tensor(reference.block_mass(scores[:n], chosen, scale, tokens, first, last, cap), dtype=torch.float64)
     torch.testing.assert_close(mass.double(), want, rtol=2e-6, atol=2e-5)
 
 
@@ -244,9 +244,8 @@ def test_block_mass(isa: str, data: st.DataObject, seed: int, n: int, size: floa
     for special in data.draw(st.lists(st.sampled_from([INF, -INF, NAN, 0.0]), max_size=3)):
         scores[torch.randint(0, n, ())] = special
     first, last = torch.randint(1, tokens // 16 + 1, (2,)).tolist()
-    check_block_mass(
-        isa, scores, torch.rand(n) < chosen, data.draw(st.sampled_from([1.0, 0.1])), tokens, 16 * first, 16 * last
-    )
+    scale, cap = data.draw(st.sampled_from([1.0, 0.1])), data.draw(st.sampled_from([0.0, 4.0]))
+    check_block_mass(isa, scores, torch.rand(n) < chosen, scale, tokens, 16 * first, 16 * last, cap)
 
 
 @isas
@@ -284,9 +283,16 @@ def test_add_weights(isa: str, seed: int, n: int, size: float, keep: float, take
 @isas
 @dtypes
 @few
-@given(seed=seeds, D=head_dims, n=st.integers(2, 40), size=st.sampled_from([0.3, 1.0, 3.0]), read=st.floats(0.0, 1.0))
+@given(
+    seed=seeds,
+    D=head_dims,
+    n=st.integers(2, 40),
+    size=st.sampled_from([0.3, 1.0, 3.0]),
+    read=st.floats(0.0, 1.0),
+    cap=st.sampled_from([0.0, 1.0, 20.0]),
+)
 def test_block_mass_of_bounds_is_an_upper_bound(
-    isa: str, dtype: torch.dtype, seed: int, D: int, n: int, size: float, read: float
+    isa: str, dtype: torch.dtype, seed: int, D: int, n: int, size: float, read: float, cap: float
 ) -> None:
     """The attention to the chosen blocks and to the others is at most what their bounds weigh, and so is the share left
     out, of what is known of the whole."""
@@ -296,11 +302,11 @@ def test_block_mass_of_bounds_is_an_upper_bound(
     scores, mass = torch.full((1, n), NAN), torch.full((2,), NAN)
     k("score")(isa, q, entries, torch.arange(n, dtype=torch.int32), 1.0, scores)
     chosen = torch.rand(n) < read
-    k("block_mass")(isa, scores[0], chosen.to(torch.uint16), 1, scale, 16, 16, 16, mass)
-    logits = scale * (keys.double() @ q[0].double())
+    k("block_mass")(isa, scores[0], chosen.to(torch.uint16), 1, scale, cap, 16, 16, 16, mass)
+    logits = reference.capped(scale * (keys.double() @ q[0].double()), cap)
     read_lse, unread_lse = (logits[part].flatten().logsumexp(0) for part in (chosen, ~chosen))
     assert float(read_lse) <= mass[0] + 1e-3 and float(unread_lse) <= mass[1] + 1e-3
-    residents = (scale * torch.randn(80, D).double() @ q[0].double()).logsumexp(0)
+    residents = reference.capped(scale * torch.randn(80, D).double() @ q[0].double(), cap).logsumexp(0)
     known = torch.logaddexp(residents, read_lse)
     assert (unread_lse - torch.logaddexp(known, unread_lse)).exp() <= 1.001 * (mass[1].double() - known).exp()
 

@@ -345,3 +345,12 @@ def test_a_pass_without_a_batch_or_of_another_backend_is_left_alone(policies: Re
     for backend in (SimpleNamespace(requests=policies), SimpleNamespace()):
         worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
         assert forward_batch_generation(lambda w, b: (w, b), worker, None) == (worker, None)
+
+
+def test_where_all_follow_one_policy_the_others_are_still_checked() -> None:
+    """As where every pass is exact: what is decoded may go into the tree, whatever a request has named."""
+    policies = RequestPolicies(parse_spec("full"), one=True)
+    sparse, bad = request({"fluxion_policy": "streaming"}), request({"fluxion_policy": "nonsense"})
+    assert run(policies, [sparse, bad]) is None
+    assert not sparse.skip_radix_cache_insert and sparse.to_finish is None
+    assert bad.to_finish is not None and "nonsense" in str(bad.to_finish.message)

@@ -311,7 +311,6 @@ def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -
         ({"attention_chunk_size": 8192}, "chunked-attention"),
         ({"hf__layer_types": ["full_attention", "chunked_attention"]}, "chunked-attention"),
         ({"hf__architectures": ["GptOssForCausalLM"]}, "kernels that need a GPU or AMX"),
-        ({"hf__attn_logit_softcapping": 50.0}, "caps attention logits"),
         ({"use_alibi": True}, "ALiBi"),
         ({"dtype": torch.float16}, "add --dtype bfloat16 or --dtype float32"),
         ({"v_head_dim": 32}, "keys have 64 elements and its values 32"),
@@ -388,7 +387,7 @@ def test_attention_layers_are_found_in_order() -> None:
     ("changes", "words"),
     [
         ({"is_cross_attention": True}, "attends across"),
-        ({"logit_cap": 30.0}, "caps attention logits at 30.0"),
+        ({"logit_cap": -1.0}, "caps attention logits at -1.0"),
         ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
         ({"v_head_dim": 32}, "keys of 64 elements and values of 32"),
         ({"head_dim": 24}, "head dimension of 24"),
@@ -429,6 +428,70 @@ def test_a_renamed_attribute_of_a_layer_is_a_failure() -> None:
     del renamed.logit_cap
     with pytest.raises(CompatError, match="'logit_cap'"):
         validation.check_attention_layers(torch.nn.Sequential(renamed))
+
+
+# --- speculative decoding
+
+
+def speculating(**changes: Any) -> Any:
+    legal = {"speculative_algorithm": "NGRAM", "device": "cpu", "tp_size": 1, "pp_size": 1}
+    return SimpleNamespace(**{**legal, "speculative_num_draft_tokens": 12, **changes})
+
+
+def test_ngram_drafts_are_accepted() -> None:
+    validation.check_options(resolved(speculative_algorithm="NGRAM"))
+    validation.check_speculation(speculating(), FluxionConfig())
+    validation.check_draft(speculating(speculative_num_draft_tokens=64))
+    validation.check_draft(speculating(speculative_algorithm=None, speculative_num_draft_tokens=None))
+    validation.check_windows(None, [layer(sliding_window_size=3)])
+    validation.check_windows(12, [layer(), layer(1, sliding_window_size=11)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        ({"tp_size": 2}, {}, "on one rank alone"),
+        ({"pp_size": 2}, {}, "on one rank alone"),
+        ({}, {"audit": "here"}, "audit does not work"),
+        ({}, {"record": "here"}, "record does not work"),
+    ],
+)
+def test_what_does_not_go_with_drafts(changes: dict[str, Any], config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        validation.check_speculation(speculating(**changes), FluxionConfig(**config))
+    assert str(caught.value).endswith(".") and "because" in str(caught.value) and "; " in str(caught.value)
+    validation.check_speculation(speculating(speculative_algorithm=None, **changes), FluxionConfig(**config))
+
+
+def test_drafts_need_the_cpu_and_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
+    with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 has no place .* install sglang 0\.5\.23"):
+        validation.check_speculation(speculating(), FluxionConfig())
+    monkeypatch.setenv("FLUXION_DEVICE", "sim")
+    with pytest.raises(ConfigError, match="on a CPU alone"):
+        validation.check_speculation(speculating(), FluxionConfig())
+
+
+def test_drafts_that_are_too_large() -> None:
+    with pytest.raises(ConfigError, match="at most 64 tokens"):
+        validation.check_draft(speculating(speculative_num_draft_tokens=65))
+    with pytest.raises(ConfigError, match="a window of 11 tokens"):
+        validation.check_windows(12, [layer(), layer(1, sliding_window_size=10)])
+
+
+def test_the_breadth_of_drafts_is_what_pages_allow(server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    def narrowed(**options: Any) -> int:
+        args = server_args(model_path=NEEDLE, device="cpu", **options)
+        resolution._narrow_drafts(args, resolving_view(args))
+        return int(resolving_view(args).speculative_ngram_max_bfs_breadth)
+
+    assert narrowed(speculative_algorithm="NGRAM") == 1
+    assert narrowed(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=1) == 1
+    assert narrowed() == 10
+    with pytest.raises(ConfigError, match="breadth is 4"):
+        narrowed(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=4)
 
 
 # --- SGLang's version and names
@@ -558,10 +621,17 @@ def test_windows_and_sinks_are_served_on_a_cpu_alone(needle: Any, monkeypatch: p
     validation.check_model(changed(needle, has_attention_sinks=True), ARGS)
     model = torch.nn.Sequential(layer(0), layer(1, sliding_window_size=511))
     assert [validation.window_of(found) for found in validation.check_attention_layers(model)] == [None, 512]
-    with pytest.raises(ConfigError, match="attention layer 1 has a sliding window, which Fluxion serves only where"):
+    with pytest.raises(
+        ConfigError, match="attention layer 1 has a sliding window or capped logits, which Fluxion serves only"
+    ):
         validation.check_attention_layers(model, beside_device=True)
+    capped = changed(needle, hf__attn_logit_softcapping=50.0)
+    validation.check_model(capped, ARGS)
+    validation.check_attention_layers(torch.nn.Sequential(layer(0, logit_cap=50.0)))
+    with pytest.raises(ConfigError, match="attention layer 0 has a sliding window or capped logits"):
+        validation.check_attention_layers(torch.nn.Sequential(layer(0, logit_cap=50.0)), beside_device=True)
     monkeypatch.setenv("FLUXION_DEVICE", "sim")
-    for model_config in (windowed, changed(needle, has_attention_sinks=True)):
+    for model_config in (windowed, capped, changed(needle, has_attention_sinks=True)):
         with pytest.raises(ConfigError, match="only where the CPU is the device") as caught:
             validation.check_model(model_config, ARGS)
         one_sentence(str(caught.value))

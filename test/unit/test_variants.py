@@ -45,6 +45,7 @@ def wanted(
     q: torch.Tensor,
     window: int | None,
     sinks: torch.Tensor | None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Attention to the newest tokens, float64 [B, Hq, D]; the requests hold the new token."""
     out = torch.empty(len(requests), world.q_heads, world.dim, dtype=torch.float64)
@@ -52,7 +53,7 @@ def wanted(
         seen = slice(max(len(request.keys[layer]) - (window or 1 << 30), 0), None)
         for head in range(world.q_heads):
             keys, values = (kv[layer][seen, head // world.group] for kv in (request.keys, request.values))
-            o, lse = attention(q[b, head], keys, values, world.scale)
+            o, lse = attention(q[b, head], keys, values, world.scale, cap)
             out[b, head] = o if sinks is None else o * torch.sigmoid(lse - sinks[head].double())
     return out
 
@@ -63,6 +64,7 @@ def wanted(
     lengths=st.lists(st.sampled_from(LENGTHS) | st.integers(0, 400), min_size=1, max_size=4),
     window=st.integers(1, 700) | st.sampled_from([1, 15, 16, 17, 64]),
     logits=st.booleans(),
+    cap=st.sampled_from([0.0, 2.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     heads=st.integers(1, 3),
     group=st.integers(1, 8),
@@ -74,6 +76,7 @@ def test_a_layer_with_a_window(
     lengths: list[int],
     window: int,
     logits: bool,
+    cap: float,
     dtype: torch.dtype,
     heads: int,
     group: int,
@@ -87,9 +90,9 @@ def test_a_layer_with_a_window(
         world.begin_step(requests)
         q, k, v = fused(world, len(requests))
         out = torch.full((len(requests), world.q_heads, world.dim), math.nan, dtype=dtype)
-        world.engine.layer_newest(0, q, k, v, world.scale, window, out, sinks)
+        world.engine.layer_newest(0, q, k, v, world.scale, window, out, sinks, cap)
         take(requests, 0, k, v)
-        world.check(out, wanted(world, requests, 0, q, window, sinks))
+        world.check(out, wanted(world, requests, 0, q, window, sinks, cap))
     for request in requests:
         keys, values = world.pool.gather(0, torch.tensor(request.pages, dtype=torch.int32))
         assert torch.equal(keys[:, : len(request.keys[0])].transpose(0, 1), request.keys[0])
@@ -103,12 +106,14 @@ def test_a_layer_with_a_window(
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     group=st.integers(1, 8),
+    cap=st.sampled_from([0.0, 2.0]),
     seed=st.integers(0, 2**16),
 )
 def test_logits_without_value_are_part_of_the_softmax(
-    isa: str, resident_first: bool, lengths: list[int], dtype: torch.dtype, group: int, seed: int
+    isa: str, resident_first: bool, lengths: list[int], dtype: torch.dtype, group: int, cap: float, seed: int
 ) -> None:
-    """Of a layer that reads everything, in one go or with the residents first; their parts do not change."""
+    """Of a layer that reads everything, in one go or with the residents first; their parts do not change. A cap is one
+    of scores, and leaves these logits as they are."""
     world = NativeWorld(group=group, dtype=dtype, isa=isa, seed=seed)
     requests = [world.add(n) for n in lengths]
     sinks = torch.randn(world.q_heads, generator=world.random) * 3
@@ -120,15 +125,15 @@ def test_logits_without_value_are_part_of_the_softmax(
     plan = native_plan(LayerPlan(everything.blk, everything.budget, everything.value))
     if resident_first:
         parts, plain = torch.empty(len(requests), world.q_heads, 5), torch.empty(len(requests), world.q_heads, 5)
-        world.engine.layer_resident(0, q, k, v, world.windows[0], world.scale, plain)
-        world.engine.layer_resident(0, q, None, None, world.windows[0], world.scale, parts, sinks)
+        world.engine.layer_resident(0, q, k, v, world.windows[0], world.scale, plain, None, cap)
+        world.engine.layer_resident(0, q, None, None, world.windows[0], world.scale, parts, sinks, cap)
         assert torch.equal(parts, plain)
-        world.engine.layer_begin(plan, 0, q, None, None, None, world.scale, out)
+        world.engine.layer_begin(plan, 0, q, None, None, None, world.scale, out, None, cap)
     else:
-        world.engine.layer_begin(plan, 0, q, k, v, world.windows[0], world.scale, out, sinks)
+        world.engine.layer_begin(plan, 0, q, k, v, world.windows[0], world.scale, out, sinks, cap)
     world.engine.layer_finish()
     take(requests, 0, k, v)
-    world.check(out, wanted(world, requests, 0, q, None, sinks))
+    world.check(out, wanted(world, requests, 0, q, None, sinks, cap))
 
 
 def test_what_cannot_be_is_refused_and_loses_nothing() -> None:
@@ -145,6 +150,9 @@ def test_what_cannot_be_is_refused_and_loses_nothing() -> None:
         world.engine.layer_newest(0, q, k, v, world.scale, 16, out, torch.zeros(3))
     with pytest.raises(ValueError, match="no layer 7"):
         world.engine.layer_newest(7, q, k, v, world.scale, 16, out)
+    for cap in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="a cap of logits is above 0"):
+            world.engine.layer_newest(0, q, k, v, world.scale, 16, out, None, cap)
     assert torch.equal(world.pool.tensor("tiles", 0), before) and out.isnan().all()
     requests[1].pages[0] = 10**6
     world.engine.step(
@@ -160,7 +168,7 @@ def test_what_cannot_be_is_refused_and_loses_nothing() -> None:
 
 def test_one_pass_has_layers_of_both_kinds() -> None:
     """Prefill and decode of a model whose first and last layers have windows, under a policy that observes."""
-    variants = [Variant(40), Variant(), Variant(300), Variant(7)]
+    variants = [Variant(40, cap=3.0), Variant(cap=1.5), Variant(300), Variant(7)]
     for policy in ("full", "anchor:0.05", "psa:0.9:16:quest", "lfps:1:1e-9:1e-9"):
         world = World(layers=4, policy=policy, variants=variants, placement=Placement(sinks=32, window=48))
         world.extend(1, 700)

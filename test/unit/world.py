@@ -169,4 +169,6 @@ class World:
         seen = slice(-(self.variant(layer).window or 0), None)
         k = self.keys[row][layer][seen].double().repeat_interleave(self.group, 1)
         v = self.values[row][layer][seen].double().repeat_interleave(self.group, 1)
-        return torch.einsum("hs,shd->hd", (torch.einsum("hd,shd->hs", q.double(), k) * self.scale).softmax(-1), v)
+        logits, cap = torch.einsum("hd,shd->hs", q.double(), k) * self.scale, self.variant(layer).cap
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return torch.einsum("hs,shd->hd", logits.softmax(-1), v)

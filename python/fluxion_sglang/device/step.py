@@ -185,7 +185,8 @@ class StreamDevice(Device):
 
     # --- extend ---
 
-    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
+    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
+        assert appended is not None, "drafts are refused beside a device"
         self._unmute()
         self._requests = requests
         self._pages = [request.pages.to(self._device, copy=True) for request in requests]

@@ -41,7 +41,7 @@ class LayerWork:
     Attributes:
         page_table: [B, M] int32 on the CPU, physical page of every logical page.
         layer: index into the pool's layers.
-        q: [B, Hq, D] on the CPU. scale: multiplies q.k.
+        q: [B, Hq, D] on the CPU. scale: multiplies q.k. cap: of logits (`Variant`).
     """
 
     native: NativeEngine
@@ -51,6 +51,7 @@ class LayerWork:
     layer: int
     q: torch.Tensor
     scale: float
+    cap: float = 0.0
 
     @property
     def group(self) -> int:

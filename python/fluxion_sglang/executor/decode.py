@@ -62,7 +62,15 @@ class Layer(ABC):
         """All of a layer whose variant has a window, into `out`."""
         assert self.variant.window is not None and self.out is not None
         native.layer_newest(
-            self.index, self.q, self.k, self.v, self.scale, self.variant.window, self.out, self.variant.sinks
+            self.index,
+            self.q,
+            self.k,
+            self.v,
+            self.scale,
+            self.variant.window,
+            self.out,
+            self.variant.sinks,
+            self.variant.cap,
         )
 
     def finish(self, native: NativeEngine) -> None:
@@ -249,7 +257,8 @@ class DecodeEngine:
         accounts.lap(Phase.PLAN)
         at.begin(self.native, self._native_plan(plan), parts)
         if self.executors:
-            self._drain(LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale))
+            work = LayerWork(self.native, self._step, self._page_table, plan, at.index, at.q, at.scale, at.variant.cap)
+            self._drain(work)
         at.finish(self.native)
         self._lose_corrupt()
         accounts.lap(Phase.TASKS)

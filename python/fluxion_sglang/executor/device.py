@@ -67,12 +67,13 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
+    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
         """An extend pass.
 
         Args:
             appended: called once for every layer without a window and request with new tokens, by whatever thread,
-                before `finish` returns.
+                before `finish` returns. None: what is appended are drafts, not all of which will be there to stay:
+                windows keep what they have.
         """
 
     @abstractmethod

@@ -23,17 +23,19 @@ class HostLayer(Layer):
     def look(self, native: NativeEngine) -> torch.Tensor:
         assert self.window is not None
         parts = torch.empty(*self.q.shape[:2], len(PARTS))
-        native.layer_resident(self.index, self.q, self.k, self.v, self.window, self.scale, parts, self.variant.sinks)
+        new, variant = (self.k, self.v, self.window), self.variant
+        native.layer_resident(self.index, self.q, *new, self.scale, parts, variant.sinks, variant.cap)
         return parts
 
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         assert self.out is not None
-        # What was looked at first has the token and its residents behind it.
+        cap = self.variant.cap
+        # What was looked at first has the token and its residents, the sinks' logits among them, behind it.
         if parts is None:
             new = self.k, self.v, self.window
-            native.layer_begin(plan, self.index, self.q, *new, self.scale, self.out, self.variant.sinks)
+            native.layer_begin(plan, self.index, self.q, *new, self.scale, self.out, self.variant.sinks, cap)
         else:
-            native.layer_begin(plan, self.index, self.q, None, None, None, self.scale, self.out)
+            native.layer_begin(plan, self.index, self.q, None, None, None, self.scale, self.out, cap=cap)
 
 
 class HostDevice(Device):
@@ -43,7 +45,7 @@ class HostDevice(Device):
         self._pool, self._windows, self._engine = pool, windows, engine
         self._prefill_budget = prefill_budget
         self._requests: Sequence[ExtendRequest] = ()
-        self._appended: Appended | None = None
+        self._appended: Appended | None = None  # None: of drafts
 
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
         self._windows.heal(row, n, pages)
@@ -79,25 +81,33 @@ class HostDevice(Device):
         self._engine.attend(at)
         self._engine.attended(at)
 
-    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended) -> None:
+    def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
         self._requests, self._appended = requests, appended
 
     def extend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
     ) -> torch.Tensor:
-        assert self._appended is not None, "extend() before begin_extend()"
-        out = torch.empty_like(q)
+        out, appended = torch.empty_like(q), self._appended
         for index, request in enumerate(self._requests):
             tokens = request.tokens
             try:
                 if request.stop > request.start:
                     at = (layer, request.pages, request.start)
                     self._pool.append(*at, k[tokens], v[tokens])
-                    how = self._prefill_budget, variant.window, variant.sinks
-                    self._pool.attend_chunk(*at, q[tokens], scale, out[tokens], *how)
-                    if variant.window is None:
-                        self._appended(layer, index, q[request.last_queries], scale)
-                if variant.window is None:
+                    self._pool.attend_chunk(
+                        *at,
+                        q[tokens],
+                        scale,
+                        out[tokens],
+                        self._prefill_budget,
+                        variant.window,
+                        variant.sinks,
+                        request.tree,
+                        variant.cap,
+                    )
+                    if appended is not None and variant.window is None:
+                        appended(layer, index, q[request.last_queries], scale)
+                if appended is not None and variant.window is None:
                     self._windows.fill(layer, request.row, request.stop, request.pages)
             except CorruptMemory as error:
                 out[tokens] = 0

@@ -18,6 +18,7 @@ class ExtendRequest:
         offset: index of its first token in the batch's flat q, k, v.
         pages: [>= ceil(stop / 16)] int32, its page list.
         queries: how many of the last new tokens' queries are wanted once the host pool has the chunk.
+        tree: [stop - start] int64: the new tokens are nodes of a tree (`NativePool.attend_chunk`); None: a chain.
     """
 
     row: int
@@ -26,6 +27,7 @@ class ExtendRequest:
     offset: int
     pages: torch.Tensor
     queries: int = 0
+    tree: torch.Tensor | None = None
 
     @property
     def tokens(self) -> slice:

@@ -15,10 +15,12 @@ class Variant:
         window: newest tokens that a token attends to, itself included (sliding-window attention); None: all.
         sinks: [Hq] float32, contiguous: a logit of each head that joins the softmax and has no value (learned
             attention sinks). None: there are none.
+        cap: logits are cap * tanh(logit / cap) (logit soft capping); 0: they are not capped.
     """
 
     window: int | None = None
     sinks: torch.Tensor | None = None
+    cap: float = 0.0
 
 
 PLAIN = Variant()

@@ -87,8 +87,9 @@ class Audit(Observer):
         """What the layer gave, and what it would have given exactly, [B, Hq, D] float32 each."""
         got, want = (torch.empty(layer.q.shape, dtype=torch.float32) for _ in range(2))
         self._native.result(got)
-        out, sinks = torch.empty_like(layer.q), layer.variant.sinks
-        self._exactly(layer, self._native.layer_begin, layer.window, layer.scale, out, sinks)
+        out, variant = torch.empty_like(layer.q), layer.variant
+        where = layer.window, layer.scale, out, variant.sinks, variant.cap
+        self._exactly(layer, self._native.layer_begin, *where)
         self._native.result(want)
         return got, want
 

@@ -112,7 +112,7 @@ class TorchReferenceExecutor(Executor):
             if not positions:
                 continue
             k, v = self.rows(work, b, h, positions)
-            scores = (k.float() @ q[g]) * work.scale
+            scores = _logits(work, k.float() @ q[g])
             lse[g] = scores.logsumexp(0)
             o[g] = (scores - lse[g]).exp() @ v.float()
         pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
@@ -204,7 +204,7 @@ class TorchReferenceExecutor(Executor):
         read once more, because heads came to them in different microbatches."""
         blocks, scores, counts = self.ranked(work, b, h, q, float(stopping.spread[b, h]))
         middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
-        logits = work.scale * (q @ self.rows(work, b, h, range(n))[0].float().T)
+        logits = _logits(work, q @ self.rows(work, b, h, range(n))[0].float().T)
         found = read_until(
             scores,
             [logits[:, positions_of(pages)] for pages in blocks],
@@ -239,3 +239,9 @@ class TorchReferenceExecutor(Executor):
 def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
     """The executor that `executors` "cpu+torch" asks for."""
     return [TorchReferenceExecutor(pool, config.attend_union)]
+
+
+def _logits(work: LayerWork, scores: torch.Tensor) -> torch.Tensor:
+    """What scores q.k are in the softmax."""
+    scaled = work.scale * scores
+    return work.cap * torch.tanh(scaled / work.cap) if work.cap else scaled

@@ -123,6 +123,7 @@ class NativeEngine:
         scale: float,
         parts: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> None:
         """Append the step's token and compute the resident attention of a layer, before anything is planned.
 
@@ -130,7 +131,7 @@ class NativeEngine:
         any other one, `step` and `abandon` drop the attention. Waits for the workers.
 
         Args:
-            q, k, v, windows, scale, sinks: as in `layer_begin`; k, v None: window and host have the token already.
+            q, k, v, windows, scale, sinks, cap: as in `layer_begin`; k, v None: window and host have the token already.
             parts: [B, Hq, 5] float32, written: the LSE (natural log) of the sinks and of the window with the query's
                 own token, the norms |O| of both, and the norm of the two merged. Of no tokens: -inf and 0.
 
@@ -140,7 +141,7 @@ class NativeEngine:
 
         A request that cannot be computed gets the parts of no tokens, and fails the layer in `layer_finish`.
         """
-        self._layer_resident(self.handle, layer, q, k, v, windows, scale, sinks, parts)
+        self._layer_resident(self.handle, layer, q, k, v, windows, scale, cap, sinks, parts)
         self._in_use = ()  # of a layer that was open: abandoned
 
     def layer_newest(
@@ -153,6 +154,7 @@ class NativeEngine:
         window: int,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> None:
         """A whole layer whose tokens attend to the newest `window` ones (sliding-window attention).
 
@@ -161,13 +163,13 @@ class NativeEngine:
 
         Args:
             window: tokens, this step's included; at least 1.
-            q, k, v, scale, out, sinks: as in `layer_begin`.
+            q, k, v, scale, out, sinks, cap: as in `layer_begin`.
 
         Raises:
             ValueError: a shape, dtype, layer or window that does not fit; nothing was written.
             RuntimeError: a request cannot be computed, or the workers run another engine's layer.
         """
-        self._layer_newest(self.handle, layer, q, k, v, scale, window, sinks, out)
+        self._layer_newest(self.handle, layer, q, k, v, scale, cap, window, sinks, out)
         self._in_use = ()
 
     def layer_append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -191,6 +193,7 @@ class NativeEngine:
         scale: float,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -204,6 +207,7 @@ class NativeEngine:
             out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns.
             sinks: [Hq] float32: a logit of each head that joins the softmax and has no value (learned attention
                 sinks). It counts as a resident. None: there are none, or `layer_resident` had them.
+            cap: logits are cap * tanh(scale * q.k / cap), above 0; 0: they are not capped.
 
         Returns:
             The number of tasks.
@@ -215,7 +219,7 @@ class NativeEngine:
         A layer that was begun before and not finished is abandoned first. A plan that cannot be (a block size that no
         kind of task takes, a list with pages outside the middle) fails the layer in `layer_finish`.
         """
-        return self._begun(self._layer_begin, plan, layer, q, k, v, windows, scale, sinks, out)
+        return self._begun(self._layer_begin, plan, layer, q, k, v, windows, scale, cap, sinks, out)
 
     def middle_begin(
         self,

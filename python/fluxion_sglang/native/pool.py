@@ -238,6 +238,8 @@ class NativePool:
         budget: float = 1.0,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        tree: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> float:
         """Attention of tokens start..start+T-1 of a request to themselves and all before them, which the pool has.
 
@@ -254,6 +256,10 @@ class NativePool:
                 every eighth query is asked. Sinks, the nearest 256 tokens, and all for the last 256 queries, stay.
             window: newest tokens that a token attends to, itself included; with one the prefill is exact. None: all.
             sinks: [Hq] float32: a logit of each head that joins the softmax and has no value. None: there are none.
+            tree: [T] int64, T at most 64 and at most `window`: the tokens are nodes of a tree, parents first, and bit i
+                of tree[t] says that token i is an ancestor of token t, or t itself. A token attends to these and to
+                all before the tree, exactly; its place is its depth. None: a chain.
+            cap: logits are cap * tanh(scale * q.k / cap), above 0; 0: they are not capped.
 
         Returns:
             The share that was read of what there was to read.
@@ -262,4 +268,6 @@ class NativePool:
             ValueError: a page id, position or shape that does not fit; nothing was written.
         """
         most = _NO_WINDOW if window is None else window
-        return float(self._attend_chunk(self.handle, layer, pages, start, q, scale, budget, most, sinks, out))
+        return float(
+            self._attend_chunk(self.handle, layer, pages, start, q, scale, cap, budget, most, sinks, tree, out)
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 
 from fluxion_sglang import plugins
 from fluxion_sglang.config import FluxionConfig
@@ -27,7 +27,7 @@ from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.native import NativeLayers
-from fluxion_sglang.policy import Policy
+from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors, validation
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
@@ -35,6 +35,7 @@ from fluxion_sglang.sglang.layers import Contained, install
 from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import CHECK, RequestPolicies
 from fluxion_sglang.sglang.rows import watch
+from fluxion_sglang.sglang.speculation import tree_bits
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -78,12 +79,21 @@ class FluxionAttnBackend(AttentionBackend):
             )
         layers = validation.check_attention_layers(runner.model, beside_device=pool.maker is not None)
         validation.check_recorded(pool.config, layers, runner.model_config)
+        draft = None if runner.spec_algorithm.is_none() else get_spec().speculative_num_draft_tokens
+        validation.check_windows(draft, layers)
         # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         options = pool.config
         context = predictors.context(options, runner)
         policy = predictors.server_policy(options, context)
+        if draft is not None and not policy.exact:
+            logger.warning(
+                "Fluxion: every step of a server that decodes speculatively verifies a draft, and reads everything for "
+                "it; the policy %s changes nothing",
+                policy.spec,
+            )
+            policy = parse_spec("full")
         self.engine = DecodeEngine(
             pool.host,
             pool.windows,
@@ -127,7 +137,13 @@ class FluxionAttnBackend(AttentionBackend):
         self._events: dict[str, int] = {}
         self._room = StateRoom(self.engine.world, _state_limit(options, pool))
         self.requests = RequestPolicies(
-            policy, options.request_policies, context, options.audit is not None, self._room, self._check_wishes
+            policy,
+            options.request_policies,
+            context,
+            options.audit is not None,
+            self._room,
+            self._check_wishes,
+            one=draft is not None,
         )
         watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None
@@ -137,6 +153,8 @@ class FluxionAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self.failures.run(lambda: self._begin_decode(forward_batch))
+        elif mode.is_target_verify():
+            self.failures.run(lambda: self._begin_verify(forward_batch))
         elif mode.is_extend():
             self.failures.run(lambda: self._begin_extend(forward_batch))
 
@@ -285,6 +303,26 @@ class FluxionAttnBackend(AttentionBackend):
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
+    def _begin_verify(self, forward_batch: ForwardBatch) -> None:
+        """A pass over a draft of every request: attention to all of it and of what comes before, under any policy.
+
+        A draft's KV is in the host pool as any other's, but what follows from it waits until it is accepted. The rows'
+        windows fall behind; should anybody decode without a draft, they heal.
+        """
+        self._finish()
+        rows = forward_batch.req_pool_indices
+        trees = tree_bits(forward_batch.spec_info.custom_mask, len(rows))
+        starts, size = forward_batch.seq_lens_cpu.tolist(), trees.shape[1]
+        pages = page_table(self.req_to_token_pool.req_to_token, rows, max(starts) + size)
+        self._chunks = []
+        self.device.begin_extend(
+            [
+                ExtendRequest(int(row), start, start + size, i * size, pages[i], tree=trees[i])
+                for i, (row, start) in enumerate(zip(rows.tolist(), starts, strict=True))
+            ],
+            None,
+        )
+
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -347,10 +385,10 @@ class FluxionAttnBackend(AttentionBackend):
     @staticmethod
     def _variant(layer: RadixAttention, given: Mapping[str, Any]) -> Variant:
         """What the layer's attention has beyond softmax; `given`: what the model passed besides q, k and v."""
-        window, sinks = validation.window_of(layer), given.get("sinks")
-        if window is None and sinks is None:
+        window, sinks, cap = validation.window_of(layer), given.get("sinks"), float(layer.logit_cap)
+        if window is None and sinks is None and cap == 0:
             return PLAIN
-        return Variant(window, None if sinks is None else sinks.detach().float().contiguous())
+        return Variant(window, None if sinks is None else sinks.detach().float().contiguous(), cap)
 
     def _index(self, layer: RadixAttention) -> int:
         """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""

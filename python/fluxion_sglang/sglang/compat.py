@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,6 +17,9 @@ _OLDEST, _NEWEST = (0, 5, 22), (0, 5, 23)
 SUPPORTED = "{}.{}.{} to {}.{}.{}".format(*_OLDEST, *_NEWEST)
 REQUIREMENT = "sglang>={}.{}.{},<{}.{}.{}".format(*_OLDEST, *_NEWEST[:2], _NEWEST[2] + 1)
 """What to install, as pyproject.toml has it; the pages that name it have this one."""
+
+_ACCEPT = "FLUXION_ACCEPT_SGLANG"
+"""An environment variable that names one version more: `make test-sglang` tries those that are new with it."""
 
 _CPU_RANKS = (0, 5, 23)
 """The first version that can divide a model among ranks on a CPU: 0.5.22 sets up NCCL whatever the device."""
@@ -90,6 +94,47 @@ _TABLE = "sglang.srt.mem_cache.memory_pool"
 FREE_ROWS = Need(_TABLE, "ReqToTokenPool.free_rows", ("self", "indices"))
 CLEAR_ROWS = Need(_TABLE, "ReqToTokenPool.clear", ("self",))
 MATCH_SESSION = Need("sglang.srt.session.streaming_session", "StreamingSession.try_match_prefix", ("self", "params"))
+
+# Of NGRAM speculative decoding on a CPU (`speculation.py`), checked where a server asks for it.
+_NGRAM_SINCE = (0, 5, 23)
+"""The first version whose platforms may bring the worker of a speculative algorithm."""
+TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
+NGRAM_SAMPLING = "sglang.srt.speculative.eagle_utils"
+NGRAM_WORKER = "sglang.srt.speculative.ngram_worker"
+LAST_SLOT = Need(
+    "sglang.srt.mem_cache.allocation",
+    "get_last_loc",
+    ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+)
+ASSIGN_SLOTS = Need(
+    "sglang.srt.mem_cache.allocation",
+    "assign_req_to_token_pool_func",
+    ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
+)
+VERIFY_GREEDY = Need(
+    "sglang.kernels.ops.speculative.spec_tree",
+    "verify_tree_greedy_func",
+    (
+        *("predicts", "accept_index", "accept_token_num", "candidates", "retrieve_index", "retrieve_next_token"),
+        *("retrieve_next_sibling", "target_predict", "topk"),
+    ),
+)
+MOVE_ACCEPTED = Need(
+    "sglang.srt.speculative.spec_utils",
+    "move_accept_tokens_to_target_kvcache",
+    ("batch", "accept_index", "num_correct_drafts", "token_to_kv_pool_allocator"),
+)
+NGRAM_NEEDS = (
+    LAST_SLOT,
+    ASSIGN_SLOTS,
+    VERIFY_GREEDY,
+    MOVE_ACCEPTED,
+    Need(NGRAM_SAMPLING, "tree_speculative_sampling_target_only"),
+    Need(NGRAM_SAMPLING, "top_k_renorm_prob"),
+    Need(NGRAM_SAMPLING, "top_p_renorm_prob"),
+    Need(NGRAM_WORKER, "NGRAMWorker"),
+    Need(NGRAM_WORKER, "USE_FULL_MASK"),
+)
 
 _SRT = "sglang.srt."
 # By module, the names of which existence is all that we need.
@@ -174,7 +219,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 def version_problem(version: str) -> str | None:
     """None, or one sentence on why this version of SGLang is not supported."""
-    if _OLDEST <= _release(version) <= _NEWEST:
+    if _OLDEST <= _release(version) <= _NEWEST or version == os.environ.get(_ACCEPT):
         return None
     return (
         f"--enable-fluxion works with SGLang {SUPPORTED}, and this is {version}; install a supported version "
@@ -192,6 +237,16 @@ def cpu_ranks_problem(version: str) -> str | None:
     )
 
 
+def ngram_problem(version: str) -> str | None:
+    """None, or why this SGLang cannot decode speculatively on a CPU; the sentence says which can."""
+    if _release(version) >= _NGRAM_SINCE:
+        return None
+    return (
+        f"SGLang {version} has no place for the worker of a speculative algorithm on a CPU; install sglang "
+        f"{'.'.join(map(str, _NGRAM_SINCE))}, or leave --speculative-algorithm out."
+    )
+
+
 def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:
     """Every reason, a sentence each, why the plug-in cannot work with the installed SGLang."""
     if (problem := version_problem(sglang_version())) is not None:
@@ -203,9 +258,9 @@ def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:
             yield _misfit(problem)
 
 
-def check() -> None:
+def check(needs: tuple[Need, ...] = NEEDS) -> None:
     """Raise CompatError with the first problem, if there is one."""
-    for problem in problems():
+    for problem in problems(needs):
         raise CompatError(problem)
 
 

@@ -6,6 +6,9 @@ through all of it: `forward_native` for every layer, the torch allocators, gloo 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -25,6 +28,21 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        """With the flag alone: SGLang's own attention backends have no trees of tokens on a CPU."""
+        from fluxion_sglang.sglang import hooking
+
+        if not hooking.enabled_here():
+            return None
+        from fluxion_sglang.sglang import speculation
+
+        return speculation.worker_class(algorithm)
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor] | None:
+        from fluxion_sglang.sglang import speculation
+
+        return speculation.cache_locs
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False

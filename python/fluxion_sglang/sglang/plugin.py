@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from fluxion_sglang.sglang import compat
+from fluxion_sglang.sglang.hooking import assert_applied, enabled_here, put_in
 
 
 def _resolve_memory_pool_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +32,7 @@ def _build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: A
 
 
 def _enable_fused_set_kv_buffer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not _enabled_here():
+    if not enabled_here():
         return original(*args, **kwargs)
     from fluxion_sglang.sglang import pools
 
@@ -39,7 +40,7 @@ def _enable_fused_set_kv_buffer(original: Callable[..., Any], *args: Any, **kwar
 
 
 def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _enabled_here():
+    if not enabled_here():
         return original(self, *args, **kwargs)
     from fluxion_sglang.sglang import failures, requests
 
@@ -48,7 +49,7 @@ def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: An
 
 
 def _validate_one_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _enabled_here():
+    if not enabled_here():
         return original(self, *args, **kwargs)
     from fluxion_sglang.sglang import prompts
 
@@ -58,17 +59,17 @@ def _validate_one_request(original: Callable[..., Any], self: Any, *args: Any, *
 def _free_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from fluxion_sglang.sglang import rows
 
-    return rows.free_rows(original, self, *args, **kwargs) if _enabled_here() else original(self, *args, **kwargs)
+    return rows.free_rows(original, self, *args, **kwargs) if enabled_here() else original(self, *args, **kwargs)
 
 
 def _clear_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     from fluxion_sglang.sglang import rows
 
-    return rows.clear(original, self, *args, **kwargs) if _enabled_here() else original(self, *args, **kwargs)
+    return rows.clear(original, self, *args, **kwargs) if enabled_here() else original(self, *args, **kwargs)
 
 
 def _try_match_prefix(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _enabled_here():
+    if not enabled_here():
         return original(self, *args, **kwargs)
     from fluxion_sglang.sglang import sessions
 
@@ -100,7 +101,7 @@ def load() -> None:
     SGLang calls it at the start of a process, as a rule before the process knows its options; there is
     nothing to do then. A process that has its options already gets its hooks here.
     """
-    if _enabled_here():
+    if enabled_here():
         install()
 
 
@@ -120,14 +121,8 @@ def install() -> None:
     """Put the hooks in; a second call changes nothing. Raises CompatError, and leaves SGLang as it was."""
     compat.check()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    source = HookSource(plugin_name="fluxion", dist_name="fluxion-sglang")
-    absent = {need: hook for need, hook in HOOKS.items() if not compat.is_applied(need, hook)}
-    for need, hook in absent.items():
-        HookRegistry.register(need.path, hook, HookType.AROUND, source=source)
-    if absent:
-        HookRegistry.apply_hooks()
+    put_in(HOOKS)
     if compat.BACKEND not in ATTENTION_BACKENDS:
         register_attention_backend(compat.BACKEND)(_make_backend)
     assert_hooks_applied()
@@ -135,25 +130,10 @@ def install() -> None:
 
 def assert_hooks_applied() -> None:
     """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
-    for need, hook in HOOKS.items():
-        if not compat.is_applied(need, hook):
-            raise compat.CompatError(
-                f"--enable-fluxion could not hook {need.path}, which another plug-in may have taken first; "
-                "see the log for 'Failed to apply hooks', and name the plug-ins to load in SGLANG_PLUGINS."
-            )
+    assert_applied(HOOKS)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     if compat.BACKEND not in ATTENTION_BACKENDS:
         raise compat.CompatError(
             f"--enable-fluxion could not register the attention backend {compat.BACKEND!r}; see the log."
         )
-
-
-def _enabled_here() -> bool:
-    """Whether the configuration that this process has installed, if any, has the flag."""
-    from sglang.srt.runtime_context import get_context
-
-    try:
-        return bool(get_context().server_args.enable_fluxion)
-    except ValueError:  # none installed
-        return False

@@ -73,6 +73,7 @@ class RequestPolicies:
             for it.
         room: the memory that policies may remember requests in; None: any.
         check: raises ValueError for what a request of so many prompt tokens may not have recorded.
+        one: requests may name policies as ever, and all follow the server's.
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
@@ -90,6 +91,7 @@ class RequestPolicies:
         yardsticks: bool = False,
         room: StateRoom | None = None,
         check: Callable[[object, int], None] = lambda wishes, tokens: None,
+        one: bool = False,
     ) -> None:
         self.server = server
         self.allowed = allowed
@@ -100,7 +102,7 @@ class RequestPolicies:
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
-        self._room, self._check = room, check
+        self._room, self._check, self._one = room, check, one
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ending = server if server.exact else parse_spec("full")  # of requests that are to end
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
@@ -176,7 +178,8 @@ class RequestPolicies:
 
     def _wanted(self, request: Any) -> Policy:
         spec = _params(request).get(PARAMETER)  # None is what JSON's null becomes: no policy of its own
-        return self.server if spec is None else self._named(spec)
+        named = self.server if spec is None else self._named(spec)
+        return self.server if self._one else named
 
     def _named(self, spec: object) -> Policy:
         if not isinstance(spec, str):

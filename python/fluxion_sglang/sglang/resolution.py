@@ -44,6 +44,8 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
     validation.check_device(view.device, config)
+    validation.check_speculation(view, config)
+    _narrow_drafts(server_args, view)
     # One host pool has all layers: a cached prefix then serves those with a window, too.
     declare_resolution(
         server_args,
@@ -52,6 +54,23 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         page_size=PAGE,
         disable_hybrid_swa_memory=True,
     )
+
+
+def _narrow_drafts(server_args: Any, view: Any) -> None:
+    """SGLang drafts by breadth only where a page is one token. Raises ConfigError where that was asked for."""
+    if view.speculative_algorithm is None:
+        return
+    import msgspec
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    name, breadth = "speculative_ngram_max_bfs_breadth", view.speculative_ngram_max_bfs_breadth
+    default = next(field.default for field in msgspec.structs.fields(type(server_args)) if field.name == name)
+    if breadth not in (1, default):
+        raise ConfigError(
+            f"--speculative-ngram-max-bfs-breadth is {breadth}, and with pages of {PAGE} tokens SGLang drafts with a "
+            "breadth of 1 alone; leave the option out."
+        )
+    declare_resolution(server_args, "fluxion", speculative_ngram_max_bfs_breadth=1)
 
 
 def _handle_cuda_graph_config(server_args: Any, previous: _Step) -> None:

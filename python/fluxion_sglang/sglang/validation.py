@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 # Limits of the kernels.
 HEAD_DIMS = range(32, 257, 16)
 LARGEST_GROUP = 16
+LARGEST_DRAFT = 64
+"""Tokens of a draft, of which a word's bits name each one's ancestors."""
+
+NGRAM = "NGRAM"
+"""The one speculative algorithm that is served."""
 
 
 _OTHER_MODEL = "serve it without --enable-fluxion"
@@ -51,7 +56,7 @@ def _other_than(*legal: Any) -> Callable[[Any], bool]:
 
 _OWN_ATTENTION = "it brings its own attention backend for prefill and decode"
 _WHOLE_REQUESTS = "every rank holds whole requests of its KV heads"
-_ONE_TOKEN = "its decode steps have one token a request"
+_NO_DRAFT_MODEL = "it verifies drafts of SGLang's n-gram cache; a draft model would need a KV cache of its own"
 
 # Options that are refused wherever they are given, by the reason.
 _GIVEN = {
@@ -63,7 +68,6 @@ _GIVEN = {
     "the KV pool is in host memory, which is not unified with weights": ("enable_unified_memory",),
     "host KV has a layout of its own": ("enable_page_major_kv_layout",),
     "the host pool is indexed by SGLang's own radix tree": ("radix_cache_backend",),
-    _ONE_TOKEN: ("speculative_algorithm",),
     "an encoder has no KV cache": ("encoder_only",),
     "prefill and decode share one attention backend and one host pool": ("enable_pdmux",),
     _WHOLE_REQUESTS: ("enable_prefill_cp", "enable_kv_cache_sharding"),
@@ -103,7 +107,12 @@ OPTIONS = {
         "KV cannot be sent from or into the host pool yet",
         "use --disaggregation-mode null, which prefills and decodes in one server",
     ),
-    "decoupled_spec_role": Refusal(_other_than(None, "null"), _ONE_TOKEN),
+    "speculative_algorithm": Refusal(
+        _other_than(None, NGRAM),
+        _NO_DRAFT_MODEL,
+        f"use --speculative-algorithm {NGRAM} or leave --speculative-algorithm out",
+    ),
+    "decoupled_spec_role": Refusal(_other_than(None, "null"), _NO_DRAFT_MODEL),
     "dcp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --dcp-size 1"),
     "attn_cp_size": Refusal(_other_than(1), _WHOLE_REQUESTS, "use --attn-cp-size 1"),
     "attn_dp_size": Refusal(
@@ -213,6 +222,46 @@ def check_device(device: str, config: FluxionConfig) -> None:
     maker_of(device)  # raises where its library is missing
 
 
+def check_speculation(args: Any, config: FluxionConfig) -> None:
+    """Refuse what does not go with speculative decoding, once SGLang knows the device.
+
+    Args:
+        args: SGLang's resolving view.
+
+    Raises:
+        ConfigError, CompatError: one sentence.
+    """
+    if args.speculative_algorithm is None:
+        return
+    what, out = f"--speculative-algorithm {NGRAM}", "leave --speculative-algorithm out"
+    if maker_of(args.device) is not None:
+        raise ConfigError(
+            f"--enable-fluxion works with {what} on a CPU alone, because a GPU's kernels attend to no trees of tokens; "
+            f"hide the accelerator and add --device cpu, or {out}."
+        )
+    if (problem := compat.ngram_problem(compat.sglang_version())) is not None:
+        raise ConfigError(problem)
+    if args.tp_size * args.pp_size > 1:
+        raise ConfigError(
+            f"--enable-fluxion works with {what} on one rank alone, because ranks could accept different drafts; use "
+            f"--tp-size 1 and --pp-size 1, or {out}."
+        )
+    if (key := next((key for key in ("audit", "record") if getattr(config, key) is not None), None)) is not None:
+        raise ConfigError(
+            f"{key} does not work with {what}, because it watches steps of one token a request, and every step has a "
+            f"draft; leave one of the two out."
+        )
+
+
+def check_draft(args: Any) -> None:
+    """Refuse drafts that the kernels cannot take, once SGLang has settled their size. Raises ConfigError."""
+    if args.speculative_algorithm is not None and args.speculative_num_draft_tokens > LARGEST_DRAFT:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {args.speculative_num_draft_tokens}, and the kernels take drafts of "
+            f"at most {LARGEST_DRAFT} tokens; use a smaller number."
+        )
+
+
 def check_resolved(args: Any, config: FluxionConfig) -> None:
     """Check what SGLang made of the options: a model or another step may have decided against ours.
 
@@ -223,6 +272,7 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
         ConfigError, CompatError: as `check_options`.
     """
     check_options(args)
+    check_draft(args)
     if args.device == "cpu" and args.tp_size * args.pp_size > 1:
         problem = compat.cpu_ranks_problem(compat.sglang_version())
         if problem is not None:
@@ -301,8 +351,12 @@ def _needs_expert_kernels(model: ModelConfig, args: Any) -> bool:
     return "GptOssForCausalLM" in (model.hf_config.architectures or ())
 
 
+def _caps_logits(model: ModelConfig) -> bool:
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
 def _varies_beside_device(model: ModelConfig, args: Any) -> bool:
-    varies = model.has_attention_sinks or "sliding_attention" in _layer_types(model)
+    varies = model.has_attention_sinks or "sliding_attention" in _layer_types(model) or _caps_logits(model)
     return varies and maker_of(args.device) is not None
 
 
@@ -322,7 +376,11 @@ MODELS = (
         "it is multimodal, and SGLang would size input buffers by the host pool",
         "serve its language model alone with --language-model-only where SGLang supports that, or " + _OTHER_MODEL,
     ),
-    Refusal(_is_linear, "it has linear-attention or state-space layers, which have no KV to page"),
+    Refusal(
+        _is_linear,
+        "it has linear-attention or state-space layers, which SGLang computes with kernels for GPUs alone, and there "
+        "keeps state of in a pool that the host pool cannot stand in for",
+    ),
     Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
     Refusal(_has_sparse_index, "it brings a sparse index of its own"),
     Refusal(_has_chunked_layers, "it has chunked-attention layers, whose masks the kernels do not have"),
@@ -330,12 +388,9 @@ MODELS = (
     Refusal(_needs_expert_kernels, "SGLang computes its experts with kernels that need a GPU or AMX"),
     Refusal(
         _varies_beside_device,
-        "it has sliding windows or learned attention sinks, which Fluxion serves only where the CPU is the device",
+        "it has sliding windows, learned attention sinks or capped logits, which Fluxion serves only where the CPU is "
+        "the device",
         "hide the accelerator and add --device cpu, or " + _OTHER_MODEL,
-    ),
-    Refusal(
-        lambda m, _: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
-        "it caps attention logits, which the kernels do not",
     ),
     Refusal(
         lambda m, _: bool(getattr(m, "use_alibi", False)),
@@ -396,7 +451,7 @@ def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
 LAYERS = (
     Refusal(lambda layer: layer.is_cross_attention, "attends across to an encoder"),
     Refusal(lambda layer: layer.attn_type.value != "decoder", "attends to later tokens ({0.attn_type.value})"),
-    Refusal(lambda layer: layer.logit_cap > 0, "caps attention logits at {0.logit_cap}"),
+    Refusal(lambda layer: layer.logit_cap < 0, "caps attention logits at {0.logit_cap}"),
     Refusal(lambda layer: layer.xai_temperature_len > 0, "scales attention logits by position"),
     Refusal(lambda layer: layer.pos_encoding_mode != "NONE", "encodes positions in attention ({0.pos_encoding_mode})"),
     Refusal(
@@ -425,10 +480,26 @@ def check_recorded(config: FluxionConfig, layers: Sequence[RadixAttention], mode
     Raises:
         ConfigError: one sentence.
     """
-    if config.record is not None and (model.has_attention_sinks or any(window_of(layer) for layer in layers)):
+    if config.record is not None and (
+        model.has_attention_sinks or any(window_of(layer) or layer.logit_cap for layer in layers)
+    ):
         raise ConfigError(
-            "record does not work with this model, because it has sliding windows or learned attention sinks, and "
-            "samples are measured without them; leave record out."
+            "record does not work with this model, because it has sliding windows, learned attention sinks or capped "
+            "logits, and samples are measured without them; leave record out."
+        )
+
+
+def check_windows(draft: int | None, layers: Sequence[RadixAttention]) -> None:
+    """Refuse drafts of more tokens than a layer's window. Raises ConfigError.
+
+    Args:
+        draft: tokens of a draft; None: there are none.
+    """
+    least = min((window for layer in layers if (window := window_of(layer)) is not None), default=None)
+    if draft is not None and least is not None and draft > least:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {draft}, but layers of this model have a window of {least} tokens, "
+            "and a draft must fit into it; use a smaller number."
         )
 
 
@@ -451,10 +522,10 @@ def check_attention_layers(model: Any, beside_device: bool = False) -> Sequence[
     for layer in layers:
         if (found := _first(LAYERS, "RadixAttention's", layer)) is not None:
             raise _unserved(f"its attention layer {layer.layer_id} {found[0]}, which the kernels do not support")
-        if beside_device and window_of(layer) is not None:
+        if beside_device and (window_of(layer) is not None or layer.logit_cap):
             raise _unserved(
-                f"its attention layer {layer.layer_id} has a sliding window, which Fluxion serves only where the CPU "
-                "is the device"
+                f"its attention layer {layer.layer_id} has a sliding window or capped logits, which Fluxion serves "
+                "only where the CPU is the device"
             )
     shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim) for layer in layers}
     if len(shapes) > 1:

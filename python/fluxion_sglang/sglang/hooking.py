@@ -1,0 +1,43 @@
+"""Puts hooks around SGLang's functions, and says whether this process is to have any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fluxion_sglang.sglang import compat
+
+Hooks = Mapping[compat.Need, Callable[..., Any]]
+
+
+def enabled_here() -> bool:
+    """Whether the configuration that this process has installed, if any, has the flag."""
+    from sglang.srt.runtime_context import get_context
+
+    try:
+        return bool(get_context().server_args.enable_fluxion)
+    except ValueError:  # none installed
+        return False
+
+
+def put_in(hooks: Hooks) -> None:
+    """Have each hook called in place of its function, with the function before the arguments; a second call changes
+    nothing."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource(plugin_name="fluxion", dist_name="fluxion-sglang")
+    absent = {need: hook for need, hook in hooks.items() if not compat.is_applied(need, hook)}
+    for need, hook in absent.items():
+        HookRegistry.register(need.path, hook, HookType.AROUND, source=source)
+    if absent:
+        HookRegistry.apply_hooks()
+
+
+def assert_applied(hooks: Hooks) -> None:
+    """Raise CompatError unless every hook is in place: SGLang logs a hook that fails and goes on."""
+    for need, hook in hooks.items():
+        if not compat.is_applied(need, hook):
+            raise compat.CompatError(
+                f"--enable-fluxion could not hook {need.path}, which another plug-in may have taken first; "
+                "see the log for 'Failed to apply hooks', and name the plug-ins to load in SGLANG_PLUGINS."
+            )

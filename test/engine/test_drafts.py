@@ -1,0 +1,119 @@
+"""NGRAM speculative decoding with the flag: the tokens of plain SGLang without it, and less passes.
+
+Plain SGLang's worker needs libcuda, so there is no plain SGLang with it to compare with on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cases
+import pytest
+import requests
+from server import PATIENCE_S, Completion, Server
+from test_exact import ALL, Reference, assert_same, check_group
+
+NGRAM = ("--speculative-algorithm", "NGRAM")
+
+
+def steps(got: Completion) -> int:
+    """Verify passes that a request took."""
+    return int(got.raw["meta_info"]["spec_verify_ct"])
+
+
+class TestDrafts:
+    """A pool that holds everything; the bundled model has a predictor, so the server's policy is sparse by default."""
+
+    @pytest.fixture(scope="class")
+    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+        with Server(
+            *NGRAM, "--chunked-prefill-size", "1024", fluxion='{"host_tokens": 65536, "canary": 1.0}',
+            log=logs / "ngram.log",
+        ) as server:  # fmt: skip
+            yield server
+            server.assert_clean()
+
+    def test_the_log_says_what_is_read(self, server: Server) -> None:
+        assert re.search(r"verifies a draft, and reads everything for it; the policy fluxion\S* changes", server.log())
+
+    @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
+    def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
+        """Twice: the second time, the cache has the n-grams of the first answer, and drafts are longer."""
+        ids, new = ALL[f"length-{length}"]
+        first, second = (server.generate(ids, new) for _ in range(2))
+        assert_same(first, reference[f"length-{length}"])
+        assert_same(second, reference[f"length-{length}"])
+        assert second.cached >= length // 16 * 16 - 16
+        assert steps(second) < new - 1, "no draft was accepted"
+
+    def test_eight_at_once_with_shared_prefixes(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        check_group(server, reference, "family")
+        check_group(server, reference, "family")
+
+    def test_second_turn(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        ids, new = ALL["length-2000"]
+        first = server.generate(ids, new)
+        got = server.generate(cases.second_turn(ids, first.tokens), cases.TURN_NEW)
+        assert got.cached >= 2048, "the finished turn, decoded tokens included, should be in the tree"
+        assert_same(got, reference["second-turn"])
+
+    def test_any_policy_gives_the_exact_tokens(self, server: Server, reference: Reference) -> None:
+        ids, new = ALL["length-2000"]
+        params = {
+            "temperature": 0, "max_new_tokens": new, "ignore_eos": True,
+            "custom_params": {"fluxion_policy": "streaming"},
+        }  # fmt: skip
+        assert_same(server.generate(ids, new, sampling_params=params), reference["length-2000"])
+
+    def test_sampling(self, server: Server) -> None:
+        """top_k of one is greedy whatever the temperature; without it, such a temperature says anything."""
+        ids, new = ALL["length-300"]
+        greedy = server.generate(ids, new)
+        params = {"temperature": 20.0, "max_new_tokens": new, "ignore_eos": True}
+        one = server.generate(ids, new, sampling_params={**params, "top_k": 1})
+        assert one.tokens == greedy.tokens
+        free = server.generate(ids, new, sampling_params={**params, "top_p": 0.95})
+        assert len(free.tokens) == new and free.tokens != greedy.tokens
+
+    def test_abort(self, server: Server, reference: Reference) -> None:
+        ids, before = ALL["length-2000"][0], len(server.log())
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.generate, ids, 8000, rid="abort-ngram")
+            server.wait_for_log("Decode batch", before)
+            requests.post(server.url + "/abort_request", json={"rid": "abort-ngram"}, timeout=PATIENCE_S)
+            assert asked.result().finish.get("type") == "abort"
+        ids, new = ALL["length-300"]
+        assert_same(server.generate(ids, new), reference["length-300"])
+
+    def test_the_pool_is_sound(self, server: Server) -> None:
+        """After all drafts that came and went, every token and every metadata entry is what was written."""
+        got = server.generate(
+            ALL["length-50"][0], 4, sampling_params={"max_new_tokens": 4, "custom_params": {"fluxion_check": True}}
+        )
+        assert got.finish.get("type") in ("length", "stop"), got.finish
+        assert re.search(r"of \d+ tokens and metadata entries in the host pool, all are sound", server.log())
+
+
+@pytest.mark.full
+class TestNarrow:
+    """A pool of 2,400 tokens, and SGLang's forced retractions."""
+
+    @pytest.fixture(scope="class")
+    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
+        with Server(
+            *NGRAM, "--max-total-tokens", "2400", "--chunked-prefill-size", "512",
+            "--speculative-num-draft-tokens", "20", env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "ngram-narrow.log",
+        ) as server:  # fmt: skip
+            yield server
+            server.assert_clean()
+
+    def test_eviction_and_retraction(self, server: Server, reference: Reference) -> None:
+        for _ in range(2):
+            check_group(server, reference, "crowd")
+            check_group(server, reference, "relatives")
+        assert re.search(r"Testing retraction|Retract requests", server.log()), "nothing was retracted"

@@ -209,10 +209,10 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"prefill_budget is {config.prefill_budget:g}, but a sparse prefill runs on a CPU alone, and SGLang would "
             f"use {device}; leave the key out."
         )
-    if config.mxint8 and device != "cpu":
+    if config.mxint8 and (device != "cpu" or maker_of(device) is not None):
         raise ConfigError(
-            f"kv_dtype is mxint8, but only the CPU reads KV of 8 bits, and SGLang would use {device}; leave the key "
-            "out."
+            "kv_dtype is mxint8, but only the CPU reads KV of 8 bits, and the model would run beside it on a device; "
+            "leave the key out."
         )
     if config.canary > 0 and device != "cpu":
         raise ConfigError(

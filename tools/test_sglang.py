@@ -4,7 +4,8 @@ It goes into an environment of its own, .venv-sglang-VERSION, with this package 
 library and what packages are installed with. Then `compat.py` says which of the names that the plug-in needs are gone,
 and if none is, the engine tests run. A version outside of the supported range is taken here, and nowhere else.
 
-OVERRIDE="cuda-tile==1.7.0" puts other packages in place of those that SGLang pins: PyPI alone does not have all of them.
+OVERRIDE="cuda-tile==1.7.0" puts other packages in place of those that SGLang pins: PyPI alone does not have all of
+them.
 """
 
 from __future__ import annotations

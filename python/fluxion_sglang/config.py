@@ -182,8 +182,8 @@ class FluxionConfig:
     )
     step_graphs: bool = _option(
         True,
-        "Where model_kernels compute a model, decode steps of as many requests are traced once and replayed from then "
-        "on, without the Python between the layers. Of one rank, without adapters.",
+        "Where model_kernels compute a model, decode steps of as many requests are traced twice and replayed from "
+        "then on, without the Python between the layers. Of one rank, without adapters.",
         "false",
     )
     hot_tiles_gb: float = _option(

@@ -60,6 +60,7 @@ class Backbone(nn.Module):
         self.embedding = nn.Parameter(torch.randn(WORDS, HIDDEN, dtype=dtype), requires_grad=False)
         self.mixed = nn.Parameter(torch.randn(2, 3 * HIDDEN, HIDDEN, dtype=dtype) * 0.1, requires_grad=False)
         self.norm = nn.Parameter(torch.rand(HIDDEN, dtype=dtype), requires_grad=False)
+        self.part = nn.Identity()
         self.graphs: StepGraphs | None = None
         self.runs = 0
         self.attended: list[int] = []
@@ -226,6 +227,37 @@ def traced(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> tuple[Trace | No
     return tracer.trace(result), tracer.reason
 
 
+torch.library.define("fluxion_test::in_secret", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("fluxion_test::in_secret", "CompositeExplicitAutograd")
+def _writes_in_secret(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize("part", [lambda x: x[1:], lambda x: x.t(), lambda x: x[:1].expand(2, 3)])
+def test_an_input_that_is_part_of_other_memory(part: Any) -> None:
+    x = part(torch.randn(2, 3))
+    with Tracer([x], []) as tracer:
+        result = x + 1
+    assert tracer.trace(result) is None and tracer.reason == "an input is a part of other memory"
+
+
+def test_a_graph_that_cannot_be_made_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, guard = graphed()
+    plain = Backbone()
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(graphs, "StepGraph", broken)
+    for seed in range(4):
+        with guard.containing():
+            assert torch.equal(model.forward(*step(2, seed), DECODE), plain(*step(2, seed), DECODE))
+        assert guard.reason is None
+    assert model.runs == 4
+
+
 def _in_secret(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     ctypes.memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
@@ -246,6 +278,8 @@ def _in_secret(x: torch.Tensor) -> torch.Tensor:
         (lambda x, w: x.add_(1), "writes an input"),
         (lambda x, w: w.add_(1), "writes a weight"),
         (lambda x, w: (x + 1, x), "more than one tensor"),
+        (lambda x, w: torch.ops.fluxion_test.in_secret(x) + 1, "may write what it does not say"),
+        (lambda x, w: torch.complex(x, x).conj().imag, "not what it stands for"),
     ],
 )
 def test_reasons(run: Any, why: str) -> None:
@@ -347,7 +381,16 @@ def test_the_backbone_is_all_but_the_logits() -> None:
     assert backbone_of(_model(model=inner, second=Inner(), logits_processor=Logits())) is None
 
 
-def test_a_watched_model_has_none() -> None:
-    inner = Inner()
-    inner.layers[1].register_forward_hook(lambda *_: None)
-    assert backbone_of(_model(model=inner, logits_processor=Logits())) is None
+# --- Who watches ---
+
+
+def test_a_hook_that_comes_late_sees_every_step() -> None:
+    model, _, _ = graphed()
+    for seed in range(3):
+        model.forward(*step(2, seed), DECODE)
+    hook = model.part.register_forward_hook(lambda *_: None)
+    model.forward(*step(2), DECODE)
+    assert model.runs == 3
+    hook.remove()
+    model.forward(*step(2), DECODE)
+    assert model.runs == 3

@@ -41,6 +41,7 @@ _BLOCKING = frozenset(
         "layers_linear",
         "layers_norm",
         "layers_rope",
+        "program_run",
         "layers_silu_mul",
         "probe_read",
         "probe_attend",

@@ -120,8 +120,12 @@ class FluxionAttnBackend(AttentionBackend):
             count = install(runner.model, native)
             logger.info("Fluxion: %d linear layers run on the native workers", count)
             alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
-            if options.step_graphs and alone and (backbone := backbone_of(runner.model)) is not None:
+            backbone = backbone_of(runner.model)
+            if options.step_graphs and alone and backbone is not None:
                 self.graphs = StepGraphs(backbone, native, self.failures, self._replayed)
+            elif options.step_graphs:
+                why = "it has no part that can be replayed" if alone else "there are several ranks, or adapters"
+                logger.info("Fluxion: decode steps of this model run without graphs, because %s", why)
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(

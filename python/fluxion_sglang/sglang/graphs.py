@@ -32,7 +32,7 @@ from fluxion_sglang.sglang.tracing import Home, Kind, Op, Ref, Trace, TracedLaye
 logger = logging.getLogger(__name__)
 
 _ALIGN = 64
-_TRIES = 3
+_TRIES = 4
 """Traces of as many requests that are looked at for two equal ones; the first steps may set things up."""
 
 
@@ -104,8 +104,8 @@ class StepGraph:
 
     def replay(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The result for other inputs of the same shapes, in memory of its own."""
-        for place, tensor in zip(self._inputs, inputs, strict=True):
-            place.copy_(tensor)
+        for own, tensor in zip(self._inputs, inputs, strict=True):
+            own.copy_(tensor)
         for part in self._parts:
             part()
         return self._result.clone()
@@ -171,11 +171,15 @@ class StepGraphs:
     def __init__(self, backbone: nn.Module, layers: Contained, failures: FailureGuard, attention: Attention) -> None:
         self.tracer: Tracer | None = None
         self._layers, self._failures, self._attention = layers, failures, attention
-        self._tables = [table for module in backbone.modules() for table in (module._parameters, module._buffers)]
+        modules = list(backbone.modules())
+        self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        # Whoever watches a module would not see a replay; they may come at any time.
+        self._watchers = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._addresses: list[int] = []
         self._traces: dict[int, list[Trace]] = {}
         self._graphs: dict[int, StepGraph] = {}
         self._refused: set[int] = set()
+        self._never = False
         self._forward = backbone.forward
         backbone.forward = self.forward
 
@@ -183,16 +187,19 @@ class StepGraphs:
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, *others: Any, **named: Any
     ) -> Any:
         """The backbone's: hidden states [B, hidden] of a decode step, and whatever it makes of other passes."""
-        rows = input_ids.shape[0]
         forward = partial(self._forward, input_ids, positions, forward_batch, *others, **named)
         special = any(other is not None for other in (*others, *named.values()))
-        if special or not forward_batch.forward_mode.is_decode() or not 0 < rows <= MAX_ROWS or rows in self._refused:
+        if self._never or special or not forward_batch.forward_mode.is_decode() or any(self._watchers):
+            return forward()
+        rows = input_ids.shape[0]
+        if not 0 < rows <= MAX_ROWS or rows in self._refused:
             return forward()
         if (addresses := [weight.data_ptr() for weight in self._weights()]) != self._addresses:
             # The model has other weights than the graphs.
             self._addresses = addresses
             self._graphs.clear()
             self._traces.clear()
+            self._refused.clear()
         if (graph := self._graphs.get(rows)) is None:
             return self._traced(rows, (input_ids, positions), forward)
         out: torch.Tensor | None = self._failures.run(lambda: graph.replay(input_ids, positions))
@@ -207,40 +214,44 @@ class StepGraphs:
                 result = forward()
         finally:
             self.tracer, self._layers.layers = None, layers
+        if self._failures.reason is None:
+            try:
+                self._learn(rows, tracer, result)
+            except Exception:  # the result is good, whatever becomes of the graph
+                logger.exception("Fluxion: decode steps of %d requests run without a graph, which cannot be made", rows)
+                self._refused.add(rows)
+        return result
+
+    def _learn(self, rows: int, tracer: Tracer, result: object) -> None:
+        """Keep the trace of a step with this result, or make it a graph if another one was equal."""
         trace = tracer.trace(result)
-        if self._failures.reason is not None:
-            return result
         if trace is None:
-            self._refuse(rows, tracer.reason)
+            self._never = True
+            logger.info("Fluxion: decode steps run without graphs, because %s", tracer.reason)
         elif trace in (before := self._traces.setdefault(rows, [])):
-            self._graphs[rows] = StepGraph(trace, tracer.held, NativeProgram(layers), self._attention)
+            program = NativeProgram(self._layers.layers)
+            self._graphs[rows] = StepGraph(trace, tracer.held, program, self._attention)
             del self._traces[rows]
-        elif len(before) == _TRIES:
-            self._refuse(rows, "no two steps compute the same")
+        elif len(before) + 1 == _TRIES:
+            self._refused.add(rows)
+            del self._traces[rows]
+            logger.info("Fluxion: no two decode steps of %d requests compute the same; they run without a graph", rows)
         else:
             before.append(trace)
-        return result
 
     def _weights(self) -> Iterable[torch.Tensor]:
         return (tensor for table in self._tables for tensor in table.values() if tensor is not None)
-
-    def _refuse(self, rows: int, reason: str | None) -> None:
-        self._refused.add(rows)
-        self._traces.pop(rows, None)
-        logger.info("Fluxion: decode steps of %d requests run without a graph, because %s", rows, reason)
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:
     """The part of a model that makes hidden states [B, hidden] of token ids [B], positions [B] and the batch.
 
-    It has every attention layer, and nothing of what makes logits. None: there is no such part, or somebody watches
-    its modules, who would not see a replay.
+    It has every attention layer, and nothing of what makes logits. None: there is no such part.
     """
     attention = {module for module in model.modules() if isinstance(module, RadixAttention)}
     for module in model.modules():
         inside = set(module.modules())
         if attention <= inside and not any(isinstance(part, LogitsProcessor) for part in inside):
             taken = list(inspect.signature(module.forward).parameters)
-            watched = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
-            return module if taken[:1] == ["input_ids"] and taken[2:3] == ["forward_batch"] and not watched else None
+            return module if taken[:1] == ["input_ids"] and taken[2:3] == ["forward_batch"] else None
     return None

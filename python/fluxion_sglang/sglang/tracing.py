@@ -30,9 +30,9 @@ _UNFILLED = {
 }
 _TO_PYTHON = {
     getattr(torch.Tensor, name)
-    for name in ("tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
+    for name in ("tolist", "item", "numpy", "__array__", "__dlpack__", "__bool__", "__int__", "__float__", "__index__")
 }
-"""What comes of these decides in Python, where a trace does not see it."""
+"""They hand what is in a tensor to Python, and a trace does not see what Python makes of it."""
 _BY_CHANCE_OR_VALUE = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
@@ -135,6 +135,9 @@ class Tracer:
         self._stack = ExitStack()
         self._looking = True
         for number, tensor in enumerate(inputs):
+            # Replays have memory of just this size for each of them.
+            if not tensor.is_contiguous() or tensor.storage_offset() or _address(tensor) in self._homes:
+                self._end("an input is a part of other memory")
             self._homes[_address(tensor)] = Home.INPUT, number
         self._inputs = tuple(self._ref(tensor) for tensor in inputs)
 
@@ -179,6 +182,8 @@ class Tracer:
 
     def layer(self, name: str, arguments: Sequence[Any]) -> None:
         """A native layer has been computed; arguments as of `NativeLayers.compute`."""
+        if self.reason is not None:
+            return
         written = WRITTEN[name]
         for tensor in arguments[-written:]:
             if tensor is not None:
@@ -194,13 +199,17 @@ class Tracer:
         written = _written(func, arguments, keywords)
         results = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         read = {_address(leaf) for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)}
+        fresh = [tensor for tensor in results if _address(tensor) not in read]
         if any(tag in func.tags for tag in _BY_CHANCE_OR_VALUE):
             self._end(f"{func} depends on chance or on what is in a tensor")
+        elif not (written or fresh or func.namespace == "aten"):
+            # PyTorch's own operation would be a view. Others may write what their schema does not name.
+            self._end(f"{func} gives nothing new and may write what it does not say")
         elif written:
             for tensor in written:
                 self._attempt(partial(self._home, tensor, written=True))
             self._add(Kind.TORCH, func, arguments, keywords, ())
-        elif func.overloadpacket not in _UNFILLED and not all(_address(tensor) in read for tensor in results):
+        elif func.overloadpacket not in _UNFILLED and fresh:
             self._add(Kind.TORCH, func, arguments, keywords, results)
         # What is left are views, and memory that nobody has written.
         return result
@@ -219,6 +228,8 @@ class Tracer:
                 self._home(result, written=True)
             return Op(kind, what, *read, tuple(self._ref(result) for result in results))
 
+        if self.reason is not None:
+            return
         self._alive.append((arguments, keywords, results))
         found = self._attempt(op)
         if found is not None:
@@ -230,6 +241,8 @@ class Tracer:
     def _ref(self, tensor: torch.Tensor) -> Ref:
         """Raises _Unknown."""
         home, number = self._home(tensor)
+        if tensor.is_neg() or tensor.is_conj():
+            raise _Unknown("a tensor's memory is not what it stands for")
         return Ref(
             home, number, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
         )

@@ -158,10 +158,10 @@ class Clock:
         for name in names:
             setattr(owner, name, partial(self._timed, name, getattr(owner, name)))
 
-    def _timed(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+    def _timed(self, name: str, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         start = time.perf_counter()
         try:
-            return method(*args)
+            return method(*args, **named)
         finally:
             self.spent[name] += time.perf_counter() - start
 

@@ -192,6 +192,7 @@ def test_only_the_light_modules_are_imported(both: tuple[dict[str, Any], dict[st
         "fluxion_sglang.sglang.bootstrap",
         "fluxion_sglang.sglang.compat",
         "fluxion_sglang.sglang.cpu_platform",
+        "fluxion_sglang.sglang.hooking",
         "fluxion_sglang.sglang.plugin",
         "fluxion_sglang.sglang.server_fields",
     }

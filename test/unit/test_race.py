@@ -110,4 +110,4 @@ def test_every_tensor_has_a_name_in_gguf(model: str) -> None:
     assert len(set(names)) == len(names)
     assert ("output.weight" in names) != config["tie_word_embeddings"]
     layers = sum(np.prod(shape) for name, shape in checkpoints.shapes(config) if ".layers." in name)
-    assert layers < checkpoints.parameters(config) <= layers + 2 * 32000 * config["hidden_size"] + config["hidden_size"]
+    assert layers < checkpoints.parameters(config) <= layers + (2 * config["vocab_size"] + 1) * config["hidden_size"]

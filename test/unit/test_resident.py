@@ -119,9 +119,9 @@ def test_it_is_the_fused_path(isa: str, data: st.DataObject, seed: int, dtype: t
 
             assert tasks == want_tasks and chosen == want_chosen
             # A matrix unit rounds weights by up to 2^-16, and differently where residents have a softmax of their own.
-            atol = 6e-5 if isa == "amx" and dtype == torch.bfloat16 else 2e-6
+            atol = 6e-5 if isa == "amx" and ahead.dtype == torch.bfloat16 else 2e-6
             torch.testing.assert_close(exact(ahead, len(ours)), exact(fused, len(ours)), rtol=1e-5, atol=atol)
-            assert torch.equal(exact(ahead, len(ours)).to(dtype), out)
+            assert torch.equal(exact(ahead, len(ours)).to(ahead.dtype), out)
             fused.check(out, want.double())
             ahead.check(out, ahead.expected(ours, layer, q, chosen))
             torch.testing.assert_close(

@@ -114,18 +114,8 @@ class FluxionAttnBackend(AttentionBackend):
         self.device = self._device(runner, layers)
         self.failures = FailureGuard(self._finish, self.device.abort)
         self.engine.corrupt = self._lose
-        self.graphs: StepGraphs | None = None
-        if pool.maker is None and options.model_kernels:
-            native = Contained(NativeLayers(pool.host.workers), self.failures.run)
-            count = install(runner.model, native)
-            logger.info("Fluxion: %d linear layers run on the native workers", count)
-            alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
-            backbone = backbone_of(runner.model)
-            if options.step_graphs and alone and backbone is not None:
-                self.graphs = StepGraphs(backbone, native, self.failures, self._replayed)
-            elif options.step_graphs:
-                why = "it has no part that can be replayed" if alone else "there are several ranks, or adapters"
-                logger.info("Fluxion: decode steps of this model run without graphs, because %s", why)
+        natively = pool.maker is None and options.model_kernels
+        self.graphs = self._model_kernels(runner) if natively else None
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
             self.metrics = EngineMetrics(
@@ -152,6 +142,22 @@ class FluxionAttnBackend(AttentionBackend):
         watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None
         self._chunks: list[_Chunk] = []
+
+    def _model_kernels(self, runner: ModelRunner) -> StepGraphs | None:
+        """Have the native workers compute the model's other layers; the graphs of its decode steps, if it has them."""
+        pool = self.token_to_kv_pool
+        native = Contained(NativeLayers(pool.host.workers), self.failures.run)
+        count = install(runner.model, native)
+        logger.info("Fluxion: %d linear layers run on the native workers", count)
+        if not pool.config.step_graphs:
+            return None
+        alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
+        backbone = backbone_of(runner.model)
+        if alone and backbone is not None:
+            return StepGraphs(backbone, native, self.failures, self._replayed)
+        why = "it has no part that can be replayed" if alone else "there are several ranks, or adapters"
+        logger.info("Fluxion: decode steps of this model run without graphs, because %s", why)
+        return None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode

@@ -42,6 +42,10 @@ QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     rivals.NAME: rivals.quality_options(),
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
+    "adaptive": [
+        *("--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--seed", "11"),
+        *("--policies", "full,fluxion,adaptive"),
+    ],
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     **{

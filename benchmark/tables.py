@@ -232,6 +232,11 @@ def large(results: Path) -> str:
     return _quality(results, quality_table.pareto, "quality_large.json")
 
 
+def adaptive(results: Path) -> str:
+    """What can be had without training, beside what a predictor gives."""
+    return _quality(results, quality_table.averages, "quality_adaptive.json")
+
+
 def ablations(results: Path) -> str:
     """Criteria and choices of the selector, in the shape of the paper's Fig. 9."""
     return _quality(results, lambda data: quality_table.averages(data), "quality_ablations.json")
@@ -463,6 +468,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "rivals": rivals,
     "far": far,
     "large": large,
+    "adaptive": adaptive,
     "ablations": ablations,
     "extraction": extraction,
     "perplexity": perplexity,

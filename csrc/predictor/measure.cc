@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/block_scores.h"
+#include "engine/reach.h"
 #include "engine/resident_parts.h"
 
 namespace fluxion {
@@ -134,6 +135,8 @@ class Measurement {
     double weight;
     uint32_t open;  // criteria not met yet
   };
+  // Budgets of a head, or its reach.
+  bool for_reach() const { return args_.reach != nullptr; }
 
   void check() const;
   void phase(void (Measurement::*item)(int, Scratch*));
@@ -145,6 +148,7 @@ class Measurement {
   bool start(int state, int size, Walk* walk) const;
   void step(int state, int size, int count, int tokens, int blk, int blocks, float square, Walk* walk) const;
   void finish(int state, int size, const Walk& walk) const;
+  void find_reach(int i, int head, Scratch* s);
 
   int window_page(int query) const {
     return window_start_page(args_.lengths[query], shape_.sink_pages, args_.window);
@@ -367,6 +371,11 @@ void Measurement::rank(int item, Scratch* s) {
   const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
   const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
   if (pages == 0) {
+    if (for_reach()) {
+      std::fill_n(args_.reach + state, G_, kMinusInf);
+      std::fill_n(args_.gate + state, G_, kMinusInf);
+      return;
+    }
     std::fill_n(budget(static_cast<int>(state), 0, 0), int64_t{G_} * args_.criterion_count * kBlockSizes,
                 0.0f);
     return;
@@ -379,7 +388,7 @@ void Measurement::rank(int item, Scratch* s) {
   for (int g = 0; g < G_; ++g) {
     float* anchor = args_.anchor + (state + g) * kAnchorFeatures;
     const double length = anchor[22];
-    if (length > 0.0)
+    if (length > 0.0 && !for_reach())
       shape_of_scores(&s->scores[int64_t{g} * tokens], tokens, args_.scale / length, anchor + 12);
     total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - lse_[state + g]);
     for (int p = 0; p < pages; ++p) {
@@ -389,8 +398,9 @@ void Measurement::rank(int item, Scratch* s) {
       s->page_weights[g * pages + p] = sum;
       total_[state + g] += sum;
     }
-    walk_tokens(static_cast<int>(state) + g, head, g, middle, tokens, s);
+    if (!for_reach()) walk_tokens(static_cast<int>(state) + g, head, g, middle, tokens, s);
   }
+  if (for_reach()) return find_reach(i, head, s);
   for (int size = 1; size < kBlockSizes; ++size) {
     const Blocks at(kMeasuredBlocks[size], shape_.sink_pages, window_page(i));
     s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, pool_.spread(),
@@ -426,7 +436,7 @@ bool Measurement::start(int state, int size, Walk* walk) const {
         met = walk->weight >= threshold(c) * total_[state];
         break;
     }
-    if (met) *budget(state, c, size) = 0.0f;
+    if (met && !for_reach()) *budget(state, c, size) = 0.0f;
     if (!met) walk->open |= 1u << c;
   }
   return walk->open != 0;
@@ -453,7 +463,7 @@ void Measurement::step(int state, int size, int count, int tokens, int blk, int 
     // Where everything read so far has no weight that float32 knows, the error is not known either.
     if (!met || !(walk->weight > 0.0)) continue;
     walk->open &= ~(1u << c);
-    *budget(state, c, size) = budget_of_blocks(count, tokens, blk, blocks);
+    if (!for_reach()) *budget(state, c, size) = budget_of_blocks(count, tokens, blk, blocks);
   }
 }
 
@@ -482,6 +492,48 @@ void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, Scra
     step(state, size, count, middle * kPage, blk, at.count, square, &walk);
   }
   finish(state, size, walk);
+}
+
+// Reach and gate of a query's group, whose weights are known.
+void Measurement::find_reach(int i, int head, Scratch* s) {
+  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
+  const int start = shape_.sink_pages, end = window_page(i), pages = end - start;
+  const auto score = [&](const Blocks& at, float spread) {
+    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, spread,
+                    s->block_scores.get(), pages);
+  };
+  uint32_t needs = 0;  // heads that the residents are not enough for
+  const Blocks at(kPage, start, end);
+  score(at, kReachSpread);
+  for (int g = 0; g < G_; ++g) {
+    const int one = static_cast<int>(state) + g;
+    float& reach = args_.reach[one] = args_.gate[one] = kMinusInf;
+    Walk walk;
+    if (!this->start(one, 1, &walk)) continue;
+    needs |= 1u << g;
+    const float* scores = &s->block_scores[int64_t{g} * pages];
+    const float* values = &s->page_values[int64_t{g} * pages * D_];
+    Order order(scores, at.count, s->keys.get());
+    for (int count = 1; count <= at.count && walk.open != 0; ++count) {
+      const int block = order[count - 1];
+      const double known = lse_[one] + std::log(walk.weight);
+      reach = std::max(reach, static_cast<float>(known - logit_of(args_.scale, scores[block])));
+      const double weight = s->page_weights[int64_t{g} * pages + block];
+      walk.weight += weight;
+      const float square = kernels_.add_rows(values + int64_t{block} * D_, 1, static_cast<float>(weight),
+                                             &o_[int64_t{one} * D_], D_, walk.sum);
+      step(one, 1, count, pages * kPage, kPage, at.count, square, &walk);
+    }
+  }
+  if (needs == 0) return;
+  const Blocks coarse(kReachGateBlk, start, end);
+  score(coarse, kReachGateSpread);
+  for (; needs != 0; needs &= needs - 1) {
+    const int g = std::countr_zero(needs);
+    const float* scores = &s->block_scores[int64_t{g} * pages];
+    const float top = *std::max_element(scores, scores + coarse.count);
+    args_.gate[state + g] = static_cast<float>(resident_lse_[state + g] - logit_of(args_.scale, top));
+  }
 }
 
 void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s) {

@@ -12,8 +12,10 @@ from mxint8 import MXINT8, stored
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.lab.kinds import EarlyStop, SingleTokens
+from fluxion_sglang.lab.torch_executor import block_scores
 from fluxion_sglang.native import NativeEngine, NativePool, Workers
-from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record
+from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record, TaskKind
+from fluxion_sglang.policy.reach import Reach
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
 """`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer (`csrc/engine/task_queue.h`, kBits)."""
@@ -32,6 +34,19 @@ def block_bounds(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Upper bound of q [D] . k over the keys [n, D] of one block, from their min and max, float64."""
     lo, hi = keys.double().amin(0), keys.double().amax(0)
     return torch.maximum(q.double() * lo, q.double() * hi).sum()
+
+
+def rank_blocks(
+    q: torch.Tensor, keys: torch.Tensor, blocks: list[list[int]], spread: float
+) -> tuple[torch.Tensor, bool]:
+    """Scores [G, n] of blocks of keys [., D], float64, and whether float32 must rank them the same way. q: [G, D]."""
+    sides = [keys[tokens].aminmax(dim=0) for tokens in blocks]
+    lo, hi = (torch.stack(list(side)) for side in zip(*sides, strict=True))
+    scores = block_scores(q.double(), lo, hi, spread)
+    rounding = q.double().abs() @ torch.maximum(lo.abs(), hi.abs()).double().T * 2e-6
+    row, order = scores.sort(dim=1)
+    gaps, rounding = row.diff(), rounding.gather(1, order)
+    return scores, bool(((gaps == 0) | (gaps > rounding[:, 1:] + rounding[:, :-1])).all())
 
 
 @dataclass
@@ -79,13 +94,16 @@ def layer_begin(
     given: Given | None = None,
     stop: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
+    reach: Reach | None = None,
     middle: tuple[torch.Tensor, torch.Tensor] | None = None,
     parts: torch.Tensor | None = None,
 ) -> int:
     """Begins a layer by a plan of these tensors, which may hold single tokens; `middle`: with residents on a device."""
-    kinds: tuple[SingleTokens | EarlyStop, ...] = (SingleTokens(),)
+    kinds: tuple[TaskKind, ...] = (SingleTokens(),)
     if stop is not None:
         kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
+    if reach is not None:
+        kinds = (reach, *kinds)
     plan = native_plan(LayerPlan(blk, budget, value, listed, record, given, kinds), owner=owner)
     if middle is not None:
         assert out is None

@@ -10,11 +10,11 @@ import torch
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request, layer_begin
+from native_world import NativeWorld, Request, layer_begin, rank_blocks
 
 from fluxion_sglang.kv.placement import BLOCKS, PAGE
 from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, Progress, by_criticality, read_until
-from fluxion_sglang.lab.torch_executor import block_pages, block_scores
+from fluxion_sglang.lab.torch_executor import block_pages
 from fluxion_sglang.native import topology
 
 MARGIN = 1e-5
@@ -95,13 +95,7 @@ def reference(
         for pages in block_pages(len(middle), blk, placement.sink_pages)
     ]
     keys = request.keys[0][:, h]
-    entries = [keys[tokens].aminmax(dim=0) for tokens in blocks]
-    lo, hi = (torch.stack(list(side)) for side in zip(*entries, strict=True))
-    scores = block_scores(q.double(), lo, hi, spread)
-    rounding = q.double().abs() @ torch.maximum(lo.abs(), hi.abs()).double().T * 2e-6
-    row, order = scores.sort(dim=1)
-    gaps, rounding = row.diff(), rounding.gather(1, order)
-    clear = bool(((gaps == 0) | (gaps > rounding[:, 1:] + rounding[:, :-1])).all())
+    scores, clear = rank_blocks(q, keys, blocks, spread)
     logits = (q.double() @ keys.double().T) * world.scale
     resident = [i for i in range(request.length) if not middle or i < middle[0] or i > middle[-1]]
     found = read_until(

@@ -34,6 +34,7 @@ _BLOCKING = frozenset(
         "pool_gather",
         "pool_sweep",
         "measure",
+        "measure_reach",
         "hgca_establish",
         "hgca_step",
         "host_memory",

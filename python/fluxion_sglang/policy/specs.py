@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 from typing import Final
 
 from fluxion_sglang import plugins
+from fluxion_sglang.policy.adaptive import AdaptivePolicy
 from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.arguments import NotLegal
 from fluxion_sglang.policy.base import Context, Policy
@@ -33,6 +34,7 @@ CORE: Final[dict[str, type[Policy]]] = {
     "streaming": StreamingPolicy,
     "fixed": FixedPolicy,
     "fluxion": FluxionPolicy,
+    "adaptive": AdaptivePolicy,
     "anchor": AnchorPolicy,
 }
 """By name. Every other policy, and more arguments of these, come through the entry points `plugins.POLICIES`."""

@@ -45,7 +45,7 @@ good = (
     bare
     | joined(st.just("fixed"), blocks, shares)
     | joined(st.just("oracle"), shares)
-    | joined(st.just("anchor"), shares)
+    | joined(st.sampled_from(["adaptive", "anchor"]), shares)
     | joined(st.just("anchor"), shares, blocks)
     | joined(st.just("labels"), shares, st.just("any"), st.just("all"))
     | joined(st.just("psa"), shares, blocks, st.sampled_from(["mean", "quest"]))
@@ -74,7 +74,20 @@ def test_legal_specs(spec: str) -> None:
 def test_the_grammar_is_all_of_it() -> None:
     """Every form that a refusal names begins like one that is tried here."""
     names = {form.partition(":")[0].partition("[")[0] for form in legal()}
-    tried = {"full", "streaming", "hgca", "psa", "lfps", "score95", "output10", "fixed", "oracle", "anchor", "labels"}
+    tried = {
+        "full",
+        "streaming",
+        "hgca",
+        "psa",
+        "lfps",
+        "score95",
+        "output10",
+        "fixed",
+        "oracle",
+        "anchor",
+        "labels",
+        "adaptive",
+    }
     assert names - tried == {"fluxion"}, "write a strategy for it; fluxion needs a predictor"
 
 

@@ -119,8 +119,8 @@ class AdaptivePolicy(Policy):
 
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
-        queries = (NEWEST + SPREAD) * shape.head_dim * shape.dtype.itemsize
-        return shape.layers * world.q_heads * (queries + 2 * 4)
+        query = world.q_heads * shape.head_dim * shape.dtype.itemsize
+        return shape.layers * (NEWEST + SPREAD) * (query + 4)
 
     @property
     def state_bytes(self) -> int:

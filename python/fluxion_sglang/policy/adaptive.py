@@ -69,7 +69,7 @@ def quantile(values: torch.Tensor, missed: float) -> torch.Tensor:
     rank = math.ceil((1 - missed) * (len(values) + 1) - 1e-9)
     if rank > len(values):
         return torch.full(values.shape[1:], torch.inf)
-    return values.kthvalue(rank, dim=0).values if len(values) else values.new_empty(values.shape[1:])
+    return values.kthvalue(rank, dim=0).values
 
 
 class AdaptivePolicy(Policy):

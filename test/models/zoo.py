@@ -85,6 +85,7 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     # SGLang's attention on a CPU leaves the cap of its logits out.
     "gemma2": _of(
         "Gemma2Config",
+        hidden_act="gelu_pytorch_tanh",  # SGLang reads it; transformers has hidden_activation alone
         **BY_TURNS,
         sliding_window=100,
         query_pre_attn_scalar=32,
@@ -125,15 +126,14 @@ def build(family: str, folder: Path) -> str:
 
 
 def build_adapter(model: str, folder: Path, rank: int = 8, seed: int = 1) -> str:
-    """Write a LoRA adapter for the linear layers of a Llama at `model` to `folder` and return its path."""
+    """Write a LoRA adapter for linear layers of a Llama at `model` to `folder` and return its path.
+
+    Of the layers that SGLang keeps alone: for adapters of those that it joins (QKV, gate and up) it pins memory, which
+    takes a GPU.
+    """
     config = transformers.AutoConfig.from_pretrained(model)
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    sizes = {
-        "self_attn.q_proj": (hidden, q), "self_attn.k_proj": (hidden, kv), "self_attn.v_proj": (hidden, kv),
-        "self_attn.o_proj": (q, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }  # fmt: skip
+    heads, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
+    sizes = {"self_attn.o_proj": (heads, hidden), "mlp.down_proj": (config.intermediate_size, hidden)}
     random = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config.num_hidden_layers):

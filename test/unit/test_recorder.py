@@ -14,7 +14,8 @@ from world import World
 
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.training import recorder as module
-from fluxion_sglang.training.recorder import Recorder, check_wishes, path
+from fluxion_sglang.training.dataset import TokenSequence, choose_steps
+from fluxion_sglang.training.recorder import Recorder, check_wishes, path, wishes_for
 
 WISHES = {"id": 4, "samples": [[600, [700, 899]]]}
 TOKENS = 950
@@ -147,6 +148,13 @@ def test_what_training_asks_for_is_taken(data: st.DataObject) -> None:
     position = st.integers(0, tokens - 1)
     samples = []
     for anchor in data.draw(st.lists(position, min_size=1, max_size=4)):
-        samples.append([anchor, data.draw(st.lists(st.integers(anchor, tokens - 1), min_size=1, max_size=5))])
-    sequence, last = check_wishes({"id": 7, "samples": samples}, tokens)
+        samples.append((anchor, data.draw(st.lists(st.integers(anchor, tokens - 1), min_size=1, max_size=5))))
+    sequence, last = check_wishes(wishes_for(7, samples), tokens)
     assert (sequence, last) == (7, max(max(steps) for _, steps in samples))
+
+
+@given(st.integers(2, 9000), st.integers(0, 40), st.integers(0, 2**16))
+def test_the_steps_that_training_chooses_are_taken(tokens: int, answer: int, seed: int) -> None:
+    sequence = TokenSequence(tuple(range(tokens)), min(answer, tokens - 1))
+    if chosen := choose_steps(sequence, seed, 336):
+        check_wishes(wishes_for(3, chosen), tokens)

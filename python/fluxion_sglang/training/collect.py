@@ -32,7 +32,7 @@ def record(
     """
     missing = [i for i in range(len(sequences)) if not recorder.path(folder, i, layers - 1).exists()]
     wishes = {
-        i: {"id": i, "samples": chosen}
+        i: recorder.wishes_for(i, chosen)
         for i in missing
         if (chosen := choose_steps(sequences[i], seed + i, placement.slots))
     }

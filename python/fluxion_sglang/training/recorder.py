@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,6 +52,11 @@ SEQUENCES: Final = 1_000_000
 
 MOST_STEPS: Final = 4096
 """Of a request. Each is measured against all tokens before it, and all requests wait for that."""
+
+
+def wishes_for(sequence: int, samples: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
+    """What a request says to have its steps recorded. samples: anchors, and the steps of each."""
+    return {"id": sequence, "samples": [[anchor, list(steps)] for anchor, steps in samples]}
 
 
 def check_wishes(wishes: object, tokens: int) -> tuple[int, int]:

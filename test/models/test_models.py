@@ -144,15 +144,3 @@ def test_sampling(llama: str) -> None:
     found = check_same(llama, [asked, plain], sampling_backend="pytorch")
     assert found[2]["ids"] == [f] * 3 and found[2]["finish"] == {"type": "stop", "matched": "FFF"}
     assert any(found[i]["ids"] != found[i + 3]["ids"] for i in range(2)), "penalties that change nothing show nothing"
-
-
-def test_lora(llama: str, tmp_path: Path) -> None:
-    """Two adapters and none in one batch. The layers that adapters wrap are SGLang's, and do not share prefixes."""
-    adapters = {name: zoo.build_adapter(llama, tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 2))}
-    asked = [
-        [{"input_ids": ids, "sampling_params": GREEDY, "lora_path": name} for name in ("a", None, "b")]
-        for ids in (PROMPTS[1], DOCUMENT)
-    ]
-    found = check_same(llama, asked, lora_paths=adapters, lora_backend="torch_native", disable_radix_cache=False)
-    first = [one["ids"] for one in found[:3]]
-    assert first[0] != first[1] != first[2] != first[0], "adapters that change nothing show nothing"

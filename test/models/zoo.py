@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -90,7 +88,7 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         sliding_window=100,
         query_pre_attn_scalar=32,
         attn_logit_softcapping=3.0,
-        final_logit_softcapping=30.0,
+        final_logit_softcapping=None,  # SGLang's kernel for it is a GPU's
         tie_word_embeddings=True,
     ),
     "granite-sinks": _of(
@@ -122,30 +120,6 @@ def build(family: str, folder: Path) -> str:
             assert torch.isfinite(weight).all(), name
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    return str(folder)
-
-
-def build_adapter(model: str, folder: Path, rank: int = 8, seed: int = 1) -> str:
-    """Write a LoRA adapter for linear layers of a Llama at `model` to `folder` and return its path.
-
-    Of the layers that SGLang keeps alone: for adapters of those that it joins (QKV, gate and up) it pins memory, which
-    takes a GPU.
-    """
-    config = transformers.AutoConfig.from_pretrained(model)
-    heads, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
-    sizes = {"self_attn.o_proj": (heads, hidden), "mlp.down_proj": (config.intermediate_size, hidden)}
-    random = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config.num_hidden_layers):
-        for name, (size, out) in sizes.items():
-            at = f"base_model.model.model.layers.{layer}.{name}"
-            weights[f"{at}.lora_A.weight"] = torch.randn(rank, size, generator=random) * 0.1
-            weights[f"{at}.lora_B.weight"] = torch.randn(out, rank, generator=random) * 0.1
-    folder.mkdir()
-    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
-    modules = [name.rpartition(".")[2] for name in sizes]
-    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(facts))
     return str(folder)
 
 

@@ -38,8 +38,8 @@ class Progressive : public TaskKind {
   virtual uint16_t candidates(const Layer&, const Task&, uint16_t heads, Scratch*, int64_t* /*bytes*/) const {
     return heads;
   }
-  // Blocks of its order that a head takes in a microbatch, when the task has read so many. By default 64 KiB of
-  // bf16 tiles with D = 128: merging its result costs a fiftieth of reading it.
+  // Blocks of its order that a head takes in a microbatch, when the task has read so many. By default 64 KiB
+  // of bf16 tiles with D = 128: merging its result costs a fiftieth of reading it.
   virtual int microbatch(int read, int level) const;
   // Whether enough() looks at Head::next; else it may hold anything.
   virtual bool looks_ahead() const { return false; }

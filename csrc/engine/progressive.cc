@@ -24,14 +24,16 @@ double log_sum(const float* x, int count, int64_t stride) {
   return base + std::log(sum);
 }
 
+double log_add(double a, double b) {
+  const double top = std::max(a, b);
+  return top == kMinusInf ? top : top + std::log(std::exp(a - top) + std::exp(b - top));
+}
+
 float or_least(float score) { return std::max(kMinusInf, score); }  // of a NaN -inf
 
 }  // namespace
 
-double Progressive::Head::known() const {
-  const float both[] = {resident, middle};
-  return log_sum(both, 2, 1);
-}
+double Progressive::Head::known() const { return log_add(resident, middle); }
 
 struct Progressive::Room : OwnScratch {
   std::vector<int32_t> order;                    // [G][pages + 1]: blocks by score, as far as known
@@ -92,18 +94,20 @@ struct Progressive::Walk {
   Room& room;
   const int G = layer.group;
   const bool together = layer.config.attend_union;
+  const bool ahead;
   Head heads[kMaxGroup];
   int sorted[kMaxGroup] = {};  // blocks of a head's order that are known
   int walked[kMaxGroup] = {};  // blocks of it that it has come to
   int count = 0;               // blocks of the microbatch
 
-  Walk(const Layer& l, const Task& t, Scratch* scratch)
+  Walk(const Layer& l, const Task& t, bool looks_ahead, Scratch* scratch)
       : layer(l),
         task(t),
         at(blocks_of(l, t)),
         wanted(wanted_of(l, t, at.tokens(), l.blk(t), at.count)),
         s(scratch),
-        room(scratch->own<Room>()) {
+        room(scratch->own<Room>()),
+        ahead(looks_ahead) {
     for (uint16_t* of : {s->chosen.data(), room.ranked.data(), room.placed.data(), room.picked.data()})
       std::fill_n(of, at.count, uint16_t{0});
     const float* resident = layer.res_lse + layer.state(task);
@@ -151,8 +155,7 @@ struct Progressive::Walk {
 
   // Of a block that was read.
   void come_to(int g, int block) {
-    const float both[] = {static_cast<float>(heads[g].own), room.block_lse[int64_t{block} * G + g]};
-    heads[g].own = log_sum(both, 2, 1);
+    if (ahead) heads[g].own = log_add(heads[g].own, room.block_lse[int64_t{block} * G + g]);
   }
 
   // Takes up to `quota` blocks of the order of every head that goes on. Heads that have none left go on no
@@ -202,16 +205,18 @@ struct Progressive::Walk {
   }
 
   // What the microbatch says of the heads. Leaves in chosen[] the heads that read each block.
-  void learn(const float* lse) {
+  void learn(const float* mid_lse) {
     for (int j = 0, page = 0; j < count; ++j) {
       const int i = s->blocks[j], pages = at.to(i) - at.from(i);
       const uint16_t picked = room.picked[i];
       float* weight = &room.block_lse[int64_t{i} * G];
       for (int g = 0; g < G; ++g) {
-        if (!together && (picked >> g & 1) == 0) continue;
-        weight[g] = static_cast<float>(log_sum(&room.page_lse[static_cast<int64_t>(page) * G + g], pages, G));
-        if ((picked >> g & 1) == 0) continue;
-        heads[g].least = std::min(heads[g].least, weight[g] - std::log(pages * kPage));
+        const bool chose = picked >> g & 1;
+        if (!chose && !(ahead && together)) continue;
+        const double lse = log_sum(&room.page_lse[static_cast<int64_t>(page) * G + g], pages, G);
+        weight[g] = static_cast<float>(lse);
+        if (!chose) continue;
+        heads[g].least = std::min(heads[g].least, lse - std::log(pages * kPage));
         come_to(g, i);
       }
       const uint16_t readers = together ? uint16_t{0xffff} : picked;
@@ -220,13 +225,13 @@ struct Progressive::Walk {
       room.picked[i] = 0;
       page += pages;
     }
-    for (int g = 0; g < G; ++g) heads[g].middle = lse[g];
+    for (int g = 0; g < G; ++g) heads[g].middle = mid_lse[g];
   }
 };
 
 Selection Progressive::run(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) const {
   Selection out;
-  Walk walk(layer, task, s);
+  Walk walk(layer, task, looks_ahead(), s);
   const int G = walk.G;
   std::fill_n(o, G * layer.shape.head_dim, 0.0f);
   std::fill_n(lse, G, kMinusInf);
@@ -238,7 +243,7 @@ Selection Progressive::run(const Layer& layer, const Task& task, Scratch* s, flo
     const int quota = microbatch(read, walk.at.level);
     for (unsigned rest = going; rest != 0; rest &= rest - 1) {
       const int g = std::countr_zero(rest);
-      if (looks_ahead()) {
+      if (walk.ahead) {
         const int block = walk.next(g, quota);
         walk.heads[g].next = block < 0 ? kMinusInf : or_least(walk.scores(g)[block]);
       }

@@ -10,9 +10,9 @@
 
 namespace fluxion {
 
-// Scores of blocks say how large logits in them may be. These are far less than Quest's bound, which nearly
-// every block comes near; of the bundled model they are what a key two standard deviations from the mean of
-// its block would have, were the dimensions independent.
+// How blocks are scored. With Quest's bound (1) nearly every block is within reach of a head that needs one;
+// with less, blocks that matter rank deeper. On the bundled model, calibrated for equal misses, 0.3 to 0.5
+// read the least, and 0.5 misses the fewest of documents that are unlike those it was calibrated on.
 inline constexpr float kReachSpread = 0.5f;      // of blocks of 16
 inline constexpr int kReachGateBlk = 128;        // tokens of the blocks that are looked at first
 inline constexpr float kReachGateSpread = 0.4f;  // of these
@@ -21,10 +21,10 @@ inline constexpr float kReachGateSpread = 0.4f;  // of these
 //
 //   log(weight of its residents and of the blocks that it has come to) - reach
 //
-// which is what it would do alone, whatever it attends to for another head's sake,
-// and does not begin where no block of kReachGateBlk tokens comes so near to its residents, with a reach of
-// its own (the gate): then the entries of blocks of 16 are not read at all, unless another head of the group
-// wants them. A reach of +inf reads everything, -inf nothing.
+// That is what it would do alone: what it attends to for another head's sake counts only once it comes to it
+// in its own order. It does not begin where no block of kReachGateBlk tokens scores log(weight of its
+// residents) - gate; where no head of a group begins, the entries of blocks of 16 are not read. +inf reads
+// everything, -inf nothing.
 class Reach : public Progressive {
  public:
   // memory keeps alive what they point to.

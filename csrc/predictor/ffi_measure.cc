@@ -11,7 +11,7 @@
 namespace fluxion {
 namespace {
 
-// What both functions are given, and room for what the second does not give back.
+// What both functions are given.
 struct Asked {
   MeasureArgs args{};
   int64_t N, Hq;

@@ -135,20 +135,19 @@ class Measurement {
     double weight;
     uint32_t open;  // criteria not met yet
   };
-  // Budgets of a head, or its reach.
-  bool for_reach() const { return args_.reach != nullptr; }
 
   void check() const;
   void phase(void (Measurement::*item)(int, Scratch*));
   void survey(int item, Scratch* s);
-  void rank(int item, Scratch* s);
+  void weigh(int item, Scratch* s);
+  void find_budgets(int item, Scratch* s);
+  void find_reach(int item, Scratch* s);
   void sink_norms(int n, int head, double* k, double* v) const;
   void walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s);
   void walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s);
-  bool start(int state, int size, Walk* walk) const;
-  void step(int state, int size, int count, int tokens, int blk, int blocks, float square, Walk* walk) const;
-  void finish(int state, int size, const Walk& walk) const;
-  void find_reach(int i, int head, Scratch* s);
+  void start(int state, Walk* walk) const;
+  uint32_t step(int state, float square, Walk* walk) const;
+  void set_budget(int state, int size, uint32_t criteria, float value) const;
 
   int window_page(int query) const {
     return window_start_page(args_.lengths[query], shape_.sink_pages, args_.window);
@@ -158,6 +157,7 @@ class Measurement {
   }
   Criterion kind(int c) const { return static_cast<Criterion>(static_cast<int>(args_.criteria[2 * c])); }
   float threshold(int c) const { return args_.criteria[2 * c + 1]; }
+  uint32_t all_criteria() const { return ~uint32_t{0} >> (32 - args_.criterion_count); }
   float* budget(int state, int c, int size) const {
     return args_.budgets + (static_cast<int64_t>(state) * args_.criterion_count + c) * kBlockSizes + size;
   }
@@ -274,7 +274,7 @@ void Measurement::run() {
       args_.anchor[(at + h) * kAnchorFeatures + 27] = largest_resident;
     }
   }
-  phase(&Measurement::rank);
+  phase(args_.reach == nullptr ? &Measurement::find_budgets : &Measurement::find_reach);
 }
 
 void Measurement::sink_norms(int n, int head, double* k, double* v) const {
@@ -365,31 +365,17 @@ void Measurement::survey(int item, Scratch* s) {
   }
 }
 
-// The scores of one query and group, and the budgets that follow from their order.
-void Measurement::rank(int item, Scratch* s) {
+// What every token and page of one query and group weighs.
+void Measurement::weigh(int item, Scratch* s) {
   const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
   const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
   const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
-  if (pages == 0) {
-    if (for_reach()) {
-      std::fill_n(args_.reach + state, G_, kMinusInf);
-      std::fill_n(args_.gate + state, G_, kMinusInf);
-      return;
-    }
-    std::fill_n(budget(static_cast<int>(state), 0, 0), int64_t{G_} * args_.criterion_count * kBlockSizes,
-                0.0f);
-    return;
-  }
   const int32_t* middle = args_.pages + shape_.sink_pages;
   const char* tiles = pool_.tiles(args_.layer, head);
   kernels_.score_tokens(query(i, head), G_, D_, tiles, middle, pages, s->scores.get(), tokens);
   kernels_.page_values(s->scores.get(), tokens, G_, D_, args_.scale, &lse_[state], tiles, middle, pages,
                        s->weights.get(), s->page_values.get(), int64_t{pages} * D_);
   for (int g = 0; g < G_; ++g) {
-    float* anchor = args_.anchor + (state + g) * kAnchorFeatures;
-    const double length = anchor[22];
-    if (length > 0.0 && !for_reach())
-      shape_of_scores(&s->scores[int64_t{g} * tokens], tokens, args_.scale / length, anchor + 12);
     total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - lse_[state + g]);
     for (int p = 0; p < pages; ++p) {
       const float* weights = &s->weights[int64_t{g} * tokens + p * kPage];
@@ -398,9 +384,27 @@ void Measurement::rank(int item, Scratch* s) {
       s->page_weights[g * pages + p] = sum;
       total_[state + g] += sum;
     }
-    if (!for_reach()) walk_tokens(static_cast<int>(state) + g, head, g, middle, tokens, s);
   }
-  if (for_reach()) return find_reach(i, head, s);
+}
+
+// The budgets of one query and group, and what its scores say of it as an anchor.
+void Measurement::find_budgets(int item, Scratch* s) {
+  const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
+  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
+  const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
+  if (pages == 0) {
+    std::fill_n(budget(static_cast<int>(state), 0, 0), int64_t{G_} * args_.criterion_count * kBlockSizes,
+                0.0f);
+    return;
+  }
+  weigh(item, s);
+  for (int g = 0; g < G_; ++g) {
+    float* anchor = args_.anchor + (state + g) * kAnchorFeatures;
+    const double length = anchor[22];
+    if (length > 0.0)
+      shape_of_scores(&s->scores[int64_t{g} * tokens], tokens, args_.scale / length, anchor + 12);
+    walk_tokens(static_cast<int>(state) + g, head, g, args_.pages + shape_.sink_pages, tokens, s);
+  }
   for (int size = 1; size < kBlockSizes; ++size) {
     const Blocks at(kMeasuredBlocks[size], shape_.sink_pages, window_page(i));
     s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, pool_.spread(),
@@ -413,8 +417,57 @@ void Measurement::rank(int item, Scratch* s) {
   }
 }
 
-// The empty selection. False when it is enough for every criterion.
-bool Measurement::start(int state, int size, Walk* walk) const {
+// The reach and the gate of every head of one query and group.
+void Measurement::find_reach(int item, Scratch* s) {
+  const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
+  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
+  std::fill_n(args_.reach + state, G_, kMinusInf);
+  std::fill_n(args_.gate + state, G_, kMinusInf);
+  const int pages = window_page(i) - shape_.sink_pages;
+  if (pages == 0) return;
+  weigh(item, s);
+  const auto score = [&](int blk, float spread) {
+    const Blocks at(blk, shape_.sink_pages, window_page(i));
+    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, spread,
+                    s->block_scores.get(), pages);
+    return at.count;
+  };
+  const int blocks = score(kPage, kReachSpread);
+  uint32_t needy = 0;  // heads that the residents are not enough for
+  for (int g = 0; g < G_; ++g) {
+    const int one = static_cast<int>(state) + g;
+    Walk walk;
+    start(one, &walk);
+    if (walk.open == 0) continue;
+    needy |= 1u << g;
+    const float* scores = &s->block_scores[int64_t{g} * pages];
+    const float* values = &s->page_values[int64_t{g} * pages * D_];
+    Order order(scores, blocks, s->keys.get());
+    for (int count = 0; count < blocks && walk.open != 0; ++count) {
+      const int block = order[count];
+      const double own = lse_[one] + std::log(walk.weight);
+      args_.reach[one] =
+          std::max(args_.reach[one], static_cast<float>(own - logit_of(args_.scale, scores[block])));
+      const double weight = s->page_weights[int64_t{g} * pages + block];
+      walk.weight += weight;
+      step(one,
+           kernels_.add_rows(values + int64_t{block} * D_, 1, static_cast<float>(weight),
+                             &o_[int64_t{one} * D_], D_, walk.sum),
+           &walk);
+    }
+  }
+  if (needy == 0) return;
+  const int coarse = score(kReachGateBlk, kReachGateSpread);
+  for (; needy != 0; needy &= needy - 1) {
+    const int g = std::countr_zero(needy);
+    const float* scores = &s->block_scores[int64_t{g} * pages];
+    const float top = *std::max_element(scores, scores + coarse);
+    args_.gate[state + g] = static_cast<float>(resident_lse_[state + g] - logit_of(args_.scale, top));
+  }
+}
+
+// The empty selection.
+void Measurement::start(int state, Walk* walk) const {
   const float* resident = &resident_o_[int64_t{state} * D_];
   const float* o = &o_[int64_t{state} * D_];
   walk->weight = std::exp(static_cast<double>(resident_lse_[state]) - lse_[state]);
@@ -436,16 +489,16 @@ bool Measurement::start(int state, int size, Walk* walk) const {
         met = walk->weight >= threshold(c) * total_[state];
         break;
     }
-    if (met && !for_reach()) *budget(state, c, size) = 0.0f;
     if (!met) walk->open |= 1u << c;
   }
-  return walk->open != 0;
 }
 
-// After `count` blocks; square = |sum|^2.
-void Measurement::step(int state, int size, int count, int tokens, int blk, int blocks, float square,
-                       Walk* walk) const {
+// After a block; square = |sum|^2. The criteria that are met now, which are open no more.
+uint32_t Measurement::step(int state, float square, Walk* walk) const {
+  // Where everything read so far has no weight that float32 knows, the error is not known either.
+  if (!(walk->weight > 0.0)) return 0;
   const double error = std::sqrt(static_cast<double>(square));
+  uint32_t found = 0;
   for (uint32_t open = walk->open; open != 0; open &= open - 1) {
     const int c = std::countr_zero(open);
     bool met = false;
@@ -460,27 +513,27 @@ void Measurement::step(int state, int size, int count, int tokens, int blk, int 
         met = walk->weight >= threshold(c) * total_[state];
         break;
     }
-    // Where everything read so far has no weight that float32 knows, the error is not known either.
-    if (!met || !(walk->weight > 0.0)) continue;
-    walk->open &= ~(1u << c);
-    if (!for_reach()) *budget(state, c, size) = budget_of_blocks(count, tokens, blk, blocks);
+    if (met) found |= 1u << c;
   }
+  walk->open &= ~found;
+  return found;
 }
 
-void Measurement::finish(int state, int size, const Walk& walk) const {
-  for (uint32_t open = walk.open; open != 0; open &= open - 1)
-    *budget(state, std::countr_zero(open), size) = 1.0f;
+void Measurement::set_budget(int state, int size, uint32_t criteria, float value) const {
+  for (; criteria != 0; criteria &= criteria - 1) *budget(state, std::countr_zero(criteria), size) = value;
 }
 
 void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s) {
   Walk walk;
-  if (!start(state, size, &walk)) return;
+  start(state, &walk);
+  set_budget(state, size, all_criteria() & ~walk.open, 0.0f);
+  if (walk.open == 0) return;
   const int middle = at.end_page - at.first_page, blk = kMeasuredBlocks[size];
   const float* values = &s->page_values[int64_t{g} * middle * D_];
   const double* weights = &s->page_weights[int64_t{g} * middle];
   const float* o = &o_[int64_t{state} * D_];
   Order order(&s->block_scores[int64_t{g} * middle], at.count, s->keys.get());
-  // All of them need no arithmetic: finish().
+  // All of them need no arithmetic.
   for (int count = 1; count < at.count && walk.open != 0; ++count) {
     const int block = order[count - 1];
     const int from = at.from(block) - at.first_page, to = at.to(block) - at.first_page;
@@ -489,58 +542,19 @@ void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, Scra
     walk.weight += weight;
     const float square = kernels_.add_rows(values + int64_t{from} * D_, to - from, static_cast<float>(weight),
                                            o, D_, walk.sum);
-    step(state, size, count, middle * kPage, blk, at.count, square, &walk);
+    set_budget(state, size, step(state, square, &walk),
+               budget_of_blocks(count, middle * kPage, blk, at.count));
   }
-  finish(state, size, walk);
-}
-
-// Reach and gate of a query's group, whose weights are known.
-void Measurement::find_reach(int i, int head, Scratch* s) {
-  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
-  const int start = shape_.sink_pages, end = window_page(i), pages = end - start;
-  const auto score = [&](const Blocks& at, float spread) {
-    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, spread,
-                    s->block_scores.get(), pages);
-  };
-  uint32_t needs = 0;  // heads that the residents are not enough for
-  const Blocks at(kPage, start, end);
-  score(at, kReachSpread);
-  for (int g = 0; g < G_; ++g) {
-    const int one = static_cast<int>(state) + g;
-    float& reach = args_.reach[one] = args_.gate[one] = kMinusInf;
-    Walk walk;
-    if (!this->start(one, 1, &walk)) continue;
-    needs |= 1u << g;
-    const float* scores = &s->block_scores[int64_t{g} * pages];
-    const float* values = &s->page_values[int64_t{g} * pages * D_];
-    Order order(scores, at.count, s->keys.get());
-    for (int count = 1; count <= at.count && walk.open != 0; ++count) {
-      const int block = order[count - 1];
-      const double known = lse_[one] + std::log(walk.weight);
-      reach = std::max(reach, static_cast<float>(known - logit_of(args_.scale, scores[block])));
-      const double weight = s->page_weights[int64_t{g} * pages + block];
-      walk.weight += weight;
-      const float square = kernels_.add_rows(values + int64_t{block} * D_, 1, static_cast<float>(weight),
-                                             &o_[int64_t{one} * D_], D_, walk.sum);
-      step(one, 1, count, pages * kPage, kPage, at.count, square, &walk);
-    }
-  }
-  if (needs == 0) return;
-  const Blocks coarse(kReachGateBlk, start, end);
-  score(coarse, kReachGateSpread);
-  for (; needs != 0; needs &= needs - 1) {
-    const int g = std::countr_zero(needs);
-    const float* scores = &s->block_scores[int64_t{g} * pages];
-    const float top = *std::max_element(scores, scores + coarse.count);
-    args_.gate[state + g] = static_cast<float>(resident_lse_[state + g] - logit_of(args_.scale, top));
-  }
+  set_budget(state, size, walk.open, 1.0f);
 }
 
 void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s) {
   constexpr int kAhead = 8;  // tokens between the one fetched and the one in use
   constexpr int kLine = 64;
   Walk walk;
-  if (!start(state, 0, &walk)) return;
+  start(state, &walk);
+  set_budget(state, 0, all_criteria() & ~walk.open, 0.0f);
+  if (walk.open == 0) return;
   const float* weights = &s->weights[int64_t{g} * tokens];
   const float* o = &o_[int64_t{state} * D_];
   const int64_t row_bytes = shape_.dtype == DType::kMX8 ? D_ : shape_.token_bytes();
@@ -553,9 +567,9 @@ void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, 
     for (int64_t b = 0; b < row_bytes; b += kLine) __builtin_prefetch(next + b);
     walk.weight += weights[token];
     const float square = kernels_.add_value(tile(token), token % kPage, weights[token], o, D_, walk.sum);
-    step(state, 0, count, tokens, 1, tokens, square, &walk);
+    set_budget(state, 0, step(state, square, &walk), budget_of_blocks(count, tokens, 1, tokens));
   }
-  finish(state, 0, walk);
+  set_budget(state, 0, walk.open, 1.0f);
 }
 
 }  // namespace

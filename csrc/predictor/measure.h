@@ -45,7 +45,7 @@ struct MeasureArgs {
 
   // nullptr, or [N][Hq] each: the least reach and gate (engine/reach.h) with which a head that reads for
   // itself alone reads the blocks of 16 that the only criterion asks for, in the order of their scores; -inf:
-  // it asks for none. The anchor's budgets and z are 0 then.
+  // it asks for none. Then budgets are not written, nor of the anchor what follows from scores.
   float* reach = nullptr;
   float* gate = nullptr;
 };

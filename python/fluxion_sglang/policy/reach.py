@@ -19,9 +19,9 @@ BLK = 16
 class Reach(TaskKind):
     """Heads that go through the blocks of 16 tokens of their group, best first, as long as they are within reach.
 
-    A head goes on while the best block that it has not read scores a logit of at least log(weight of all it has
-    attended to, sinks and window included) - reach. It does not begin where no block of 128 tokens comes within `gate`
-    of its sinks and window. It takes `Needs.RESIDENTS`, and budgets bound how far a head may go.
+    A head goes on while the best block that it has not come to scores a logit of at least log(weight of its residents
+    and of the blocks that it has come to) - reach. It does not begin where no block of 128 tokens scores log(weight of
+    its residents) - gate. It takes `Needs.RESIDENTS`, and budgets bound how far a head may go.
 
     Attributes:
         reach, gate: [B, Hq] float32, in units of logits; inf reads everything, -inf nothing. NaN in `reach`: a head of

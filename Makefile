@@ -30,7 +30,7 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz sbom audit bench docs wheel clean install native-tests
+.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz sbom audit bench gpu docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
@@ -43,6 +43,7 @@ help:
 	@echo "make fuzz      a million random operations on pool, tree and policies, under AddressSanitizer"
 	@echo "make sbom      what the environment consists of, in dist/sbom.json; make audit: its known vulnerabilities"
 	@echo "make bench     the benchmarks (see benchmark/)"
+	@echo "make gpu       all that a machine with a GPU is to show; ARGS=--simulated tries the command on the CPU"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make wheel     a manylinux wheel, in dist"
 	@echo "make clean     remove build products and caches; keeps $(VENV)"
@@ -120,6 +121,9 @@ audit: $(VENV)/.installed
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)
+
+gpu: $(VENV)/.bench $(VENV)/.dev native-tests
+	$(BIN)/python -m benchmark.gpu_day $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict $(ARGS)

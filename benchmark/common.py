@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -16,6 +17,11 @@ RESULTS = ROOT / "benchmark" / "results"
 MODELS = ROOT / "benchmark" / "models"
 NEEDLE = ROOT / "models" / "needle"
 PREDICTOR = NEEDLE / "fluxion"
+SIMULATED = {
+    "FLUXION_DEVICE": "sim",
+    "FLUXION_DEVICE_LIBRARIES": os.environ.get("FLUXION_DEVICE_LIBRARIES") or str(ROOT / "build" / "native" / "tests"),
+}
+"""The environment in which the CPU's tensors are served as a device's; `make native-tests` builds what it needs."""
 PHASES = ("attention", "resident", "features", "plan", "queue", "other")
 """Times in a row of attention.json: the whole, and its parts."""
 
@@ -73,10 +79,13 @@ def relative(command: list[str]) -> list[str]:
     return ["python" if i == 0 else part.replace(f"{ROOT}/", "") for i, part in enumerate(command)]
 
 
-def run_logged(command: list[str], log: Path) -> None:
-    """Run a command with its output in `log`; on failure raise with the end of it."""
+def run_logged(command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    """Run a command with its output in `log`; on failure raise with the end of it. env: besides this process's."""
     with log.open("w") as out:
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode
+        environment = {**os.environ, **(env or {})}
+        code = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, check=False
+        ).returncode
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise SystemExit(f"{' '.join(command)}\nended with exit code {code}:\n{tail}")

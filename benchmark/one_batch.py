@@ -2,6 +2,7 @@
 
     python benchmark/one_batch.py            # every cell; about half an hour on two cores, nearly all of it prefill
     python benchmark/one_batch.py --quick    # short prompts, to see that it runs
+    python benchmark/one_batch.py --device cuda   # on a GPU; --device sim is the simulated one, to see that it runs
 
 A cell is one process of one_batch: one model and one length, with the flag or without it. With it, all policies decode
 on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, or with
@@ -18,16 +19,20 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import common
 import drawn
+import psutil
 import timeline
+import torch
 from tqdm import tqdm
 
 from fluxion_sglang.commands.needle import NeedlePrompt, needle_prompt
+from fluxion_sglang.kv.host_pool import KVShape
 
 BEST_FIXED = "fixed:16:0.80"
 """The fixed policy that comes near the answers of `fluxion` at the least bytes; none is as good (table `large`)."""
@@ -72,6 +77,32 @@ def serves(model: str, policy: str) -> bool:
     return not policy.startswith("fluxion") or (model_folder(model) / common.PREDICTOR.name).is_dir()
 
 
+def those_that_fit(model: str, policies: list[str], length: int, batches: Sequence[int], device: str) -> list[int]:
+    """The batches whose KV there is memory for, the device's for plain SGLang; a line for each of the others."""
+    shape, more = (
+        kv_shape(json.loads((model_folder(model) / "config.json").read_text())),
+        decoded(len(policies), len(batches)),
+    )
+    room = 0.8 * psutil.virtual_memory().available
+    if device == "cuda" and policies == [OFF]:
+        room = 0.6 * torch.cuda.mem_get_info()[1]  # the rest is for weights and SGLang's own
+    fit = [batch for batch in batches if shape.pool_bytes(batch * (length + more)) < room]
+    for batch in batches:
+        if batch not in fit:
+            print(f"left out: {policies[0]} at {batch} x {length}: its KV is larger than {room / 2**30:.0f} GiB")
+    return fit
+
+
+def kv_shape(config: dict[str, Any]) -> KVShape:
+    heads = config["num_attention_heads"]
+    return KVShape(
+        layers=config["num_hidden_layers"],
+        kv_heads=config.get("num_key_value_heads", heads),
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        dtype=torch.bfloat16,
+    )
+
+
 def stream(prompt: NeedlePrompt, tokens: int) -> list[int]:
     """The answer to the prompt's question, then more of its questions, each with its answer."""
     parts = [prompt.questions[0].answer_ids]
@@ -86,7 +117,7 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     largest = batches[0]
     run = [sys.executable, str(Path(__file__).with_name("decode_turns.py"))]
     run += ["--policies", ",".join(policies), "--turns", str(TURNS), "--steps", str(STEPS)]
-    run += ["--device", cell["device"], "--max-running-requests", str(largest)]
+    run += ["--device", "cuda" if cell["device"] == "cuda" else "cpu", "--max-running-requests", str(largest)]
     run += ["--model-path", str(model_folder(model))]
     if cell["device"] == "cuda":  # what every SGLang has; the same for both sides
         run += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
@@ -106,6 +137,7 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     else:
         # decode_turns.py gives every step its policy.
         config = {"policy": "full" if policies[0] == drawn.SPEC else policies[0], "host_tokens": tokens}
+        config |= cell["config"]
         run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
         run += ["--timeline", str(scratch / TIMELINE)]
     return [*run, "--batch-size", *map(str, batches), "--input-len", str(length), "--output-len", str(steps)]
@@ -144,7 +176,8 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     results.unlink(missing_ok=True)
     run = command(cell, scratch)
     load = os.getloadavg()[0]
-    common.run_logged([*run, "--result-filename", str(results)], scratch / "cell.log")
+    env = common.SIMULATED if cell["device"] == "sim" else {}
+    common.run_logged([*run, "--result-filename", str(results)], scratch / "cell.log", env)
     said = {
         **{key: cell[key] for key in ("model", "length", "round", "device")},
         "load_before": round(load, 2),
@@ -170,7 +203,10 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model and the windows are")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the model and the windows are"
+    )
+    parser.add_argument("--config", type=json.loads, default={}, help="further keys of --fluxion-config, as JSON")
     parser.add_argument("--models", nargs="+", choices=(*MODELS, *LARGE), help="default: those of the device")
     parser.add_argument("--policies", nargs="+", help=f'"{OFF}" is SGLang without the flag')
     parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
@@ -187,6 +223,8 @@ def main() -> None:
     args.lengths = args.lengths or (QUICK_LENGTHS if args.quick else chosen["lengths"])
     if args.name and len(args.models) > 1:
         parser.error("--name makes one file of one model; say which with --models.")
+    if args.config and not args.name:
+        parser.error("--config makes results that are apart; name them with --name.")
 
     for model in args.models:
         run(model, args)
@@ -196,7 +234,7 @@ def run(model: str, args: argparse.Namespace) -> None:
     """Every cell of a model that its result file does not have yet."""
     path = common.result_path(args, f"one_batch_{args.name or model}")
     policies = [policy for policy in args.policies if serves(model, policy)]
-    settings = {"policies": policies, "batches": list(args.batches)}
+    settings = {"policies": policies, "batches": list(args.batches)} | ({"config": args.config} if args.config else {})
     data = common.resume(path, {**common.header("one_batch"), **settings}, (*common.SAME, *settings))
     sides = [side for side in ([OFF] if OFF in policies else [], [p for p in policies if p != OFF]) if side]
     done = {(row["length"], row["round"], row["policy"]) for row in data["rows"]}
@@ -204,13 +242,15 @@ def run(model: str, args: argparse.Namespace) -> None:
         {
             "model": model,
             "policies": side,
-            "batches": args.batches,
+            "batches": batches,
             "length": length,
             "round": turn,
             "device": args.device,
+            "config": args.config,
         }
         for turn, length, side in itertools.product(range(args.rounds), args.lengths, sides)
         if (length, turn, side[0]) not in done and (side != [OFF] or length <= OFF_LONGEST or args.device == "cuda")
+        if (batches := those_that_fit(model, side, length, args.batches, args.device))
     ]
     with tempfile.TemporaryDirectory(prefix="fluxion-one-batch-") as folder:
         scratch = Path(folder)

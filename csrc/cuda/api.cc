@@ -26,7 +26,9 @@ cudaStream_t of(void* stream) { return static_cast<cudaStream_t>(stream); }
 int stream_create(void** stream) {
   return guarded([&] {
     cudaStream_t made = nullptr;
-    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "the creation of a stream");
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "looking at the priorities of streams");
+    check(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest), "the creation of a stream");
     *stream = made;
   });
 }
@@ -37,6 +39,17 @@ int stream_destroy(void* stream) {
 
 int stream_synchronize(void* stream) {
   return guarded([&] { check(cudaStreamSynchronize(of(stream)), "waiting for a stream"); });
+}
+
+int stream_query(void* stream) {
+  return guarded([&] {
+    const cudaError_t error = cudaStreamQuery(of(stream));
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());  // or the next check would find it
+    } else {
+      check(error, "looking at a stream");
+    }
+  });
 }
 
 int device_allocate(int64_t bytes, void** memory) {
@@ -92,10 +105,14 @@ const char* error() { return sentence.c_str(); }
 }  // namespace
 
 const DeviceApi* device_api() {
-  static const DeviceApi api{
-      kDeviceApiVersion, stream_create,   stream_destroy, stream_synchronize, device_allocate,
-      device_free,       pinned_allocate, pinned_free,    pinned_register,    pinned_unregister,
-      workspace,         attend_batch,    copy,           signal_word,        error};
+  static const DeviceApi api{kDeviceApiVersion, stream_create,
+                             stream_destroy,    stream_synchronize,
+                             stream_query,      device_allocate,
+                             device_free,       pinned_allocate,
+                             pinned_free,       pinned_register,
+                             pinned_unregister, workspace,
+                             attend_batch,      copy,
+                             signal_word,       error};
   return &api;
 }
 

@@ -8,7 +8,7 @@ namespace fluxion::device {
 namespace {
 
 // Raised by one whenever a function's signature changes; library.py compares it.
-constexpr int64_t kAbiVersion = 2;
+constexpr int64_t kAbiVersion = 3;
 
 class GraphObj : public ffi::Object {
  public:
@@ -86,9 +86,18 @@ ffi::Tensor pinned_empty(int64_t bytes) {
 
 // ---- streams and graphs
 
-int64_t stream_create() {
+// urgent: as the dispatcher's; otherwise as the model's.
+int64_t stream_create(bool urgent) {
   void* stream = nullptr;
-  must(device_api()->stream_create(&stream));
+  if (urgent) {
+    must(device_api()->stream_create(&stream));
+  } else {
+    guard([&] {
+      cudaStream_t made = nullptr;
+      check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "the creation of a stream");
+      stream = made;
+    });
+  }
   return reinterpret_cast<int64_t>(stream);
 }
 

@@ -34,6 +34,8 @@ struct PortState {
   uint32_t published;  // blocks of the running publish that are done
   uint32_t observed;   // groups of the running resident or observe whose parts are written
   int32_t batch;       // requests of the step
+  // What the block that looks at the host's words found last: look_of(sequence, taken).
+  uint32_t looked;
 };
 
 // What kernels know of a port; passed by value.

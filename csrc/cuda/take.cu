@@ -15,12 +15,42 @@ struct TakeArgs {
 };
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-// Each waits by itself, so few: every look of each crosses the link.
+// All of them are on the device at the same time: the others wait for the first.
 constexpr int kMostBlocks = 48;
 
 struct TakeShared {
   bool taken;
 };
+
+// Of PortState::looked. Sequence numbers wrap, and so may this: it is compared with its own take's alone.
+__device__ uint32_t look_of(uint32_t sequence, bool taken) { return sequence << 1 | (taken ? 1u : 0u); }
+
+// The one thread whose looks cross the link: whether the answer is there, rather than given up.
+__device__ bool wait_for_host(const PortView& port, uint32_t sequence) {
+  PollingWords words{{port}};
+  const MailboxSlot slot = mailbox_slot(port.shape, sequence);
+  auto* taken_at = reinterpret_cast<uint64_t*>(port.arena + slot.taken_at);
+  // Where the device has given up, slots are the CPU's.
+  const bool stamps = !gave_up(words);
+  const uint64_t start = nanoseconds();
+  if (stamps) taken_at[0] = start;
+  Take look;
+  while ((look = look_for_answer(words, sequence, nanoseconds() - start > port.timeout_ns)) == Take::kWait) {
+    pause();
+  }
+  words.fence();  // what follows reads what the host wrote before its answer
+  const bool taken = look == Take::kTaken;
+  if (stamps && taken) taken_at[1] = nanoseconds();
+  store_release(&port.state->looked, look_of(sequence, taken));
+  return taken;
+}
+
+// The others: what the first block found.
+__device__ bool wait_for_first(const PortView& port, uint32_t sequence) {
+  uint32_t found;
+  while ((found = load_acquire(&port.state->looked)) >> 1 != (sequence & 0x7fffffffu)) pause();
+  return (found & 1) != 0;
+}
 
 // A warp a head. O: of this device's own result; T: KV.
 template <class O, class T>
@@ -28,22 +58,8 @@ __global__ void __launch_bounds__(kThreads) take_kernel(TakeArgs a) {
   auto& s = shared<TakeShared>();
   const PortView& port = a.port;
   const uint32_t sequence = port.state->sequence;
-  if (threadIdx.x == 0) {
-    DeviceWords words{port};
-    const MailboxSlot slot = mailbox_slot(port.shape, sequence);
-    auto* taken_at = reinterpret_cast<uint64_t*>(port.arena + slot.taken_at);
-    // Where the device has given up, slots are the CPU's.
-    const bool stamps = blockIdx.x == 0 && !gave_up(words);
-    const uint64_t start = nanoseconds();
-    if (stamps) taken_at[0] = start;
-    Take look;
-    while ((look = look_for_answer(words, sequence, nanoseconds() - start > port.timeout_ns)) ==
-           Take::kWait) {
-      pause();
-    }
-    s.taken = look == Take::kTaken;
-    if (stamps && s.taken) taken_at[1] = nanoseconds();
-  }
+  if (threadIdx.x == 0)
+    s.taken = blockIdx.x == 0 ? wait_for_host(port, sequence) : wait_for_first(port, sequence);
   __syncthreads();
   const bool taken = s.taken;
   const int D = port.shape.head_dim, lane = threadIdx.x % 32;

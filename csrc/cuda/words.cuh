@@ -23,4 +23,12 @@ struct DeviceWords {
   __device__ void fence() { __threadfence_system(); }
 };
 
+// The same for whoever looks again and again: a look orders nothing. A fence has to stand between the last
+// look and what is read because of it.
+struct PollingWords : DeviceWords {
+  __device__ uint32_t load(MailboxWord word) const {
+    return load_relaxed(word == kLate ? &port.state->late : port.word(word));
+  }
+};
+
 }  // namespace fluxion::device

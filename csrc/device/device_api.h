@@ -10,7 +10,7 @@
 
 namespace fluxion {
 
-inline constexpr int32_t kDeviceApiVersion = 1;
+inline constexpr int32_t kDeviceApiVersion = 2;
 
 // One (request, group) whose tiles a device attends to.
 struct DeviceTask {
@@ -48,9 +48,14 @@ struct DeviceCopy {
 struct DeviceApi {
   int32_t version;  // kDeviceApiVersion
 
+  // Of a higher priority than the model's streams: streams of one priority share a few queues of the device,
+  // and whatever stands behind a `take` in its queue waits for the host, too.
   int (*stream_create)(void** stream);
   int (*stream_destroy)(void* stream);
   int (*stream_synchronize)(void* stream);
+  // Whether the device still works on the stream or has done all of it: an error if it is lost. Waits for
+  // nothing, and gives the device nothing to do.
+  int (*stream_query)(void* stream);
 
   int (*device_allocate)(int64_t bytes, void** memory);
   int (*device_free)(void* memory);

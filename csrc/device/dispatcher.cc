@@ -12,7 +12,8 @@ const char* const kDispatchStatNames =
 
 namespace {
 
-constexpr int64_t kSpinNs = 30'000;      // without work, before it sleeps
+// Without work, before it sleeps: longer than a device takes from one layer's attention to the next.
+constexpr int64_t kSpinNs = 1'000'000;
 constexpr int64_t kLookNs = 50'000'000;  // how often a device is asked about a batch that is not done
 constexpr double kHitWeight = 1.0 / 16;  // of a task, in the moving share of hits
 
@@ -124,9 +125,7 @@ void Dispatcher::look_after(Stream* stream, Batch* batch) {
   const int64_t now = now_ns();
   if (now - batch->looked_ns < kLookNs && now - batch->since_ns < engine_.timeout_s() * 1e9) return;
   batch->looked_ns = now;
-  // A lost device refuses this. One that only is slow gets a store more to do.
-  const int status = api_.signal(stream->handle, reinterpret_cast<uint32_t*>(looks_.data()), 1);
-  if (status != 0) {
+  if (api_.stream_query(stream->handle) != 0) {
     const char* sentence = api_.error();
     return lose(std::string("the device was lost (") +
                 (sentence == nullptr ? "it did not say why" : sentence) + ")");

@@ -129,7 +129,6 @@ class Dispatcher {
   DeviceMemory slots_;  // the hot tiles', then the stages of all batches
   void* copy_stream_ = nullptr;
   CopyBatch copies_[2];
-  DeviceMemory looks_;  // a word that signals of no meaning go to
   int last_layer_ = -1;
 
   ForeignLoad load_;

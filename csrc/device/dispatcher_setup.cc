@@ -68,7 +68,6 @@ void Dispatcher::allocate() {
       stage.first += stage.slots;
     }
   }
-  looks_ = DeviceMemory(api_, DeviceMemory::kPinned, sizeof(uint32_t));
   if (stage.first > 0) slots_ = DeviceMemory(api_, DeviceMemory::kDevice, stage.first * shape_.tile_bytes());
   if (slots == 0) return;
   hot_.emplace(HotTilesConfig{slots, config_.touches, config_.horizon});
@@ -117,7 +116,6 @@ void Dispatcher::release() {
   for (CopyBatch& copy : copies_) copy.free(api_);
   if (copy_stream_ != nullptr) static_cast<void>(api_.stream_destroy(copy_stream_));
   copy_stream_ = nullptr;
-  looks_.free(api_);
   slots_.free(api_);
 }
 

@@ -214,9 +214,9 @@ Topology read_topology(const fs::path& root, std::vector<int> cores) {
   return t;
 }
 
-int64_t idle_spin_ns(const Topology& topology) {
+int64_t idle_spin_ns(const Topology& topology, int64_t wanted) {
   if (const char* text = std::getenv("FLUXION_SPIN_US")) return std::max(0ll, std::atoll(text)) * 1000;
-  return topology.cpu_quota > 0 ? 0 : 30'000;
+  return topology.cpu_quota > 0 ? 0 : wanted;
 }
 
 std::vector<NumaNode> nodes_to_interleave(const Topology& topology, const std::vector<int>& cores,

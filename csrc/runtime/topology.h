@@ -65,9 +65,10 @@ Topology read_topology(const std::filesystem::path& root, std::vector<int> cores
 // none.
 int64_t last_cache_per_thread(int core);
 
-// Nanoseconds that an idle worker waits for work before it sleeps. Under a quota of CPU time what it spins is
-// taken from what it may compute.
-int64_t idle_spin_ns(const Topology& topology);
+// Nanoseconds that an idle worker waits for work before it sleeps: `wanted`, unless FLUXION_SPIN_US says
+// otherwise. Under a quota of CPU time, none: what it spins is taken from what it may compute.
+inline constexpr int64_t kIdleSpinNs = 30'000;
+int64_t idle_spin_ns(const Topology& topology, int64_t wanted = kIdleSpinNs);
 
 // The NUMA nodes of `cores` to deal memory to in turn, because threads on the first `touching` of these cores
 // (dealt round) would touch it on fewer of the nodes; none: they touch it on all of them, or there is one.

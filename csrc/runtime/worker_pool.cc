@@ -34,7 +34,7 @@ struct Start {
 
 }  // namespace
 
-WorkerPool::WorkerPool(int threads, std::vector<int> cores)
+WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns)
     : threads_(threads), cores_(std::move(cores)), owner_(getpid()) {
   if (threads < 1 || threads > 4096) {
     throw std::invalid_argument("The number of workers is " + std::to_string(threads) +
@@ -42,7 +42,7 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores)
   }
   const Topology topology = read_topology();
   const std::vector<int>& allowed = topology.cores;
-  spin_ns_ = idle_spin_ns(topology);
+  spin_ns_ = idle_spin_ns(topology, spin_ns);
   if (cores_.empty()) cores_ = allowed;
   for (int c : cores_) {
     if (std::find(allowed.begin(), allowed.end(), c) == allowed.end()) {

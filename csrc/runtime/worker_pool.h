@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/topology.h"
+
 namespace fluxion {
 
 inline void cpu_pause() {
@@ -100,8 +102,8 @@ class WorkerPool {
 
   // cores: cores to pin to, worker w on cores[w % size]; empty: every allowed core. Throws
   // std::invalid_argument for a bad count or a core this process may not use, std::runtime_error when a
-  // thread cannot be started.
-  WorkerPool(int threads, std::vector<int> cores);
+  // thread cannot be started. spin_ns: idle_spin_ns().
+  WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns = kIdleSpinNs);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;

@@ -155,7 +155,8 @@ class FluxionConfig:
     )
     workers: int | None = _option(
         None,
-        "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank.",
+        "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank, and two or "
+        "three fewer beside a GPU.",
         "16",
         lambda workers: workers >= 1,
         "the calling thread itself is one; give 1 or more, or leave the key out for one thread a core.",

@@ -36,7 +36,7 @@ _THEIRS = {"taper.py", "test_taper.py"}
 RUN_ELSEWHERE = {
     r"make demo": "test/engine/test_demo_served.py::test_make_demo",
     r"python -m sglang\.launch_server ": "test/engine/test_docs_commands.py::test_curl_commands",
-    r"python -m pytest test/gpu$": "test/gpu/test_gpu_kernels.py",
+    r"make gpu": "test/engine/test_gpu_day_simulated.py",
     r"curl ": "test/engine/test_docs_commands.py::test_curl_commands",
     r"fluxion train ": "test/engine/test_train.py::TestTrain",
     r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",

@@ -217,6 +217,12 @@ int stream_destroy(void* stream) {
   return 0;
 }
 
+int stream_query(void*) {
+  if (!lost.load()) return 0;
+  sentence = "the device fell off the bus";
+  return 6;
+}
+
 int allocate(int64_t bytes, void** memory) {
   if (fails(kAllocate)) return 2;
   *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
@@ -280,6 +286,7 @@ const DeviceApi api{fluxion::kDeviceApiVersion,
                     stream_create,
                     stream_destroy,
                     stream_synchronize,
+                    stream_query,
                     allocate,
                     free_memory,
                     allocate,
@@ -292,7 +299,7 @@ const DeviceApi api{fluxion::kDeviceApiVersion,
                     signal,
                     error};
 const DeviceApi foreign{
-    fluxion::kDeviceApiVersion + 1, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    fluxion::kDeviceApiVersion + 1, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
 
 }  // namespace
 

@@ -25,6 +25,10 @@ def _attend(
     return torch.einsum("ths,shd->thd", weights, v).to(q.dtype).contiguous(), (lse / math.log(2)).float().contiguous()
 
 
+# By the name of who attends, for tests that want to know.
+_attend_to_chunks = _attend_to_pages = _attend
+
+
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -32,9 +36,10 @@ def single_prefill_with_kv_cache(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
+    backend: str = "auto",
     return_lse: bool = False,
 ) -> Any:
-    assert sm_scale is not None and return_lse
+    assert sm_scale is not None and return_lse and backend == "fa2"
     keep = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool() if causal else None
     return _attend(q, k, v, sm_scale, keep)
 
@@ -42,9 +47,9 @@ def single_prefill_with_kv_cache(
 class BatchPrefillWithRaggedKVCacheWrapper:
     """`calls`: how often it ran."""
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
         assert not float_workspace_buffer.any(), "the workspace must be zeroed before its first use"
-        assert kv_layout == "NHD"
+        assert kv_layout == "NHD" and backend == "fa2"
         self.calls = 0
 
     def plan(
@@ -84,16 +89,22 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         lse = torch.empty(q.shape[:2])
         for first, stop in pairwise(self.indptr):
             keep = torch.ones(stop - first, stop - first).tril().bool()
-            out[first:stop], lse[first:stop] = _attend(q[first:stop], k[first:stop], v[first:stop], self.scale, keep)
+            own = _attend_to_chunks(q[first:stop], k[first:stop], v[first:stop], self.scale, keep)
+            out[first:stop], lse[first:stop] = own
         return out, lse
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        *,
+        use_tensor_cores: bool = False,
+        backend: str = "auto",
     ) -> None:
         assert not float_workspace_buffer.any(), "the workspace must be zeroed before its first use"
-        assert kv_layout == "HND"
+        assert kv_layout == "HND" and backend == "fa2"
         self.use_tensor_cores = use_tensor_cores
 
     def plan(
@@ -132,5 +143,5 @@ class BatchDecodeWithPagedKVCacheWrapper:
             own = indices[indptr[i] : indptr[i + 1]].long()
             length = (len(own) - 1) * page + int(last[i]) if len(own) else 0
             k, v = paged_kv_cache[own].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, dim)[:, :length]
-            parts.append(_attend(q[i : i + 1], k, v, self.scale * (1.0 if q_scale is None else q_scale)))
+            parts.append(_attend_to_pages(q[i : i + 1], k, v, self.scale * (1.0 if q_scale is None else q_scale)))
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])

@@ -31,6 +31,7 @@ TESTED_ELSEWHERE = {"csrc/probe", "csrc/cuda", "csrc/device"}
 """Folders whose functions measure, or are a device's: no request comes near them."""
 ANY_NUMBER = {
     ("workers_create", 0): "as many threads as there may be; fewer than one are refused",
+    ("workers_create", 2): "a time to spin, bounded; below 0: what is best",
     ("pool_attend_chunk", 8): "a window as long as that is none",
     ("engine_layer_newest", 7): "the same",
     ("engine_create", 8): "0 and less: what is best",
@@ -104,7 +105,7 @@ class Rig:
         return {
             **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},
             **{f"program_{name}": [self.unrun, *arguments] for name, arguments in layers.items()},
-            "workers_create": [1, i32()],
+            "workers_create": [1, i32(), -1],
             "pool_bytes": [1, 1, 4, DIM, 0],
             "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, "", 0.5],
             "pool_canary_counts": [self.guarded.handle, torch.empty(2, dtype=torch.int64)],

@@ -522,7 +522,7 @@ def test_what_cannot_be_is_refused() -> None:
     for bad in ({"streams": 0}, {"tasks": 0}, {"entries": 0}, {"hot_bytes": -1}, {"touches": 3}):
         with pytest.raises(ValueError, match="at least one stream"):
             Dispatcher(world.engine, Rogue().api(), ALL, replace(SMALL, **bad))
-    with pytest.raises(ValueError, match="API version 2"):
+    with pytest.raises(ValueError, match="API version 3"):
         Dispatcher(world.engine, call("rogue_foreign_api"), ALL, SMALL)
     with pytest.raises(ValueError, match="address"):
         Dispatcher(world.engine, 0, ALL, SMALL)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import fake_flashinfer
 import pytest
 import torch
@@ -18,11 +16,6 @@ from fluxion_sglang.device.library import load
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.streams import streams
 from fluxion_sglang.executor.prefill import ExtendRequest
-
-FAKE = SimpleNamespace(
-    single_prefill_with_kv_cache=fake_flashinfer.single_prefill_with_kv_cache,
-    BatchPrefillWithRaggedKVCacheWrapper=fake_flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
-)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -51,7 +44,7 @@ def test_extends_are_exact(
     q_heads, cpu = world.heads * group, torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extend, "STREAM_PAGES", stage)
-        patch.setattr(flashinfer, "module", lambda: FAKE)
+        patch.setattr(flashinfer, "module", lambda: fake_flashinfer)
         attention = ExtendAttention(
             library, streams(library, cpu), world.pool, cpu, q_heads=q_heads, scale=world.scale, flash=flash
         )
@@ -61,8 +54,8 @@ def test_extends_are_exact(
             q, k, v = qkv.split([q_heads, world.heads, world.heads], 1)
             out = attention.run(0, q, k, v)
             assert out.shape == q.shape and out.dtype == dtype
-            if attention._chunks is not None:  # one call for all requests of a pass
-                assert attention._chunks._wrapper.calls == (turn + 1) * any(count for _, count in chunks)
+            if attention.chunks is not None:  # one call for all requests of a pass
+                assert attention.chunks._wrapper.calls == (turn + 1) * any(count for _, count in chunks)
             for request in requests:
                 new = request.tokens
                 old_k, old_v = (kept[request.row][0] if request.start else k[:0] for kept in (world.keys, world.values))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import inspect
 import math
-from types import SimpleNamespace
+import re
 
 import fake_flashinfer
 import pytest
@@ -18,23 +19,17 @@ from fluxion_sglang.device import flashinfer as door
 from fluxion_sglang.executor.merge import attention_with_lse
 from fluxion_sglang.kv.placement import PAGE, Placement
 
-FAKE = SimpleNamespace(
-    single_prefill_with_kv_cache=fake_flashinfer.single_prefill_with_kv_cache,
-    BatchDecodeWithPagedKVCacheWrapper=fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper=fake_flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
-)
-
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "module", lambda: FAKE)
+    monkeypatch.setattr(door, "module", lambda: fake_flashinfer)
 
 
 def test_the_fake_takes_what_flashinfer_takes() -> None:
     real = pytest.importorskip("flashinfer")
-    pairs = [(real.single_prefill_with_kv_cache, FAKE.single_prefill_with_kv_cache)]
+    pairs = [(real.single_prefill_with_kv_cache, fake_flashinfer.single_prefill_with_kv_cache)]
     for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
-        wrapper, fake_wrapper = getattr(real, name), getattr(FAKE, name)
+        wrapper, fake_wrapper = getattr(real, name), getattr(fake_flashinfer, name)
         plan = wrapper._plan if hasattr(wrapper, "_plan") else wrapper.plan
         pairs += [(wrapper.__init__, fake_wrapper.__init__), (wrapper.run, fake_wrapper.run), (plan, fake_wrapper.plan)]
     decode = inspect.getsource(real.BatchDecodeWithPagedKVCacheWrapper.plan)
@@ -123,8 +118,15 @@ def test_chunks_attend_to_themselves_and_to_nobody_else(spans: list[tuple[int, i
             assert torch.allclose(out[own], want[0], atol=1e-5) and torch.allclose(lse[own], want[1], atol=1e-5)
 
 
-def test_what_flashinfer_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert door.serves(torch.bfloat16, 128)
-    assert not door.serves(torch.float32, 128) and not door.serves(torch.bfloat16, 96)
-    monkeypatch.setattr(door, "module", lambda: None)
-    assert not door.serves(torch.bfloat16, 128)
+def test_what_flashinfer_serves() -> None:
+    assert door.serves("cuda", torch.bfloat16, 128)
+    assert not door.serves("sim", torch.bfloat16, 128)
+    assert not door.serves("cuda", torch.float32, 128) and not door.serves("cuda", torch.bfloat16, 96)
+
+
+def test_groups_are_those_of_the_installed_version() -> None:
+    """What its decode kernels without tensor cores are compiled for."""
+    pytest.importorskip("flashinfer")
+    folder = importlib.resources.files("flashinfer") / "data" / "include" / "flashinfer"
+    macro = (folder / "utils.cuh").read_text().partition("#define DISPATCH_GQA_GROUP_SIZE")[2].partition("#define")[0]
+    assert tuple(map(int, re.findall(r"group_size == (\d+)", macro))) == door._CUDA_CORE_GROUPS

@@ -37,7 +37,7 @@ from fluxion_sglang.sglang.pools import FluxionKVPool  # noqa: E402
 def test_one_batch_commands_have_room_for_the_batch_and_the_flag_only_with_a_policy(
     model: str, device: str, policies: list[str], batches: list[int], tmp_path: Path
 ) -> None:
-    cell = {"model": model, "policies": policies, "batches": batches, "length": 1024, "device": device}
+    cell = {"model": model, "policies": policies, "batches": batches, "length": 1024, "device": device, "config": {}}
     command = one_batch.command(cell, tmp_path)
     after = dict(itertools.pairwise(command))
     assert after["--device"] == device
@@ -60,6 +60,18 @@ def test_one_batch_commands_have_room_for_the_batch_and_the_flag_only_with_a_pol
         assert [len(prompt.split()) for prompt in prompts] == [1024] * max(batches)
         streams = json.loads(Path(after["--streams"]).read_text())
         assert [len(stream) for stream in streams] == [decoded] * max(batches)
+
+
+def test_batches_that_do_not_fit_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 prompts of 32K of an 8B model are 66 GiB and their metadata."""
+    for gib, fit in ((8, []), (40, [4]), (200, [4, 16])):
+        memory = SimpleNamespace(available=gib * 2**30)
+        monkeypatch.setattr(one_batch.psutil, "virtual_memory", lambda memory=memory: memory)
+        got = one_batch.those_that_fit("llama-3.1-8b", ["full"], 32768, [4, 16], "cpu")
+        assert got == fit
+        assert capsys.readouterr().out.count("left out: full at") == 2 - len(fit)
 
 
 def test_the_longest_prompt_leaves_room_for_what_is_decoded() -> None:
@@ -220,7 +232,7 @@ class Options(SimpleNamespace):
 
     def __init__(self, **others: Any) -> None:
         fixed = {"machine": "box", "quick": True, "fresh": False, "rounds": 1, "lengths": [64], "batches": [1, 2]}
-        super().__init__(**fixed | {"device": "cpu"} | others)
+        super().__init__(**fixed | {"device": "cpu", "config": {}} | others)
 
 
 def test_a_named_list_of_policies_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import fake_flashinfer
 import pytest
 import torch
 from effort import examples
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
 
-from fluxion_sglang.device import extend
+from fluxion_sglang.device import extend, flashinfer
 from fluxion_sglang.device.library import load
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
@@ -349,6 +350,34 @@ def test_layers_that_are_nobodys_wait_for_nobody(passes: Any) -> None:
     one.device.begin_dummy()
     one.extend({1: 30, 2: 40})
     one.decode([2, 1])
+
+
+def test_flashinfer_attends_to_prompts_and_residents(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FlashInfer in torch. All of it has run before the first pass; a step of nobody needs no plan."""
+    ran: list[str] = []
+    for name in ("single_prefill_with_kv_cache", "_attend_to_chunks", "_attend_to_pages"):
+        original = getattr(fake_flashinfer, name)
+
+        def noted(*args: Any, name: str = name, original: Any = original, **kw: Any) -> Any:
+            ran.append(name)
+            return original(*args, **kw)
+
+        monkeypatch.setattr(fake_flashinfer, name, noted)
+    monkeypatch.setattr(flashinfer, "module", lambda: fake_flashinfer)
+    monkeypatch.setattr(flashinfer, "serves", lambda backend, dtype, head_dim: dtype == torch.bfloat16)
+    one = passes(group=4, dtype=torch.bfloat16)
+    everything = {"single_prefill_with_kv_cache", "_attend_to_chunks", "_attend_to_pages"}
+    assert set(ran) == everything, "the first passes would compile the others"
+    assert "FlashInfer" in one.device.description
+    dummy = one.world.randn(2, one.world.heads * one.world.group, one.world.dim)
+    ran.clear()
+    one.device.begin_dummy()
+    one.device.decode(0, dummy, *(one.world.randn(2, one.world.heads, one.world.dim) for _ in range(2)), 1.0)
+    assert not ran
+    one.extend({1: 900, 2: 33})
+    one.extend({1: 40})
+    one.decode([1, 2])
+    assert set(ran) == everything
 
 
 def test_requests_that_are_not_there_are_left_alone(passes: Any) -> None:

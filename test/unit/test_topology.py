@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.device.maker import Cuda
 from fluxion_sglang.executor import workers
 from fluxion_sglang.native import function, topology
 
@@ -112,6 +113,17 @@ def test_a_server_has_as_many_workers_as_time(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": 1.5})
     assert workers.create_workers(FluxionConfig()).count == 1
     assert workers.create_workers(FluxionConfig(workers=3)).count == 3, "who names a number gets it"
+
+
+def test_workers_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = topology()
+    monkeypatch.setattr(workers, "share_of", lambda cores, rank, ranks: list(cores)[:1] * 8)
+    monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": -1.0})
+    for busy, count in ((0, 8), (2, 6), (9, 1)):
+        assert workers.create_workers(FluxionConfig(), beside=workers.Beside(busy)).count == count
+    assert workers.create_workers(FluxionConfig(workers=8), beside=workers.Beside(2)).count == 8
+    gpu = Cuda.__new__(Cuda)
+    assert [gpu.beside(FluxionConfig(executors=name)).busy for name in ("auto", "cpu", "cpu+gpu")] == [2, 2, 3]
 
 
 # --- Memory of several nodes ---

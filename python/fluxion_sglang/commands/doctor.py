@@ -322,7 +322,9 @@ def _gpu() -> Iterator[Check]:
         yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}", mend)
         return
     yield Check("gpu", OK, f"{names}; compute capability {library['capability']}")
-    missing = flashinfer.module() is None
-    found = "not installed, or does not import" if missing else str(_version("flashinfer-python"))
-    advice = "prefill attends by plain products, which is slow: pip install flashinfer-python"
-    yield Check.unless(missing, "flashinfer", found, advice)
+    try:
+        flashinfer.module()
+    except DeviceError as error:
+        yield Check("flashinfer", FAIL, str(error), command="pip install flashinfer-python")
+    else:
+        yield Check("flashinfer", OK, str(_version("flashinfer-python")))

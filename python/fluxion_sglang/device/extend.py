@@ -116,9 +116,9 @@ class ExtendAttention:
         self._library, self._streams, self._scale = library, streams, scale
         self._prefix = PrefixStream(library, streams, pool, device)
         shape = pool.shape
-        self._chunks: flashinfer.Chunks | None = None
+        self.chunks: flashinfer.Chunks | None = None
         if flash:
-            self._chunks = flashinfer.Chunks(
+            self.chunks = flashinfer.Chunks(
                 q_heads=q_heads,
                 kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,
@@ -139,8 +139,8 @@ class ExtendAttention:
         there = [pair for pair in zip(requests, pages, strict=True) if pair[0].stop > pair[0].start]
         self._tokens = [request.tokens for request, _ in there]
         self._prefixed = [(request.tokens, Prefix(own, request.start)) for request, own in there if request.start > 0]
-        if self._chunks is not None and self._tokens:
-            self._chunks.plan(self._tokens)
+        if self.chunks is not None and self._tokens:
+            self.chunks.plan(self._tokens)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of a layer's chunks over their prefixes and themselves.
@@ -165,22 +165,22 @@ class ExtendAttention:
             if not last and own.dtype != torch.float32:
                 to = torch.empty_like(own, dtype=torch.float32)
             part = self._of_piece(q[tokens], piece_k, piece_v)
-            base2 = self._chunks is not None
+            base2 = self.chunks is not None
             self._library.merge(self._streams.main, own, lse[tokens], *part, base2, to, lse[tokens])
             between = None if last else to
         return out
 
     def _of_chunks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Attention of the chunks to themselves, into `out`; the LSE [T, Hq]."""
-        if self._chunks is not None:
-            return self._chunks.run(q, k, v, out)
+        if self.chunks is not None:
+            return self.chunks.run(q, k, v, out)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for tokens in self._tokens:
             out[tokens], lse[tokens] = attend(q[tokens], k[tokens], v[tokens], self._scale, causal=True)
         return lse
 
     def _of_piece(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._chunks is not None:
+        if self.chunks is not None:
             return flashinfer.prefill(q, k, v, self._scale)
         o, lse = attend(q, k, v, self._scale, causal=False)
         return o.contiguous(), lse.contiguous()

@@ -7,14 +7,22 @@ FlashInfer's LSE is of base 2 (m + log2(d)), where the rest of the project has t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from fluxion_sglang.device.library import DeviceError
 from fluxion_sglang.kv.placement import PAGE, Placement
 
+logger = logging.getLogger(__name__)
+
+# By name, because "auto" takes fa3 on Hopper for prefill: other kernels than those that SGLang asks for and that its
+# packages bring compiled.
+_BACKEND = "fa2"
 # What decode kernels without tensor cores are compiled for; the others go through those of prefill.
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 _HEAD_DIMS = (64, 128, 256)
@@ -23,16 +31,23 @@ _WORKSPACE_BYTES = 128 << 20
 
 @cache
 def module() -> Any:
-    """FlashInfer, imported when first needed; None where it is not installed or does not import."""
+    """FlashInfer, imported when first needed.
+
+    Raises:
+        DeviceError: it is not installed or does not import; a sentence.
+    """
     try:
         return importlib.import_module("flashinfer")
-    except Exception:  # whatever a half-installed CUDA package raises
-        return None
+    except Exception as error:  # whatever a half-installed CUDA package raises
+        raise DeviceError(
+            f"FlashInfer, which attends to prompts on a GPU, does not import ({error or type(error).__name__}); "
+            "install the flashinfer-python that SGLang asks for, or serve with --device cpu."
+        ) from error
 
 
-def serves(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashInfer is there, and has kernels for such tensors."""
-    return dtype == torch.bfloat16 and head_dim in _HEAD_DIMS and module() is not None
+def serves(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashInfer has kernels for such tensors on the device of a library's backend."""
+    return backend == "cuda" and dtype == torch.bfloat16 and head_dim in _HEAD_DIMS
 
 
 @cache
@@ -51,7 +66,9 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     Returns:
         o [T, Hq, D] in q's dtype, lse [T, Hq] float32 of base 2.
     """
-    o, lse = module().single_prefill_with_kv_cache(q, k, v, causal=False, sm_scale=scale, return_lse=True)
+    o, lse = module().single_prefill_with_kv_cache(
+        q, k, v, causal=False, sm_scale=scale, backend=_BACKEND, return_lse=True
+    )
     return o, lse
 
 
@@ -66,8 +83,8 @@ class Chunks:
         self, *, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float, device: torch.device
     ) -> None:
         self._q_heads, self._kv_heads, self._head_dim = q_heads, kv_heads, head_dim
-        self._dtype, self._scale = dtype, scale
-        self._wrapper = module().BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD")
+        self._dtype, self._scale, self._device = dtype, scale, device
+        self._wrapper = module().BatchPrefillWithRaggedKVCacheWrapper(_workspace(device), "NHD", backend=_BACKEND)
         self._tokens = 0
 
     def plan(self, chunks: Sequence[slice]) -> None:
@@ -93,6 +110,14 @@ class Chunks:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
+
+    def empty(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, Hq, D] and k [T, H, D] of so many tokens, filled with zeros."""
+        q, k = (
+            torch.zeros(tokens, heads, self._head_dim, dtype=self._dtype, device=self._device)
+            for heads in (self._q_heads, self._kv_heads)
+        )
+        return q, k
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """One layer of the pass.
@@ -170,7 +195,7 @@ class Residents:
         self._kv_heads, self._group, self._head_dim = kv_heads, q_heads // kv_heads, head_dim
         self._dtype, self._scale = dtype, scale
         self._wrapper = module().BatchDecodeWithPagedKVCacheWrapper(
-            _workspace(device), "HND", use_tensor_cores=self._group not in _CUDA_CORE_GROUPS
+            _workspace(device), "HND", use_tensor_cores=self._group not in _CUDA_CORE_GROUPS, backend=_BACKEND
         )
 
     def plan(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -209,3 +234,27 @@ class Residents:
             return_lse=True,
         )
         return o.view(batch, q_heads, dim), lse.view(batch, q_heads)
+
+
+def warm_up(
+    chunks: Chunks, residents: Residents | None, windows: torch.Tensor, scale: float, settle: Callable[[], None]
+) -> None:
+    """Run every kernel that passes will run, on nothing of meaning.
+
+    FlashInfer compiles a kernel when it is first run, which takes minutes, and the device loads it then, which may wait
+    for the device to be idle. A pass can bear neither.
+
+    Args:
+        windows: as `Residents.run` takes them, filled with anything. settle: waits for the device.
+    """
+    start = time.monotonic()
+    logger.info("Fluxion: FlashInfer loads its kernels; the first time on a machine it compiles them, for minutes")
+    q, k = chunks.empty(1)
+    chunks.plan([slice(0, 1)])
+    chunks.run(q, k, k, torch.empty_like(q))
+    prefill(q, k, k, scale)
+    if residents is not None:
+        residents.plan(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+        residents.run(q, windows, scale)
+    settle()
+    logger.info("Fluxion: FlashInfer is ready after %.0f s", time.monotonic() - start)

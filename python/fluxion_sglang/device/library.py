@@ -22,7 +22,7 @@ import tvm_ffi
 
 from fluxion_sglang.native import check_complete, library_path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """What `device_abi` of a library that fits this file returns."""
 
 Backend = Literal["cuda", "sim"]
@@ -380,9 +380,10 @@ class DeviceLibrary:
         """word[0] = value, int32 and pinned, once everything before it in the stream is done."""
         self._function("signal")(stream, word, value)
 
-    def stream_create(self) -> int:
-        """A stream that waits for no other."""
-        return int(self._function("stream_create")())
+    def stream_create(self, urgent: bool = False) -> int:
+        """A stream that waits for no other. urgent: nor for what stands before it in a queue of the device with a
+        stream of the model's; kernels of such streams also come first."""
+        return int(self._function("stream_create")(urgent))
 
     def stream_destroy(self, stream: int) -> None:
         """What was launched on it is finished first."""

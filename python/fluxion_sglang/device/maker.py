@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from fluxion_sglang.config import ConfigError
+from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.device.library import DeviceLibrary, load
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Device, DeviceMaker
+from fluxion_sglang.executor.workers import Beside
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.windows import Windows
 
@@ -66,7 +68,13 @@ class Cuda(_StreamMaker):
     def __init__(self) -> None:
         super().__init__(load("cuda"))
 
+    def beside(self, config: FluxionConfig) -> Beside:
+        """The thread that launches kernels, and SGLang's other processes; the dispatcher's. Workers spin from one
+        layer's attention to the next, which a GPU has in less than a millisecond."""
+        return Beside(busy=3 if "gpu" in config.executors else 2, spin_us=1000)
+
     def select(self) -> None:
+        flashinfer.module()  # before minutes of loading weights; in this process, as the import may look at the GPU
         self._library.select(torch.cuda.current_device())
 
 

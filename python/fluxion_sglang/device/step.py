@@ -82,7 +82,7 @@ class StreamDevice(Device):
             timeout_s=1.25 * self._server.timeout_s,
         )
         self._writer = ChunkWriter(library, self._streams, pool, self._device)
-        flash = library.backend == "cuda" and flashinfer.serves(shape.dtype, shape.head_dim)
+        flash = flashinfer.serves(library.backend, shape.dtype, shape.head_dim)
         self._attention = ExtendAttention(
             library, self._streams, pool, self._device, q_heads=q_heads, scale=scale, flash=flash
         )
@@ -100,6 +100,9 @@ class StreamDevice(Device):
                 device=self._device,
             )
         self._graphs = graphs
+        if self._attention.chunks is not None:
+            layer = windows.layers[0]
+            flashinfer.warm_up(self._attention.chunks, self._residents, layer, scale, self._streams.settle)
         # Of the layer at hand; kept, because a graph writes it again.
         self._o = torch.empty(max_requests, q_heads, shape.head_dim, device=self._device)
         self._lse = torch.empty(max_requests, q_heads, device=self._device)
@@ -161,7 +164,8 @@ class StreamDevice(Device):
         q = q.contiguous()
         out = torch.empty_like(q)
         library.publish(self._port, stream, layer, q, k, v, windows)
-        if self._residents is not None and not self._parts:
+        # What nobody is to serve has no plan.
+        if self._residents is not None and not self._parts and not self._muted:
             o, lse = self._residents.run(q, windows, scale)
             library.take(self._port, stream, o, lse, True, out)
         else:

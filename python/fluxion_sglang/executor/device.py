@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fluxion_sglang import plugins
+from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.variant import PLAIN, Variant
+from fluxion_sglang.executor.workers import ALONE, Beside
 from fluxion_sglang.policy.base import Policy
 
 if TYPE_CHECKING:
@@ -112,6 +114,10 @@ class DeviceMaker(ABC):
 
     def select(self) -> None:  # noqa: B027
         """Use the device that SGLang has chosen for this process."""
+
+    def beside(self, config: FluxionConfig) -> Beside:
+        """What the CPU's workers are beside."""
+        return ALONE
 
     @abstractmethod
     def reserved_tokens(self, shape: KVShape) -> int:

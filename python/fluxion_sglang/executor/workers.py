@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,9 +11,25 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.native import Workers, topology
 
 
-def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1) -> Workers:
+@dataclass(frozen=True)
+class Beside:
+    """What the workers are beside.
+
+    Attributes:
+        busy: threads of this rank's that need a core each, the calling one not counted.
+        spin_us: as of `Workers`.
+    """
+
+    busy: int = 0
+    spin_us: int | None = None
+
+
+ALONE = Beside()
+
+
+def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside: Beside = ALONE) -> Workers:
     """The worker pool that `config` asks for: by default one thread a core, physical cores first, and no more than the
-    control group has CPU time for.
+    control group has CPU time for, less what others need.
 
     The calling thread counts as a worker and is never pinned; the others are pinned to this rank's share of
     `config.cores`, or of the cores that the process may use.
@@ -22,8 +39,8 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1) -> Work
     """
     machine = topology()
     cores = share_of(config.core_list() or [int(core) for core in machine["cores"]], rank, ranks)
-    count = config.workers or within_quota(len(cores), float(machine["cpu_quota"]), ranks)
-    return Workers(count, torch.tensor(cores, dtype=torch.int32))
+    count = config.workers or max(within_quota(len(cores), float(machine["cpu_quota"]), ranks) - beside.busy, 1)
+    return Workers(count, torch.tensor(cores, dtype=torch.int32), beside.spin_us)
 
 
 def within_quota(cores: int, quota: float, ranks: int) -> int:

@@ -49,15 +49,19 @@ class Workers:
         count: threads, the caller included.
         cores: int32 core numbers for the others, thread w on cores[w % len]; None: every core this process
             may use.
+        spin_us: microseconds that idle threads wait for work before they sleep, unless FLUXION_SPIN_US or a quota of
+            CPU time says otherwise. None: what is best where the CPU is the device.
 
     Raises:
         ValueError: a bad count, or a core this process may not run on.
         RuntimeError: the threads cannot be started.
     """
 
-    def __init__(self, count: int, cores: torch.Tensor | None = None) -> None:
+    def __init__(self, count: int, cores: torch.Tensor | None = None, spin_us: int | None = None) -> None:
         empty = torch.empty(0, dtype=torch.int32)
-        self.handle = function("workers_create")(count, empty if cores is None else cores)
+        self.handle = function("workers_create")(
+            count, empty if cores is None else cores, -1 if spin_us is None else spin_us
+        )
         self.count = count
 
     @property

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
-from fluxion_sglang.executor.workers import create_workers
+from fluxion_sglang.executor.workers import ALONE, create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
@@ -65,11 +65,11 @@ class FluxionKVPool(KVCache):
         self.head_num = shape.kv_heads
         self.head_dim = self.v_head_dim = shape.head_dim
         placement = Placement(config.sinks, config.window)
-        self.host = HostPool(
-            shape, tokens, placement, create_workers(config, rank, ranks), config.spread, config.canary
-        )
-        self.windows = Windows(self.host, rows, device)
         self.maker = maker_of(device)
+        beside = ALONE if self.maker is None else self.maker.beside(config)
+        workers = create_workers(config, rank, ranks, beside)
+        self.host = HostPool(shape, tokens, placement, workers, config.spread, config.canary)
+        self.windows = Windows(self.host, rows, device)
         if self.maker is not None:
             self.maker.select()  # this rank's, as SGLang has chosen it
             # Before any executor is made: a device's reads the pool at once.

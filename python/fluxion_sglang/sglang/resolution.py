@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -44,6 +45,10 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     openmp.wait_passively()  # for the processes that will be spawned; they inherit it
     previous(server_args)
     validation.check_device(view.device, config)
+    if view.device == "cuda" and "gpu" in config.executors:
+        # A kernel that is loaded when it is first launched may wait for the device, which waits for the CPU, which
+        # waits for what the executor has launched. Processes that will be spawned read this when they see the GPU.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     validation.check_speculation(view, config)
     _narrow_drafts(server_args, view)
     # One host pool has all layers: a cached prefix then serves those with a window, too.

@@ -128,9 +128,46 @@ struct Event {
   }
 };
 
+// What streams of one priority share: work runs in the order in which it came.
+class Queue {
+ public:
+  uint64_t stand() {
+    const std::lock_guard lock(mutex_);
+    return last_++;
+  }
+  void wait(uint64_t place) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return first_ == place; });
+  }
+  void leave() {
+    const std::lock_guard lock(mutex_);
+    ++first_;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t first_ = 0, last_ = 0;
+};
+
+// The queue of a new stream; nullptr: it has its own.
+Queue* queue_of(int priority) {
+  const char* text = std::getenv("FLUXION_SIM_QUEUES");
+  const int count = text != nullptr ? std::atoi(text) : 0;
+  if (count <= 0) return nullptr;
+  static std::mutex mutex;
+  static auto* const queues = new std::map<std::pair<int, int>, std::unique_ptr<Queue>>;  // as Memory
+  static int streams = 0;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<Queue>& queue = (*queues)[{priority, streams++ % count}];
+  if (queue == nullptr) queue = std::make_unique<Queue>();
+  return queue.get();
+}
+
 struct Stream {
   // The default stream has no thread.
-  explicit Stream(bool threaded) {
+  explicit Stream(bool threaded, Queue* queue = nullptr) : queue_(queue) {
     if (threaded) thread_ = std::thread([this] { loop(); });
   }
   ~Stream() {
@@ -149,13 +186,25 @@ struct Stream {
       return;
     }
     const std::lock_guard lock(mutex);
-    queue_.push_back(std::move(work));
+    if (queue_ != nullptr) {
+      work = [this, work = std::move(work), place = queue_->stand()](Stream& stream) {
+        queue_->wait(place);
+        work(stream);
+        queue_->leave();
+      };
+    }
+    work_.push_back(std::move(work));
     changed_.notify_all();
+  }
+
+  bool idle() {
+    const std::lock_guard lock(mutex);
+    return work_.empty();
   }
 
   void synchronize() {
     std::unique_lock lock(mutex);
-    changed_.wait(lock, [&] { return queue_.empty(); });
+    changed_.wait(lock, [&] { return work_.empty(); });
   }
 
   std::mutex mutex;
@@ -166,22 +215,23 @@ struct Stream {
   void loop() {
     std::unique_lock lock(mutex);
     for (;;) {
-      changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;
+      changed_.wait(lock, [&] { return stop_ || !work_.empty(); });
+      if (work_.empty()) return;
       {
         // What the work holds goes before anyone hears that it is done.
-        const Work work = std::move(queue_.front());
+        const Work work = std::move(work_.front());
         lock.unlock();
         work(*this);
       }
       lock.lock();
-      queue_.pop_front();
+      work_.pop_front();
       changed_.notify_all();
     }
   }
 
   std::condition_variable changed_;
-  std::deque<Work> queue_;
+  Queue* const queue_;
+  std::deque<Work> work_;
   bool stop_ = false;
   std::thread thread_;
 };
@@ -358,15 +408,29 @@ cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stre
   return submit(stream, [=](Stream&) { std::memset(at, value, bytes); });
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = lost ? nullptr : new Stream(true);
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
   return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+  *stream = lost ? nullptr : new Stream(true, queue_of(priority));
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (stream == nullptr) return result(cudaErrorInvalidResourceHandle);
   delete stream;
   return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return result(lost || of(stream).idle() ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {

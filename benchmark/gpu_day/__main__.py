@@ -1,0 +1,259 @@
+"""All that a machine with a GPU is to show, in order, and in one command.
+
+    make gpu                               # every step that has not passed on this machine
+    make gpu ARGS="--only link tokens"     # these, once more
+    make gpu ARGS=--simulated              # on the simulated device: whether the steps work, not how fast anything is
+
+Each step is a process with a limit of nine minutes. What it printed goes to build/gpu-day, and how it ended into
+benchmark/results/<machine>/gpu_day.json, before the next one begins: nothing is lost when the machine goes away, and
+the command goes on where it was. gpu_day.md beside it is the report: the steps, then what they measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python -m benchmark.gpu_day` as for the scripts beside it
+import common
+from rendering import table
+from tqdm import tqdm
+
+LIMIT_S = 540
+LOGS = common.ROOT / "build" / "gpu-day"
+SIMULATED = LOGS / "simulated"
+"""Results that are not of a device are not among the published ones."""
+HERE = "{results}"
+"""In a command: the folder of the results."""
+TAIL = 12
+"""Lines of a step's output that the report shows if it failed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One question to the machine.
+
+    Attributes:
+        asks: what its end tells.
+        command: behind the interpreter. simulated: the same on the simulated device; None: only a GPU can tell.
+    """
+
+    name: str
+    asks: str
+    command: tuple[str, ...]
+    simulated: tuple[str, ...] | None
+
+
+def _one_batch(
+    *options: str, model: str = "llama-3.1-8b", policies: Iterable[str] = ("off", "fixed:16:0.05", "drawn")
+) -> Any:
+    run = ("benchmark/one_batch.py", "--fresh")
+    real = (*run, *("--device", "cuda", "--models", model, "--lengths", "32768", "--batches", "4"))
+    simulated = (*run, *("--device", "sim", "--models", "needle", "--lengths", "1024", "--batches", "1"))
+    chosen = ("--machine", HERE, "--policies", *policies)
+    return (*real, *chosen, *options), (*simulated, *chosen, *options)
+
+
+_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+_SPARSE = ("fixed:16:0.05", "drawn")
+STEPS = (
+    Step(
+        "doctor", "is everything there", ("-m", "fluxion_sglang.cli", "doctor"), ("-m", "fluxion_sglang.cli", "doctor")
+    ),
+    Step(
+        "device",
+        "can host memory be pinned, and does the device signal",
+        ("benchmark/gpu_day/first.py", "--machine", HERE),
+        ("benchmark/gpu_day/first.py", "--machine", HERE, "--device", "sim"),
+    ),
+    Step(
+        "kernels",
+        "do our kernels compute what they compute on the simulated device",
+        (*_TESTS, "test/gpu/test_gpu_kernels.py"),
+        (*_TESTS, "test/unit/test_device_kernels.py", "-k", "take or merge or order"),
+    ),
+    Step(
+        "link",
+        "what does a layer's hand-over cost, and what does the link give",
+        ("benchmark/gpu_link.py", "--machine", HERE),
+        ("benchmark/gpu_link.py", "--machine", HERE, "--device", "sim", "--quick"),
+    ),
+    Step(
+        "tokens",
+        "does the bundled model answer as without the flag",
+        ("benchmark/gpu_day/tokens.py", "--machine", HERE),
+        ("benchmark/gpu_day/tokens.py", "--machine", HERE, "--device", "sim", "--quick"),
+    ),
+    Step("decode", "how long is a step of 4 x 32K, and how long the device idle in it", *_one_batch()),
+    Step(
+        "share",
+        "the same, with a GPU that computes a part of the middle",
+        *_one_batch("--config", '{"executors": "cpu+gpu"}', "--name", "shared", policies=_SPARSE),
+    ),
+    Step(
+        "graphs",
+        "the same, with recorded steps",
+        _one_batch("--config", '{"cuda_graphs": true}', "--name", "graphs", policies=_SPARSE)[0],
+        None,
+    ),
+    Step(
+        "sanitizer",
+        "does compute-sanitizer find anything in our kernels",
+        (*_TESTS, "--full", "test/gpu/test_gpu_sanitizer.py"),
+        None,
+    ),
+)
+
+
+def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str, Any]:
+    """Run a step, with its output in `LOGS`; what is to be kept of its end. results: the folder of what it measures."""
+    chosen = step.simulated if simulated else step.command
+    assert chosen is not None
+    command = [str(results) if part == HERE else part for part in chosen]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, ["python", environment.get("PYTHONPATH")]))
+    if simulated:
+        environment |= common.SIMULATED
+    log = LOGS / f"{step.name}.log"
+    start = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, cwd=common.ROOT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # What it has started goes with it: the next step wants the device for itself.
+            kill_session(process)
+    text = log.read_text(errors="replace").strip().splitlines()
+    return {
+        "step": step.name,
+        "asks": step.asks,
+        "command": shlex.join(("python", *command)).replace(f"{common.ROOT}/", ""),
+        "passed": code == 0,
+        "ended": "out of time" if code is None else f"exit code {code}",
+        "seconds": round(time.monotonic() - start, 1),
+        "says": text[-TAIL:],
+    }
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Whatever is left of a process that began a session, and of its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait()
+
+
+def report(data: dict[str, Any], results: Path) -> str:
+    """The steps and what they measured, as Markdown."""
+    ended = {row["step"]: row for row in data["rows"]}
+    rows = []
+    for step in STEPS:
+        row = ended.get(step.name)
+        if row is None:
+            found = "needs a GPU" if data["simulated"] and step.simulated is None else "not run yet"
+            rows.append([step.name, step.asks, found, ""])
+        else:
+            rows.append([step.name, step.asks, "passed" if row["passed"] else row["ended"], f"{row['seconds']:.0f}"])
+    out = ["# GPU day", ""]
+    if data["simulated"]:
+        out += ["**Simulated: everything ran on the CPU, and times mean nothing.**", ""]
+    out += [table(["step", "question", "found", "seconds"], rows, "lllr"), ""]
+    for row in data["rows"]:
+        if not row["passed"]:
+            out += [f"## {row['step']}", "", f"`{row['command']}`", "", "```text", *row["says"], "```", ""]
+    for pattern, title, columns in MEASURED:
+        for path in sorted(results.glob(pattern)):
+            if path.stem.endswith("_timeline"):
+                continue  # layers, which are drawn
+            measured = [row for row in common.load(path)["rows"] if columns[0] in row]
+            shown = [column for column in columns if any(column in row for row in measured)]
+            cells = [[str(row.get(column, "")) for column in shown] for row in measured]
+            if cells:
+                out += [f"## {title}", "", table(shown, cells, "l" * len(shown)), ""]
+    return "\n".join(out)
+
+
+_STEP_COLUMNS = ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio")
+MEASURED = (
+    ("gpu_first.json", "Pinned memory", ("gib", "seconds_per_gib")),
+    ("gpu_tokens.json", "Answers of the bundled model", ("dtype", "config", "prompts", "same", "right")),
+    ("gpu_link*.json", "A layer's hand-over", ("model", "batch", "launched", "resident_us", "layer_us", "overhead_us")),
+    (
+        "gpu_link*.json", "The link, GB/s",
+        ("tiles", "gather_gb_per_s", "attend_in_place_gb_per_s", "attend_staged_gb_per_s", "attend_hot_gb_per_s"),
+    ),
+    ("one_batch_[!sg]*.json", "Steps", _STEP_COLUMNS),
+    ("one_batch_shared.json", "Steps, with cpu+gpu", _STEP_COLUMNS),
+    ("one_batch_graphs.json", "Steps, recorded", _STEP_COLUMNS),
+)  # fmt: skip
+"""Files of results, and what the report shows of their rows."""
+
+
+def results_folder(simulated: bool) -> Path:
+    """Where results of this machine's device go."""
+    if simulated:
+        return SIMULATED
+    from fluxion_sglang.device.library import DeviceError, load
+
+    try:
+        return common.RESULTS / common.folder_name(str(load("cuda").info()["name"]))
+    except DeviceError as error:
+        raise SystemExit(f"error: {error} Without a GPU: make gpu ARGS=--simulated") from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--simulated", action="store_true", help="on the simulated device")
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these, passed before or not")
+    parser.add_argument("--fresh", action="store_true", help="all of them once more")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a step")
+    args = parser.parse_args()
+    results = results_folder(args.simulated)
+    path = results / "gpu_day.json"
+    for folder in (results, LOGS):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    fresh = {**common.header("gpu_day"), "simulated": args.simulated}
+    data = common.resume(path, fresh, ("versions", "simulated"))
+    passed = {row["step"] for row in data["rows"] if row["passed"]}
+    steps = [
+        step
+        for step in STEPS
+        if (step.simulated is not None or not args.simulated)
+        and (step.name in args.only if args.only else step.name not in passed)
+    ]
+    failed = []
+    with tqdm(steps, unit="step") as bar:
+        for step in bar:
+            bar.set_description(step.name)
+            row = run(step, args.simulated, results, args.limit)
+            data["rows"] = [old for old in data["rows"] if old["step"] != step.name] + [row]
+            common.save(path, data)
+            (results / "gpu_day.md").write_text(report(data, results))
+            bar.write(f"{step.name}: {'passed' if row['passed'] else row['ended']}, {row['seconds']:.0f} s")
+            if not row["passed"]:
+                failed.append(step.name)
+                bar.write("\n".join(row["says"]))
+    print((results / "gpu_day.md").relative_to(common.ROOT))
+    if failed:
+        raise SystemExit(f"error: these steps failed: {', '.join(failed)}; their output is in build/gpu-day")
+
+
+if __name__ == "__main__":
+    main()

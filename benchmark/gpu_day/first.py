@@ -1,0 +1,86 @@
+"""What everything else rests on: pinned host memory, a store that the host sees, a layer that goes to and fro.
+
+python benchmark/gpu_day/first.py                # on a machine with a GPU; seconds
+python benchmark/gpu_day/first.py --device sim   # on the simulated device
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common
+import gpu_link
+import torch
+
+from fluxion_sglang.device import library
+from fluxion_sglang.device.pinned import Pinned
+
+GIB = 2**30
+PATIENCE_S = 5.0
+
+
+def pin(device: library.DeviceLibrary, size: int) -> dict[str, Any]:
+    """How long memory takes to be pinned that has been touched."""
+    memory = torch.empty(size + 4096, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 4096 :][:size].fill_(1)
+    start = time.perf_counter()
+    pinned = Pinned(device, memory)
+    seconds = time.perf_counter() - start
+    pinned.release()
+    return {"what": "pin", "gib": size / GIB, "seconds_per_gib": round(seconds / (size / GIB), 3)}
+
+
+def signal(device: library.DeviceLibrary, turns: int = 50) -> dict[str, Any]:
+    """From a launch until the host sees the word that its kernel stores; the best of several.
+
+    Raises:
+        SystemExit: it does not see it.
+    """
+    stream, best = device.stream_create(urgent=True), float("inf")
+    word = device.pinned_empty(4096)[:4].view(torch.int32).zero_()
+    values = word.numpy()
+    for turn in range(1, turns + 1):
+        start = time.perf_counter()
+        device.signal(stream, word, turn)
+        while values[0] != turn:
+            if time.perf_counter() - start > PATIENCE_S:
+                raise SystemExit(f"error: the host did not see a store of the device within {PATIENCE_S:g} s")
+        best = min(best, time.perf_counter() - start)
+    device.stream_destroy(stream)
+    return {"what": "signal", "us": round(best * 1e6, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--machine", help="folder under benchmark/results; default: the device's name")
+    args = parser.parse_args()
+    try:
+        device = library.load(args.device)
+        about = device.info()
+    except library.DeviceError as error:
+        raise SystemExit(f"error: {error}") from None
+    path = common.RESULTS / (args.machine or common.folder_name(about["name"])) / "gpu_first.json"
+    data = {**common.header("gpu_first"), "device": about, "rows": []}
+    print(about)
+    real = args.device == "cuda"
+    sizes = (GIB, 8 * GIB) if real else (GIB // 16,)
+    trips = {"batches": [1], "layers": 2, "turns": 1}
+    for ask in (
+        *(lambda size=size: [pin(device, size)] for size in sizes),
+        lambda: [signal(device)],
+        lambda: gpu_link.round_trips(device, **trips),
+    ):
+        for row in ask():
+            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            data["rows"].append(row)
+        common.save(path, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Whether the bundled model answers with the flag on a GPU as it does without.
+
+    python benchmark/gpu_day/tokens.py                # on a machine with a GPU; some minutes
+    python benchmark/gpu_day/tokens.py --device sim   # on the simulated device, shorter prompts
+
+In float32 greedy tokens must be the same. In bfloat16, where FlashInfer attends, rounding may change a token that is
+nearly as likely as another: there the right answers are counted, and with the flag there must be as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common
+
+from fluxion_sglang.commands.needle import needle_prompt, score
+
+LENGTHS = (300, 2000, 5000, 20000)
+QUICK_LENGTHS = (700, 1500)
+NEW = 24
+OFF = "off"
+FULL = '{"policy": "full"}'
+SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
+CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED), ("bfloat16", OFF), ("bfloat16", FULL))
+SIMULATED_CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED))
+
+
+def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> list[list[int]]:
+    """The tokens that one engine answers with. config: of the flag, or `OFF`."""
+    import sglang
+
+    options: dict[str, Any] = {"device": "cuda" if device == "cuda" else "cpu", "dtype": dtype, "random_seed": 0}
+    if device == "cuda":
+        options |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+    if config != OFF:
+        options |= {"enable_fluxion": True, "fluxion_config": config}
+    elif device == "cuda":
+        options |= {"attention_backend": "torch_native" if dtype == "float32" else "flashinfer"}
+    engine = sglang.Engine(model_path=str(common.NEEDLE), max_total_tokens=4 * max(lengths), **options)
+    try:
+        sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+        return [
+            engine.generate(input_ids=needle_prompt(n, seed=n).token_ids(), sampling_params=sampling)["output_ids"]
+            for n in lengths
+        ]
+    finally:
+        engine.shutdown()
+
+
+def in_a_process(device: str, dtype: str, config: str, quick: bool) -> list[list[int]]:
+    """The same in a process of its own, which gives the device back."""
+    command = [sys.executable, __file__, "--device", device, "--one", dtype, config, *["--quick"] * quick]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{dtype} {config} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="short prompts")
+    parser.add_argument("--one", nargs=2, metavar=("DTYPE", "CONFIG"), help=argparse.SUPPRESS)
+    parser.add_argument("--machine", help="folder under benchmark/results; without it nothing is kept")
+    args = parser.parse_args()
+    lengths = QUICK_LENGTHS if args.quick else LENGTHS
+    if args.one:
+        print(json.dumps(answer(args.device, *args.one, lengths)))
+        return
+    rows: list[dict[str, Any]] = []
+    without: dict[str, list[list[int]]] = {}
+    for dtype, config in CASES if args.device == "cuda" else SIMULATED_CASES:
+        tokens = in_a_process(args.device, dtype, config, args.quick)
+        base = without.setdefault(dtype, tokens)
+        right = [
+            score(needle_prompt(n, seed=n).questions[0].answer_ids, t) for n, t in zip(lengths, tokens, strict=True)
+        ]
+        same = sum(a == b for a, b in zip(tokens, base, strict=True))
+        rows.append({"dtype": dtype, "config": config, "prompts": len(lengths), "same": same, "right": sum(right)})
+        print(rows[-1], flush=True)
+        if args.machine:
+            common.save(
+                common.RESULTS / args.machine / "gpu_tokens.json", {**common.header("gpu_tokens"), "rows": rows}
+            )
+    exact = all(row["same"] == row["prompts"] for row in rows if row["dtype"] == "float32")
+    most = {row["dtype"]: row["right"] for row in rows if row["config"] == OFF}
+    if not exact or any(row["right"] < most[row["dtype"]] for row in rows):
+        raise SystemExit("error: answers with the flag are not those without it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The command of a GPU day on the simulated device: steps that need no GPU work, and the report has its tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.full
+
+
+def test_every_step_works() -> None:
+    command = [sys.executable, "-m", "benchmark.gpu_day", "--simulated", "--fresh"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    folder = ROOT / "build" / "gpu-day" / "simulated"
+    rows = {row["step"]: row for row in json.loads((folder / "gpu_day.json").read_text())["rows"]}
+    assert set(rows) == {"doctor", "device", "kernels", "link", "tokens", "decode", "share"}
+    report = (folder / "gpu_day.md").read_text()
+    titles = [
+        "Pinned memory",
+        "Answers of the bundled model",
+        "A layer's hand-over",
+        "The link, GB/s",
+        "Steps",
+        "Steps, with cpu+gpu",
+    ]
+    assert [line.removeprefix("## ") for line in report.splitlines() if line.startswith("## ")] == titles
+    answers = [
+        row for row in json.loads((folder / "gpu_tokens.json").read_text())["rows"] if "cpu+gpu" in row["config"]
+    ]
+    assert len(answers) == 1 and answers[0]["same"] == answers[0]["prompts"]

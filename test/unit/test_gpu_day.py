@@ -1,0 +1,99 @@
+"""The order of a GPU day: what is run, what is kept of it, where it goes on, and what the report says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import gpu_day.__main__ as day  # noqa: E402
+
+WORKS, FAILS = ("-c", "print('so it is')"), ("-c", "print('it broke'); raise SystemExit(3)")
+FOR_EVER = (
+    "-c",
+    "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)",
+)
+
+
+def step(name: str, simulated: tuple[str, ...] | None) -> day.Step:
+    return day.Step(name, f"does {name} work", ("-c", "raise SystemExit('a GPU is asked for')"), simulated)
+
+
+@pytest.fixture
+def days(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command with some steps; the file of results."""
+    monkeypatch.setattr(day, "LOGS", tmp_path)
+    monkeypatch.setattr(day, "SIMULATED", tmp_path / "simulated")
+    monkeypatch.setattr(day.common, "ROOT", tmp_path)
+
+    def run(steps: list[day.Step], *options: str) -> dict[str, dict[str, Any]]:
+        monkeypatch.setattr(day, "STEPS", tuple(steps))
+        monkeypatch.setattr(sys, "argv", ["gpu_day", "--simulated", *options])
+        day.main()
+        return rows(tmp_path)
+
+    return run
+
+
+def rows(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["step"]: row for row in json.loads((folder / "simulated" / "gpu_day.json").read_text())["rows"]}
+
+
+def test_what_passed_is_not_run_again(days: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="these steps failed: second; "):
+        days([step("first", WORKS), step("second", FAILS), step("third", WORKS), step("fourth", None)])
+    found = rows(tmp_path)
+    assert {name: row["passed"] for name, row in found.items()} == {"first": True, "second": False, "third": True}
+    assert found["second"]["ended"] == "exit code 3" and found["second"]["says"] == ["it broke"]
+    report = (tmp_path / "simulated" / "gpu_day.md").read_text()
+    assert "Simulated: everything ran on the CPU" in report
+    assert "| second | does second work | exit code 3 |" in report and "it broke" in report
+    assert "| fourth | does fourth work | needs a GPU |" in report
+    # What was wrong is mended. Whoever runs the first one again finds that it has changed.
+    found = days([step("first", FAILS), step("second", WORKS), step("third", FAILS)])
+    assert all(row["passed"] for row in found.values())
+    with pytest.raises(SystemExit, match="these steps failed: first; "):
+        days([step("first", FAILS), step("second", FAILS)], "--only", "first")
+
+
+def test_a_step_that_takes_too_long_ends_with_all_that_it_started(days: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="slow"):
+        days([step("slow", FOR_EVER), step("next", WORKS)], "--limit", "3")
+    found = rows(tmp_path)
+    assert found["slow"]["ended"] == "out of time" and found["next"]["passed"]
+    child = int((tmp_path / "slow.log").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_the_report_shows_what_was_measured(days: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "simulated"
+    folder.mkdir()
+    measured = [{"policy": "full", "batch": 1, "length": 1024, "tpot_ms": 7.5, "idle_ms": 0.1}]
+    (folder / "one_batch_needle_quick.json").write_text(json.dumps({"rows": measured}))
+    days([step("first", WORKS)])
+    report = (folder / "gpu_day.md").read_text()
+    assert "| policy | batch | length | tpot_ms | idle_ms |" in report and "| full | 1 | 1024 | 7.5 | 0.1 |" in report
+
+
+def test_every_step_has_a_command_that_is_there() -> None:
+    names = [step.name for step in day.STEPS]
+    assert len(set(names)) == len(names)
+    for one in day.STEPS:
+        for command in filter(None, (one.command, one.simulated)):
+            assert command[0] == "-m" or (ROOT / command[0]).is_file(), command
+        assert one.simulated is not None or one.name in ("graphs", "sanitizer"), "CI is to see that it works"
+
+
+def test_without_a_gpu_it_says_what_to_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmark.gpu_day"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "ARGS=--simulated" in done.stderr

@@ -56,8 +56,9 @@ class FluxionConfig:
     )
     tau: float | None = _option(
         None,
-        "Error of a head that budgets aim to stay within, of the layer's largest output: for fluxion one of the "
-        "predictor's (by default the calibrated one), for anchor any (by default 0.10).",
+        "How far a head's output may be from exact attention, as a share of the layer's largest output of a head; "
+        "smaller reads more. For fluxion one that the predictor was trained for (by default the calibrated one), for "
+        "anchor any (by default 0.10).",
         "0.10",
         lambda tau: 0 < tau <= 1,
         "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "

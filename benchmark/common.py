@@ -44,6 +44,17 @@ def folder_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def gpu() -> tuple[str, int] | None:
+    """The first NVIDIA GPU's name and bytes of memory, by `nvidia-smi`: asking CUDA would take part of it."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    name, mib = found[0].rsplit(",", 1)
+    return name, int(mib) << 20
+
+
 def memory_read_gb_per_s(threads: int) -> float:
     """Best of six streaming reads of 1 GiB with `threads` threads, in GB/s (10^9 bytes)."""
     import torch

@@ -26,9 +26,9 @@ from typing import Any
 
 import common
 import drawn
-import psutil
 import timeline
 import torch
+from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from tqdm import tqdm
 
 from fluxion_sglang.commands.needle import NeedlePrompt, needle_prompt
@@ -83,9 +83,9 @@ def those_that_fit(model: str, policies: list[str], length: int, batches: Sequen
         kv_shape(json.loads((model_folder(model) / "config.json").read_text())),
         decoded(len(policies), len(batches)),
     )
-    room = 0.8 * psutil.virtual_memory().available
-    if device == "cuda" and policies == [OFF]:
-        room = 0.6 * torch.cuda.mem_get_info()[1]  # the rest is for weights and SGLang's own
+    room = 0.8 * available_host_memory_bytes(allow_cgroup_fallback=True)
+    if device == "cuda" and policies == [OFF] and (gpu := common.gpu()) is not None:
+        room = 0.6 * gpu[1]  # the rest is for weights and SGLang's own
     fit = [batch for batch in batches if shape.pool_bytes(batch * (length + more)) < room]
     for batch in batches:
         if batch not in fit:
@@ -267,6 +267,10 @@ def run(model: str, args: argparse.Namespace) -> None:
                 save_timeline(cell, scratch, path)
                 common.save(path, data)
                 bar.update(cell["length"] ** 2)
+    if not data["rows"]:
+        raise SystemExit(
+            f"error: nothing of {model} was measured, because no batch fits; choose --batches or --lengths"
+        )
     print(f"{path.relative_to(common.ROOT)}: {len(data['rows'])} rows. Now: python benchmark/tables.py")
 
 

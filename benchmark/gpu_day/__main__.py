@@ -1,6 +1,6 @@
 """All that a machine with a GPU is to show, in order, and in one command.
 
-    make gpu                               # every step that has not passed on this machine
+    make gpu                               # every step that has not passed here, of this commit
     make gpu ARGS="--only link tokens"     # these, once more
     make gpu ARGS=--simulated              # on the simulated device: whether the steps work, not how fast anything is
 
@@ -53,14 +53,12 @@ class Step:
     simulated: tuple[str, ...] | None
 
 
-def _one_batch(
-    *options: str, model: str = "llama-3.1-8b", policies: Iterable[str] = ("off", "fixed:16:0.05", "drawn")
-) -> Any:
-    run = ("benchmark/one_batch.py", "--fresh")
-    real = (*run, *("--device", "cuda", "--models", model, "--lengths", "32768", "--batches", "4"))
+def _one_batch(*options: str, policies: Iterable[str] = ("off", "fixed:16:0.05", "drawn")) -> list[tuple[str, ...]]:
+    """On a GPU, and on the simulated device."""
+    run, chosen = ("benchmark/one_batch.py", "--fresh"), ("--machine", HERE, "--policies", *policies, *options)
+    real = (*run, *("--device", "cuda", "--models", "llama-3.1-8b", "--lengths", "32768", "--batches", "4"))
     simulated = (*run, *("--device", "sim", "--models", "needle", "--lengths", "1024", "--batches", "1"))
-    chosen = ("--machine", HERE, "--policies", *policies)
-    return (*real, *chosen, *options), (*simulated, *chosen, *options)
+    return [(*real, *chosen), (*simulated, *chosen)]
 
 
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -87,6 +85,7 @@ STEPS = (
         ("benchmark/gpu_link.py", "--machine", HERE),
         ("benchmark/gpu_link.py", "--machine", HERE, "--device", "sim", "--quick"),
     ),
+    Step("flashinfer", "do FlashInfer's kernels compile and run", ("benchmark/gpu_day/warm.py",), None),
     Step(
         "tokens",
         "does the bundled model answer as without the flag",
@@ -105,11 +104,14 @@ STEPS = (
         _one_batch("--config", '{"cuda_graphs": true}', "--name", "graphs", policies=_SPARSE)[0],
         None,
     ),
-    Step(
-        "sanitizer",
-        "does compute-sanitizer find anything in our kernels",
-        (*_TESTS, "--full", "test/gpu/test_gpu_sanitizer.py"),
-        None,
+    *(
+        Step(
+            tool,
+            f"does compute-sanitizer's {tool} find anything in our kernels",
+            (*_TESTS, "--full", "test/gpu/test_gpu_sanitizer.py", "-k", tool),
+            None,
+        )
+        for tool in ("memcheck", "racecheck")
     ),
 )
 
@@ -119,10 +121,9 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     chosen = step.simulated if simulated else step.command
     assert chosen is not None
     command = [str(results) if part == HERE else part for part in chosen]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, ["python", environment.get("PYTHONPATH")]))
-    if simulated:
-        environment |= common.SIMULATED
+    # Where the options are read in the process that serves, it is too late for EAGER (sglang/resolution.py).
+    of_gpu = {"FLUXION_NEEDS_GPU": "1", "CUDA_MODULE_LOADING": "EAGER"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(common.SIMULATED if simulated else of_gpu)}
     log = LOGS / f"{step.name}.log"
     start = time.monotonic()
     with log.open("w") as out:
@@ -140,6 +141,7 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     text = log.read_text(errors="replace").strip().splitlines()
     return {
         "step": step.name,
+        "commit": common.commit(),
         "asks": step.asks,
         "command": shlex.join(("python", *command)).replace(f"{common.ROOT}/", ""),
         "passed": code == 0,
@@ -164,13 +166,14 @@ def report(data: dict[str, Any], results: Path) -> str:
         row = ended.get(step.name)
         if row is None:
             found = "needs a GPU" if data["simulated"] and step.simulated is None else "not run yet"
-            rows.append([step.name, step.asks, found, ""])
+            rows.append([step.name, step.asks, found, "", ""])
         else:
-            rows.append([step.name, step.asks, "passed" if row["passed"] else row["ended"], f"{row['seconds']:.0f}"])
+            found = "passed" if row["passed"] else row["ended"]
+            rows.append([step.name, step.asks, found, f"{row['seconds']:.0f}", row["commit"]])
     out = ["# GPU day", ""]
     if data["simulated"]:
         out += ["**Simulated: everything ran on the CPU, and times mean nothing.**", ""]
-    out += [table(["step", "question", "found", "seconds"], rows, "lllr"), ""]
+    out += [table(["step", "question", "found", "seconds", "commit"], rows, "lllrl"), ""]
     for row in data["rows"]:
         if not row["passed"]:
             out += [f"## {row['step']}", "", f"`{row['command']}`", "", "```text", *row["says"], "```", ""]
@@ -189,6 +192,7 @@ def report(data: dict[str, Any], results: Path) -> str:
 _STEP_COLUMNS = ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio")
 MEASURED = (
     ("gpu_first.json", "Pinned memory", ("gib", "seconds_per_gib")),
+    ("gpu_first.json", "A store that the host sees", ("us",)),
     ("gpu_tokens.json", "Answers of the bundled model", ("dtype", "config", "prompts", "same", "right")),
     ("gpu_link*.json", "A layer's hand-over", ("model", "batch", "launched", "resident_us", "layer_us", "overhead_us")),
     (
@@ -206,12 +210,11 @@ def results_folder(simulated: bool) -> Path:
     """Where results of this machine's device go."""
     if simulated:
         return SIMULATED
-    from fluxion_sglang.device.library import DeviceError, load
-
-    try:
-        return common.RESULTS / common.folder_name(str(load("cuda").info()["name"]))
-    except DeviceError as error:
-        raise SystemExit(f"error: {error} Without a GPU: make gpu ARGS=--simulated") from None
+    if (gpu := common.gpu()) is None:
+        raise SystemExit(
+            "error: nvidia-smi finds no GPU here; to try the command without one: make gpu ARGS=--simulated"
+        )
+    return common.RESULTS / common.folder_name(gpu[0])
 
 
 def main() -> None:
@@ -228,10 +231,11 @@ def main() -> None:
     for folder in (results, LOGS):
         folder.mkdir(parents=True, exist_ok=True)
     if args.fresh:
-        path.unlink(missing_ok=True)
+        for old in (path, *(found for pattern, *_ in MEASURED for found in results.glob(pattern))):
+            old.unlink(missing_ok=True)
     fresh = {**common.header("gpu_day"), "simulated": args.simulated}
     data = common.resume(path, fresh, ("versions", "simulated"))
-    passed = {row["step"] for row in data["rows"] if row["passed"]}
+    passed = {row["step"] for row in data["rows"] if row["passed"] and row["commit"] == common.commit()}
     steps = [
         step
         for step in STEPS

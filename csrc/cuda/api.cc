@@ -44,11 +44,7 @@ int stream_synchronize(void* stream) {
 int stream_query(void* stream) {
   return guarded([&] {
     const cudaError_t error = cudaStreamQuery(of(stream));
-    if (error == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());  // or the next check would find it
-    } else {
-      check(error, "looking at a stream");
-    }
+    if (error != cudaErrorNotReady) check(error, "looking at a stream");
   });
 }
 

@@ -2,9 +2,10 @@
 // sums of a warp. Compiled by nvcc for GPUs, and by the host's compiler for the simulated device.
 //
 // Host memory that the CPU writes while a kernel runs (the words and slots of a mailbox) is read after an
-// acquiring load of the word that says it is there, with loads of system scope (load_fresh): others may give
-// what a cache kept. Whatever the host is to read is followed by a system-wide fence before the word that
-// says so. Host memory that nobody writes while a kernel runs (tiles, lists) needs neither.
+// acquiring load of the word that says it is there, or a relaxed one and a fence, with loads of system scope
+// (load_fresh): others may give what a cache kept. Whatever the host is to read is followed by a system-wide
+// fence before the word that says so. Host memory that nobody writes while a kernel runs (tiles, lists) needs
+// neither.
 #pragma once
 
 #include <cstdint>

@@ -22,9 +22,6 @@ struct TakeShared {
   bool taken;
 };
 
-// Of PortState::looked. Sequence numbers wrap, and so may this: it is compared with its own take's alone.
-__device__ uint32_t look_of(uint32_t sequence, bool taken) { return sequence << 1 | (taken ? 1u : 0u); }
-
 // The one thread whose looks cross the link: whether the answer is there, rather than given up.
 __device__ bool wait_for_host(const PortView& port, uint32_t sequence) {
   PollingWords words{{port}};
@@ -40,16 +37,17 @@ __device__ bool wait_for_host(const PortView& port, uint32_t sequence) {
   }
   words.fence();  // what follows reads what the host wrote before its answer
   const bool taken = look == Take::kTaken;
-  if (stamps && taken) taken_at[1] = nanoseconds();
+  const uint64_t end = nanoseconds();
   store_release(&port.state->looked, look_of(sequence, taken));
+  if (stamps && taken) taken_at[1] = end;  // after it, for the release would wait for this to cross the link
   return taken;
 }
 
 // The others: what the first block found.
 __device__ bool wait_for_first(const PortView& port, uint32_t sequence) {
   uint32_t found;
-  while ((found = load_acquire(&port.state->looked)) >> 1 != (sequence & 0x7fffffffu)) pause();
-  return (found & 1) != 0;
+  while (!is_look_of(found = load_acquire(&port.state->looked), sequence)) pause();
+  return found_answer(found);
 }
 
 // A warp a head. O: of this device's own result; T: KV.

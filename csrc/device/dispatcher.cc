@@ -12,8 +12,6 @@ const char* const kDispatchStatNames =
 
 namespace {
 
-// Without work, before it sleeps: longer than a device takes from one layer's attention to the next.
-constexpr int64_t kSpinNs = 1'000'000;
 constexpr int64_t kLookNs = 50'000'000;  // how often a device is asked about a batch that is not done
 constexpr double kHitWeight = 1.0 / 16;  // of a task, in the moving share of hits
 
@@ -41,7 +39,7 @@ void Dispatcher::run() {
     if (poll() | feed()) {
       backoff = {};
       idle_since = now_ns();
-    } else if (in_flight_ > 0 || feeding_ || now_ns() - idle_since < kSpinNs) {
+    } else if (in_flight_ > 0 || feeding_ || now_ns() - idle_since < spin_ns_) {
       backoff.wait();
     } else {
       engine_.wait_opened(seen);

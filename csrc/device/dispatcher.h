@@ -15,6 +15,7 @@
 #include "device/device_api.h"
 #include "device/hot_tiles.h"
 #include "engine/engine.h"
+#include "runtime/topology.h"
 
 namespace fluxion {
 
@@ -123,6 +124,8 @@ class Dispatcher {
   Stream* stream_ = nullptr;  // of batch_
   Batch* batch_ = nullptr;    // that is being filled, or nullptr
   uint32_t numbers_ = 0;
+  // Without work, before it sleeps: longer than a device takes from one layer's attention to the next.
+  const int64_t spin_ns_ = idle_spin_ns(read_topology(), 1'000'000);
   int in_flight_ = 0;  // batches whose tasks are waited for
 
   std::optional<HotTiles> hot_;

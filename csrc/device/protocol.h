@@ -2,17 +2,19 @@
 // test/fuzz, which runs them under a scheduler of its own.
 //
 // `Words` is one side's access to the mailbox's words:
-//   uint32_t load(MailboxWord) const   acquire
-//   void store(MailboxWord, uint32_t)  release: whoever loads it sees what this side wrote before
-//   void fence()                       sequentially consistent, between this side's stores and its later
-//   loads
+//   uint32_t load(MailboxWord) const   acquire; or relaxed, if a fence stands before what it lets this side
+//   read void store(MailboxWord, uint32_t)  release: whoever loads it sees what this side wrote before void
+//   fence()                       sequentially consistent, between this side's stores and its later loads
 //
 // Who gives up. A device that has waited enough, or is cancelled, says so (kLate) and looks once more; a host
 // that has answered looks whether the device gave up. Both fence between the two, so at least one sees the
 // other: either the device takes the answer, or the host knows that it was not taken. A layer that the host
-// calls answered is never lost, though the device may have taken one that the host calls lost. Several blocks
-// of one take may disagree only where the host knows of it: a device that keeps a copy of kLate near to it
-// writes that copy after the host's word and a fence, for who believes the copy tells the host nothing.
+// calls answered is never lost, though the device may have taken one that the host calls lost. A device that
+// keeps a copy of kLate near to it writes that copy after the host's word and a fence, for who believes the
+// copy tells the host nothing.
+//
+// One thread of a take looks, because a look crosses the link. It leaves what it found for the other blocks
+// in the device's own memory (look_of).
 #pragma once
 
 #include <atomic>
@@ -61,6 +63,17 @@ FLUXION_BOTH_SIDES Take look_for_answer(Words& words, uint32_t sequence, bool wa
   words.fence();
   return reached(words.load(kAnswered), sequence) ? Take::kTaken : Take::kGaveUp;
 }
+
+// What the looking thread found, released by it. After a device has given up, takes come without a publish
+// before them and have one sequence: what they find may be an earlier take's. Their pass has failed anyway.
+FLUXION_BOTH_SIDES constexpr uint32_t look_of(uint32_t sequence, bool taken) {
+  return sequence << 1 | (taken ? 1u : 0u);
+}
+// Whether an acquired word is what was found of this take; then, whether the answer may be read.
+FLUXION_BOTH_SIDES constexpr bool is_look_of(uint32_t word, uint32_t sequence) {
+  return word >> 1 == (sequence & 0x7fffffffu);
+}
+FLUXION_BOTH_SIDES constexpr bool found_answer(uint32_t word) { return (word & 1u) != 0; }
 
 // ---- The host.
 

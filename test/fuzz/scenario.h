@@ -23,7 +23,7 @@ struct Rules {
   int layers = 2;
   int tasks = 2;        // one for the dispatcher alone
   bool own = false;     // the others are for the workers alone
-  int blocks = 1;       // of a take, 1 or 2
+  int blocks = 1;       // of a take, 1 or 2; the first one looks
   bool parts = false;   // the host looks at them
   bool copies = false;  // the device has a copy of its own word kLate in its own memory
   bool faults = false;  // time-outs, failed, forgotten and late tasks
@@ -77,6 +77,7 @@ class Scenario {
     stop_.store(false);
     launched_.store(0);
     finished_.store(0);
+    looked_.store(0);
     go_.store(0);
     left_.store(0);
     host_ = {};
@@ -148,15 +149,29 @@ class Scenario {
     }
   }
 
-  void take(uint32_t s, int block) {
+  // The first block's: whether the answer is there.
+  bool wait_for_host(uint32_t s) {
     DeviceWords words{this};
     Patience patience;
-    const bool stamps = block == 0 && !gave_up(words);
+    const bool stamps = !gave_up(words);
     if (stamps) cell(slot(s).taken_at).write(begin_of(s));
     Take look;
     while ((look = look_for_answer(words, s, patience.spent())) == Take::kWait) patience.pause();
-    if (stamps && look == Take::kTaken) cell(slot(s).taken_at).write(s);
-    if (look == Take::kGaveUp) {
+    const bool taken = look == Take::kTaken;
+    looked_.store(look_of(s, taken), std::memory_order_release);
+    if (stamps && taken) cell(slot(s).taken_at).write(s);
+    return taken;
+  }
+
+  bool wait_for_first(uint32_t s) {
+    uint32_t found;
+    while (!is_look_of(found = looked_.load(std::memory_order_acquire), s)) Sync::pause();
+    return found_answer(found);
+  }
+
+  void take(uint32_t s, int block) {
+    DeviceWords words{this};
+    if (!(block == 0 ? wait_for_host(s) : wait_for_first(s))) {
       device_[block][s] = End::kGaveUp;
       return;
     }
@@ -352,7 +367,8 @@ class Scenario {
   std::array<Cell<uint32_t>, kCells> cells_;
   Atomic<uint32_t> late_here_{0};
   Atomic<uint32_t> launched_{0}, finished_{0};  // of the stream's takes
-  Atomic<uint32_t> go_{0}, left_{0};            // WorkerPool: launched, and joined
+  Atomic<uint32_t> looked_{0};
+  Atomic<uint32_t> go_{0}, left_{0};  // WorkerPool: launched, and joined
   Atomic<bool> stop_{false}, open_{false};
   Queue queue_;
   Mutex foreign_;

@@ -1,9 +1,10 @@
-"""Tests that need a GPU; without one they are skipped, and nothing of CUDA is touched."""
+"""Tests that need a GPU; without one they are skipped (`needs.skip`), and nothing of CUDA is touched."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from needs import skip
 
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 
@@ -11,10 +12,10 @@ from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 @pytest.fixture(scope="session")
 def cuda() -> DeviceLibrary:
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        skip("no CUDA device")
     try:
         library = load("cuda")
         library.info()
     except DeviceError as error:
-        pytest.skip(str(error))
+        skip(str(error))
     return library

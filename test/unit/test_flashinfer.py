@@ -6,6 +6,7 @@ import importlib.resources
 import inspect
 import math
 import re
+import sys
 
 import fake_flashinfer
 import pytest
@@ -16,8 +17,12 @@ from hypothesis import strategies as st
 from world import World
 
 from fluxion_sglang.device import flashinfer as door
+from fluxion_sglang.device import maker
+from fluxion_sglang.device.library import DeviceError
 from fluxion_sglang.executor.merge import attention_with_lse
 from fluxion_sglang.kv.placement import PAGE, Placement
+
+MODULE = door.module.__wrapped__
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +121,21 @@ def test_chunks_attend_to_themselves_and_to_nobody_else(spans: list[tuple[int, i
             own = slice(first, stop)
             want = attention_with_lse(q[own], k[own].transpose(0, 1), v[own].transpose(0, 1), 0.1, causal=True)
             assert torch.allclose(out[own], want[0], atol=1e-5) and torch.allclose(lse[own], want[1], atol=1e-5)
+
+
+def test_a_gpu_without_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher, which does not import it, and where it is there and broken by the process that serves."""
+    monkeypatch.setattr(maker, "load", lambda backend: None)
+    monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        DeviceError, match=r"FlashInfer.* does not import \(it is not installed\); install .*--device cpu"
+    ):
+        maker.Cuda()
+    monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(door, "module", MODULE)
+    with pytest.raises(DeviceError, match="does not import"):
+        maker.Cuda().select()
 
 
 def test_what_flashinfer_serves() -> None:

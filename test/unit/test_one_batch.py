@@ -67,11 +67,17 @@ def test_batches_that_do_not_fit_are_left_out(
 ) -> None:
     """16 prompts of 32K of an 8B model are 66 GiB and their metadata."""
     for gib, fit in ((8, []), (40, [4]), (200, [4, 16])):
-        memory = SimpleNamespace(available=gib * 2**30)
-        monkeypatch.setattr(one_batch.psutil, "virtual_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(one_batch, "available_host_memory_bytes", lambda gib=gib, **_: gib * 2**30)
         got = one_batch.those_that_fit("llama-3.1-8b", ["full"], 32768, [4, 16], "cpu")
         assert got == fit
         assert capsys.readouterr().out.count("left out: full at") == 2 - len(fit)
+
+
+def test_plain_sglang_s_batches_have_to_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_batch, "available_host_memory_bytes", lambda **_: 2**40)
+    monkeypatch.setattr(one_batch.common, "gpu", lambda: ("H100", 80 * 2**30))
+    assert one_batch.those_that_fit("llama-3.1-8b", [one_batch.OFF], 32768, [4, 16], "cuda") == [4]
+    assert one_batch.those_that_fit("llama-3.1-8b", ["full"], 32768, [4, 16], "cuda") == [4, 16]
 
 
 def test_the_longest_prompt_leaves_room_for_what_is_decoded() -> None:

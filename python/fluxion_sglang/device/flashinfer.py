@@ -7,6 +7,7 @@ FlashInfer's LSE is of base 2 (m + log2(d)), where the rest of the project has t
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +21,14 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 
 logger = logging.getLogger(__name__)
 
-# By name, because "auto" takes fa3 on Hopper for prefill: other kernels than those that SGLang asks for and that its
-# packages bring compiled.
+# By name, because "auto" takes fa3 on Hopper for prefill: other kernels than SGLang asks for, compiled for this alone.
 _BACKEND = "fa2"
 # What decode kernels without tensor cores are compiled for; the others go through those of prefill.
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20
+_WARM_TOKENS = (1, 8, 320)
+"""Small, middle and large tiles of queries; residents of one page, and of so many that their list is divided."""
 
 
 @cache
@@ -39,10 +41,20 @@ def module() -> Any:
     try:
         return importlib.import_module("flashinfer")
     except Exception as error:  # whatever a half-installed CUDA package raises
-        raise DeviceError(
-            f"FlashInfer, which attends to prompts on a GPU, does not import ({error or type(error).__name__}); "
-            "install the flashinfer-python that SGLang asks for, or serve with --device cpu."
-        ) from error
+        raise DeviceError(_missing(str(error) or type(error).__name__)) from error
+
+
+def check_installed() -> None:
+    """Without importing it. Raises DeviceError."""
+    if importlib.util.find_spec("flashinfer") is None:
+        raise DeviceError(_missing("it is not installed"))
+
+
+def _missing(why: str) -> str:
+    return (
+        f"FlashInfer, which attends to prompts on a GPU, does not import ({why}); install the flashinfer-python that "
+        "SGLang asks for, or serve with --device cpu."
+    )
 
 
 def serves(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
@@ -239,22 +251,23 @@ class Residents:
 def warm_up(
     chunks: Chunks, residents: Residents | None, windows: torch.Tensor, scale: float, settle: Callable[[], None]
 ) -> None:
-    """Run every kernel that passes will run, on nothing of meaning.
+    """Run what passes will run, on nothing of meaning, in sizes for which other kernels of a module are taken.
 
-    FlashInfer compiles a kernel when it is first run, which takes minutes, and the device loads it then, which may wait
-    for the device to be idle. A pass can bear neither.
+    FlashInfer compiles a module when it is first needed, which takes minutes, and the device loads a kernel when it is
+    first launched. A pass can bear neither.
 
     Args:
         windows: as `Residents.run` takes them, filled with anything. settle: waits for the device.
     """
     start = time.monotonic()
     logger.info("Fluxion: FlashInfer loads its kernels; the first time on a machine it compiles them, for minutes")
-    q, k = chunks.empty(1)
-    chunks.plan([slice(0, 1)])
-    chunks.run(q, k, k, torch.empty_like(q))
-    prefill(q, k, k, scale)
-    if residents is not None:
-        residents.plan(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
-        residents.run(q, windows, scale)
-    settle()
+    for tokens in _WARM_TOKENS:
+        q, k = chunks.empty(tokens)
+        chunks.plan([slice(0, tokens)])
+        chunks.run(q, k, k, torch.empty_like(q))
+        prefill(q, k, k, scale)
+        if residents is not None:
+            residents.plan(torch.zeros(1, dtype=torch.int64), torch.tensor([tokens]))
+            residents.run(q[:1], windows, scale)
+        settle()  # a plan is copied from one buffer
     logger.info("Fluxion: FlashInfer is ready after %.0f s", time.monotonic() - start)

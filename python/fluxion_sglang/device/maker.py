@@ -63,10 +63,11 @@ class _StreamMaker(DeviceMaker):
 
 
 class Cuda(_StreamMaker):
-    """NVIDIA GPUs. Raises DeviceError where the library is missing or does not fit."""
+    """NVIDIA GPUs. Raises DeviceError where the library is missing or does not fit, or FlashInfer is missing."""
 
     def __init__(self) -> None:
         super().__init__(load("cuda"))
+        flashinfer.check_installed()
 
     def beside(self, config: FluxionConfig) -> Beside:
         """The thread that launches kernels, and SGLang's other processes; the dispatcher's. Workers spin from one
@@ -74,7 +75,7 @@ class Cuda(_StreamMaker):
         return Beside(busy=3 if "gpu" in config.executors else 2, spin_us=1000)
 
     def select(self) -> None:
-        flashinfer.module()  # before minutes of loading weights; in this process, as the import may look at the GPU
+        flashinfer.module()  # not in a launcher: the import may look at the GPU
         self._library.select(torch.cuda.current_device())
 
 

@@ -9,6 +9,7 @@ everything, or the pass has failed and the mailbox is new.
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -30,6 +31,8 @@ from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.policy.base import Policy
+
+logger = logging.getLogger(__name__)
 
 
 class StreamDevice(Device):
@@ -83,6 +86,13 @@ class StreamDevice(Device):
         )
         self._writer = ChunkWriter(library, self._streams, pool, self._device)
         flash = flashinfer.serves(library.backend, shape.dtype, shape.head_dim)
+        if not flash and library.backend == "cuda":
+            logger.warning(
+                "Fluxion: FlashInfer has no kernels for %s with heads of %d; prompts are attended to by PyTorch's "
+                "products, which are slow",
+                shape.dtype,
+                shape.head_dim,
+            )
         self._attention = ExtendAttention(
             library, self._streams, pool, self._device, q_heads=q_heads, scale=scale, flash=flash
         )

@@ -112,7 +112,7 @@ class CudaStreams(Streams):
 class _SimulatedSide(Side):
     def __init__(self, library: DeviceLibrary) -> None:
         self._library = library
-        self.handle = library.stream_create(urgent=True)
+        self.handle = library.stream_create()
 
     def follow_main(self) -> None:
         pass

@@ -66,12 +66,13 @@ class FluxionKVPool(KVCache):
         self.head_dim = self.v_head_dim = shape.head_dim
         placement = Placement(config.sinks, config.window)
         self.maker = maker_of(device)
+        if self.maker is not None:
+            self.maker.select()  # this rank's, as SGLang has chosen it
         beside = ALONE if self.maker is None else self.maker.beside(config)
         workers = create_workers(config, rank, ranks, beside)
         self.host = HostPool(shape, tokens, placement, workers, config.spread, config.canary)
         self.windows = Windows(self.host, rows, device)
         if self.maker is not None:
-            self.maker.select()  # this rank's, as SGLang has chosen it
             # Before any executor is made: a device's reads the pool at once.
             self.maker.adopt(self.host)
         self.mem_usage = self.windows.nbytes / GIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import capacity, compat, validation
 from fluxion_sglang.sglang.options import options_of, rank_options
+
+logger = logging.getLogger(__name__)
 
 _Step = Callable[[Any], None]
 
@@ -46,9 +49,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     previous(server_args)
     validation.check_device(view.device, config)
     if view.device == "cuda" and "gpu" in config.executors:
-        # A kernel that is loaded when it is first launched may wait for the device, which waits for the CPU, which
-        # waits for what the executor has launched. Processes that will be spawned read this when they see the GPU.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        _load_kernels_early()
     validation.check_speculation(view, config)
     _narrow_drafts(server_args, view)
     # One host pool has all layers: a cached prefix then serves those with a window, too.
@@ -59,6 +60,13 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         page_size=PAGE,
         disable_hybrid_swa_memory=True,
     )
+
+
+def _load_kernels_early() -> None:
+    """A kernel that is loaded when it is first launched may wait for the device, which waits for the CPU, which waits
+    for what the executor has launched. Processes that will be spawned read this when they first see the GPU."""
+    if os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER") != "EAGER":
+        logger.warning("Fluxion: CUDA_MODULE_LOADING is not EAGER; with executors cpu+gpu steps may stand still")
 
 
 def _narrow_drafts(server_args: Any, view: Any) -> None:

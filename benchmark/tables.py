@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -35,8 +36,11 @@ _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 
 
 def options(_: Path) -> str:
-    rows = [[f"`{o.key}`", o.type, f"`{o.default}`", o.doc, f"`{o.example}`"] for o in FluxionConfig.options()]
-    return table(["key", "type", "default", "what it does", "example"], rows, "lllll")
+    out = []
+    for group, options in itertools.groupby(FluxionConfig.options(), lambda option: option.group):
+        rows = [[f"`{o.key}`", o.type, f"`{o.default}`", o.doc, f"`{o.example}`"] for o in options]
+        out.append(f"### {group}\n\n{table(['key', 'type', 'default', 'what it does', 'example'], rows, 'lllll')}")
+    return "\n".join(out)
 
 
 def metrics(_: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -94,9 +95,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> int:
     from fluxion_sglang.config import FluxionConfig
 
-    for option in FluxionConfig.options():
-        print(f"{option.key}  ({option.type}, default {option.default})")
-        print(f"    {option.doc} Example: {option.example}")
+    for group, options in itertools.groupby(FluxionConfig.options(), lambda option: option.group):
+        print(f"{group}:\n")
+        for option in options:
+            print(f"{option.key}  ({option.type}, default {option.default})")
+            print(f"    {option.doc} Example: {option.example}")
+        print()
     return 0
 
 

@@ -18,15 +18,24 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
 KV_DTYPES = ("auto", "mxint8")
 SCHEDULERS = ("priority", "none", "uniform", "length")
+EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
+"""What options are for, in the order in which they are shown."""
 
 
 class ConfigError(ValueError):
     """A wrong option. The message is one sentence: what is wrong, why, and what to give instead."""
 
 
-def _option(default: Any, doc: str, example: str, legal: Callable[[Any], bool] | None = None, why: str = "") -> Any:
+def _option(
+    default: Any,
+    doc: str,
+    example: str,
+    legal: Callable[[Any], bool] | None = None,
+    why: str = "",
+    group: str = TUNING,
+) -> Any:
     """A key. `legal` says which values it may have; `why` completes "KEY is VALUE, but" for any other."""
-    return field(default=default, metadata={"doc": doc, "example": example, "legal": legal, "why": why})
+    return field(default=default, metadata={"doc": doc, "example": example, "legal": legal, "why": why, "group": group})
 
 
 def _one_of(words: tuple[str, ...]) -> str:
@@ -42,6 +51,7 @@ class Option:
     default: str
     doc: str
     example: str
+    group: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class FluxionConfig:
         "What each head reads of the middle, as a policy spec; auto is fluxion where a predictor fits the model, and "
         "full, which is exact, where none does.",
         '"fixed:16:0.05"',
+        group=EVERYDAY,
     )
     tau: float | None = _option(
         None,
@@ -68,6 +79,7 @@ class FluxionConfig:
         None,
         "Folder of a predictor that `fluxion train` made; by default `fluxion` in the model's folder, if it is there.",
         '"/models/llama/fluxion"',
+        group=EVERYDAY,
     )
     request_policies: bool | list[str] = _option(  # noqa: RUF009 (the default is no list)
         True,
@@ -77,6 +89,7 @@ class FluxionConfig:
         lambda allowed: isinstance(allowed, bool) or (bool(allowed) and all(type(spec) is str for spec in allowed)),
         'it says which policies requests may name; give true, false, or a list of specs such as ["full", '
         '"fixed:16:0.25"].',
+        group=EVERYDAY,
     )
     policy_state_gb: float | None = _option(
         None,
@@ -88,7 +101,10 @@ class FluxionConfig:
         "it is an amount of memory; give a number of GiB, or leave the key out for an eighth of the host pool.",
     )
     host_tokens: int | None = _option(
-        None, "Size of the host pool in tokens; by default it follows from the free host memory.", "1000000"
+        None,
+        "Size of the host pool in tokens; by default it follows from the free host memory.",
+        "1000000",
+        group=EVERYDAY,
     )
     host_memory_gb: float | None = _option(
         None,
@@ -97,6 +113,7 @@ class FluxionConfig:
         lambda gib: gib > 0,
         "the host pool needs memory; give a positive number of GiB or leave the key out to size the pool from the "
         "free host memory.",
+        group=EVERYDAY,
     )
     kv_dtype: str = _option(
         "auto",
@@ -107,8 +124,12 @@ class FluxionConfig:
         lambda word: word in KV_DTYPES,
         _one_of(KV_DTYPES),
     )
-    sinks: int = _option(Placement.sinks, "First tokens of a request that stay on the device; a multiple of 16.", "64")
-    window: int = _option(Placement.window, "Most recent tokens that stay on the device; a multiple of 16.", "256")
+    sinks: int = _option(
+        Placement.sinks, "First tokens of a request that stay on the device; a multiple of 16.", "64", group=RESEARCH
+    )
+    window: int = _option(
+        Placement.window, "Most recent tokens that stay on the device; a multiple of 16.", "256", group=RESEARCH
+    )
     prefill_budget: float = _option(
         1.0,
         "The largest share of the tokens before it that a block of queries of a prompt reads: 1 is an exact prefill, "
@@ -122,12 +143,14 @@ class FluxionConfig:
         True,
         "What one head of a group selected, all heads of the group attend to: it is read once for all of them.",
         "false",
+        group=RESEARCH,
     )
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
         "from memory once for all of them. What each head reads stays the same.",
         "false",
+        group=RESEARCH,
     )
     spread: float = _option(
         1.0,
@@ -136,6 +159,7 @@ class FluxionConfig:
         "0.5",
         lambda spread: 0 < spread <= 1,
         "it is the share of a box's half width that counts; give a number above 0 and at most 1, such as 0.5.",
+        group=RESEARCH,
     )
     guard: float | None = _option(
         None,
@@ -175,18 +199,21 @@ class FluxionConfig:
         '"cpu"',
         lambda word: word in EXECUTORS,
         _one_of(EXECUTORS),
+        group=GPU,
     )
     model_kernels: bool = _option(
         True,
         "Where the CPU is the device, native threads compute the model's other layers, too: linear ones of few rows, "
         "norms, activations and rotary embeddings. With false, PyTorch does.",
         "false",
+        group=RESEARCH,
     )
     step_graphs: bool = _option(
         True,
         "Where model_kernels compute a model, decode steps of as many requests are traced twice and replayed from "
         "then on, without the Python between the layers. Of one rank, without adapters.",
         "false",
+        group=RESEARCH,
     )
     hot_tiles_gb: float = _option(
         0.0,
@@ -195,11 +222,10 @@ class FluxionConfig:
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
+        group=GPU,
     )
     cuda_graphs: bool = _option(
-        False,
-        "Decode steps are recorded as CUDA graphs and replayed. No GPU has run this yet.",
-        "true",
+        False, "Decode steps are recorded as CUDA graphs and replayed. No GPU has run this yet.", "true", group=GPU
     )
     scheduler: str = _option(
         SCHEDULERS[0],
@@ -207,12 +233,14 @@ class FluxionConfig:
         '"uniform"',
         lambda word: word in SCHEDULERS,
         _one_of(SCHEDULERS),
+        group=RESEARCH,
     )
     audit: str | None = _option(
         None,
         "File to append an audit of every decode step to: bytes read and error against exact attention, at twice the "
         "work.",
         '"/tmp/audit.npy"',
+        group=RESEARCH,
     )
     audit_gb: float | None = _option(
         None,
@@ -221,11 +249,13 @@ class FluxionConfig:
         "1",
         lambda gib: gib > 0,
         "it is the size of a file; give a positive number of GiB, or leave the key out for no limit.",
+        group=RESEARCH,
     )
     record: str | None = _option(
         None,
         "Folder for training samples of requests that ask for it in their custom_params; `fluxion train` sets it.",
         '"/tmp/samples"',
+        group=RESEARCH,
     )
 
     @classmethod
@@ -322,7 +352,7 @@ class FluxionConfig:
 
     @classmethod
     def options(cls) -> list[Option]:
-        """The table of options in the order of the class."""
+        """The options, group by group, in the order of the class."""
         hints = get_type_hints(cls)
         return [
             Option(
@@ -331,8 +361,11 @@ class FluxionConfig:
                 default=json.dumps(f.default),
                 doc=f.metadata["doc"],
                 example=f.metadata["example"],
+                group=group,
             )
+            for group in GROUPS
             for f in dataclasses.fields(cls)
+            if f.metadata["group"] == group
         ]
 
     def _check_size(self) -> None:

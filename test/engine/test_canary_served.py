@@ -16,6 +16,8 @@ import pytest
 from policy_example import search_path
 from server import PLUGINS, Completion, Server
 
+pytestmark = pytest.mark.full
+
 NEW = 32
 ROTTEN = cases.prompt(1200, 400)
 SOUND = [cases.prompt(1100, 401), cases.prompt(900, 402)]

@@ -16,6 +16,8 @@ import requests
 from server import PATIENCE_S, Completion, Server
 from test_exact import ALL, Reference, assert_same, check_group
 
+pytestmark = pytest.mark.full
+
 NGRAM = ("--speculative-algorithm", "NGRAM")
 
 
@@ -99,7 +101,6 @@ class TestDrafts:
         assert re.search(r"of \d+ tokens and metadata entries in the host pool, all are sound", server.log())
 
 
-@pytest.mark.full
 class TestNarrow:
     """A pool of 2,400 tokens, and SGLang's forced retractions."""
 

@@ -15,6 +15,8 @@ from server import Completion, Server
 
 from fluxion_sglang.commands.needle import needle_prompt
 
+pytestmark = pytest.mark.full
+
 
 def asked(length: int, count: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
     """Prompts of one document with their right answers."""
@@ -69,7 +71,6 @@ class TestAServer:
         assert len(server.generate(cases.prompt(600, 3), 500).tokens) == 500
 
 
-@pytest.mark.full
 class TestPressure:
     """A host pool of 2,400 tokens, forced retractions: prefixes are evicted, requests begin again from the tree."""
 

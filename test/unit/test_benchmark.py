@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -297,16 +296,6 @@ def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:
 def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="no table 'nonsense'"):
         tables.fill("<!-- table:nonsense -->\n<!-- /table:nonsense -->", tmp_path)
-
-
-def test_the_pages_of_the_repository_are_up_to_date() -> None:
-    run = subprocess.run(
-        [sys.executable, ROOT / "benchmark" / "tables.py", "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
 
 
 def test_saved_results_are_json_with_a_row_a_line(tmp_path: Path) -> None:

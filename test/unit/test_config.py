@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.config import GROUPS, ConfigError, FluxionConfig
 
 
 def refusal(text: str) -> str:
@@ -33,7 +33,8 @@ def test_the_flag_alone_gives_the_defaults(text: str | None) -> None:
 
 def test_every_option_is_documented() -> None:
     options = FluxionConfig.options()
-    assert [option.key for option in options] == [field.name for field in dataclasses.fields(FluxionConfig)]
+    assert sorted(option.key for option in options) == sorted(f.name for f in dataclasses.fields(FluxionConfig))
+    assert list(dict.fromkeys(option.group for option in options)) == list(GROUPS)
     for option in options:
         assert option.doc.endswith(".")
         # The default must be JSON, and the example must be accepted for its key.

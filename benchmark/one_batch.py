@@ -79,14 +79,12 @@ def serves(model: str, policy: str) -> bool:
 
 def those_that_fit(model: str, policies: list[str], length: int, batches: Sequence[int], device: str) -> list[int]:
     """The batches whose KV there is memory for, the device's for plain SGLang; a line for each of the others."""
-    shape, more = (
-        kv_shape(json.loads((model_folder(model) / "config.json").read_text())),
-        decoded(len(policies), len(batches)),
-    )
+    shape = kv_shape(json.loads((model_folder(model) / "config.json").read_text()))
+    tokens = length + decoded(len(policies), len(batches))
     room = 0.8 * available_host_memory_bytes(allow_cgroup_fallback=True)
     if device == "cuda" and policies == [OFF] and (gpu := common.gpu()) is not None:
         room = 0.6 * gpu[1]  # the rest is for weights and SGLang's own
-    fit = [batch for batch in batches if shape.pool_bytes(batch * (length + more)) < room]
+    fit = [batch for batch in batches if shape.pool_bytes(batch * tokens) < room]
     for batch in batches:
         if batch not in fit:
             print(f"left out: {policies[0]} at {batch} x {length}: its KV is larger than {room / 2**30:.0f} GiB")
@@ -94,6 +92,7 @@ def those_that_fit(model: str, policies: list[str], length: int, batches: Sequen
 
 
 def kv_shape(config: dict[str, Any]) -> KVShape:
+    """Of a model's config.json, in bfloat16."""
     heads = config["num_attention_heads"]
     return KVShape(
         layers=config["num_hidden_layers"],

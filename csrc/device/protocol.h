@@ -2,9 +2,9 @@
 // test/fuzz, which runs them under a scheduler of its own.
 //
 // `Words` is one side's access to the mailbox's words:
-//   uint32_t load(MailboxWord) const   acquire; or relaxed, if a fence stands before what it lets this side
-//   read void store(MailboxWord, uint32_t)  release: whoever loads it sees what this side wrote before void
-//   fence()                       sequentially consistent, between this side's stores and its later loads
+//   uint32_t load(MailboxWord) const   acquire; relaxed where a fence() follows the last look
+//   void store(MailboxWord, uint32_t)  release: whoever loads it sees what this side wrote before
+//   void fence()                       sequentially consistent, between this side's stores and later loads
 //
 // Who gives up. A device that has waited enough, or is cancelled, says so (kLate) and looks once more; a host
 // that has answered looks whether the device gave up. Both fence between the two, so at least one sees the

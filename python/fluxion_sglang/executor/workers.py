@@ -36,6 +36,7 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside:
 
     Args:
         rank, ranks: this process among those that share the machine's cores, rank < ranks.
+        beside: what leaves them less than that, unless `config.workers` names a number.
     """
     machine = topology()
     cores = share_of(config.core_list() or [int(core) for core in machine["cores"]], rank, ranks)

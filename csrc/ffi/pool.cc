@@ -18,7 +18,7 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 27;
+constexpr int64_t kAbiVersion = 28;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
@@ -144,9 +144,11 @@ void pool_check(Pool pool, TensorView pages, int64_t start, int64_t count) {
   guarded([&] { pool->pool->check_tokens(data<int32_t>(pages), pages.size(0), start, count); });
 }
 
-void pool_adopt(Pool pool, int64_t layer, TensorView pages, int64_t start, int64_t count) {
+void pool_adopt(Pool pool, int64_t layer, TensorView pages, int64_t start, int64_t count, bool described) {
   expect(pages, "pages", kInt32, {-1}, 1);
-  guarded([&] { pool->pool->adopt(narrow(layer), data<int32_t>(pages), pages.size(0), start, count); });
+  guarded([&] {
+    pool->pool->adopt(narrow(layer), data<int32_t>(pages), pages.size(0), start, count, described);
+  });
 }
 
 void pool_fill_window(Pool pool_ref, int64_t layer, TensorView window, int64_t row, int64_t n,

@@ -246,7 +246,7 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
   failure.rethrow();
 }
 
-// Of what a device has written, the canary takes what is there.
+// Of what somebody else has written, the canary takes what is there.
 void HostPool::vouch(int layer, int head, const int32_t* pages, int64_t start, int64_t count) const {
   for (int64_t at = start; at < start + count; ++at) {
     const int page = pages[at / kPage], offset = static_cast<int>(at % kPage);
@@ -255,7 +255,8 @@ void HostPool::vouch(int layer, int head, const int32_t* pages, int64_t start, i
   }
 }
 
-void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) {
+void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count,
+                     bool described) {
   check_layer(layer);
   check_tokens(pages, n_pages, start, count);
   struct Job {
@@ -264,6 +265,7 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const int32_t* pages;
     int64_t start, count;
     int first, full, stop;  // logical pages: written, of them filled, behind the last one written
+    bool described;
   } job{this,
         layer,
         pages,
@@ -271,10 +273,12 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
         count,
         static_cast<int>(start / kPage),
         static_cast<int>((start + count) / kPage),
-        static_cast<int>((start + count + kPage - 1) / kPage)};
+        static_cast<int>((start + count + kPage - 1) / kPage),
+        described};
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
     for (int p = j.first; p < j.stop; ++p) j.pool->count_write(j.layer, h, j.pages[p]);
+    for (int p = j.first; p < j.full && !j.described; ++p) j.pool->describe_page(j.layer, h, j.pages[p]);
     if (j.pool->canary_ != nullptr) j.pool->vouch(j.layer, h, j.pages, j.start, j.count);
     FirstFailure failure;
     for (int p = j.first; p < j.full; ++p) {

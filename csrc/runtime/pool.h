@@ -116,9 +116,10 @@ class HostPool {
   // Positions before start are only read. Throws std::invalid_argument before anything is written.
   void append(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, TokenView k,
               TokenView v);
-  // append, of tokens that a device has written to their tiles, with describe_page's part of every page that
-  // they fill. Once for every such write, before anybody reads what it wrote. Same errors.
-  void adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count);
+  // append, of tokens that somebody else has written to their tiles. described: with describe_page's part of
+  // every page that they fill, as a device does. Once for every such write, before anybody reads what it
+  // wrote. Same errors.
+  void adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, bool described);
   // Throws std::invalid_argument where append would, whatever the layer.
   void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
   // Copies the resident tiles (sinks and window) of a request of n tokens into a row of the windows.

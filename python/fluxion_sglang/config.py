@@ -115,6 +115,21 @@ class FluxionConfig:
         "free host memory.",
         group=EVERYDAY,
     )
+    disk: str | None = _option(
+        None,
+        "Folder in which the KV of prompts outlives the server: prompts that begin alike are not prefilled again after "
+        "a restart, or once the host pool had to make room. Each model has a folder of its own in it.",
+        '"/var/cache/fluxion"',
+        group=EVERYDAY,
+    )
+    disk_gb: float = _option(
+        32.0,
+        "Most GiB of files in disk, of one model; all ranks of a host divide them.",
+        "500",
+        lambda gib: gib > 0,
+        "the files need room; give a positive number of GiB.",
+        group=EVERYDAY,
+    )
     kv_dtype: str = _option(
         "auto",
         "What the host pool stores keys and values as: auto, the model's dtype; or mxint8, 8 bits an element in blocks "

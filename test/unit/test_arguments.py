@@ -115,7 +115,7 @@ class Rig:
             "pool_tensor": [pool, "tiles", 0],
             "pool_append": [pool, 0, self.pages, 100, chunk, chunk],
             "pool_check": [pool, self.pages, 0, 20],
-            "pool_adopt": [pool, 0, self.pages, 0, 20],
+            "pool_adopt": [pool, 0, self.pages, 0, 20, True],
             "pool_fill_window": [pool, 0, self.windows, 1, TOKENS, self.pages, SINKS, WINDOW],
             "pool_gather": [pool, 0, self.pages, *torch.empty(2, HEADS, 320, DIM)],
             "pool_attend_chunk": [

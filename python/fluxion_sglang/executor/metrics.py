@@ -51,6 +51,9 @@ _COUNTERS = {
     "failed_passes": "Forward passes whose attention failed: their requests ended with an error.",
     "refused_specs": "Requests that ended because of the policy that they named.",
     "healed_windows": "Rows whose window was filled again from the host pool, because they came without a prefill.",
+    "disk_read_pages": "Pages of 16 tokens that were read from files, and not computed; each rank counts its own.",
+    "disk_written_pages": "Pages that were written to files.",
+    "disk_refused_pages": "Files that were not what had been written; they were removed, and computed again.",
     "device_wait_ns": "Time that the device waited for the CPU's part of layers: it stood idle.",
     "device_step_ns": "Time of decode steps on the device, from the first layer's queries to the last layer's "
     "attention.",

@@ -8,6 +8,7 @@ the KV it describes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -94,6 +95,19 @@ class HostPool(NativePool):
     def memory(self) -> torch.Tensor:
         """[bytes] uint8: the whole pool, for a device that is to read it in place; every byte has been touched."""
         return self.tensor("memory", 0)
+
+    @cached_property
+    def stored(self) -> torch.Tensor:
+        """[layers, H, P, bytes] uint8: view of every tile, in whatever way it is stored; no copy."""
+        shape = self.shape
+        tile = 2 * PAGE * row_bytes(shape.head_dim, shape.dtype, shape.mxint8)
+        first, second = (self.tiles(layer).data_ptr() for layer in (0, min(1, shape.layers - 1)))
+        # Every layer has as many bytes as any other, with its metadata behind its tiles.
+        return self.memory.as_strided(
+            (shape.layers, shape.kv_heads, self.pages, tile),
+            (second - first, self.pages * tile, tile, 1),
+            first - self.memory.data_ptr(),
+        )
 
     def tiles(self, layer: int) -> torch.Tensor:
         """View of a layer's tiles, [H, P, 2, 16, D], or of mxint8 [H, P, bytes] uint8; no copy."""

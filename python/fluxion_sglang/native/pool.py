@@ -188,15 +188,19 @@ class NativePool:
         """Raise ValueError where `append` of so many tokens would."""
         self._check(self.handle, pages, start, count)
 
-    def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int) -> None:
-        """`append` of tokens that a device wrote (`DeviceLibrary.write_pages`): what follows from their path.
+    def adopt(self, layer: int, pages: torch.Tensor, start: int, count: int, described: bool = True) -> None:
+        """`append` of tokens that are in their tiles already: what follows from them and their path.
 
         Once for every write, when it is done and before anybody reads what it wrote.
+
+        Args:
+            described: what follows from the tiles alone is there, too, because a device wrote both
+                (`DeviceLibrary.write_pages`).
 
         Raises:
             ValueError: as in `append`.
         """
-        self._adopt(self.handle, layer, pages, start, count)
+        self._adopt(self.handle, layer, pages, start, count, described)
 
     def fill_window(
         self,

@@ -107,6 +107,10 @@ class FluxionAttnBackend(AttentionBackend):
             first_layer=pool.start_layer,
             first_head=get_parallel().attn_tp_rank * layers[0].tp_q_head_num,
         )
+        if options.disk is not None:
+            from fluxion_sglang.sglang import disk  # what it needs of SGLang is checked where it is asked for
+
+            pool.manifest = partial(disk.manifest, runner, pool)
         identity = partial(predictors.identity, options, runner)
         for name in ("audit", "record"):
             if getattr(options, name) is not None:
@@ -219,6 +223,8 @@ class FluxionAttnBackend(AttentionBackend):
             "refused_specs": self.requests.refused,
             "healed_windows": self._healed,
         }
+        if (disk := self.token_to_kv_pool.disk) is not None:
+            events |= disk.stats()
         if self.metrics is not None and not (self._counted and events == self._events):
             events_and_time = events | {"worker_ns": sum(self.engine.native.worker_ns())}
             stats = self.engine.stats() | self.device.stats() | events_and_time
@@ -310,6 +316,10 @@ class FluxionAttnBackend(AttentionBackend):
             request = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], queries)
             self._chunks.append(_Chunk(i, request, policy, i in riding, wishes))
             offset += int(count)
+        if (disk := self.token_to_kv_pool.disk) is not None:
+            for chunk in self._chunks:
+                if not chunk.rides:
+                    disk.begin(chunk.request.pages, chunk.request.start)
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 

@@ -136,6 +136,27 @@ NGRAM_NEEDS = (
     Need(NGRAM_WORKER, "USE_FULL_MASK"),
 )
 
+# Of KV that outlives the server (`disk.py`), checked where a server asks for it.
+LINKER_OPTION = "enable_unified_cache_external_linker"
+_LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+DISK_NEEDS = (
+    Need(_LINKER, "UnifiedCacheLinker.lookup", ("self", "rid", "transfers")),
+    Need(_LINKER, "UnifiedCacheLinker.load", ("self", "rid", "transfers")),
+    Need(_LINKER, "UnifiedCacheLinker.cancel_queued_load", ("self", "rid")),
+    Need(_LINKER, "UnifiedCacheLinker.start_layer_wise_loading", ("self",)),
+    Need(_LINKER, "UnifiedCacheLinker.finish_layer_wise_loading", ("self", "counter_index")),
+    Need(_LINKER, "UnifiedCacheLinker.offload", ("self", "transfers", "session_id")),
+    Need(_LINKER, "UnifiedCacheLinker.num_completed_offloads", ("self",)),
+    Need(_LINKER, "UnifiedCacheLinker.pop_completed_offload", ("self",)),
+    Need(_LINKER, "LayerWiseLoadCounter", ("num_layers", "on_layer_ready")),
+    Need("sglang.srt.mem_cache.hicache_storage", "PoolName.KV"),
+    Need(
+        "sglang.srt.mem_cache.unified_cache.linker_factory",
+        "create_unified_cache_linker",
+        ("server_args", "params", "backend", "config", "components", "forward_stream"),
+    ),
+)
+
 _SRT = "sglang.srt."
 # By module, the names of which existence is all that we need.
 _NAMES = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -23,6 +23,9 @@ from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.sglang import capacity
 from fluxion_sglang.sglang.options import rank_options
 from fluxion_sglang.sglang.sizing import Turn
+
+if TYPE_CHECKING:
+    from fluxion_sglang.sglang.disk import DiskLinker
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,8 @@ class FluxionKVPool(KVCache):
             # Before any executor is made: a device's reads the pool at once.
             self.maker.adopt(self.host)
         self.mem_usage = self.windows.nbytes / GIB
+        self.manifest: Callable[[], dict[str, Any]] | None = None  # what its KV depends on; for `disk`
+        self.disk: DiskLinker | None = None
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         half = self.windows.nbytes // 2

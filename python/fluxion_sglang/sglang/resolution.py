@@ -51,6 +51,17 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     if view.device == "cuda" and "gpu" in config.executors:
         _load_kernels_early()
     validation.check_speculation(view, config)
+    if config.disk is not None:
+        compat.check(compat.DISK_NEEDS)
+        # SGLang reads the KV of prompts through the plug-in that its own options name (`disk.py`).
+        linker = {"linker": "DiskLinker", "linker_module_path": "fluxion_sglang.sglang.disk"}
+        declare_resolution(
+            server_args,
+            "fluxion",
+            enable_unified_cache_external_linker=True,
+            unified_cache_external_linker_backend="dynamic",
+            unified_cache_external_linker_config=linker,
+        )
     _narrow_drafts(server_args, view)
     # One host pool has all layers: a cached prefix then serves those with a window, too.
     declare_resolution(

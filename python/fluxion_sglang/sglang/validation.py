@@ -8,7 +8,8 @@ built.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -128,11 +129,12 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def check_options(args: Any) -> None:
+def check_options(args: Any, ours: Container[str] = ()) -> None:
     """Refuse options that do not go with --enable-fluxion.
 
     Args:
         args: ServerArgs, or one of SGLang's views of them.
+        ours: options that Fluxion itself has set.
 
     Raises:
         ConfigError: the first refused option.
@@ -144,7 +146,7 @@ def check_options(args: Any) -> None:
             value = getattr(args, field)
         except AttributeError:
             raise compat.missing(f"the option {flag}") from None
-        if option.refused(value):
+        if option.refused(value) and field not in ours:
             shown = flag if value is True else f"{flag} {value}"
             instead = option.instead or f"leave {flag} out"
             raise ConfigError(f"--enable-fluxion does not work with {shown}, because {option.why}; {instead}.")
@@ -170,6 +172,7 @@ def check_config(config: FluxionConfig, args: Any) -> None:
             f"predictor is {config.predictor!r}, which has no {JSON_NAME}; give the folder that `fluxion train` "
             "wrote, or leave the key out."
         )
+    _check_disk(config, args)
     cores, ranks, each = len(config.core_list()), capacity.ranks_on_host(args), config.workers or 1
     if cores and cores < ranks * each:
         raise ConfigError(
@@ -184,6 +187,26 @@ def check_config(config: FluxionConfig, args: Any) -> None:
                     f"{key} does not work with {_flag(option)} {count}, because one process that has every head of "
                     f"every layer writes its files; use {_flag(option)} 1 or leave {key} out."
                 )
+
+
+def _check_disk(config: FluxionConfig, args: Any) -> None:
+    folder = config.path("disk")
+    if folder is None:
+        return
+    if args.disable_radix_cache:
+        raise ConfigError(
+            "disk does not work with --disable-radix-cache, because what the radix tree has is what is kept; leave one "
+            "of them out."
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"disk is {config.disk!r}, where KV cannot be kept ({error.strerror}); name a folder that this user may "
+            "write to, or leave the key out."
+        ) from None
 
 
 def check_device(device: str, config: FluxionConfig) -> None:
@@ -271,7 +294,7 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
     Raises:
         ConfigError, CompatError: as `check_options`.
     """
-    check_options(args)
+    check_options(args, () if config.disk is None else (compat.LINKER_OPTION,))
     check_draft(args)
     if args.device == "cpu" and args.tp_size * args.pp_size > 1:
         problem = compat.cpu_ranks_problem(compat.sglang_version())

@@ -1,0 +1,236 @@
+"""Pages of KV in files, so that what was prefilled is there after a restart.
+
+A file has one page, 16 tokens of every layer and KV head of a process, as the host pool stores it. Metadata and moments
+are not in it: they follow from the tiles, bit for bit. A file is what was written, or it is refused: it begins with a
+checksum of its name and all that follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the files; another one is in another folder."""
+_HEADER = struct.Struct("<8sQ16s")  # what it is, bytes of KV, checksum
+_MAGIC = b"fluxion1"
+_READERS = 8
+"""Threads that read: an NVMe disk needs several requests at once, and a file is small."""
+_TOUCH_NS = 60 * 10**9
+"""A file's own time of use is this far behind at most."""
+_BATCH = 64
+"""Files that are checked before the first bad one among them ends the search."""
+
+Record = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class BadPage(RuntimeError):
+    """A file is not what was written, or it is not there."""
+
+
+class PageStore:
+    """The pages of one model, of one process of a server, in a folder; several processes may have the same.
+
+    Names are SGLang's: each is a hash of all tokens up to the page's last, and of the request's salt. The folder is of
+    this process's user alone: what a page has can be turned back into a prompt.
+
+    Args:
+        folder: for the pages of every model; each manifest has a folder in it.
+        manifest: what pages depend on besides their tokens. It is written beside them for people to read.
+        record: bytes of a page.
+        limit: most bytes of this manifest's files; the pages that were used least recently make room.
+
+    Attributes:
+        read_pages, written_pages, refused_pages: how many were read for requests, written, and found to be bad.
+
+    Raises:
+        OSError: the folder cannot be made, or not be written to.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], record: int, limit: int) -> None:
+        text = json.dumps({"format": FORMAT, "page_bytes": record} | dict(manifest), indent=1, sort_keys=True)
+        self.record, self.limit = record, limit
+        self.read_pages = self.written_pages = self.refused_pages = 0
+        self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._seed = self.folder.name.encode()
+        self._lock = threading.Lock()
+        # Guarded by it: the files that this process knows of, the one used least recently first, each with the time of
+        # use that the file itself has; those that this process has read or written.
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._sound: set[str] = set()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fluxion-disk")
+        self._replace(self.folder / "manifest.json", [text.encode()])
+        self._find()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def file_bytes(self) -> int:
+        return _HEADER.size + self.record
+
+    def leading(self, keys: Sequence[str]) -> int:
+        """How many of the first pages are there and sound. A file that this process sees first is read for it."""
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            new = [key for key in batch if key not in self._sound]
+            for key, error in zip(new, self._readers.map(self._check, new), strict=True):
+                if error is not None:
+                    return start + batch.index(key)
+        return len(keys)
+
+    def read(self, keys: Sequence[str], put: Callable[[int, Record], None]) -> None:
+        """Give page i, [record] uint8, to put(i, page), on several threads at once.
+
+        Raises:
+            BadPage: one of them is bad; others may have been put.
+        """
+
+        def one(i: int) -> None:
+            put(i, self._load(keys[i]))
+
+        for _ in self._readers.map(one, range(len(keys))):
+            pass
+        self.read_pages += len(keys)
+
+    def write(self, key: str, page: Record) -> None:
+        """Write one page, [record] uint8, unless a sound one is there. Raises OSError: what is there stays as it is."""
+        if key in self._sound:
+            return
+        data = np.ascontiguousarray(page).data.cast("B")
+        assert len(data) == self.record
+        path = self._path(key)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if key not in self._files:
+            self._make_room()
+        self._replace(path, [_HEADER.pack(_MAGIC, self.record, self._sum(key, data)), data])
+        with self._lock:
+            self._files[key] = time.time_ns()
+            self._sound.add(key)
+        self.written_pages += 1
+
+    def used(self, keys: Sequence[str], now_ns: int | None = None) -> None:
+        """Pages of one prompt, in its order, are in use: of them the first is to go last."""
+        now = time.time_ns() if now_ns is None else now_ns
+        for i, key in enumerate(reversed(keys)):
+            with self._lock:
+                if (before := self._files.get(key)) is None:
+                    continue
+                self._files.move_to_end(key)
+                if now - before < _TOUCH_NS:
+                    continue
+                self._files[key] = now + i
+            with suppress(OSError):  # another process has removed it
+                os.utime(self._path(key), ns=(now + i, now + i))
+
+    def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
+
+    def _find(self) -> None:
+        """The files that are there, oldest first; what a stopped process left half written goes."""
+        found: list[tuple[int, str]] = []
+        for shard in os.scandir(self.folder):
+            if not shard.is_dir():
+                continue
+            for file in os.scandir(shard):
+                with suppress(FileNotFoundError):
+                    status = file.stat()
+                    if not file.name.startswith("."):
+                        found.append((status.st_mtime_ns, file.name))
+                    elif status.st_mtime < time.time() - 3600:
+                        os.unlink(file.path)
+        self._files.update((name, at) for at, name in sorted(found))
+        while len(self._files) * self.file_bytes > self.limit:
+            self._remove(next(iter(self._files)))
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / key
+
+    def _sum(self, key: str, data: memoryview) -> bytes:
+        checksum = xxhash.xxh3_128(self._seed + key.encode())
+        checksum.update(data)
+        return checksum.digest()
+
+    def _load(self, key: str) -> Record:
+        """A page's bytes. Raises BadPage, and removes a file that is not what was written."""
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                header, page = bytearray(_HEADER.size), np.empty(self.record + 1, np.uint8)
+                # One byte more than there should be: a file that is too long is no better than one too short.
+                size = os.readv(file.fileno(), [header, page.data])
+                while 0 < size < self.file_bytes:
+                    more = os.readv(file.fileno(), [page.data[size - len(header) :]])
+                    if more == 0:
+                        break
+                    size += more
+        except OSError as error:
+            self._forget(key)
+            raise BadPage(f"the file of page {key} cannot be read ({error})") from error
+        page = page[: self.record]
+        written = _HEADER.pack(_MAGIC, self.record, self._sum(key, page.data))
+        if size == self.file_bytes and bytes(header) == written:
+            with self._lock:
+                self._files.setdefault(key, 0)  # another process has written it
+                self._sound.add(key)
+            return page
+        self.refused_pages += 1
+        self._remove(key)
+        raise BadPage(f"the file of page {key} is not what was written")
+
+    def _check(self, key: str) -> BadPage | None:
+        if key not in self._files and not self._path(key).exists():
+            return BadPage("")
+        try:
+            self._load(key)
+        except BadPage as error:
+            logger.warning("Fluxion: %s; it is computed again", error)
+            return error
+        return None
+
+    def _make_room(self) -> None:
+        while self._files and (len(self._files) + 1) * self.file_bytes > self.limit:
+            self._remove(next(iter(self._files)))
+
+    def _remove(self, key: str) -> None:
+        self._forget(key)
+        with suppress(OSError):
+            os.unlink(self._path(key))
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._files.pop(key, None)
+            self._sound.discard(key)
+
+    @staticmethod
+    def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        """A file at once: readers see the old one or the new one."""
+        handle, beside = tempfile.mkstemp(prefix=".", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                for part in parts:
+                    view = memoryview(part)
+                    while view:
+                        view = view[file.write(view) :]
+            os.replace(beside, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise

@@ -1,0 +1,277 @@
+"""KV that outlives the server: the host pool's pages in files, by way of SGLang's linker of external caches.
+
+SGLang asks the linker what of a prompt is in files (`lookup`), has it read that before a pass (`load`), and gives it
+what has come into the radix tree (`offload`). What it takes for pages of a device are pages of the host pool. Only
+exact KV is in the tree, so only that is written.
+
+A page that is read has its tiles alone. What follows from them and from the pages before it (metadata, moments) is
+made when the request's pass begins, which knows its path (`begin`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.kv.host_pool import GIB
+from fluxion_sglang.kv.page_store import BadPage, PageStore
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.sglang import capacity
+from fluxion_sglang.sglang.pools import FluxionKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 8
+"""One in so many pages of the pool may wait to be written, while the tree cannot evict it. Others are not kept."""
+_SAMPLES = 64
+"""Bytes of a parameter that its sample has, spread over all of it."""
+
+_Pages = list[tuple[str, int]]
+"""Name and number of each."""
+
+
+def manifest(runner: ModelRunner, pool: FluxionKVPool) -> dict[str, Any]:
+    """All that the KV of a token depends on besides the tokens up to it, for this rank."""
+    config, shape, parallel = runner.model_config, pool.host.shape, get_parallel()
+    model = config.hf_config.to_dict()
+    for key in ("transformers_version", "_name_or_path"):
+        model.pop(key, None)
+    return {
+        "architecture": (config.hf_config.architectures or ["unknown"])[0],
+        "config": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest(),
+        "weights": weights_digest(runner.model),
+        "stored": "mxint8" if shape.mxint8 else str(shape.dtype),
+        "layers": [pool.start_layer, pool.start_layer + shape.layers],
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "page": PAGE,
+        "prefill_budget": pool.config.prefill_budget,
+        "tp": [parallel.attn_tp_rank, parallel.attn_tp_size],
+    }
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Of a sample of every parameter: another model of the same shape, or a fine-tuned one, has another one."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach()
+        flat = flat.view(-1) if flat.is_contiguous() else torch.as_strided(flat, (flat.numel(),), (1,), 0)
+        places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel())).long()
+        sample = flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8)
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+class DiskLinker(UnifiedCacheLinker):
+    """One process's. What it is asked comes from the scheduler's thread; one thread of its own writes."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: CacheInitParams,
+        *,
+        components: object,
+        extra_config: object = None,
+        forward_stream: object = None,
+    ) -> None:
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        assert isinstance(pool, FluxionKVPool), "the option disk comes with the flag"
+        self.pool, self.host = pool, pool.host
+        folder = pool.config.path("disk")
+        assert folder is not None
+        self._folder = folder
+        self._limit = int(pool.config.disk_gb * GIB) // capacity.ranks_on_host(server_args)
+        self.pools = {PoolName.KV: pool}
+        self.layer_done_counter = LayerWiseLoadCounter(pool.layer_num)
+        self._tiles = self.host.stored.numpy()
+        self._store = self._open()
+        self._names: dict[int, str] = {}  # of pages that were written or read; where one is new, of what was there
+        self._queued: dict[str, _Pages] = {}
+        self._bare = torch.zeros(self.host.pages, dtype=torch.bool)  # tiles that were read, and nothing else yet
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._written: SimpleQueue[bool] = SimpleQueue()
+        self._waiting: deque[int] = deque()  # pages of each node that is to be written
+        self._failing = False
+        pool.disk = self
+        self._start()
+
+    # --- what of a prompt is there ---
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        keys = _of(transfers).keys
+        return list(range(1, self._store.leading(keys) + 1)) if keys else []
+
+    # --- from files into the pool ---
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        self._queued[rid] = _pages(_of(transfers))
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._queued.pop(rid, None) is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """Read all that is queued, now: a pass of these requests comes next, and cannot begin without it."""
+        if not self._queued:
+            return -1
+        pages = [page for queued in self._queued.values() for page in queued]
+        self._queued = {}
+        index = int(self.layer_done_counter.update_producer())
+        try:
+            self._read(pages)
+        except Exception as error:
+            if not isinstance(error, BadPage):
+                logger.exception("Fluxion: KV could not be read from files")
+            # Their requests end, and the pass is computed all the same: with numbers.
+            self._tiles[:, :, [page for _, page in pages]] = 0
+            self.layer_done_counter.fail(index, error)
+        else:
+            for layer in range(self.pool.layer_num):
+                self.layer_done_counter.complete(index, layer)
+        return index
+
+    def _read(self, pages: _Pages) -> None:
+        tiles = self._tiles
+
+        def put(i: int, page: Any) -> None:
+            tiles[:, :, pages[i][1]] = page.reshape(tiles.shape[0], tiles.shape[1], tiles.shape[3])
+
+        self._bare[[page for _, page in pages]] = True
+        self._store.read([name for name, _ in pages], put)
+        self._names.update((page, name) for name, page in pages)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def begin(self, pages: torch.Tensor, start: int) -> None:
+        """A request's pass begins, and its first `start` tokens are in the pool; no other pass is at work.
+
+        Args:
+            pages: [>= start / 16] int32, the request's.
+        """
+        there = pages[: start // PAGE]
+        bare = self._bare[there.long()].nonzero()
+        if len(bare):
+            first, last = int(bare[0]), int(bare[-1])
+            for layer in range(self.pool.layer_num):
+                self.host.adopt(layer, pages, first * PAGE, (last + 1 - first) * PAGE, described=False)
+            self._bare[there.long()] = False
+        names = [self._names.get(page) for page in there.tolist()]
+        if names := [name for name in names if name is not None]:
+            self._tasks.put(partial(self._store.used, names))
+
+    # --- from the pool into files ---
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Have a node's pages written. Always true: ranks must agree, and each reports in turn what became of it."""
+        pages = _pages(_of(transfers))
+        waiting = sum(self._waiting)
+        if waiting and waiting + len(pages) > self.host.pages // BACKLOG:
+            pages = []
+        self._waiting.append(len(pages))
+        self._tasks.put(partial(self._write, pages))
+        return True
+
+    def _main(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def _write(self, pages: _Pages) -> None:
+        done = bool(pages)
+        try:
+            for name, page in pages:
+                self._store.write(name, self._tiles[:, :, page])
+                self._names[page] = name
+            self._failing = False
+        except Exception as error:
+            done = False
+            if not self._failing:
+                logger.warning("Fluxion: KV cannot be written to files, and the server goes on without (%r)", error)
+            self._failing = True
+        self._written.put(done)
+
+    def num_completed_offloads(self) -> int:
+        return self._written.qsize()
+
+    def pop_completed_offload(self) -> bool:
+        self._waiting.popleft()
+        return self._written.get()
+
+    # --- life ---
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative; names of `executor/metrics.py`."""
+        store = self._store
+        return {
+            "disk_read_pages": store.read_pages,
+            "disk_written_pages": store.written_pages,
+            "disk_refused_pages": store.refused_pages,
+        }
+
+    def reset(self) -> None:
+        """The tree is empty, and the model may have other weights now."""
+        self._stop()
+        while self._written.qsize():
+            self._written.get()
+        self._queued = {}
+        self._waiting.clear()
+        self._names, self._bare[:] = {}, False
+        self.layer_done_counter.reset()
+        self._store.close()
+        self._store = self._open()
+        self._start()
+
+    def close(self) -> None:
+        self._stop()
+        self._store.close()
+
+    def _open(self) -> PageStore:
+        assert self.pool.manifest is not None, "the attention backend sets it before"
+        record = self._tiles[:, :, 0].nbytes
+        try:
+            store = PageStore(self._folder, self.pool.manifest(), record, self._limit)
+        except OSError as error:
+            raise ConfigError(
+                f"disk is {str(self._folder)!r}, where KV cannot be kept ({error}); name a folder that this user may "
+                "write to, or leave the key out."
+            ) from error
+        logger.info(
+            "Fluxion: KV is kept in %s: %d pages of %d tokens are there, and there is room for %d",
+            store.folder, len(store), PAGE, self._limit // store.file_bytes,
+        )  # fmt: skip
+        return store
+
+    def _start(self) -> None:
+        self._thread = Thread(target=self._main, name="fluxion-disk-writer", daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+
+def _of(transfers: Sequence[PoolTransfer]) -> Any:
+    return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+
+
+def _pages(transfer: Any) -> _Pages:
+    numbers = (transfer.device_indices[::PAGE] // PAGE).tolist()
+    return list(zip(transfer.keys, numbers, strict=True))

@@ -110,6 +110,7 @@ def main() -> None:
             "fairness.py",
             "canary.py",
             "speculation.py",
+            "restart.py",
         ):  # nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
     if args.only != "speed":

@@ -445,6 +445,28 @@ def sanitizers(results: Path) -> str:
     return "\n".join(out) or "Not run yet: `make sanitize`.\n"
 
 
+def restart(results: Path) -> str:
+    """A line a prompt: its first token, by where its KV comes from."""
+    out = []
+    for path, data in result_files(results, "restart.json"):
+        ways = ["plain", "cold", "again", "restarted", "disk"]
+        head = ["prompt", "files of it", "no `disk`", "computed", "in the host pool", "in files", "files, not cached"]
+        lines = [
+            [
+                f"{row['tokens']:,} tokens",
+                f"{row['file_mib']:,.0f} MiB",
+                *(f"{row['seconds'][way]:.3f} s" for way in ways),
+            ]
+            for row in data["rows"]
+        ]
+        note = (
+            "Time to the first token, the bundled model in bfloat16, policy `full`; medians of "
+            f"{data['prompts']} prompts. {where(data)} [Data]({link(path)}), `python benchmark/restart.py`."
+        )
+        out.append(f"{table(head, lines, 'l' + 'r' * (len(head) - 1))}\n{note}\n")
+    return "\n".join(out) or nothing("restart.py")
+
+
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
     out = []
     for path, data in result_files(results, name):
@@ -483,6 +505,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "lfps_overlap": lfps_overlap,
     "lfps_times": lfps_times,
     "soak": soak,
+    "restart": restart,
     "sanitizers": sanitizers,
     **SUMMARY_TABLES,
     **ROOFLINE_TABLES,

@@ -1,0 +1,144 @@
+"""The first token of a prompt that an earlier server had: computed, in memory, and in files (option `disk`).
+
+    python benchmark/restart.py            # the bundled model, about six minutes on 2 cores
+    python benchmark/restart.py --quick
+
+Two servers take turns with new prompts, one with `disk` and one without: `plain` and `cold` are their first tokens, and
+`again` is the first token when a prompt is in the host pool. Then the server is stopped and another one started:
+`restarted` is the first token with the files in the operating system's cache, `disk` with the files thrown out of it
+first, and the host pool flushed before each. Times are by the clock of the client, and medians over the prompts. `same`
+says whether all gave the same tokens. Results go to restart.json in benchmark/results/<machine>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+from tqdm import tqdm
+
+from fluxion_sglang.commands.needle import needle_prompt
+from fluxion_sglang.commands.serving import Server, free_port, launch_command, running_server
+
+LENGTHS, QUICK_LENGTHS = (4096, 16384), (2048,)
+PROMPTS, QUICK_PROMPTS = 5, 1
+NEW = 16
+FLAGS = (
+    *("--device", "cpu", "--dtype", "bfloat16", "--skip-server-warmup", "--sleep-on-idle"),
+    *("--max-running-requests", "4", "--chunked-prefill-size", "4096", "--mem-fraction-static", "0.4"),
+)
+TOKENS = 131072
+"""Of each host pool: all prompts fit in."""
+
+
+def prompts(length: int, count: int) -> list[list[int]]:
+    return [needle_prompt(length, 8, 100 + seed).token_ids()[:length] for seed in range(count)]
+
+
+def ask(server: Server, ids: Sequence[int]) -> tuple[float, list[int]]:
+    """Seconds to the first token, and all tokens."""
+    pieces = list(server.stream([ids], {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}))
+    return pieces[0].after, pieces[-1].tokens
+
+
+def start(stack: ExitStack, folder: Path | None) -> Server:
+    port = free_port()
+    config = {"policy": "full", "host_tokens": TOKENS} | ({} if folder is None else {"disk": str(folder)})
+    command = launch_command(str(common.NEEDLE), port, *FLAGS, fluxion=config)
+    return stack.enter_context(running_server(command, port, what=f"a server with{'' if folder else 'out'} disk"))
+
+
+def settle(folder: Path) -> int:
+    """Wait until no more files come; how many bytes they have."""
+    before, now = -1, 0
+    while now != before:
+        time.sleep(1)
+        before, now = now, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return now
+
+
+def throw_out(folder: Path) -> None:
+    """Out of the operating system's cache, with what it has not written yet written first."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(lengths: Sequence[int], count: int) -> list[dict[str, Any]]:
+    seconds: dict[int, dict[str, list[float]]] = {length: {} for length in lengths}
+    answers: dict[int, dict[str, list[list[int]]]] = {length: {} for length in lengths}
+    sizes: dict[int, int] = {}
+    asked = {length: prompts(length, count) for length in lengths}
+
+    def note(way: str, server: Server, length: int, ids: Sequence[int]) -> None:
+        time_s, tokens = ask(server, ids)
+        seconds[length].setdefault(way, []).append(time_s)
+        answers[length].setdefault(way, []).append(tokens)
+
+    with tempfile.TemporaryDirectory(prefix="fluxion-restart-") as name:
+        folder = Path(name)
+        with ExitStack() as stack:
+            plain, kept = start(stack, None), start(stack, folder)
+            for server in plain, kept:
+                ask(server, prompts(512, 1)[0])  # what the first request of all pays for
+            for length in lengths:
+                size = settle(folder)
+                for ids in tqdm(asked[length], desc=f"{length} tokens", disable=None):
+                    note("plain", plain, length, ids)
+                    note("cold", kept, length, ids)
+                    settle(folder)
+                    note("again", kept, length, ids)
+                sizes[length] = (settle(folder) - size) // count
+        with ExitStack() as stack:
+            server = start(stack, folder)
+            ask(server, prompts(512, 1)[0])
+            for way in "restarted", "disk":
+                for length in lengths:
+                    for ids in asked[length]:
+                        server.flush()
+                        if way == "disk":
+                            throw_out(folder)
+                        note(way, server, length, ids)
+    rows = []
+    for length in lengths:
+        times = {way: round(median(found), 4) for way, found in seconds[length].items()}
+        rows.append(
+            {
+                "tokens": length,
+                "file_mib": round(sizes[length] / 2**20, 1),
+                "seconds": times,
+                "samples": {way: [round(one, 4) for one in found] for way, found in seconds[length].items()},
+                "cold_to_restarted": round(times["cold"] / times["restarted"], 1),
+                "cold_to_disk": round(times["cold"] / times["disk"], 1),
+                "cold_to_plain": round(times["cold"] / times["plain"], 3),
+                "same": all(found == answers[length]["plain"] for found in answers[length].values()),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short prompt")
+    parser.add_argument("--machine", default=common.machine_name(), help="folder of the results")
+    args = parser.parse_args()
+    lengths, count = (QUICK_LENGTHS, QUICK_PROMPTS) if args.quick else (LENGTHS, PROMPTS)
+    result = common.header("restart") | {"model": "needle", "new_tokens": NEW, "prompts": count, "flags": list(FLAGS)}
+    result["rows"] = measure(lengths, count)
+    common.save(common.RESULTS / args.machine / f"restart{'_quick' if args.quick else ''}.json", result)
+    for row in result["rows"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

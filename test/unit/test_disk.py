@@ -37,7 +37,7 @@ class World:
         self.weights = weights
         self.pool.manifest = lambda: {"weights": self.weights}
         allocator = SimpleNamespace(get_kvcache=lambda: self.pool)
-        args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1)
+        args = SimpleNamespace(tp_size=1, nnodes=1)
         params: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator)
         self.linker = DiskLinker(args, params, components=set(), extra_config={}, forward_stream=None)
 
@@ -213,5 +213,50 @@ def test_every_parameter_counts() -> None:
         assert disk.weights_digest(model) != before
         parameter.data = kept
         assert disk.weights_digest(model) == before
+    with torch.no_grad():  # one number of 2,048, which no sample has
+        model[0].weight[17, 33] += 0.5
+    assert disk.weights_digest(model) != before
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
     assert isinstance(disk.weights_digest(model), str), "whatever its strides"
+
+
+def test_large_parameters_have_a_digest() -> None:
+    """float32 would round the last place of one of 2^24 + 4 elements to one more."""
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(torch.zeros(2**24 + 4, dtype=torch.uint8), requires_grad=False))
+    assert disk.weights_digest(model) != disk.weights_digest(model, whole=False)
+
+
+def test_weights_that_change_before_a_flush_are_not_taken_for_the_old_ones(tmp_path: Path) -> None:
+    world = World(tmp_path, torch.float32)
+    sample = "a"
+    world.pool.weights = lambda: sample
+    world.linker.reset()
+    assert world.offload([1])
+    sample = "b"
+    assert not world.offload([2], first=1)
+    world.linker.reset()
+    assert world.offload([2], first=1)
+    assert world.linker.stats()["disk_written_pages"] == 2, "over all flushes"
+    world.linker.close()
+
+
+def test_a_flush_that_cannot_open_the_folder_again_ends_the_files_and_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, torch.float32)
+    assert world.offload([1])
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("os.replace", full)
+        world.linker.reset()
+    assert "kept in files no more" in caplog.text
+    assert world.linker.lookup("a", [transfer([0], [1])]) == [] and not world.offload([1])
+    world.linker.begin(ids([1]), PAGE)
+    assert world.linker.stats()["disk_written_pages"] == 1
+    world.linker.reset()
+    assert world.linker.lookup("a", [transfer([0], [1])]) == [1]
+    world.linker.close()

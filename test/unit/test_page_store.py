@@ -124,10 +124,14 @@ def test_the_pages_that_were_used_least_recently_make_room_and_of_a_prompt_the_l
     one = store(tmp_path, pages=10)  # files remember it
     for i in range(20, 26):  # two have room, for four others somebody has to go
         one.write(name(i), page(i))
-    assert one.leading(shared) == 4 and [key for key in old if one.leading([key])] == []
+    there = {path.name for path in files(tmp_path)}
+    assert there.issuperset(shared) and not there.intersection(old)
     one.write(name(26), page(26))
     assert one.leading(shared) == 3, "the end of a prompt is of no use without its beginning"
     assert len(one) == 10 and len(files(tmp_path)) == 10
+    for i in range(27, 33):  # what was found is about to be read
+        one.write(name(i), page(i))
+    assert len(read(one, shared[:3])) == 3
 
 
 def test_fewer_than_are_there(tmp_path: Path) -> None:
@@ -163,6 +167,21 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     assert other.written_pages == 0 and np.array_equal(read(other, [name(0)])[0], page(0))
 
 
+def test_on_a_full_disk_the_oldest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, replace, most = store(tmp_path), os.replace, 3
+
+    def bounded(source: str, target: Path) -> None:
+        if len(files(tmp_path)) > most:  # the new one is there, under another name
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", bounded)
+    for i in range(6):
+        one.write(name(i), page(i))
+    assert len(one) == len(files(tmp_path)) == most
+    assert [i for i in range(6) if one.leading([name(i)])] == [3, 4, 5]
+
+
 def test_what_was_not_written_to_its_end_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = store(tmp_path)
     with monkeypatch.context() as patch:
@@ -188,3 +207,36 @@ def test_nobody_else_may_read_them(tmp_path: Path) -> None:
     one.write(name(0), page(0))
     for path in [one.folder, *one.folder.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    one = store(tmp_path)
+    one.folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        store(tmp_path)
+
+
+def test_nothing_is_put_after_a_failed_read(tmp_path: Path) -> None:
+    """The pages are somebody else's then."""
+    one = store(tmp_path)
+    for i in range(6):
+        one.write(name(i), page(i))
+    (one.folder / name(0)[:2] / name(0)).unlink()
+    put: list[int] = []
+
+    def slowly(i: int, _: Record) -> None:
+        time.sleep(0.2)
+        put.append(i)
+
+    with pytest.raises(BadPage):
+        one.read([name(i) for i in range(6)], slowly)
+    before = len(put)
+    time.sleep(0.5)
+    assert len(put) == before == 5
+
+
+def test_a_file_that_cannot_be_read_is_tried_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = store(tmp_path)
+    (one.folder / name(0)[:2] / name(0)).mkdir(parents=True)  # opens as no file
+    assert [one.leading([name(0)]) for _ in range(3)] == [0, 0, 0]
+    assert sum("cannot be read" in record.message for record in caplog.records) == 1

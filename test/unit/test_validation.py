@@ -564,6 +564,38 @@ def test_an_audit_is_one_process_own(option: str) -> None:
         validation.check_config(audited, args)
 
 
+def test_what_does_not_go_with_kv_in_files(tmp_path: Path) -> None:
+    def args(**changed: Any) -> SimpleNamespace:
+        usual = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+        return SimpleNamespace(
+            **{**usual, "disable_radix_cache": False, "enable_lora": None, "lora_paths": None, **changed}
+        )
+
+    kept = FluxionConfig(disk=str(tmp_path / "new" / "folder"))
+    validation.check_config(kept, args(dp_size=2, tp_size=2))
+    assert (tmp_path / "new" / "folder").is_dir()
+    for changed, words in (
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"lora_paths": ["a"]}, "LoRA"),
+    ):
+        with pytest.raises(ConfigError, match=f"disk does not work with {words}, because .*; .*"):
+            validation.check_config(kept, args(**changed))
+    with pytest.raises(ConfigError, match="disk does not work with prefill_budget below 1, because"):
+        validation.check_config(FluxionConfig(disk=str(tmp_path), prefill_budget=0.5), args())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"disk is '.*file/below', where KV cannot be kept \(Not a directory\); name a"
+    ):
+        validation.check_config(FluxionConfig(disk=str(tmp_path / "file" / "below")), args())
+
+
+def test_kv_in_files_needs_a_newer_sglang() -> None:
+    assert compat.disk_problem("0.5.23") is None
+    assert "install sglang 0.5.23, or leave the key out" in str(compat.disk_problem("0.5.22"))
+
+
 def test_ranks_divide_the_cores_that_are_named() -> None:
     args = SimpleNamespace(tp_size=2, pp_size=1, dp_size=2, nnodes=1)
     for legal in ({"cores": "0-3"}, {"cores": "0-7", "workers": 2}, {"workers": 9}, {}):

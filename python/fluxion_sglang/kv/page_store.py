@@ -7,6 +7,7 @@ checksum of its name and all that follows.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,16 @@ class PageStore:
         self.read_pages = self.written_pages = self.refused_pages = 0
         self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.folder.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "it is not this user's alone", str(self.folder))
         self._seed = self.folder.name.encode()
         self._lock = threading.Lock()
         # Guarded by it: the files that this process knows of, the one used least recently first, each with the time of
         # use that the file itself has; those that this process has read or written.
         self._files: OrderedDict[str, int] = OrderedDict()
         self._sound: set[str] = set()
+        self._unreadable: set[str] = set()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fluxion-disk")
         self._replace(self.folder / "manifest.json", [text.encode()])
         self._find()
@@ -88,31 +93,48 @@ class PageStore:
         return _HEADER.size + self.record
 
     def leading(self, keys: Sequence[str]) -> int:
-        """How many of the first pages are there and sound. A file that this process sees first is read for it."""
-        for start in range(0, len(keys), _BATCH):
-            batch = keys[start : start + _BATCH]
+        """How many of the first pages are there and sound. A file that this process sees first is read for it.
+
+        They count as used: what is written next will not push them out before they are read.
+        """
+        missing = (i for i, key in enumerate(keys) if not self._exists(key))
+        there = keys[: next(missing, len(keys))]
+        sound = len(there)
+        for start in range(0, len(there), _BATCH):
+            batch = there[start : start + _BATCH]
             new = [key for key in batch if key not in self._sound]
-            for key, error in zip(new, self._readers.map(self._check, new), strict=True):
-                if error is not None:
-                    return start + batch.index(key)
-        return len(keys)
+            bad = [key for key, good in zip(new, self._readers.map(self._check, new), strict=True) if not good]
+            if bad:
+                sound = start + batch.index(bad[0])
+                break
+        with self._lock:
+            for key in reversed(there[:sound]):
+                if key in self._files:
+                    self._files.move_to_end(key)
+        return sound
 
     def read(self, keys: Sequence[str], put: Callable[[int, Record], None]) -> None:
         """Give page i, [record] uint8, to put(i, page), on several threads at once.
 
         Raises:
-            BadPage: one of them is bad; others may have been put.
+            BadPage: one of them is bad; others may have been put. Nothing is put any more.
         """
 
         def one(i: int) -> None:
             put(i, self._load(keys[i]))
 
-        for _ in self._readers.map(one, range(len(keys))):
-            pass
+        futures = [self._readers.submit(one, i) for i in range(len(keys))]
+        wait(futures)  # whoever gets the pages next must be the only one that writes to them
+        for future in futures:
+            future.result()
         self.read_pages += len(keys)
 
     def write(self, key: str, page: Record) -> None:
-        """Write one page, [record] uint8, unless a sound one is there. Raises OSError: what is there stays as it is."""
+        """Write one page, [record] uint8, unless a sound one is there. On a full disk the oldest page makes room.
+
+        Raises:
+            OSError: it cannot be written; what is there stays as it is.
+        """
         if key in self._sound:
             return
         data = np.ascontiguousarray(page).data.cast("B")
@@ -121,10 +143,13 @@ class PageStore:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if key not in self._files:
             self._make_room()
-        self._replace(path, [_HEADER.pack(_MAGIC, self.record, self._sum(key, data)), data])
-        with self._lock:
-            self._files[key] = time.time_ns()
-            self._sound.add(key)
+        parts: list[bytes | memoryview] = [_HEADER.pack(_MAGIC, self.record, self._sum(key, data)), data]
+        try:
+            self._replace(path, parts, key)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._remove_oldest():
+                raise
+            self._replace(path, parts, key)
         self.written_pages += 1
 
     def used(self, keys: Sequence[str], now_ns: int | None = None) -> None:
@@ -159,7 +184,7 @@ class PageStore:
                         os.unlink(file.path)
         self._files.update((name, at) for at, name in sorted(found))
         while len(self._files) * self.file_bytes > self.limit:
-            self._remove(next(iter(self._files)))
+            self._remove_oldest()
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / key
@@ -182,7 +207,9 @@ class PageStore:
                         break
                     size += more
         except OSError as error:
-            self._forget(key)
+            with self._lock:
+                self._forget(key)
+                self._unreadable.add(key)
             raise BadPage(f"the file of page {key} cannot be read ({error})") from error
         page = page[: self.record]
         written = _HEADER.pack(_MAGIC, self.record, self._sum(key, page.data))
@@ -195,33 +222,41 @@ class PageStore:
         self._remove(key)
         raise BadPage(f"the file of page {key} is not what was written")
 
-    def _check(self, key: str) -> BadPage | None:
-        if key not in self._files and not self._path(key).exists():
-            return BadPage("")
+    def _exists(self, key: str) -> bool:
+        return key in self._files or (key not in self._unreadable and os.path.exists(self._path(key)))
+
+    def _check(self, key: str) -> bool:
         try:
             self._load(key)
         except BadPage as error:
             logger.warning("Fluxion: %s; it is computed again", error)
-            return error
-        return None
+            return False
+        return True
 
     def _make_room(self) -> None:
-        while self._files and (len(self._files) + 1) * self.file_bytes > self.limit:
-            self._remove(next(iter(self._files)))
+        while (len(self._files) + 1) * self.file_bytes > self.limit and self._remove_oldest():
+            pass
+
+    def _remove_oldest(self) -> bool:
+        """False: there is none."""
+        with self._lock:
+            key = next(iter(self._files), None)
+        if key is not None:
+            self._remove(key)
+        return key is not None
 
     def _remove(self, key: str) -> None:
-        self._forget(key)
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
+            self._forget(key)
             os.unlink(self._path(key))
 
     def _forget(self, key: str) -> None:
-        with self._lock:
-            self._files.pop(key, None)
-            self._sound.discard(key)
+        """With the lock."""
+        self._files.pop(key, None)
+        self._sound.discard(key)
 
-    @staticmethod
-    def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-        """A file at once: readers see the old one or the new one."""
+    def _replace(self, path: Path, parts: Iterable[bytes | memoryview], key: str | None = None) -> None:
+        """A file at once: readers see the old one or the new one. key: of the page that it has."""
         handle, beside = tempfile.mkstemp(prefix=".", dir=path.parent)
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
@@ -229,7 +264,12 @@ class PageStore:
                     view = memoryview(part)
                     while view:
                         view = view[file.write(view) :]
-            os.replace(beside, path)
+            with self._lock:
+                os.replace(beside, path)
+                if key is not None:
+                    self._files[key] = time.time_ns()
+                    self._sound.add(key)
+                    self._unreadable.discard(key)
         except BaseException:
             with suppress(OSError):
                 os.unlink(beside)

@@ -111,6 +111,7 @@ class FluxionAttnBackend(AttentionBackend):
             from fluxion_sglang.sglang import disk  # what it needs of SGLang is checked where it is asked for
 
             pool.manifest = partial(disk.manifest, runner, pool)
+            pool.weights = partial(disk.weights_digest, runner.model, whole=False)
         identity = partial(predictors.identity, options, runner)
         for name in ("audit", "record"):
             if getattr(options, name) is not None:
@@ -289,8 +290,6 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _begin_extend(self, forward_batch: ForwardBatch) -> None:
         self._finish()
-        for place in self.requests.checks:
-            self._check(place)
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
         pages = page_table(self.req_to_token_pool.req_to_token, rows, int(lengths.max()))
@@ -320,6 +319,8 @@ class FluxionAttnBackend(AttentionBackend):
             for chunk in self._chunks:
                 if not chunk.rides:
                     disk.begin(chunk.request.pages, chunk.request.start)
+        for place in self.requests.checks:
+            self._check(place)
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 

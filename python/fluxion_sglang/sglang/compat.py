@@ -137,6 +137,8 @@ NGRAM_NEEDS = (
 )
 
 # Of KV that outlives the server (`disk.py`), checked where a server asks for it.
+_DISK_SINCE = (0, 5, 23)
+"""The first version that takes linkers to external caches from other packages."""
 LINKER_OPTION = "enable_unified_cache_external_linker"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 DISK_NEEDS = (
@@ -265,6 +267,16 @@ def ngram_problem(version: str) -> str | None:
     return (
         f"SGLang {version} has no place for the worker of a speculative algorithm on a CPU; install sglang "
         f"{'.'.join(map(str, _NGRAM_SINCE))}, or leave --speculative-algorithm out."
+    )
+
+
+def disk_problem(version: str) -> str | None:
+    """None, or why this SGLang cannot keep KV in files; the sentence says which can."""
+    if _release(version) >= _DISK_SINCE:
+        return None
+    return (
+        f"SGLang {version} has no place for an external cache of our own, which disk needs; install sglang "
+        f"{'.'.join(map(str, _DISK_SINCE))}, or leave the key out."
     )
 
 

@@ -29,7 +29,6 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_store import BadPage, PageStore
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import capacity
 from fluxion_sglang.sglang.pools import FluxionKVPool
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 8
 """One in so many pages of the pool may wait to be written, while the tree cannot evict it. Others are not kept."""
 _SAMPLES = 64
-"""Bytes of a parameter that its sample has, spread over all of it."""
+"""Elements of a parameter that its sample has, spread over all of it."""
 
 _Pages = list[tuple[str, int]]
 """Name and number of each."""
@@ -63,20 +62,25 @@ def manifest(runner: ModelRunner, pool: FluxionKVPool) -> dict[str, Any]:
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "page": PAGE,
-        "prefill_budget": pool.config.prefill_budget,
         "tp": [parallel.attn_tp_rank, parallel.attn_tp_size],
     }
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """Of a sample of every parameter: another model of the same shape, or a fine-tuned one, has another one."""
+def weights_digest(model: torch.nn.Module, whole: bool = True) -> str:
+    """Of a sample of every parameter and, if `whole`, its sum: a model that differs in any one number has another."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach()
-        flat = flat.view(-1) if flat.is_contiguous() else torch.as_strided(flat, (flat.numel(),), (1,), 0)
-        places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel())).long()
+        flat = flat.view(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,))
+        count = min(_SAMPLES, flat.numel())
+        places = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
         sample = flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8)
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
+        if whole:
+            words = flat.view(torch.uint8)
+            if words.numel() % 8 == 0 == words.storage_offset() % 8:
+                words = words.view(torch.int64)
+            digest.update(f"{int(words.sum(dtype=torch.int64))}".encode())  # it may go round, which is as good
     return digest.hexdigest()
 
 
@@ -98,11 +102,12 @@ class DiskLinker(UnifiedCacheLinker):
         folder = pool.config.path("disk")
         assert folder is not None
         self._folder = folder
-        self._limit = int(pool.config.disk_gb * GIB) // capacity.ranks_on_host(server_args)
+        # Replicas have the same pages, and one folder.
+        self._limit = int(pool.config.disk_gb * GIB) // max(server_args.tp_size // server_args.nnodes, 1)
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.layer_num)
         self._tiles = self.host.stored.numpy()
-        self._store = self._open()
+        self._store: PageStore | None = self._open()
         self._names: dict[int, str] = {}  # of pages that were written or read; where one is new, of what was there
         self._queued: dict[str, _Pages] = {}
         self._bare = torch.zeros(self.host.pages, dtype=torch.bool)  # tiles that were read, and nothing else yet
@@ -110,6 +115,8 @@ class DiskLinker(UnifiedCacheLinker):
         self._written: SimpleQueue[bool] = SimpleQueue()
         self._waiting: deque[int] = deque()  # pages of each node that is to be written
         self._failing = False
+        # Of the stores that a flush has closed; of all.
+        self._before = self._counts = dict.fromkeys(("disk_read_pages", "disk_written_pages", "disk_refused_pages"), 0)
         pool.disk = self
         self._start()
 
@@ -117,7 +124,7 @@ class DiskLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         keys = _of(transfers).keys
-        return list(range(1, self._store.leading(keys) + 1)) if keys else []
+        return list(range(1, self._store.leading(keys) + 1)) if keys and self._store is not None else []
 
     # --- from files into the pool ---
 
@@ -154,6 +161,7 @@ class DiskLinker(UnifiedCacheLinker):
         def put(i: int, page: Any) -> None:
             tiles[:, :, pages[i][1]] = page.reshape(tiles.shape[0], tiles.shape[1], tiles.shape[3])
 
+        assert self._store is not None, "it had them a moment ago"
         self._bare[[page for _, page in pages]] = True
         self._store.read([name for name, _ in pages], put)
         self._names.update((page, name) for name, page in pages)
@@ -175,8 +183,8 @@ class DiskLinker(UnifiedCacheLinker):
                 self.host.adopt(layer, pages, first * PAGE, (last + 1 - first) * PAGE, described=False)
             self._bare[there.long()] = False
         names = [self._names.get(page) for page in there.tolist()]
-        if names := [name for name in names if name is not None]:
-            self._tasks.put(partial(self._store.used, names))
+        if self._store is not None:
+            self._tasks.put(partial(self._store.used, [name for name in names if name is not None]))
 
     # --- from the pool into files ---
 
@@ -186,6 +194,7 @@ class DiskLinker(UnifiedCacheLinker):
         waiting = sum(self._waiting)
         if waiting and waiting + len(pages) > self.host.pages // BACKLOG:
             pages = []
+        self._names.update((page, name) for name, page in pages)
         self._waiting.append(len(pages))
         self._tasks.put(partial(self._write, pages))
         return True
@@ -195,14 +204,14 @@ class DiskLinker(UnifiedCacheLinker):
             task()
 
     def _write(self, pages: _Pages) -> None:
-        done = bool(pages)
+        done = False
         try:
-            for name, page in pages:
-                self._store.write(name, self._tiles[:, :, page])
-                self._names[page] = name
-            self._failing = False
+            # Of a model whose weights are being changed nothing is kept until the flush, which opens another folder.
+            if self._store is not None and pages and self._sample() == self._opened_with:
+                for name, page in reversed(pages):  # the first page is the newest, and makes room last
+                    self._store.write(name, self._tiles[:, :, page])
+                done, self._failing = True, False
         except Exception as error:
-            done = False
             if not self._failing:
                 logger.warning("Fluxion: KV cannot be written to files, and the server goes on without (%r)", error)
             self._failing = True
@@ -219,32 +228,41 @@ class DiskLinker(UnifiedCacheLinker):
 
     def stats(self) -> dict[str, int]:
         """Cumulative; names of `executor/metrics.py`."""
-        store = self._store
-        return {
-            "disk_read_pages": store.read_pages,
-            "disk_written_pages": store.written_pages,
-            "disk_refused_pages": store.refused_pages,
-        }
+        if self._store is not None:
+            now = (self._store.read_pages, self._store.written_pages, self._store.refused_pages)
+            self._counts = {name: old + new for (name, old), new in zip(self._before.items(), now, strict=True)}
+        return self._counts
 
     def reset(self) -> None:
         """The tree is empty, and the model may have other weights now."""
         self._stop()
+        self._before = self.stats()
         while self._written.qsize():
             self._written.get()
         self._queued = {}
         self._waiting.clear()
         self._names, self._bare[:] = {}, False
         self.layer_done_counter.reset()
-        self._store.close()
-        self._store = self._open()
+        if self._store is not None:
+            self._store.close()
+        try:
+            self._store = self._open()
+        except ConfigError as error:  # the server was started long ago
+            logger.warning("Fluxion: KV is kept in files no more, because %s", error)
+            self._store = None
         self._start()
 
     def close(self) -> None:
         self._stop()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _sample(self) -> str:
+        return "" if self.pool.weights is None else self.pool.weights()
 
     def _open(self) -> PageStore:
         assert self.pool.manifest is not None, "the attention backend sets it before"
+        self._opened_with = self._sample()
         record = self._tiles[:, :, 0].nbytes
         try:
             store = PageStore(self._folder, self.pool.manifest(), record, self._limit)

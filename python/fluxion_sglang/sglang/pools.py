@@ -79,7 +79,9 @@ class FluxionKVPool(KVCache):
             # Before any executor is made: a device's reads the pool at once.
             self.maker.adopt(self.host)
         self.mem_usage = self.windows.nbytes / GIB
-        self.manifest: Callable[[], dict[str, Any]] | None = None  # what its KV depends on; for `disk`
+        # What its KV depends on, and a sample of the weights alone; for `disk`.
+        self.manifest: Callable[[], dict[str, Any]] | None = None
+        self.weights: Callable[[], str] | None = None
         self.disk: DiskLinker | None = None
 
     def get_kv_size_bytes(self) -> tuple[int, int]:

@@ -193,10 +193,26 @@ def _check_disk(config: FluxionConfig, args: Any) -> None:
     folder = config.path("disk")
     if folder is None:
         return
+    if (problem := compat.disk_problem(compat.sglang_version())) is not None:
+        raise ConfigError(problem)
     if args.disable_radix_cache:
         raise ConfigError(
             "disk does not work with --disable-radix-cache, because what the radix tree has is what is kept; leave one "
             "of them out."
+        )
+    if args.pp_size > 1:
+        raise ConfigError(
+            f"disk does not work with --pp-size {args.pp_size}, because the stages of a pipeline would not agree on "
+            "what is in files; use --pp-size 1 or leave the key out."
+        )
+    if args.enable_lora or args.lora_paths:
+        raise ConfigError(
+            "disk does not work with LoRA, because an adapter that is trained again has the same name; leave one of "
+            "them out."
+        )
+    if config.prefill_budget < 1:
+        raise ConfigError(
+            "disk does not work with prefill_budget below 1, because only exact KV is kept; leave one of them out."
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

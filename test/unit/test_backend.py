@@ -39,7 +39,7 @@ class Backend(FluxionAttnBackend):
         self.world = world
         self.engine = world.engine
         self.token_to_kv_pool: Any = SimpleNamespace(
-            host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens
+            host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens, disk=None
         )
         slots = torch.zeros(world.rows, world.tokens, dtype=torch.int32)
         self.req_to_token_pool: Any = SimpleNamespace(

@@ -1,6 +1,6 @@
 """The first token of a prompt that an earlier server had: computed, in memory, and in files (option `disk`).
 
-    python benchmark/restart.py            # the bundled model, about six minutes on 2 cores
+    python benchmark/restart.py            # the bundled model, about five minutes on 2 cores
     python benchmark/restart.py --quick
 
 Two servers take turns with new prompts, one with `disk` and one without: `plain` and `cold` are their first tokens, and
@@ -29,7 +29,7 @@ from fluxion_sglang.commands.needle import needle_prompt
 from fluxion_sglang.commands.serving import Server, free_port, launch_command, running_server
 
 LENGTHS, QUICK_LENGTHS = (4096, 16384), (2048,)
-PROMPTS, QUICK_PROMPTS = 5, 1
+PROMPTS, QUICK_PROMPTS = 3, 1
 NEW = 16
 FLAGS = (
     *("--device", "cpu", "--dtype", "bfloat16", "--skip-server-warmup", "--sleep-on-idle"),

@@ -349,3 +349,25 @@ def test_a_view_outlives_its_pool() -> None:
     del pool
     make_pool()  # would be mapped where the first was
     assert bool((tiles == 3.0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "there"), [(1, 0), (9, 0), (9, 4), (40, 3), (40, 39)])
+def test_tiles_that_somebody_else_wrote_are_adopted(dtype: torch.dtype, count: int, there: int) -> None:
+    """Everything that follows from the tiles is as if they had been appended."""
+    made, adopted = (make_pool(pages=80, dtype=dtype) for _ in range(2))
+    pages = (torch.randperm(79)[:count] + 1).int()
+    k, v = (torch.randn(count * PAGE, 2, 32).to(dtype) for _ in "kv")
+    made.append(0, pages, 0, k, v)
+    for name in ("tiles", "meta0", "moments"):
+        adopted.tensor(name, 0).view(torch.uint8).fill_(255)
+    start = there * PAGE
+    adopted.append(0, pages, 0, k[:start], v[:start])
+    adopted.tensor("tiles", 0)[:, pages.long()] = made.tensor("tiles", 0)[:, pages.long()]
+    adopted.adopt(0, pages, start, count * PAGE - start, described=False)
+    for name in ("meta0", "moments"):
+        assert torch.equal(adopted.tensor(name, 0)[:, pages.long()], made.tensor(name, 0)[:, pages.long()])
+    for level in LEVELS[1:]:
+        tags = made.tensor(f"tag{level}", 0)
+        assert torch.equal(adopted.tensor(f"tag{level}", 0), tags)
+        assert torch.equal(adopted.tensor(f"meta{level}", 0)[:, tags > 0], made.tensor(f"meta{level}", 0)[:, tags > 0])

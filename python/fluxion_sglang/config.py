@@ -124,7 +124,7 @@ class FluxionConfig:
     )
     disk_gb: float = _option(
         32.0,
-        "Most GiB of files in disk, of one model; all ranks of a host divide them.",
+        "Most GiB of files in disk, of one model; the tensor-parallel ranks of a host divide them.",
         "500",
         lambda gib: gib > 0,
         "the files need room; give a positive number of GiB.",

@@ -36,6 +36,7 @@ class World:
         self.host.memory.fill_(255)  # NaN, and the tag of nothing
         self.weights = weights
         self.pool.manifest = lambda: {"weights": self.weights}
+        self.pool.weights = lambda: self.weights
         allocator = SimpleNamespace(get_kvcache=lambda: self.pool)
         args = SimpleNamespace(tp_size=1, nnodes=1)
         params: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator)

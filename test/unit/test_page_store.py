@@ -13,14 +13,14 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.kv.page_store import BadPage, PageStore, Record
+from fluxion_sglang.kv.page_store import BadPage, Page, PageStore
 
-RECORD = 640
+PAGE_BYTES = 640
 MODEL = {"model": "a"}
 
 
-def page(seed: int) -> Record:
-    return np.random.default_rng(seed).integers(0, 256, RECORD, np.uint8)
+def page(seed: int) -> Page:
+    return np.random.default_rng(seed).integers(0, 256, PAGE_BYTES, np.uint8)
 
 
 def name(i: int) -> str:
@@ -28,12 +28,12 @@ def name(i: int) -> str:
 
 
 def store(folder: Path, pages: int = 1000, model: dict[str, str] = MODEL) -> PageStore:
-    room = pages * PageStore(folder, model, RECORD, 1 << 40).file_bytes
-    return PageStore(folder, model, RECORD, room)
+    room = pages * PageStore(folder, model, PAGE_BYTES, 1 << 40).file_bytes
+    return PageStore(folder, model, PAGE_BYTES, room)
 
 
-def read(one: PageStore, names: Sequence[str]) -> dict[int, Record]:
-    found: dict[int, Record] = {}
+def read(one: PageStore, names: Sequence[str]) -> dict[int, Page]:
+    found: dict[int, Page] = {}
     one.read(names, found.__setitem__)
     return found
 
@@ -140,7 +140,7 @@ def test_fewer_than_are_there(tmp_path: Path) -> None:
         one.write(name(i), page(i))
     smaller = store(tmp_path, pages=3)
     assert len(smaller) == len(files(tmp_path)) == 3
-    nothing = PageStore(tmp_path, MODEL, RECORD, 10)
+    nothing = PageStore(tmp_path, MODEL, PAGE_BYTES, 10)
     nothing.write(name(0), page(0))
     assert len(nothing) <= 1
 
@@ -224,7 +224,7 @@ def test_nothing_is_put_after_a_failed_read(tmp_path: Path) -> None:
     (one.folder / name(0)[:2] / name(0)).unlink()
     put: list[int] = []
 
-    def slowly(i: int, _: Record) -> None:
+    def slowly(i: int, _: Page) -> None:
         time.sleep(0.2)
         put.append(i)
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import struct
 import tempfile
 import threading
 import time
@@ -30,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of the files; another one is in another folder."""
-_HEADER = struct.Struct("<8sQ16s")  # what it is, bytes of KV, checksum
-_MAGIC = b"fluxion1"
+_SUM = 16  # bytes of a checksum
 _READERS = 8
 """Threads that read: an NVMe disk needs several requests at once, and a file is small."""
 _TOUCH_NS = 60 * 10**9
@@ -39,7 +37,7 @@ _TOUCH_NS = 60 * 10**9
 _BATCH = 64
 """Files that are checked before the first bad one among them ends the search."""
 
-Record = np.ndarray[Any, np.dtype[np.uint8]]
+Page = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class BadPage(RuntimeError):
@@ -55,7 +53,7 @@ class PageStore:
     Args:
         folder: for the pages of every model; each manifest has a folder in it.
         manifest: what pages depend on besides their tokens. It is written beside them for people to read.
-        record: bytes of a page.
+        page_bytes: of a page.
         limit: most bytes of this manifest's files; the pages that were used least recently make room.
 
     Attributes:
@@ -65,9 +63,9 @@ class PageStore:
         OSError: the folder cannot be made, or not be written to.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], record: int, limit: int) -> None:
-        text = json.dumps({"format": FORMAT, "page_bytes": record} | dict(manifest), indent=1, sort_keys=True)
-        self.record, self.limit = record, limit
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], page_bytes: int, limit: int) -> None:
+        text = json.dumps({"format": FORMAT, "page_bytes": page_bytes} | dict(manifest), indent=1, sort_keys=True)
+        self.page_bytes, self.limit = page_bytes, limit
         self.read_pages = self.written_pages = self.refused_pages = 0
         self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +88,7 @@ class PageStore:
 
     @property
     def file_bytes(self) -> int:
-        return _HEADER.size + self.record
+        return _SUM + self.page_bytes
 
     def leading(self, keys: Sequence[str]) -> int:
         """How many of the first pages are there and sound. A file that this process sees first is read for it.
@@ -113,8 +111,8 @@ class PageStore:
                     self._files.move_to_end(key)
         return sound
 
-    def read(self, keys: Sequence[str], put: Callable[[int, Record], None]) -> None:
-        """Give page i, [record] uint8, to put(i, page), on several threads at once.
+    def read(self, keys: Sequence[str], put: Callable[[int, Page], None]) -> None:
+        """Give page i, [page_bytes] uint8, to put(i, page), on several threads at once.
 
         Raises:
             BadPage: one of them is bad; others may have been put. Nothing is put any more.
@@ -129,8 +127,8 @@ class PageStore:
             future.result()
         self.read_pages += len(keys)
 
-    def write(self, key: str, page: Record) -> None:
-        """Write one page, [record] uint8, unless a sound one is there. On a full disk the oldest page makes room.
+    def write(self, key: str, page: Page) -> None:
+        """Write one page, [page_bytes] uint8, unless a sound one is there. On a full disk the oldest page makes room.
 
         Raises:
             OSError: it cannot be written; what is there stays as it is.
@@ -138,12 +136,12 @@ class PageStore:
         if key in self._sound:
             return
         data = np.ascontiguousarray(page).data.cast("B")
-        assert len(data) == self.record
+        assert len(data) == self.page_bytes
         path = self._path(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if key not in self._files:
             self._make_room()
-        parts: list[bytes | memoryview] = [_HEADER.pack(_MAGIC, self.record, self._sum(key, data)), data]
+        parts: list[bytes | memoryview] = [self._sum(key, data), data]
         try:
             self._replace(path, parts, key)
         except OSError as error:
@@ -194,11 +192,11 @@ class PageStore:
         checksum.update(data)
         return checksum.digest()
 
-    def _load(self, key: str) -> Record:
+    def _load(self, key: str) -> Page:
         """A page's bytes. Raises BadPage, and removes a file that is not what was written."""
         try:
             with open(self._path(key), "rb", buffering=0) as file:
-                header, page = bytearray(_HEADER.size), np.empty(self.record + 1, np.uint8)
+                header, page = bytearray(_SUM), np.empty(self.page_bytes + 1, np.uint8)
                 # One byte more than there should be: a file that is too long is no better than one too short.
                 size = os.readv(file.fileno(), [header, page.data])
                 while 0 < size < self.file_bytes:
@@ -211,9 +209,8 @@ class PageStore:
                 self._forget(key)
                 self._unreadable.add(key)
             raise BadPage(f"the file of page {key} cannot be read ({error})") from error
-        page = page[: self.record]
-        written = _HEADER.pack(_MAGIC, self.record, self._sum(key, page.data))
-        if size == self.file_bytes and bytes(header) == written:
+        page = page[: self.page_bytes]
+        if size == self.file_bytes and bytes(header) == self._sum(key, page.data):
             with self._lock:
                 self._files.setdefault(key, 0)  # another process has written it
                 self._sound.add(key)

@@ -252,32 +252,26 @@ def version_problem(version: str) -> str | None:
 
 def cpu_ranks_problem(version: str) -> str | None:
     """None, or why this SGLang cannot divide a model among ranks on a CPU; the sentence says which can."""
-    if _release(version) >= _CPU_RANKS:
-        return None
-    return (
-        f"SGLang {version} cannot divide a model among processes on a CPU, because it sets up NCCL there, too; "
-        f"install sglang {'.'.join(map(str, _CPU_RANKS))}, or use --tp-size 1 and --pp-size 1."
-    )
+    lacks = "cannot divide a model among processes on a CPU, because it sets up NCCL there, too"
+    return _too_old(version, _CPU_RANKS, lacks, "use --tp-size 1 and --pp-size 1")
 
 
 def ngram_problem(version: str) -> str | None:
     """None, or why this SGLang cannot decode speculatively on a CPU; the sentence says which can."""
-    if _release(version) >= _NGRAM_SINCE:
-        return None
-    return (
-        f"SGLang {version} has no place for the worker of a speculative algorithm on a CPU; install sglang "
-        f"{'.'.join(map(str, _NGRAM_SINCE))}, or leave --speculative-algorithm out."
-    )
+    lacks = "has no place for the worker of a speculative algorithm on a CPU"
+    return _too_old(version, _NGRAM_SINCE, lacks, "leave --speculative-algorithm out")
 
 
 def disk_problem(version: str) -> str | None:
     """None, or why this SGLang cannot keep KV in files; the sentence says which can."""
-    if _release(version) >= _DISK_SINCE:
+    lacks = "has no place for an external cache of our own, which disk needs"
+    return _too_old(version, _DISK_SINCE, lacks, "leave the key out")
+
+
+def _too_old(version: str, since: tuple[int, ...], lacks: str, instead: str) -> str | None:
+    if _release(version) >= since:
         return None
-    return (
-        f"SGLang {version} has no place for an external cache of our own, which disk needs; install sglang "
-        f"{'.'.join(map(str, _DISK_SINCE))}, or leave the key out."
-    )
+    return f"SGLang {version} {lacks}; install sglang {'.'.join(map(str, since))}, or {instead}."
 
 
 def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:

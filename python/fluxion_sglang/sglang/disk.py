@@ -115,8 +115,8 @@ class DiskLinker(UnifiedCacheLinker):
         self._written: SimpleQueue[bool] = SimpleQueue()
         self._waiting: deque[int] = deque()  # pages of each node that is to be written
         self._failing = False
-        # Of the stores that a flush has closed; of all.
-        self._before = self._counts = dict.fromkeys(("disk_read_pages", "disk_written_pages", "disk_refused_pages"), 0)
+        # Of the stores that a flush has closed.
+        self._before = dict.fromkeys(("disk_read_pages", "disk_written_pages", "disk_refused_pages"), 0)
         pool.disk = self
         self._start()
 
@@ -228,10 +228,10 @@ class DiskLinker(UnifiedCacheLinker):
 
     def stats(self) -> dict[str, int]:
         """Cumulative; names of `executor/metrics.py`."""
-        if self._store is not None:
-            now = (self._store.read_pages, self._store.written_pages, self._store.refused_pages)
-            self._counts = {name: old + new for (name, old), new in zip(self._before.items(), now, strict=True)}
-        return self._counts
+        if self._store is None:
+            return self._before
+        now = (self._store.read_pages, self._store.written_pages, self._store.refused_pages)
+        return {name: old + new for (name, old), new in zip(self._before.items(), now, strict=True)}
 
     def reset(self) -> None:
         """The tree is empty, and the model may have other weights now."""
@@ -258,14 +258,14 @@ class DiskLinker(UnifiedCacheLinker):
             self._store.close()
 
     def _sample(self) -> str:
-        return "" if self.pool.weights is None else self.pool.weights()
+        assert self.pool.weights is not None, "the attention backend sets it before"
+        return self.pool.weights()
 
     def _open(self) -> PageStore:
         assert self.pool.manifest is not None, "the attention backend sets it before"
         self._opened_with = self._sample()
-        record = self._tiles[:, :, 0].nbytes
         try:
-            store = PageStore(self._folder, self.pool.manifest(), record, self._limit)
+            store = PageStore(self._folder, self.pool.manifest(), self._tiles[:, :, 0].nbytes, self._limit)
         except OSError as error:
             raise ConfigError(
                 f"disk is {str(self._folder)!r}, where KV cannot be kept ({error}); name a folder that this user may "

@@ -36,6 +36,17 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Block until a server that was started answers; raises with the end of its log if it does not come up."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(url + "/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"the server did not come up:\n{log.read_text(errors='replace')[-4000:]}")
+
+
 @dataclass(frozen=True)
 class Completion:
     """What came back: new token ids with their log probabilities, cached prompt tokens, why it ended."""
@@ -88,19 +99,12 @@ class Server:
 
     def wait(self) -> Server:
         """Block until the server answers; raises with the end of its log if it does not come up."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            try:
-                if requests.get(self.url + "/health", timeout=5).status_code == 200:
-                    return self
-            except requests.RequestException:
-                pass
-            time.sleep(0.5)
-        tail = self.log()[-4000:]
-        self.stop()
-        raise RuntimeError(f"the server did not come up:\n{tail}")
+        try:
+            await_health(self.url, self.process, self.log_path)
+        except RuntimeError:
+            self.stop()
+            raise
+        return self
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")

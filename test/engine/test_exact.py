@@ -204,29 +204,6 @@ class TestPressure:
 
 
 @pytest.mark.full
-class TestTensorParallel:
-    """TP=2 over gloo: each rank has its own host pool of one KV head."""
-
-    @pytest.fixture(scope="class")
-    def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
-        with Server(
-            "--tp", "2", "--chunked-prefill-size", "1024",
-            fluxion='{"policy": "full", "host_tokens": 40000, "workers": 1}',
-            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, log=logs / "tp2.log",
-        ) as server:  # fmt: skip
-            yield server
-            server.assert_clean()
-
-    @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
-    def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
-        ids, new = ALL[f"length-{length}"]
-        assert_same(server.generate(ids, new), reference[f"length-{length}"])
-
-    def test_family(self, server: Server, reference: Reference) -> None:
-        check_group(server, reference, "family")
-
-
-@pytest.mark.full
 class TestFailure:
     """The 26th decode step fails: its request gets an error, nothing of it is kept, the server goes on."""
 

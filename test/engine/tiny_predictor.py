@@ -13,7 +13,7 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor
 from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.predictor.network import HeadPredictor
-from fluxion_sglang.sglang.predictors import fingerprint
+from fluxion_sglang.sglang.predictors import fingerprint, norms
 from fluxion_sglang.training import artifact_writer
 
 TAU, THRESHOLD = 0.1, 0.6
@@ -67,7 +67,7 @@ def build(folder: Path, model: str) -> str:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         rope_theta=config.rope_parameters["rope_theta"],
-        weights=fingerprint(served),
+        weights=fingerprint(norms(served)),
         sinks=options.sinks,
         window=options.window,
         spread=options.spread,

@@ -12,18 +12,20 @@ from fluxion_sglang.policy.streaming import StreamingPolicy
 
 
 class FaultyPolicy(FullPolicy):
-    """faulty:STEP reads everything, and raises in one decode step, counted from 1, after its first layer."""
+    """faulty:STEP[:RANK] reads everything, and raises in one decode step, counted from 1, after its first layer; with
+    RANK on that rank alone."""
 
-    def __init__(self, step: str) -> None:
+    def __init__(self, step: str, rank: str = "") -> None:
         super().__init__()
         self.left = int(step)
+        self.fails = not rank or int(rank) == torch.distributed.get_rank()
 
     def begin_step(self, step: DecodeStep) -> None:
         self.left -= 1
         super().begin_step(step)
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        if self.left == 0 and layer == 1:
+        if self.fails and self.left == 0 and layer == 1:
             raise RuntimeError("injected fault")
         return super().plan(layer, q, observed)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import pytest
 import torch
 from effort import examples
 from hypothesis import settings
@@ -13,3 +17,12 @@ torch.set_num_threads(1)
 # A deadline measures the machine, not the code.
 settings.register_profile("fluxion", deadline=None, max_examples=examples(100))
 settings.load_profile("fluxion")
+
+
+@pytest.fixture
+def server_args(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's ServerArgs; those with the flag put a hook of their own in place of Python's for exceptions."""
+    from sglang.srt.server_args import ServerArgs
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    return ServerArgs

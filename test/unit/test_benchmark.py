@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import attention  # noqa: E402
 import common  # noqa: E402
+import decode_tables  # noqa: E402
 import one_batch  # noqa: E402
 import plot  # noqa: E402
 import rivals  # noqa: E402
@@ -66,7 +67,7 @@ def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) 
         row("fixed:16:0.05", 10.0, 2),
     ]
     write(tmp_path, "one_batch_needle.json", rows)
-    text = tables.one_batch(tmp_path)
+    text = decode_tables.one_batch(tmp_path)
     assert "| m | 4 | 8,192 | 40.0 | 10.0 | 4.0x |" in text
     assert "medians of 25 steps in 3 run(s)" in text
     assert "20 to 30 GB/s" in text
@@ -82,18 +83,18 @@ def test_schedulers_table_compares_within_a_round(tmp_path: Path) -> None:
     rows = [scheduled("priority", 4.0, 0.25, 0), scheduled("uniform", 8.0, 0.5, 0)]
     rows += [scheduled("priority", 40.0, 0.75, 1), scheduled("uniform", 120.0, 0.5, 1)]
     write(tmp_path, "schedulers.json", rows)
-    text = tables.schedulers(tmp_path)
+    text = decode_tables.schedulers(tmp_path)
     assert "| 4K to 16K | cpu+torch | priority | 22.00 | 1.00x | 1.00 to 1.00 | 50% |" in text
     assert "| 4K to 16K | cpu+torch | uniform | 64.00 | 2.50x | 2.00 to 3.00 | 50% |" in text
     assert "2 batches of 8 requests" in text
-    assert "python benchmark/schedulers.py" in tables.schedulers(tmp_path / "box")
+    assert "python benchmark/schedulers.py" in decode_tables.schedulers(tmp_path / "box")
 
 
 def test_one_batch_table_leaves_out_what_a_model_was_not_measured_with(tmp_path: Path) -> None:
     rows = [row("off", 80.0), row("fixed:16:0.05", 5.0), row(one_batch.BEST_FIXED, 10.0)]
     rows += [row("off", 80.0, model="n"), row(one_batch.BEST_FIXED, 10.0, model="n"), row("fluxion", 8.0, model="n")]
     write(tmp_path, "one_batch_needle.json", rows)
-    text = tables.one_batch(tmp_path)
+    text = decode_tables.one_batch(tmp_path)
     cheapest = one_batch.BEST_FIXED
     assert f"| fluxion (ms) | off / fluxion | off / {cheapest} | {cheapest} / fluxion |" in text
     assert "| m | 4 | 8,192 | 80.0 | 5.0 | 10.0 |  |  | 8.0x |  |" in text
@@ -104,15 +105,15 @@ def test_attention_tables(tmp_path: Path) -> None:
     rows = [attention_row("full", 4.0), attention_row("fluxion", 1.0, anchor_ms=2.0)]
     rows.append(attention_row("full", 1.0, batch=1))
     common.save(tmp_path / "box" / "attention.json", {**HEADER, "turns": 3, "rows": rows})
-    assert "| m | 1 | 8,192 | 1.00 |  |  |" in tables.attention(tmp_path)
-    assert "| m | 4 | 8,192 | 4.00 | 1.00 | 4.0x |" in tables.attention(tmp_path)
-    reads = tables.attention_reads(tmp_path)
+    assert "| m | 1 | 8,192 | 1.00 |  |  |" in decode_tables.attention(tmp_path)
+    assert "| m | 4 | 8,192 | 4.00 | 1.00 | 4.0x |" in decode_tables.attention(tmp_path)
+    reads = decode_tables.attention_reads(tmp_path)
     assert "| m | 8,192 | fluxion | 12.5% | 3.00 | 1.00 | 10.0 | 40% | 1.0e-02 | 2.0e-01 |" in reads
     assert reads.count("| full |") == 1, "the largest batch only"
-    without = tables.overhead(tmp_path)
+    without = decode_tables.overhead(tmp_path)
     assert "| 4 | 8,192 | 1.000 | 0.100 | 0.030 | 0.020 | 0.700 | 0.150 | 5.0% |  | 2.00 |" in without
     write(tmp_path, "one_batch_needle.json", [row("fluxion", 10.0), row("fluxion", 99.0, model="n"), row("full", 20.0)])
-    assert "| 5.0% | 2.0% | 2.00 |" in tables.overhead(tmp_path)
+    assert "| 5.0% | 2.0% | 2.00 |" in decode_tables.overhead(tmp_path)
     plot.draw({"rows": rows}, tmp_path / "attention.svg")
     assert "attention (ms a layer)" in (tmp_path / "attention.svg").read_text()
 
@@ -231,7 +232,7 @@ def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path
     text = rivals.rivals(tmp_path)
     assert "| full | 1.000 | 100.0% | 2.00 | 8.0 |" in text
     assert "](benchmark/results/box/quality_rivals.svg)" in text
-    assert "one_batch.py" in tables.one_batch(tmp_path), "named lists of policies are in no other table"
+    assert "one_batch.py" in decode_tables.one_batch(tmp_path), "named lists of policies are in no other table"
 
 
 def test_requests_of_the_bundled_model_are_what_it_sees_in_one_go() -> None:

@@ -347,7 +347,7 @@ def test_a_pass_ends_the_requests_that_were_lost(monkeypatch: pytest.MonkeyPatch
     guard = FailureGuard()
     with pytest.raises(RuntimeError, match="KV in host memory"):
         guard.lose(0, "KV in host memory is not what was written there.")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(launch_world_size=1))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1, pp_size=1))
     worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(failures=guard)))
     for lost in ({1: "first"}, {}):
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from fluxion_sglang.sglang.failures import FailureGuard, end_request, forward_batch_generation
+from fluxion_sglang.sglang.failures import FailureGuard, Failures, agreed, end_request, forward_batch_generation
 
 
 def fail() -> None:
@@ -40,8 +43,9 @@ def test_a_pass_that_fails_at_its_end_is_counted_too() -> None:
     assert guard.reason == "page 7 is not one" and guard.failed == 1
 
 
-def run_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, guard: FailureGuard, requests: list[Any]) -> str:
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(launch_world_size=ranks))
+def run_batch(monkeypatch: pytest.MonkeyPatch, stages: int, guard: FailureGuard, requests: list[Any]) -> str:
+    parallel = SimpleNamespace(tp_size=1, pp_size=stages)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(failures=guard)))
 
     def original(worker: Any, batch: Any) -> str:
@@ -69,7 +73,7 @@ def test_a_request_that_is_to_end_keeps_its_reason(monkeypatch: pytest.MonkeyPat
     assert request.skip_radix_cache_insert and aborted.skip_radix_cache_insert
 
 
-def test_with_several_ranks_a_failure_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_pipeline_a_failure_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="page 7"):
         run_batch(monkeypatch, 2, FailureGuard(), [])
 
@@ -77,3 +81,31 @@ def test_with_several_ranks_a_failure_is_fatal(monkeypatch: pytest.MonkeyPatch) 
 def test_a_request_that_cannot_be_told_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="cannot be told"):
         run_batch(monkeypatch, 1, FailureGuard(), [SimpleNamespace()])
+
+
+def agree(rank: int, folder: str, mine: list[Failures], out: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(mine))
+    assert dist.group.WORLD is not None
+    out.put((rank, [agreed(Failures(None, {}), dist.group.WORLD), agreed(mine[rank], dist.group.WORLD)]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mine", "both"),
+    [
+        ([Failures(None, {}), Failures("rank 1", {})], Failures("rank 1", {})),
+        ([Failures("rank 0", {}), Failures("rank 1", {})], Failures("rank 0", {})),
+        ([Failures(None, {1: "a"}), Failures(None, {1: "b", 2: "c"})], Failures(None, {1: "a", 2: "c"})),
+    ],
+)
+def test_ranks_agree_on_what_failed(mine: list[Failures], both: Failures, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    out = context.SimpleQueue()
+    ranks = [context.Process(target=agree, args=(rank, str(tmp_path), mine, out)) for rank in range(len(mine))]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert all(process.exitcode == 0 for process in ranks)
+    found = dict(out.get() for _ in ranks)
+    assert found == {rank: [Failures(None, {}), both] for rank in range(len(mine))}

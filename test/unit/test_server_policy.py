@@ -27,6 +27,7 @@ def _served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
         return dataclasses.replace(trained.IDENTITY, window=options.window)
 
     monkeypatch.setattr(predictors, "identity", identity)
+    monkeypatch.setattr(predictors, "get_parallel", lambda: SimpleNamespace(pp_size=1))
     caplog.set_level(logging.INFO, logger=predictors.logger.name)
 
 
@@ -37,9 +38,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(model: Path, stages: int = 1, **options: Any) -> Policy:
+def start(model: Path, **options: Any) -> Policy:
     config = FluxionConfig(**options).validate()
-    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model), pp_size=stages))
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
     return predictors.server_policy(config, predictors.context(config, runner))
 
 
@@ -50,7 +51,7 @@ def test_a_predictor_that_fits_is_used(model: Path, caplog: pytest.LogCaptureFix
 
 def test_a_tau_is_kept_once_however_it_is_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specs come from clients: 300 spellings of one tau must not keep 300 networks."""
-    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model), pp_size=1))
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
     context = predictors.context(FluxionConfig(), runner)
     loads: list[Any] = []
     load = predictors.load
@@ -115,33 +116,38 @@ def test_a_policy_or_a_predictor_that_was_named_must_fit(model: Path, tmp_path: 
         start(tmp_path / "other", policy="fluxion:0.05")
 
 
-def test_a_stage_of_a_pipeline_has_no_predictor(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert start(model, stages=2).spec == "full" and "--pp-size 2" in caplog.text
-    for options in ({"policy": "fluxion"}, {"predictor": str(model / "fluxion")}):
-        with pytest.raises(DoesNotFit, match=r"--pp-size 2, because .*; use --pp-size 1"):
-            start(model, stages=2, **options)
+def built(rank: int, ranks: int, first: float = 1.0) -> torch.nn.Module:
+    """Two layers as `ranks` ranks have them: matrices and the norm of queries are divided, other norms are not."""
+    layers = torch.nn.ModuleList()
+    for _ in range(2):
+        layer = torch.nn.Module()
+        layer.proj, layer.input_layernorm, layer.q_norm = (
+            torch.nn.Linear(8, 8 // ranks),
+            torch.nn.LayerNorm(8, bias=False),
+            torch.nn.LayerNorm(8 // ranks, bias=False),
+        )
+        torch.nn.init.constant_(layer.q_norm.weight, rank + 1)
+        torch.nn.init.constant_(layer.input_layernorm.weight, first)
+        layers.append(layer)
+    return layers
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    return predictors.fingerprint(predictors.norms(model))
 
 
 def test_the_fingerprint_is_that_of_the_whole_model_on_every_rank() -> None:
-    def built(rank: int, ranks: int, first: float = 1.0) -> torch.nn.Module:
-        """Two layers as `ranks` ranks have them: matrices and the norm of queries are divided, other norms are not."""
-        layers = torch.nn.ModuleList()
-        for _ in range(2):
-            layer = torch.nn.Module()
-            layer.proj, layer.input_layernorm, layer.q_norm = (
-                torch.nn.Linear(8, 8 // ranks),
-                torch.nn.LayerNorm(8, bias=False),
-                torch.nn.LayerNorm(8 // ranks, bias=False),
-            )
-            torch.nn.init.constant_(layer.q_norm.weight, rank + 1)
-            torch.nn.init.constant_(layer.input_layernorm.weight, first)
-            layers.append(layer)
-        return layers
+    whole = fingerprint(built(0, 1))
+    assert fingerprint(built(0, 2)) == fingerprint(built(1, 2)) == whole
+    assert fingerprint(built(0, 1).bfloat16()) == whole
+    assert fingerprint(built(0, 1, first=1.25)) != whole
 
-    whole = predictors.fingerprint(built(0, 1))
-    assert predictors.fingerprint(built(0, 2)) == predictors.fingerprint(built(1, 2)) == whole
-    assert predictors.fingerprint(built(0, 1).bfloat16()) == whole
-    assert predictors.fingerprint(built(0, 1, first=1.25)) != whole
+
+def test_stages_of_a_pipeline_have_one_fingerprint() -> None:
+    whole = predictors.norms(built(0, 1))
+    stages = [{name: weight for name, weight in whole.items() if name.startswith(first)} for first in ("0.", "1.")]
+    assert all(stages) and sum(map(len, stages)) == len(whole)
+    assert predictors.fingerprint({**stages[1], **stages[0]}) == predictors.fingerprint(whole)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every refusal of --enable-fluxion: options, models, layers, and an SGLang whose names have moved."""
+"""Refusals of --enable-fluxion: options, and an SGLang whose names have moved."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from refusals import NEEDLE, one_sentence
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import library, maker
 from fluxion_sglang.sglang import compat, plugin, resolution, validation
 from fluxion_sglang.sglang.compat import CompatError, Need
-
-NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 
 # A refused value of every option, and what the sentence must offer. The test fails if an option has no row
 # here.
@@ -57,27 +55,6 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "enable_return_indexer_topk": (True, "leave --enable-return-indexer-topk out"),
     "kv_canary": ("log", "--kv-canary none"),
 }
-
-
-def one_sentence(message: str) -> None:
-    """What is wrong, why, and what to do instead, on one line."""
-    assert message.endswith(".")
-    assert "\n" not in message
-    assert "--enable-fluxion" in message
-    assert "because" in message
-    assert ";" in message
-
-
-@pytest.fixture(scope="module")
-def server_args() -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    return ServerArgs
-
-
-@pytest.fixture(autouse=True)
-def _keep_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 def test_every_option_has_a_row() -> None:
@@ -190,13 +167,6 @@ def test_keys_that_do_not_go_with_the_device(monkeypatch: pytest.MonkeyPatch) ->
         validation.check_device(legal, FluxionConfig(cuda_graphs=legal == "cuda", audit="/tmp/audit.npy"))
 
 
-def test_layers_that_scale_differently_are_refused_on_a_device() -> None:
-    nothing: Any = None
-    made = maker.Simulated().make
-    with pytest.raises(ConfigError, match=r"scale scores differently \(0.125, 0.25\)"):
-        made(nothing, nothing, nothing, q_heads=1, scales=[0.125, 0.125, 0.25], max_requests=1, graphs=False)
-
-
 # --- what resolution made of it
 
 
@@ -261,175 +231,6 @@ def test_ranks_on_a_cpu_need_a_version_that_has_them(ranks: dict[str, int], monk
         validation.check_resolved(resolved(**ranks), FluxionConfig())
 
 
-# --- models
-
-
-@pytest.fixture(scope="module")
-def needle(server_args: Any) -> Any:
-    from sglang.srt.configs.model_config import ModelConfig
-
-    return ModelConfig.from_server_args(server_args(model_path=NEEDLE))
-
-
-ARGS = SimpleNamespace(kv_cache_dtype="auto", tp_size=1, device="cpu")
-
-
-def changed(model: Any, **changes: Any) -> Any:
-    """A copy of the configuration; keys that start with text_ or hf_ go to the Hugging Face one."""
-    model = copy.copy(model)
-    model.hf_config = model.hf_text_config = copy.deepcopy(model.hf_config)
-    for key, value in changes.items():
-        prefix, _, rest = key.partition("__")
-        setattr(model.hf_config if prefix == "hf" else model, rest or key, value)
-    return model
-
-
-def test_the_model_of_the_demo_is_accepted(needle: Any) -> None:
-    validation.check_model(needle, ARGS)
-
-
-def test_a_record_is_read_through_its_decisions(needle: Any, server_args: Any) -> None:
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-
-    args = server_args(model_path=NEEDLE)
-    validation.check_model(needle, resolving_view(args))
-    declare_resolution(args, "test", tp_size=3)  # 8 // 3 = 2 query heads and 1 KV head a rank
-    validation.check_model(needle, resolving_view(args))
-    declare_resolution(args, "test", kv_cache_dtype="bfloat16")
-    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
-        validation.check_model(changed(needle, dtype=torch.float32), resolving_view(args))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_multimodal": True}, "multimodal"),
-        ({"is_audio_model": True}, "multimodal"),
-        ({"is_hybrid_swa": True}, "sliding-window layers need a KV pool of their own"),
-        ({"is_local_attention_model": True}, "chunked-attention"),
-        ({"attention_chunk_size": 8192}, "chunked-attention"),
-        ({"hf__layer_types": ["full_attention", "chunked_attention"]}, "chunked-attention"),
-        ({"hf__architectures": ["GptOssForCausalLM"]}, "kernels that need a GPU or AMX"),
-        ({"use_alibi": True}, "ALiBi"),
-        ({"dtype": torch.float16}, "add --dtype bfloat16 or --dtype float32"),
-        ({"v_head_dim": 32}, "keys have 64 elements and its values 32"),
-        ({"head_dim": 72, "v_head_dim": 72}, "head dimension is 72"),
-        ({"head_dim": 16, "v_head_dim": 16}, "multiples of 16 from 32 to 256"),
-        ({"head_dim": 272, "v_head_dim": 272}, "head dimension is 272"),
-        ({"num_attention_heads": 34}, "34 query heads"),  # groups of 17
-        ({"num_attention_heads": 5}, "5 query heads"),  # 2.5 query heads a KV head
-        ({"hf__architectures": ["MiniMaxM3SparseForCausalLM"]}, "sparse index"),
-    ],
-)
-def test_a_model_out_of_reach_is_refused(needle: Any, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validation.check_model(changed(needle, **changes), ARGS)
-    message = str(caught.value)
-    one_sentence(message)
-    assert words in message
-    assert "(LlamaForCausalLM)" in message or any(name in message for name in ("MiniMax", "GptOss"))
-
-
-def test_latent_attention_is_refused(needle: Any) -> None:
-    from sglang.srt.configs.model_config import AttentionArch
-
-    with pytest.raises(ConfigError, match="its attention is MLA"):
-        validation.check_model(changed(needle, attention_arch=AttentionArch.MLA), ARGS)
-
-
-def test_linear_hybrids_are_refused(needle: Any) -> None:
-    from sglang.srt.configs.falcon_h1 import FalconH1Config
-
-    model = changed(needle)
-    model.hf_config = FalconH1Config()
-    with pytest.raises(ConfigError, match="linear-attention or state-space"):
-        validation.check_model(model, ARGS)
-
-
-def test_a_kv_cache_of_another_type_is_refused(needle: Any) -> None:
-    args = SimpleNamespace(kv_cache_dtype="bf16", tp_size=1)
-    validation.check_model(needle, args)
-    with pytest.raises(ConfigError, match="--kv-cache-dtype auto"):
-        validation.check_model(changed(needle, dtype=torch.float32), args)
-
-
-def test_half_precision_by_default_is_refused_with_what_to_add(server_args: Any) -> None:
-    override = '{"dtype": "float16"}'
-    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, json_model_override_args=override)
-    with pytest.raises(ConfigError, match="add --dtype bfloat16"):
-        args.resolve_once()
-
-
-def test_a_renamed_attribute_of_the_model_is_a_failure(needle: Any) -> None:
-    model = changed(needle)
-    del model.has_attention_sinks
-    with pytest.raises(CompatError, match="'has_attention_sinks'"):
-        validation.check_model(model, ARGS)
-
-
-# --- layers
-
-
-def layer(index: int = 0, **changes: Any) -> Any:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    shape: dict[str, Any] = {"num_heads": 8, "head_dim": 64, "scaling": 0.125, "num_kv_heads": 2}
-    return RadixAttention(**{**shape, "layer_id": index, **changes})
-
-
-def test_attention_layers_are_found_in_order() -> None:
-    model = torch.nn.Sequential(layer(3), torch.nn.Linear(2, 2), torch.nn.Sequential(layer(4)))
-    assert [found.layer_id for found in validation.check_attention_layers(model)] == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"is_cross_attention": True}, "attends across"),
-        ({"logit_cap": -1.0}, "caps attention logits at -1.0"),
-        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
-        ({"v_head_dim": 32}, "keys of 64 elements and values of 32"),
-        ({"head_dim": 24}, "head dimension of 24"),
-        ({"num_heads": 5}, "5 query heads for 2 KV heads"),
-        ({"num_heads": 34}, "34 query heads for 2 KV heads"),
-    ],
-)
-def test_a_layer_out_of_reach_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validation.check_attention_layers(torch.nn.Sequential(layer(0), layer(1, **changes)))
-    one_sentence(str(caught.value))
-    assert words in str(caught.value)
-    assert "layer 1" in str(caught.value)
-
-
-def test_later_tokens_and_scaled_positions_are_refused() -> None:
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    with pytest.raises(ConfigError, match="attends to later tokens"):
-        validation.check_attention_layers(torch.nn.Sequential(layer(attn_type=AttentionType.ENCODER_ONLY)))
-    scaled = layer()
-    scaled.xai_temperature_len = 1024
-    with pytest.raises(ConfigError, match="by position"):
-        validation.check_attention_layers(torch.nn.Sequential(scaled))
-
-
-def test_layers_of_different_shape_or_with_one_cache_are_refused() -> None:
-    with pytest.raises(ConfigError, match="differ in heads"):
-        validation.check_attention_layers(torch.nn.Sequential(layer(0), layer(1, num_heads=4)))
-    with pytest.raises(ConfigError, match="share one KV cache"):
-        validation.check_attention_layers(torch.nn.Sequential(layer(0), layer(0)))
-    with pytest.raises(ConfigError, match="no attention"):
-        validation.check_attention_layers(torch.nn.Linear(2, 2))
-
-
-def test_a_renamed_attribute_of_a_layer_is_a_failure() -> None:
-    renamed = layer()
-    del renamed.logit_cap
-    with pytest.raises(CompatError, match="'logit_cap'"):
-        validation.check_attention_layers(torch.nn.Sequential(renamed))
-
-
 # --- speculative decoding
 
 
@@ -443,8 +244,6 @@ def test_ngram_drafts_are_accepted() -> None:
     validation.check_speculation(speculating(), FluxionConfig())
     validation.check_draft(speculating(speculative_num_draft_tokens=64))
     validation.check_draft(speculating(speculative_algorithm=None, speculative_num_draft_tokens=None))
-    validation.check_windows(None, [layer(sliding_window_size=3)])
-    validation.check_windows(12, [layer(), layer(1, sliding_window_size=11)])
 
 
 @pytest.mark.parametrize(
@@ -475,8 +274,6 @@ def test_drafts_need_the_cpu_and_a_version(monkeypatch: pytest.MonkeyPatch) -> N
 def test_drafts_that_are_too_large() -> None:
     with pytest.raises(ConfigError, match="at most 64 tokens"):
         validation.check_draft(speculating(speculative_num_draft_tokens=65))
-    with pytest.raises(ConfigError, match="a window of 11 tokens"):
-        validation.check_windows(12, [layer(), layer(1, sliding_window_size=10)])
 
 
 def test_the_breadth_of_drafts_is_what_pages_allow(server_args: Any) -> None:
@@ -645,36 +442,3 @@ def test_hooks_go_in_once_and_a_taken_target_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(plugin, "HOOKS", {other: hook})
     with pytest.raises(CompatError, match="SGLANG_PLUGINS"):
         plugin.install()
-
-
-def test_windows_and_sinks_are_served_on_a_cpu_alone(needle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    windowed = changed(needle, hf__layer_types=["full_attention", "sliding_attention"])
-    validation.check_model(windowed, ARGS)
-    validation.check_model(changed(needle, has_attention_sinks=True), ARGS)
-    model = torch.nn.Sequential(layer(0), layer(1, sliding_window_size=511))
-    assert [validation.window_of(found) for found in validation.check_attention_layers(model)] == [None, 512]
-    with pytest.raises(
-        ConfigError, match="attention layer 1 has a sliding window or capped logits, which Fluxion serves only"
-    ):
-        validation.check_attention_layers(model, beside_device=True)
-    capped = changed(needle, hf__attn_logit_softcapping=50.0)
-    validation.check_model(capped, ARGS)
-    validation.check_attention_layers(torch.nn.Sequential(layer(0, logit_cap=50.0)))
-    with pytest.raises(ConfigError, match="attention layer 0 has a sliding window or capped logits"):
-        validation.check_attention_layers(torch.nn.Sequential(layer(0, logit_cap=50.0)), beside_device=True)
-    monkeypatch.setenv("FLUXION_DEVICE", "sim")
-    for model_config in (windowed, capped, changed(needle, has_attention_sinks=True)):
-        with pytest.raises(ConfigError, match="only where the CPU is the device") as caught:
-            validation.check_model(model_config, ARGS)
-        one_sentence(str(caught.value))
-
-
-def test_nothing_is_recorded_of_layers_that_have_more_than_softmax(needle: Any) -> None:
-    layers = [layer(0), layer(1)]
-    recorded = FluxionConfig(record="/tmp/somewhere")
-    validation.check_recorded(recorded, layers, needle)
-    with_sinks, windowed = changed(needle, has_attention_sinks=True), [layer(0, sliding_window_size=7)]
-    validation.check_recorded(FluxionConfig(), windowed, with_sinks)
-    for refused in ((layers, with_sinks), (windowed, needle)):
-        with pytest.raises(ConfigError, match="samples are measured without them; leave record out"):
-            validation.check_recorded(recorded, *refused)

@@ -35,7 +35,7 @@ class FluxionPolicy(Policy):
         self.blocks = choice.blocks
         self._step: DecodeStep | None = None
         self._predicted = torch.empty(0, 3)
-        self._margins: list[torch.Tensor] = []  # of this process's heads, a layer each
+        self._margins: dict[int, torch.Tensor] = {}  # of this process's heads, by its layers
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
@@ -51,8 +51,8 @@ class FluxionPolicy(Policy):
         assert self._step is not None, "plan() before begin_step()"
         assert observed.features is not None
         step = self._step
-        if not self._margins:
-            self._margins = self._of_these_heads(observed.features)
+        if layer not in self._margins:
+            self._margins[layer] = self._of_these_heads(observed.features)
         self.predictor.forward(observed.features.view(-1, COUNT), self._predicted, step.workers)
         plan = unplanned(step)
         plan_groups(
@@ -68,6 +68,7 @@ class FluxionPolicy(Policy):
         )
         return plan
 
-    def _of_these_heads(self, features: torch.Tensor) -> list[torch.Tensor]:
-        """The margins [Hq, 4] of every layer; the features say which of the model's heads this process has."""
-        return list(self.margins[:, features[0, :, INDEX["head"]].long()].contiguous())
+    def _of_these_heads(self, features: torch.Tensor) -> torch.Tensor:
+        """The margins [Hq, 4] of a layer; the features say which of the model's layers and heads it has."""
+        layer, heads = (features[0, :, INDEX[name]].long() for name in ("layer", "head"))
+        return self.margins[layer, heads].contiguous()

@@ -28,7 +28,7 @@ from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.native import NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
-from fluxion_sglang.sglang import predictors, validation
+from fluxion_sglang.sglang import predictors, served_models
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.layers import Contained, install
@@ -77,10 +77,10 @@ class FluxionAttnBackend(AttentionBackend):
                 f"the fluxion attention backend got a {type(pool).__name__} instead of the host pool, so the pool hook "
                 "did not apply; run `fluxion doctor` and check that fluxion-sglang matches this SGLang version."
             )
-        layers = validation.check_attention_layers(runner.model, beside_device=pool.maker is not None)
-        validation.check_recorded(pool.config, layers, runner.model_config)
+        layers = served_models.check_attention_layers(runner.model, beside_device=pool.maker is not None)
+        served_models.check_recorded(pool.config, layers, runner.model_config)
         draft = None if runner.spec_algorithm.is_none() else get_spec().speculative_num_draft_tokens
-        validation.check_windows(draft, layers)
+        served_models.check_windows(draft, layers)
         # Models ask a backend for these two by name (sglang.srt.model_executor.forward_context).
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -406,7 +406,7 @@ class FluxionAttnBackend(AttentionBackend):
     @staticmethod
     def _variant(layer: RadixAttention, given: Mapping[str, Any]) -> Variant:
         """What the layer's attention has beyond softmax; `given`: what the model passed besides q, k and v."""
-        window, sinks, cap = validation.window_of(layer), given.get("sinks"), float(layer.logit_cap)
+        window, sinks, cap = served_models.window_of(layer), given.get("sinks"), float(layer.logit_cap)
         if window is None and sinks is None and cap == 0:
             return PLAIN
         return Variant(window, None if sinks is None else sinks.detach().float().contiguous(), cap)

@@ -3,7 +3,7 @@
 SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
 less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
 the pass computed may enter the radix tree. A prompt whose chunk failed ends after its last chunk, as an aborted one
-does.
+does. Tensor-parallel ranks compute one pass together: what has failed on one has failed on all.
 """
 
 from __future__ import annotations
@@ -12,11 +12,26 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Failures(NamedTuple):
+    """What failed in a pass.
+
+    Attributes:
+        reason: why none of its requests has a result; None: they may have.
+        lost: requests that failed by themselves, by their place in the batch, each with its reason.
+    """
+
+    reason: str | None
+    lost: dict[int, str]
 
 
 class FailureGuard:
@@ -93,17 +108,42 @@ def forward_batch_generation(
     guard = getattr(worker.model_runner.attn_backend, "failures", None)
     if not isinstance(guard, FailureGuard) or batch is None:
         return original(worker, batch, *args, **kwargs)
-    # With several ranks a failure on one must not let the others' schedulers drift apart: there it stays fatal.
-    if get_parallel().launch_world_size > 1:
+    parallel = get_parallel()
+    # The stages of a pipeline are at different passes, so they cannot tell one another in time: there it stays fatal.
+    if parallel.pp_size > 1:
         result = original(worker, batch, *args, **kwargs)
         guard.finish()
         return result
     with guard.containing():
         result = original(worker, batch, *args, **kwargs)
-    failed = dict.fromkeys(range(len(batch.reqs)), f"the pass failed: {guard.reason}") if guard.reason else guard.lost
+    found = Failures(guard.reason, guard.lost)
+    if parallel.tp_size > 1:
+        found = agreed(found, parallel.tp_group.cpu_group)
+    every = range(len(batch.reqs))
+    failed = found.lost if found.reason is None else dict.fromkeys(every, f"the pass failed: {found.reason}")
     for i, reason in failed.items():
         end_request(batch.reqs[i], reason, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     return result
+
+
+def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:
+    """What failed on any of the ranks that computed a pass together: every rank, and so its scheduler, finds the same.
+
+    A collective: every rank calls it after every pass. Nothing but one number is exchanged while nothing fails.
+
+    Args:
+        mine: what failed on this rank. ranks: their group for CPU tensors.
+    """
+    any_failed = torch.tensor(int(mine.reason is not None or bool(mine.lost)))
+    dist.all_reduce(any_failed, dist.ReduceOp.MAX, group=ranks)
+    if not any_failed:
+        return mine
+    found: list[Failures] = [mine] * dist.get_world_size(ranks)
+    dist.all_gather_object(found, mine, group=ranks)
+    reasons = [each.reason for each in found if each.reason is not None]
+    # Of several reasons, that of the lowest rank.
+    lost = {place: reason for each in reversed(found) for place, reason in each.lost.items()}
+    return Failures(reasons[0] if reasons else None, lost)
 
 
 def end_request(request: Any, sentence: str, status: HTTPStatus, kind: str) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.policy import AUTO, BARE, Context, Policy, parse_spec
@@ -25,7 +28,7 @@ FOLDER = "fluxion"
 
 
 def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
-    """What a predictor was trained for, as this process serves it; it must have every layer."""
+    """What a predictor was trained for, as this server serves it. A collective of a pipeline's stages."""
     config = runner.model_config
     text = config.hf_text_config
     rope = getattr(text, "rope_parameters", None) or {}
@@ -38,24 +41,43 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
         hidden_size=int(config.hidden_size),
         vocab_size=int(config.vocab_size),
         rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", 0.0) or 0.0),
-        weights=fingerprint(runner.model),
+        weights=fingerprint(_of_all_stages(norms(runner.model))),
         sinks=options.sinks,
         window=options.window,
         spread=options.spread,
     )
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """Of the norm weights, rounded to bfloat16: training changes them all, every tensor-parallel rank has them whole,
-    and they survive a cast or the quantisation of the matrices. Norms of queries and keys are left out, because some
-    models divide them among ranks.
+def norms(model: torch.nn.Module) -> dict[str, bytes]:
+    """The norm weights of the layers that this process has, rounded to bfloat16, by name.
+
+    Training changes them all, every tensor-parallel rank has them whole, and they survive a cast or the quantisation of
+    the matrices. Norms of queries and keys are left out, because some models divide them among ranks.
     """
+    return {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+        for name, weight in model.named_parameters()
+        if "norm" in name and "q_norm" not in name and "k_norm" not in name
+    }
+
+
+def fingerprint(weights: Mapping[str, bytes]) -> str:
+    """Of a whole model's weights, by which one is told from another."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        if "norm" in name and "q_norm" not in name and "k_norm" not in name:
-            digest.update(name.encode())
-            digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name])
     return digest.hexdigest()[:16]
+
+
+def _of_all_stages(weights: dict[str, bytes]) -> dict[str, bytes]:
+    """The weights of every stage of the pipeline; a layer has its name in the whole model on each."""
+    parallel = get_parallel()
+    if parallel.pp_size == 1:
+        return weights
+    found: list[dict[str, bytes]] = [{}] * parallel.pp_size
+    dist.all_gather_object(found, weights, group=parallel.pp_group.cpu_group)
+    return {name: weight for stage in found for name, weight in stage.items()}
 
 
 def context(config: FluxionConfig, runner: ModelRunner) -> Context:
@@ -65,15 +87,11 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
     """
 
     served = cache(partial(identity, config, runner))
+    if get_parallel().pp_size > 1:
+        served()  # now, while every stage does: requests come to them at different times
 
     @cache
     def loaded(key: str | None) -> LoadedPredictor:
-        stages = runner.server_args.pp_size
-        if stages > 1:
-            raise DoesNotFit(
-                f'Policy "fluxion" does not work with --pp-size {stages}, because a process that has the layers of one '
-                'stage cannot tell which model its predictor was trained for; use --pp-size 1 or the policy "full".'
-            )
         folder = _folder(config, runner)
         if folder is None:
             raise DoesNotFit(

@@ -11,7 +11,7 @@ from typing import Any
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import capacity, compat, validation
+from fluxion_sglang.sglang import capacity, compat, served_models, validation
 from fluxion_sglang.sglang.options import options_of, rank_options
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,8 @@ def _handle_model_specific_adjustments(server_args: Any, previous: _Step) -> Non
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     model, view = model_config_of(server_args), resolving_view(server_args)
-    validation.check_model(model, view)
-    validation.check_stored(model, options_of(server_args))
+    served_models.check_model(model, view)
+    served_models.check_stored(model, options_of(server_args))
     _check_host_pool(model, view)
     previous(server_args)
 

@@ -1,18 +1,13 @@
-"""What --enable-fluxion refuses, one sentence each: options, models, attention layers.
-
-Three tables of refusals, applied where what they read is known: options before SGLang resolves anything and
-once more on what it resolved, the model's configuration when it has been read, its layers when they have been
-built.
+"""Which options --enable-fluxion refuses, one sentence each: before SGLang resolves anything, and once more on what it
+resolved. `served_models.py` has the models.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
@@ -20,21 +15,11 @@ from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.predictor.artifact import JSON_NAME
 from fluxion_sglang.sglang import capacity, compat
 
-if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-# Limits of the kernels.
-HEAD_DIMS = range(32, 257, 16)
-LARGEST_GROUP = 16
 LARGEST_DRAFT = 64
 """Tokens of a draft, of which a word's bits name each one's ancestors."""
 
 NGRAM = "NGRAM"
 """The one speculative algorithm that is served."""
-
-
-_OTHER_MODEL = "serve it without --enable-fluxion"
 
 
 class Refusal(NamedTuple):
@@ -43,7 +28,7 @@ class Refusal(NamedTuple):
     Attributes:
         refused: whether the option's value, a ModelConfig (with a view of the options), or a layer is refused.
         why: completes "because"; of a layer, "its attention layer". It may name {0.attributes} of model or layer.
-        instead: completes "; ": what to do. "": to leave the option out.
+        instead: completes "; ": what to do. "": to leave the option out, or to serve the model without Fluxion.
     """
 
     refused: Callable[..., bool]
@@ -338,242 +323,3 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
                 f"--enable-fluxion does not work with CUDA graphs that are {chosen}, which SGLang chose for {phase}; "
                 f"add --cuda-graph-backend-{phase} disabled."
             )
-
-
-def _first(table: Sequence[Refusal], source: str, subject: Any, *args: Any) -> tuple[str, str] | None:
-    """The reason of the first refusal of `subject`, and what to do instead.
-
-    Raises:
-        CompatError: an attribute that the table reads does not exist in this SGLang; `source` says whose.
-    """
-    try:
-        for refusal in table:
-            if refusal.refused(subject, *args):
-                return refusal.why.format(subject), refusal.instead or _OTHER_MODEL
-    except AttributeError as error:
-        raise compat.missing(f"{source} attribute {error.name!r}") from None
-    return None
-
-
-def _is_latent(model: ModelConfig, args: Any) -> bool:
-    from sglang.srt.configs.model_config import AttentionArch
-
-    return model.attention_arch != AttentionArch.MHA
-
-
-def _is_linear(model: ModelConfig, args: Any) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return mambaish_config(model) is not None
-
-
-def _has_sparse_index(model: ModelConfig, args: Any) -> bool:
-    from sglang.srt.configs.model_config import is_minimax_sparse
-
-    return bool(is_minimax_sparse(model.hf_config))
-
-
-def _layer_types(model: ModelConfig) -> set[str]:
-    return set(getattr(model.hf_text_config, "layer_types", None) or ())
-
-
-def _has_chunked_layers(model: ModelConfig, args: Any) -> bool:
-    chunked = "chunked_attention" in _layer_types(model)
-    return bool(model.is_local_attention_model or model.attention_chunk_size or chunked)
-
-
-def _has_pools_by_layer(model: ModelConfig, args: Any) -> bool:
-    return bool(model.is_hybrid_swa)  # the option that our resolution sets has no say for this model
-
-
-def _needs_expert_kernels(model: ModelConfig, args: Any) -> bool:
-    return "GptOssForCausalLM" in (model.hf_config.architectures or ())
-
-
-def _caps_logits(model: ModelConfig) -> bool:
-    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
-
-
-def _varies_beside_device(model: ModelConfig, args: Any) -> bool:
-    varies = model.has_attention_sinks or "sliding_attention" in _layer_types(model) or _caps_logits(model)
-    return varies and maker_of(args.device) is not None
-
-
-def _whole_groups(q_heads: int, kv_heads: int) -> bool:
-    return q_heads % kv_heads == 0 and q_heads // kv_heads <= LARGEST_GROUP
-
-
-def _groups_of_a_rank(model: ModelConfig, args: Any) -> bool:
-    # Attention data parallelism makes groups no larger than this.
-    return _whole_groups(model.get_num_attention_heads(args.tp_size), model.get_num_kv_heads(args.tp_size))
-
-
-MODELS = (
-    Refusal(lambda m, _: m.is_encoder_decoder, "it is an encoder-decoder, which attends across"),
-    Refusal(
-        lambda m, _: m.is_multimodal or m.is_audio_model,
-        "it is multimodal, and SGLang would size input buffers by the host pool",
-        "serve its language model alone with --language-model-only where SGLang supports that, or " + _OTHER_MODEL,
-    ),
-    Refusal(
-        _is_linear,
-        "it has linear-attention or state-space layers, which SGLang computes with kernels for GPUs alone, and there "
-        "keeps state of in a pool that the host pool cannot stand in for",
-    ),
-    Refusal(_is_latent, "its attention is {0.attention_arch.name} and not multi-head (it stores no key per KV head)"),
-    Refusal(_has_sparse_index, "it brings a sparse index of its own"),
-    Refusal(_has_chunked_layers, "it has chunked-attention layers, whose masks the kernels do not have"),
-    Refusal(_has_pools_by_layer, "its sliding-window layers need a KV pool of their own"),
-    Refusal(_needs_expert_kernels, "SGLang computes its experts with kernels that need a GPU or AMX"),
-    Refusal(
-        _varies_beside_device,
-        "it has sliding windows, learned attention sinks or capped logits, which Fluxion serves only where the CPU is "
-        "the device",
-        "hide the accelerator and add --device cpu, or " + _OTHER_MODEL,
-    ),
-    Refusal(
-        lambda m, _: bool(getattr(m, "use_alibi", False)),
-        "it adds position biases (ALiBi) to attention logits, which the kernels do not",
-    ),
-    Refusal(
-        lambda m, _: m.dtype not in (torch.bfloat16, torch.float32),
-        "it would run in {0.dtype} and the kernels compute in bfloat16 and float32",
-        "add --dtype bfloat16 or --dtype float32",
-    ),
-    Refusal(
-        lambda m, args: args.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,
-        "it runs in {0.dtype} and --kv-cache-dtype asks for another type",
-        "use --kv-cache-dtype auto",
-    ),
-    Refusal(
-        lambda m, _: m.v_head_dim != m.head_dim,
-        "its keys have {0.head_dim} elements and its values {0.v_head_dim}, and tiles hold both in one size",
-    ),
-    Refusal(
-        lambda m, _: m.head_dim not in HEAD_DIMS,
-        f"its head dimension is {{0.head_dim}} and the kernels take multiples of {HEAD_DIMS.step} "
-        f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
-    ),
-    Refusal(
-        lambda m, args: not _groups_of_a_rank(m, args),
-        f"its {{0.num_attention_heads}} query heads do not form whole groups of at most {LARGEST_GROUP} a KV head",
-        "use another --tp-size or " + _OTHER_MODEL,
-    ),
-)
-
-
-def check_model(model: ModelConfig, args: Any) -> None:
-    """Refuse models that Fluxion cannot serve.
-
-    Args:
-        model: SGLang's configuration of the model.
-        args: SGLang's resolving view.
-
-    Raises:
-        ConfigError: the first reason.
-        CompatError: an attribute that the table reads does not exist in this SGLang.
-    """
-    if (found := _first(MODELS, "ModelConfig's or ServerArgs'", model, args)) is not None:
-        names = ", ".join(model.hf_config.architectures or ["unknown"])
-        raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {found[0]}; {found[1]}.")
-
-
-def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
-    """Refuse to store in 8 bits what a model in float32 attends to. Raises ConfigError."""
-    if config.mxint8 and model.dtype != torch.bfloat16:
-        raise ConfigError(
-            f"kv_dtype mxint8 does not work with a model in {model.dtype}, because what is stored reads as bfloat16; "
-            "add --dtype bfloat16 or leave kv_dtype out."
-        )
-
-
-LAYERS = (
-    Refusal(lambda layer: layer.is_cross_attention, "attends across to an encoder"),
-    Refusal(lambda layer: layer.attn_type.value != "decoder", "attends to later tokens ({0.attn_type.value})"),
-    Refusal(lambda layer: layer.logit_cap < 0, "caps attention logits at {0.logit_cap}"),
-    Refusal(lambda layer: layer.xai_temperature_len > 0, "scales attention logits by position"),
-    Refusal(lambda layer: layer.pos_encoding_mode != "NONE", "encodes positions in attention ({0.pos_encoding_mode})"),
-    Refusal(
-        lambda layer: layer.v_head_dim != layer.qk_head_dim,
-        "has keys of {0.qk_head_dim} elements and values of {0.v_head_dim}",
-    ),
-    Refusal(lambda layer: layer.qk_head_dim not in HEAD_DIMS, "has a head dimension of {0.qk_head_dim}"),
-    Refusal(
-        lambda layer: not _whole_groups(layer.tp_q_head_num, layer.tp_k_head_num),
-        "has {0.tp_q_head_num} query heads for {0.tp_k_head_num} KV heads, no whole groups of at most "
-        f"{LARGEST_GROUP}",
-    ),
-)
-
-
-def window_of(layer: RadixAttention) -> int | None:
-    """Tokens that a token attends to in a sliding-window layer, itself included; None: all up to its own."""
-    size = layer.sliding_window_size
-    # SGLang counts the tokens before a token's own; -1 is no window.
-    return None if size is None or size < 0 else int(size) + 1
-
-
-def check_recorded(config: FluxionConfig, layers: Sequence[RadixAttention], model: ModelConfig) -> None:
-    """Refuse to record what a predictor is trained on where it would be measured without part of the softmax.
-
-    Raises:
-        ConfigError: one sentence.
-    """
-    if config.record is not None and (
-        model.has_attention_sinks or any(window_of(layer) or layer.logit_cap for layer in layers)
-    ):
-        raise ConfigError(
-            "record does not work with this model, because it has sliding windows, learned attention sinks or capped "
-            "logits, and samples are measured without them; leave record out."
-        )
-
-
-def check_windows(draft: int | None, layers: Sequence[RadixAttention]) -> None:
-    """Refuse drafts of more tokens than a layer's window. Raises ConfigError.
-
-    Args:
-        draft: tokens of a draft; None: there are none.
-    """
-    least = min((window for layer in layers if (window := window_of(layer)) is not None), default=None)
-    if draft is not None and least is not None and draft > least:
-        raise ConfigError(
-            f"--speculative-num-draft-tokens is {draft}, but layers of this model have a window of {least} tokens, "
-            "and a draft must fit into it; use a smaller number."
-        )
-
-
-def check_attention_layers(model: Any, beside_device: bool = False) -> Sequence[RadixAttention]:
-    """Refuse layers that are more than the model's configuration said; return all attention layers.
-
-    Args:
-        model: torch.nn.Module with at least one RadixAttention.
-        beside_device: the model runs on a device with memory of its own.
-
-    Raises:
-        ConfigError: the first reason.
-        CompatError: an attribute that the table reads does not exist in this SGLang.
-    """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    if not layers:
-        raise _unserved("it has no attention")
-    for layer in layers:
-        if (found := _first(LAYERS, "RadixAttention's", layer)) is not None:
-            raise _unserved(f"its attention layer {layer.layer_id} {found[0]}, which the kernels do not support")
-        if beside_device and (window_of(layer) is not None or layer.logit_cap):
-            raise _unserved(
-                f"its attention layer {layer.layer_id} has a sliding window or capped logits, which Fluxion serves "
-                "only where the CPU is the device"
-            )
-    shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim) for layer in layers}
-    if len(shapes) > 1:
-        listed = ", ".join(f"{q} query and {k} KV heads of {d}" for q, k, d in sorted(shapes))
-        raise _unserved(f"its attention layers differ in heads or head dimension ({listed})")
-    if len({layer.layer_id for layer in layers}) < len(layers):
-        raise _unserved("some of its layers share one KV cache")
-    return layers
-
-
-def _unserved(why: str) -> ConfigError:
-    return ConfigError(f"--enable-fluxion cannot serve this model, because {why}; {_OTHER_MODEL}.")

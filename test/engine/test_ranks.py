@@ -1,0 +1,126 @@
+"""A model divided among processes answers as in one: tensor, pipeline and data parallelism, two nodes on loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import cases
+import pytest
+from policy_example import search_path
+from safetensors.torch import load_file, save_file
+from server import NEEDLE, PLUGINS, Completion, Server, free_port
+from test_exact import ALL, Reference, assert_same, check_group
+
+pytestmark = pytest.mark.full
+
+WAYS = {
+    "tp2": ("--tp", "2"),
+    "pp2": ("--pp-size", "2"),
+    "dp2": ("--dp-size", "2"),
+    "tp2-pp2": ("--tp", "2", "--pp-size", "2"),
+    "tp2-dp2": ("--tp", "2", "--dp-size", "2"),
+    "two-nodes": ("--tp", "2", "--nnodes", "2"),
+}
+"""By name, what a server is told of its ranks."""
+
+LEARNED = cases.prompt(3000, 31), 24
+"""The prompt that the predictor decides for, and how many tokens answer it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled model with a matrix of its own for logits: SGLang cannot divide the stages of one that shares it."""
+    folder = tmp_path_factory.mktemp("untied") / "needle"
+    shutil.copytree(NEEDLE, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, weights)
+    return str(folder)
+
+
+@contextmanager
+def serving(way: str, model: str, logs: Path, fluxion: str, **env: str) -> Iterator[Server]:
+    """The server that answers; where there is a second node, that runs beside it."""
+    flags, address = WAYS[way], f"127.0.0.1:{free_port()}"
+    nodes: list[Server] = []
+    with ExitStack() as stack:
+        for node in range(2 if "--nnodes" in flags else 1):
+            words = (*flags, "--node-rank", str(node), "--dist-init-addr", address) if "--nnodes" in flags else flags
+            folder = logs / f"{way}-{node}"  # each node's temporary files, as each machine has its own
+            folder.mkdir()
+            server = Server(
+                "--chunked-prefill-size", "1024", *words, model=model, fluxion=fluxion, log=folder / "log",
+                env={"TMPDIR": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **env},
+            )  # fmt: skip
+            stack.callback(server.stop)
+            nodes.append(server)
+        yield nodes[0].wait()
+        nodes[0].assert_idle()
+        assert all(node.process.poll() is None for node in nodes)
+
+
+def ask(server: Server, ids: list[int], new: int, policy: str) -> Completion:
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new, "custom_params": {"fluxion_policy": policy}}
+    return server.generate(ids, new, sampling_params=params)
+
+
+@pytest.fixture(scope="module")
+def learned(model: str, logs: Path) -> Completion:
+    """What one process answers under the bundled predictor."""
+    with Server("--chunked-prefill-size", "1024", model=model, log=logs / "one-process.log") as server:
+        return ask(server, *LEARNED, "fluxion")
+
+
+@pytest.mark.parametrize("way", WAYS, scope="class")
+class TestRanks:
+    """The bare policy of the bundled model: its predictor's, of which every process has its layers and heads."""
+
+    @pytest.fixture(scope="class")
+    def server(self, way: str, reference: Reference, model: str, logs: Path) -> Iterator[Server]:
+        with serving(way, model, logs, '{"host_tokens": 30000, "workers": 1}') as server:
+            yield server
+            server.assert_clean()
+
+    @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
+    def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
+        assert_same(ask(server, *ALL[f"length-{length}"], "full"), reference[f"length-{length}"])
+
+    def test_requests_together(self, server: Server, reference: Reference) -> None:
+        names = [name for name in ALL if name.startswith("family-")]
+        with ThreadPoolExecutor(len(names)) as pool:
+            found = list(pool.map(lambda name: ask(server, *ALL[name], "full"), names))
+        for name, got in zip(names, found, strict=True):
+            assert_same(got, reference[name])
+
+    def test_the_predictor_decides_as_in_one_process(self, server: Server, way: str, learned: Completion) -> None:
+        assert "Fluxion: policy fluxion, tau" in server.log()
+        got = ask(server, *LEARNED, "fluxion")
+        read = sum(value for name, value in server.metrics().items() if name.startswith("fluxion_read_tokens_total"))
+        assert read > 0 and len(got.tokens) == len(learned.tokens)
+        if "--tp" not in WAYS[way]:  # a rank with some of the heads knows the greatest output of these alone
+            assert_same(got, learned)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pass_that_fails_on_one_rank_ends_on_both(rank: int, reference: Reference, logs: Path) -> None:
+    """The 26th decode step fails on one rank: its request gets an error, nothing of it is kept, the server goes on."""
+    config = {"policy": f"faulty:26:{rank}", "host_tokens": 20000, "workers": 1}
+    (logs / f"rank{rank}").mkdir()
+    with serving("tp2", NEEDLE, logs / f"rank{rank}", json.dumps(config), PYTHONPATH=search_path(PLUGINS)) as server:
+        ids, new = ALL["length-2000"]
+        failed = server.generate(ids, new)
+        assert failed.raw["error"]["code"] == 500 and "injected fault" in failed.raw["error"]["message"], failed.raw
+        conversation = ids + reference["length-2000"].tokens
+        assert server.generate(conversation, 1).cached <= len(ids), "something of the failed pass is in the tree"
+        for _ in range(2):
+            assert_same(server.generate(ids, new), reference["length-2000"])
+        check_group(server, reference, "family")
+        assert len(re.findall("Fluxion: the pass failed", server.log())) == 1

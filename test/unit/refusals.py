@@ -1,0 +1,16 @@
+"""What tests of refusals share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
+
+
+def one_sentence(message: str) -> None:
+    """What is wrong, why, and what to do instead, on one line."""
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert "--enable-fluxion" in message
+    assert "because" in message
+    assert ";" in message

@@ -26,6 +26,17 @@ from summary_tables import SUMMARY_TABLES
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.metrics import described
 
+POOL_OPERATIONS = {
+    "alloc_ms": "find pages for a prompt",
+    "append_ms": "write its KV",
+    "insert_ms": "put it into the radix tree",
+    "match_ms": "find it there",
+    "decode_ms": "attention of a decode step over it, `fixed:16:0.05`",
+    "page_ms": "find one more page",
+    "free_ms": "give that back",
+    "evict_ms": "evict as many tokens",
+    "flush_ms": "flush everything",
+}
 _MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.S)
 
 
@@ -86,12 +97,32 @@ def sanitizers(results: Path) -> str:
     return "\n".join(out) or "Not run yet: `make sanitize`.\n"
 
 
+def pool_scale(results: Path) -> str:
+    """A line an operation: its time in pools of more and more tokens."""
+    out = []
+    for path, data in result_files(results, "pool_scale.json"):
+        rows = data["rows"]
+        lines = [
+            [text, *(f"{row[key]:,.2f}" for row in rows), f"{rows[-1][key] / rows[0][key]:.1f}x"]
+            for key, text in POOL_OPERATIONS.items()
+        ]
+        head = ["milliseconds, in a pool of", *(f"{row['tokens']:,} tokens" for row in rows), "last / first"]
+        note = (
+            "A token has one layer and one KV head of 32 elements. The pools are full of prompts of "
+            f"{data['prompt']:,} tokens; medians of {data['turns']}. {where(data)} [Data]({link(path)}), "
+            "`python benchmark/pool_scale.py`."
+        )
+        out.append(f"{table(head, lines, 'l' + 'r' * (len(head) - 1))}\n{note}\n")
+    return "\n".join(out) or nothing("pool_scale.py")
+
+
 def restart(results: Path) -> str:
     """A line a prompt: its first token, by where its KV comes from."""
     out = []
     for path, data in result_files(results, "restart.json"):
         ways = ["plain", "cold", "again", "restarted", "disk"]
-        head = ["prompt", "files of it", "no `disk`", "computed", "in the host pool", "in files", "files, not cached"]
+        head = ["prompt", "files", "without `disk`", "first time, with `disk`", "again, in the host pool"]
+        head += ["after a restart, files in the page cache", "after a restart, files on the disk alone"]
         lines = [
             [
                 f"{row['tokens']:,} tokens",
@@ -112,6 +143,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "metrics": metrics,
     "soak": soak,
+    "pool_scale": pool_scale,
     "restart": restart,
     "sanitizers": sanitizers,
     **DECODE_TABLES,

@@ -36,6 +36,9 @@ _THEIRS = {"taper.py", "test_taper.py"}
 RUN_ELSEWHERE = {
     r"make demo": "test/engine/test_demo_served.py::test_make_demo",
     r"python -m sglang\.launch_server ": "test/engine/test_docs_commands.py::test_curl_commands",
+    r"SGLANG_CPU_OMP_THREADS_BIND=\S+ python .*--nnodes": "test/engine/test_ranks.py::TestRanks",
+    r"python -m venv router$": "test/engine/test_router.py",
+    r"router/bin/": "test/engine/test_router.py",
     r"make gpu": "test/engine/test_gpu_day_simulated.py",
     r"curl ": "test/engine/test_docs_commands.py::test_curl_commands",
     r"fluxion train ": "test/engine/test_train.py::TestTrain",

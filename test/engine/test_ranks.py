@@ -14,7 +14,7 @@ import cases
 import pytest
 from policy_example import search_path
 from safetensors.torch import load_file, save_file
-from server import NEEDLE, PLUGINS, Completion, Server, free_port
+from server import LEAK_WORDS, NEEDLE, PLUGINS, Completion, Server, free_port
 from test_exact import ALL, Reference, assert_same, check_group
 
 pytestmark = pytest.mark.full
@@ -58,13 +58,15 @@ def serving(way: str, model: str, logs: Path, fluxion: str, **env: str) -> Itera
             folder.mkdir()
             server = Server(
                 "--chunked-prefill-size", "1024", *words, model=model, fluxion=fluxion, log=folder / "log",
-                env={"TMPDIR": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **env},
+                env={"TMPDIR": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", **env},
             )  # fmt: skip
             stack.callback(server.stop)
             nodes.append(server)
         yield nodes[0].wait()
         nodes[0].assert_idle()
         assert all(node.process.poll() is None for node in nodes)
+        if not env:
+            assert not any(LEAK_WORDS.search(node.log()) for node in nodes)
 
 
 def ask(server: Server, ids: list[int], new: int, policy: str) -> Completion:
@@ -87,7 +89,6 @@ class TestRanks:
     def server(self, way: str, reference: Reference, model: str, logs: Path) -> Iterator[Server]:
         with serving(way, model, logs, '{"host_tokens": 30000, "workers": 1}') as server:
             yield server
-            server.assert_clean()
 
     @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
     def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
@@ -100,13 +101,17 @@ class TestRanks:
         for name, got in zip(names, found, strict=True):
             assert_same(got, reference[name])
 
-    def test_the_predictor_decides_as_in_one_process(self, server: Server, way: str, learned: Completion) -> None:
+    def test_the_predictor_decides(self, server: Server, way: str, learned: Completion) -> None:
         assert "Fluxion: policy fluxion, tau" in server.log()
+        before = server.metrics()
         got = ask(server, *LEARNED, "fluxion")
-        read = sum(value for name, value in server.metrics().items() if name.startswith("fluxion_read_tokens_total"))
-        assert read > 0 and len(got.tokens) == len(learned.tokens)
+        after = server.metrics()
+        names = ("fluxion_read_tokens_total", "fluxion_middle_tokens_total")
+        read, middle = (after[name] - before[name] for name in names)
+        assert 0 < read / middle < 0.4
         if "--tp" not in WAYS[way]:  # a rank with some of the heads knows the greatest output of these alone
             assert_same(got, learned)
+            assert got.logprobs != ask(server, *LEARNED, "full").logprobs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -117,7 +122,7 @@ def test_a_pass_that_fails_on_one_rank_ends_on_both(rank: int, reference: Refere
     with serving("tp2", NEEDLE, logs / f"rank{rank}", json.dumps(config), PYTHONPATH=search_path(PLUGINS)) as server:
         ids, new = ALL["length-2000"]
         failed = server.generate(ids, new)
-        assert failed.raw["error"]["code"] == 500 and "injected fault" in failed.raw["error"]["message"], failed.raw
+        assert f"injected fault (rank {rank})" in str(failed.finish), failed.finish
         conversation = ids + reference["length-2000"].tokens
         assert server.generate(conversation, 1).cached <= len(ids), "something of the failed pass is in the tree"
         for _ in range(2):

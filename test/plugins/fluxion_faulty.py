@@ -17,15 +17,14 @@ class FaultyPolicy(FullPolicy):
 
     def __init__(self, step: str, rank: str = "") -> None:
         super().__init__()
-        self.left = int(step)
-        self.fails = not rank or int(rank) == torch.distributed.get_rank()
+        self.left, self.rank = int(step), int(rank) if rank else None
 
     def begin_step(self, step: DecodeStep) -> None:
         self.left -= 1
         super().begin_step(step)
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
-        if self.fails and self.left == 0 and layer == 1:
+        if self.left == 0 and layer == 1 and self.rank in (None, torch.distributed.get_rank()):
             raise RuntimeError("injected fault")
         return super().plan(layer, q, observed)
 

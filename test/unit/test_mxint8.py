@@ -33,7 +33,7 @@ from torch import Tensor
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
-from fluxion_sglang.sglang import validation
+from fluxion_sglang.sglang import served_models, validation
 
 BF16 = torch.bfloat16
 HUGE_PAGE = 2 << 20
@@ -346,9 +346,9 @@ def test_devices_and_models_that_cannot_be() -> None:
     config = FluxionConfig.parse('{"kv_dtype": "mxint8"}')
     with pytest.raises(ConfigError, match="only the CPU reads KV of 8 bits"):
         validation.check_device("cuda", config)
-    validation.check_stored(SimpleNamespace(dtype=BF16), config)
+    served_models.check_stored(SimpleNamespace(dtype=BF16), config)
     with pytest.raises(ConfigError, match="add --dtype bfloat16"):
-        validation.check_stored(SimpleNamespace(dtype=torch.float32), config)
+        served_models.check_stored(SimpleNamespace(dtype=torch.float32), config)
     assert 'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "mxint8"}\'' in (
         validation.OPTIONS["kv_cache_dtype"].instead
     )

@@ -341,6 +341,17 @@ def test_what_is_taken_is_what_the_rows_have(calls: list[tuple[int, int | None]]
         assert room.taken == sum(rows.values()) <= 100
 
 
+@pytest.mark.parametrize("canary", [True, False])
+def test_a_check_of_the_pool_needs_the_option(canary: bool) -> None:
+    policies = RequestPolicies(parse_spec("full"), canary=canary)
+    own, other = request({"fluxion_check": True}), request({"fluxion_check": 1})
+    with policies.of([other, own], decoding=False):
+        assert policies.checks == ([1] if canary else [])
+    assert other.to_finish is None and (own.to_finish is None) == canary
+    if not canary:
+        assert own.to_finish.status_code == 400 and "needs a server with the option canary" in own.to_finish.message
+
+
 def test_a_pass_without_a_batch_or_of_another_backend_is_left_alone(policies: RequestPolicies) -> None:
     for backend in (SimpleNamespace(requests=policies), SimpleNamespace()):
         worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))

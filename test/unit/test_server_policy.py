@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import test_predictor_artifact as trained
 import torch
 
-from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.predictor.artifact import DoesNotFit, Identity, PredictorError
 from fluxion_sglang.predictor.features import NAMES
@@ -143,11 +144,60 @@ def test_the_fingerprint_is_that_of_the_whole_model_on_every_rank() -> None:
     assert fingerprint(built(0, 1, first=1.25)) != whole
 
 
-def test_stages_of_a_pipeline_have_one_fingerprint() -> None:
+def test_stages_of_a_pipeline_have_one_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = predictors.norms(built(0, 1))
     stages = [{name: weight for name, weight in whole.items() if name.startswith(first)} for first in ("0.", "1.")]
     assert all(stages) and sum(map(len, stages)) == len(whole)
-    assert predictors.fingerprint({**stages[1], **stages[0]}) == predictors.fingerprint(whole)
+    several(monkeypatch, lambda mine: stages, pp_size=2, pp_group=SimpleNamespace(cpu_group="stages"))
+    of_each = [predictors.fingerprint(predictors._of_all_stages(stage)) for stage in stages]
+    assert of_each == [predictors.fingerprint(whole)] * 2
+
+
+def several(monkeypatch: pytest.MonkeyPatch, gather: Callable[[Any], list[Any]], **parallel: Any) -> None:
+    """There are several processes; `gather` says what all of them give, and this one gives something."""
+
+    def all_gather_object(found: list[Any], mine: Any, group: str) -> None:
+        found[:] = gather(mine)
+
+    monkeypatch.setattr(predictors, "get_parallel", lambda: SimpleNamespace(**parallel))
+    monkeypatch.setattr(predictors.dist, "all_gather_object", all_gather_object)
+
+
+def test_stages_exchange_their_weights_at_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when a request comes, which the stages see at different times."""
+    asked: list[object] = []
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
+    monkeypatch.setattr(predictors, "identity", lambda *of: asked.append(of) or trained.IDENTITY)
+    predictors.context(FluxionConfig(), runner)
+    assert not asked
+    monkeypatch.setattr(predictors, "get_parallel", lambda: SimpleNamespace(pp_size=2))
+    context = predictors.context(FluxionConfig(), runner)
+    assert len(asked) == 1
+    context.predictor(None)
+    context.predictor(0.05)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_would_decide_differently_do_not_start(
+    model: Path, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, runner = FluxionConfig(), SimpleNamespace(server_args=SimpleNamespace(model_path=str(model)))
+    policy = start(model)
+    theirs = "policy full, no predictor"
+    several(
+        monkeypatch,
+        lambda mine: [mine, mine if same else theirs],
+        launch_world_size=2,
+        world_group=SimpleNamespace(cpu_group="ranks"),
+    )
+    if same:
+        predictors.check_ranks(policy, config, cast(Any, runner))
+        return
+    with pytest.raises(
+        ConfigError, match=r"rank 0 has policy fluxion, predictor \w+ and rank 1 has policy full, no pre"
+    ):
+        predictors.check_ranks(policy, config, cast(Any, runner))
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_the_turn_lasts_from_the_measurement_to_the_pool(
     monkeypatch.setattr(capacity, "ranks_on_host", lambda args: 2)
     held: list[bool] = []
     configurator = Configurator()
-    monkeypatch.setattr(pools, "_least_over_ranks", lambda value: value)
+    monkeypatch.setattr(pools, "least_over_ranks", lambda value: value)
     monkeypatch.setattr(pools, "_shape", lambda *_: SimpleNamespace(pool_bytes=lambda n: n, window_bytes=lambda p: 1))
     monkeypatch.setattr(pools, "rank_options", lambda _: FluxionConfig())
     monkeypatch.setattr(pools, "maker_of", lambda _: None)

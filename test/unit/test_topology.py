@@ -117,13 +117,34 @@ def test_a_server_has_as_many_workers_as_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_workers_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     here = topology()
-    monkeypatch.setattr(workers, "share_of", lambda cores, rank, ranks: list(cores)[:1] * 8)
+    monkeypatch.setattr(workers, "share_of_machine", lambda machine, rank, ranks: machine["cores"][:1] * 8)
     monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": -1.0})
     for busy, count in ((0, 8), (2, 6), (9, 1)):
         assert workers.create_workers(FluxionConfig(), beside=workers.Beside(busy)).count == count
     assert workers.create_workers(FluxionConfig(workers=8), beside=workers.Beside(2)).count == 8
     gpu = Cuda.__new__(Cuda)
     assert [gpu.beside(FluxionConfig(executors=name)).busy for name in ("auto", "cpu", "cpu+gpu")] == [2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "expected"),
+    [
+        # Eight physical cores of two threads each, as Linux numbers them: the second threads come after all first ones.
+        (["0-3,8-11", "4-7,12-15"], 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
+        (["0-3,8-11", "4-7,12-15"], 4, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
+        (["0-3,8-11", "4-7,12-15"], 3, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13]]),
+        # Nodes that deal with cores in turn.
+        (["0,2,4,6,8,10,12,14", "1,3,5,7,9,11,13,15"], 2, [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]),
+        (["0-15"], 1, [list(range(16))]),
+        (["0-15"], 9, [[core] for core in range(9)]),
+    ],
+)
+def test_ranks_divide_physical_cores(machine: Machine, nodes: list[str], ranks: int, expected: list[list[int]]) -> None:
+    machine.nodes(*nodes)
+    for core in range(16):
+        machine.write(f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list", f"{core % 8},{core % 8 + 8}\n")
+    found = machine.read(16)
+    assert [list(workers.share_of_machine(found, rank, ranks, machine.root)) for rank in range(ranks)] == expected
 
 
 # --- Memory of several nodes ---

@@ -361,6 +361,15 @@ def test_an_audit_is_one_process_own(option: str) -> None:
         validation.check_config(audited, args)
 
 
+def test_a_canary_is_for_servers_without_stages() -> None:
+    args = SimpleNamespace(tp_size=2, pp_size=1, dp_size=2, nnodes=1)
+    validation.check_config(FluxionConfig(canary=0.1), args)
+    args.pp_size = 2
+    validation.check_config(FluxionConfig(), args)
+    with pytest.raises(ConfigError, match="canary does not work with --pp-size 2, because"):
+        validation.check_config(FluxionConfig(canary=0.1), args)
+
+
 def test_what_does_not_go_with_kv_in_files(tmp_path: Path) -> None:
     def args(**changed: Any) -> SimpleNamespace:
         usual = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,14 +35,15 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside:
     control group has CPU time for, less what others need.
 
     The calling thread counts as a worker and is never pinned; the others are pinned to this rank's share of
-    `config.cores`, or of the cores that the process may use.
+    `config.cores`, in the order given, or of the cores that the process may use.
 
     Args:
         rank, ranks: this process among those that share the machine's cores, rank < ranks.
         beside: what leaves them less than that, unless `config.workers` names a number.
     """
     machine = topology()
-    cores = share_of(config.core_list() or [int(core) for core in machine["cores"]], rank, ranks)
+    named = config.core_list()
+    cores = share_of(named, rank, ranks) if named else share_of_machine(machine, rank, ranks)
     count = config.workers or max(within_quota(len(cores), float(machine["cpu_quota"]), ranks) - beside.busy, 1)
     return Workers(count, torch.tensor(cores, dtype=torch.int32), beside.spin_us)
 
@@ -56,3 +60,31 @@ def share_of(cores: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
     """What one rank has of cores that `ranks` divide: each as many, no core for two unless there are too few."""
     share = len(cores) // ranks
     return cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]]
+
+
+def share_of_machine(machine: Mapping[str, Any], rank: int, ranks: int, root: Path = Path("/")) -> Sequence[int]:
+    """What one rank has of all cores: whole physical ones, those of a NUMA node together, their first threads first.
+
+    Args:
+        machine: as `topology` says. root: where its /sys is.
+    """
+    node = {core: node["id"] for node in machine["numa"] for core in node["cores"]}
+    threads: dict[int, list[int]] = {}  # of each physical core
+    for core in map(int, machine["cores"]):
+        threads.setdefault(_first_thread(core, root), []).append(core)
+    physical = sorted(threads.values(), key=lambda of_one: (node.get(of_one[0], 0), of_one[0]))
+    if ranks == 1 or len(physical) < ranks:
+        return share_of([int(core) for core in machine["cores"]], rank, ranks)
+    share = len(physical) // ranks
+    mine = physical[rank * share : (rank + 1) * share]
+    return [core for nth in range(max(map(len, mine))) for of_one in mine for core in of_one[nth : nth + 1]]
+
+
+def _first_thread(core: int, root: Path) -> int:
+    """The first hardware thread of a core's physical core; the core itself where /sys does not say."""
+    try:
+        siblings = (root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return core
+    found = re.match(r"\d+", siblings)
+    return int(found[0]) if found else core

@@ -32,8 +32,8 @@ from fluxion_sglang.sglang import predictors, served_models
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.layers import Contained, install
-from fluxion_sglang.sglang.pools import FluxionKVPool
-from fluxion_sglang.sglang.requests import CHECK, RequestPolicies
+from fluxion_sglang.sglang.pools import FluxionKVPool, least_over_ranks
+from fluxion_sglang.sglang.requests import RequestPolicies
 from fluxion_sglang.sglang.rows import watch
 from fluxion_sglang.sglang.speculation import tree_bits
 
@@ -87,6 +87,7 @@ class FluxionAttnBackend(AttentionBackend):
         options = pool.config
         context = predictors.context(options, runner)
         policy = predictors.server_policy(options, context)
+        predictors.check_ranks(policy, options, runner)
         if draft is not None and not policy.exact:
             logger.warning(
                 "Fluxion: every step of a server that decodes speculatively verifies a draft, and reads everything for "
@@ -143,6 +144,7 @@ class FluxionAttnBackend(AttentionBackend):
             self._room,
             self._check_wishes,
             one=draft is not None,
+            canary=options.canary > 0,
         )
         watch(self.req_to_token_pool, self._ended)
         self._records = options.record is not None
@@ -275,13 +277,7 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _check(self, request: int) -> None:
         """The whole host pool, for a request of the batch that asks for it."""
-        pool = self.token_to_kv_pool.host
-        if pool.canary == 0:
-            self.failures.lose(
-                request, f"{CHECK} needs a server with the option canary; start it with one, or leave it out."
-            )
-            return
-        checked, found = pool.sweep()
+        checked, found = self.token_to_kv_pool.host.sweep()
         logger.info(
             "Fluxion: of %d tokens and metadata entries in the host pool, %s", checked, found or "all are sound"
         )
@@ -425,6 +421,10 @@ class FluxionAttnBackend(AttentionBackend):
 
 
 def _state_limit(options: FluxionConfig, pool: FluxionKVPool) -> int:
-    """Bytes that policies may remember requests in."""
-    gib = options.policy_state_gb
-    return int(pool.host.nbytes * SHARE if gib is None else gib * GIB)
+    """Bytes that policies may remember requests in.
+
+    What a request takes goes by a rank's layers. Ranks that have more of them have as much more room, to the byte: they
+    must end the same requests.
+    """
+    gib, layers = options.policy_state_gb, pool.host.shape.layers
+    return least_over_ranks(int(pool.host.nbytes * SHARE if gib is None else gib * GIB) // layers) * layers

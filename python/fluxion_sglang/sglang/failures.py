@@ -44,21 +44,24 @@ class FailureGuard:
         abort: gives up one that has.
 
     Attributes:
-        reason: the first failure of the pass; None while there is none.
-        lost: requests of the pass that failed by themselves, by their place in the batch, each with its reason.
-        failed: passes that have failed.
+        found: what has failed of the pass.
+        failed: passes that have failed, on any rank; the first tensor-parallel rank alone counts them.
     """
 
     def __init__(self, finish: Callable[[], None] = lambda: None, abort: Callable[[], None] = lambda: None) -> None:
         self.finish, self._abort = finish, abort
-        self.reason: str | None = None
-        self.lost: dict[int, str] = {}
+        self.found = Failures(None, {})
         self.failed = 0
         self._contained = False
 
+    @property
+    def reason(self) -> str | None:
+        """The first failure of the pass on this rank; None while there is none."""
+        return self.found.reason
+
     @contextmanager
     def containing(self) -> Iterator[FailureGuard]:
-        self.reason, self.lost, self._contained = None, {}, True
+        self.found, self._contained = Failures(None, {}), True
         try:
             yield self
             self._close()
@@ -70,14 +73,12 @@ class FailureGuard:
         if not self._contained:
             raise RuntimeError(reason)
         logger.error("Fluxion: a request of this pass is ended: %s", reason)
-        self.lost.setdefault(request, reason)
+        self.found.lost.setdefault(request, reason)
 
     def _close(self) -> None:
         if self.reason is None:
             self.run(self.finish)
-            self.failed += self.reason is not None
             return
-        self.failed += 1
         try:
             self._abort()
         except Exception:
@@ -91,7 +92,7 @@ class FailureGuard:
             try:
                 return step()
             except Exception as error:
-                self.reason = str(error) or type(error).__name__
+                self.found = self.found._replace(reason=str(error) or type(error).__name__)
                 logger.exception("Fluxion: the pass failed, and its requests are ended")
         return None
 
@@ -116,9 +117,8 @@ def forward_batch_generation(
         return result
     with guard.containing():
         result = original(worker, batch, *args, **kwargs)
-    found = Failures(guard.reason, guard.lost)
-    if parallel.tp_size > 1:
-        found = agreed(found, parallel.tp_group.cpu_group)
+    found = guard.found if parallel.tp_size == 1 else agreed(guard.found, parallel.tp_group.cpu_group)
+    guard.failed += found.reason is not None and parallel.tp_rank == 0
     every = range(len(batch.reqs))
     failed = found.lost if found.reason is None else dict.fromkeys(every, f"the pass failed: {found.reason}")
     for i, reason in failed.items():
@@ -134,13 +134,15 @@ def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:
     Args:
         mine: what failed on this rank. ranks: their group for CPU tensors.
     """
-    any_failed = torch.tensor(int(mine.reason is not None or bool(mine.lost)))
+    any_failed = torch.tensor(int(mine.reason is not None or bool(mine.lost)), device="cpu")
     dist.all_reduce(any_failed, dist.ReduceOp.MAX, group=ranks)
     if not any_failed:
         return mine
     found: list[Failures] = [mine] * dist.get_world_size(ranks)
     dist.all_gather_object(found, mine, group=ranks)
-    reasons = [each.reason for each in found if each.reason is not None]
+    reasons = [f"{each.reason} (rank {rank})" for rank, each in enumerate(found) if each.reason is not None]
+    if reasons and mine.reason is None:
+        logger.error("Fluxion: the pass failed on another rank, and its requests are ended: %s", reasons[0])
     # Of several reasons, that of the lowest rank.
     lost = {place: reason for each in reversed(found) for place, reason in each.lost.items()}
     return Failures(reasons[0] if reasons else None, lost)

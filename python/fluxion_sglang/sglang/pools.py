@@ -125,7 +125,7 @@ def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
     )
 
 
-def _least_over_ranks(value: int) -> int:
+def least_over_ranks(value: int) -> int:
     """The smallest value of any rank: every rank must present the same logical space to the scheduler."""
     if get_parallel().launch_world_size > 1:
         tensor = torch.tensor(value, dtype=torch.int64)
@@ -162,8 +162,8 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
             f"the device has no room for the sinks and window ({placement.slots} tokens) of a single request; lower "
             f"sinks or window in --fluxion-config, or raise {limit}."
         )
-    tokens = _least_over_ranks(capacity.plan_tokens(config, shape, available))
-    resolved.max_running_requests = _least_over_ranks(min(resolved.max_running_requests, rows))
+    tokens = least_over_ranks(capacity.plan_tokens(config, shape, available))
+    resolved.max_running_requests = least_over_ranks(min(resolved.max_running_requests, rows))
     resolved.max_total_num_tokens = tokens
     logger.info(
         "Fluxion: host pool of %d tokens, %.2f GiB (KV, metadata and moments); largest context %d tokens; "
@@ -207,11 +207,11 @@ def _begin_sizing(configurator: Any) -> None:
     """
     if capacity.rank_on_host(configurator.server_args) == 0:
         _turn.wait()
-    _least_over_ranks(0)  # all have waited
+    least_over_ranks(0)  # all have waited
 
 
 def _end_sizing() -> None:
-    _least_over_ranks(0)  # all have their memory
+    least_over_ranks(0)  # all have their memory
     _turn.end()
 
 

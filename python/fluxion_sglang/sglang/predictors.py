@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
-from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.policy import AUTO, BARE, Context, Policy, parse_spec
 from fluxion_sglang.predictor.artifact import JSON_NAME, DoesNotFit, Identity, LoadedPredictor, load, tau_key
 from fluxion_sglang.predictor.features import NAMES
@@ -139,6 +139,28 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
         policy.criterion.limit,
     )
     return policy
+
+
+def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> None:
+    """Refuse ranks that would decide differently, because their machines do not have the same predictor. A collective.
+
+    Raises:
+        ConfigError: on every rank, one sentence.
+    """
+    parallel = get_parallel()
+    if parallel.launch_world_size == 1:
+        return
+    folder = _folder(config, runner)
+    digest = None if folder is None else hashlib.sha256((folder / JSON_NAME).read_bytes()).hexdigest()[:16]
+    mine = f"policy {policy.spec}, {'no predictor' if digest is None else f'predictor {digest}'}"
+    found = [mine] * parallel.launch_world_size
+    dist.all_gather_object(found, mine, group=parallel.world_group.cpu_group)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            raise ConfigError(
+                f"the ranks of this server would decide differently, because rank 0 has {found[0]} and rank {rank} has "
+                f"{theirs}; copy the predictor's folder to every machine, or choose a policy that needs none."
+            )
 
 
 def _say_what_is_unused(config: FluxionConfig) -> None:

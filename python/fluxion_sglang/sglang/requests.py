@@ -74,6 +74,7 @@ class RequestPolicies:
         room: the memory that policies may remember requests in; None: any.
         check: raises ValueError for what a request of so many prompt tokens may not have recorded.
         one: requests may name policies as ever, and all follow the server's.
+        canary: whether a request may ask for a check of the whole host pool.
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
@@ -92,6 +93,7 @@ class RequestPolicies:
         room: StateRoom | None = None,
         check: Callable[[object, int], None] = lambda wishes, tokens: None,
         one: bool = False,
+        canary: bool = False,
     ) -> None:
         self.server = server
         self.allowed = allowed
@@ -102,7 +104,7 @@ class RequestPolicies:
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
-        self._room, self._check, self._one = room, check, one
+        self._room, self._check, self._one, self._canary = room, check, one, canary
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ending = server if server.exact else parse_spec("full")  # of requests that are to end
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
@@ -121,7 +123,7 @@ class RequestPolicies:
         ids = {id(request) for request in riding}
         self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
         self.recorded = [None if decoding else self._recorded(request) for request in requests]
-        self.checks = [i for i, request in enumerate(requests) if _params(request).get(CHECK) is True]
+        self.checks = [i for i, request in enumerate(requests) if self._wants_check(request)]
         try:
             yield
         finally:
@@ -175,6 +177,18 @@ class RequestPolicies:
                 return None
             self._checked.add(request)
         return wishes if isinstance(wishes, Mapping) else None
+
+    def _wants_check(self, request: Any) -> bool:
+        """Whether a request has the whole host pool checked; it is ended where that cannot be."""
+        wished = _params(request).get(CHECK) is True
+        if wished and not self._canary:
+            end_request(
+                request,
+                f"{CHECK} needs a server with the option canary; start it with one, or leave it out.",
+                HTTPStatus.BAD_REQUEST,
+                "BadRequestError",
+            )
+        return wished and self._canary
 
     def _wanted(self, request: Any) -> Policy:
         spec = _params(request).get(PARAMETER)  # None is what JSON's null becomes: no policy of its own

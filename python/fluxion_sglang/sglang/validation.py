@@ -164,6 +164,11 @@ def check_config(config: FluxionConfig, args: Any) -> None:
             f"cores is {config.cores!r}, which names {cores}, but the {ranks} ranks of this host divide them and need "
             f"{each} each; name at least {ranks * each} or leave the key out."
         )
+    if config.canary > 0 and args.pp_size > 1:
+        raise ConfigError(
+            f"canary does not work with --pp-size {args.pp_size}, because a stage that finds corrupt KV cannot end "
+            "the requests of the others; use --pp-size 1 or leave the key out."
+        )
     for option in ("tp_size", "pp_size", "dp_size"):
         count = getattr(args, option)
         for key in ("audit", "record"):

@@ -97,12 +97,15 @@ mutant(publishes_before_it_writes test/fuzz/scenario.h
         cell(at.taken_at).write(0);]==])
 
 mutant(every_block_notes_the_time test/fuzz/scenario.h
-  [==[const bool stamps = block == 0 && !gave_up(words);]==]
-  [==[const bool stamps = !gave_up(words);]==])
+  [==[    while (!is_look_of(found = looked_.load(std::memory_order_acquire), s)) Sync::pause();
+]==]
+  [==[    while (!is_look_of(found = looked_.load(std::memory_order_acquire), s)) Sync::pause();
+    if (found_answer(found)) cell(slot(s).taken_at).write(s);
+]==])
 
 mutant(notes_the_time_though_it_gave_up test/fuzz/scenario.h
-  [==[const bool stamps = block == 0 && !gave_up(words);]==]
-  [==[const bool stamps = block == 0;]==])
+  [==[const bool stamps = !gave_up(words);]==]
+  [==[const bool stamps = true;]==])
 
 mutant(reads_the_times_after_its_answer test/fuzz/scenario.h
   [==[    // A policy may look at its layer until the next one is answered.

@@ -20,8 +20,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "fuzz"
 # Minutes: the programs are compiled first, with every mistake that the fuzzer must find.
-pytestmark = pytest.mark.full
-MUTANTS = re.findall(r"^mutant\((\w+)", (ROOT / "test/fuzz/mutants.cmake").read_text(), re.MULTILINE)
+full = pytest.mark.full
+_MUTANT = re.compile(r"^mutant\((\w+) (\S+)\s+\[==\[(.*?)\]==\]\s+\[==\[(.*?)\]==\]\)", re.MULTILINE | re.DOTALL)
+MUTANTS = {name: changes for name, *changes in _MUTANT.findall((ROOT / "test/fuzz/mutants.cmake").read_text())}
+"""By name, the file that a mistake is in, the text there, and what takes its place."""
 
 
 def tool(name: str) -> str:
@@ -47,6 +49,13 @@ def run(program: Path, *options: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_changes_what_is_there(name: str) -> None:
+    file, there, instead = MUTANTS[name]
+    assert (ROOT / file).read_text().count(there) == 1 and there != instead
+
+
+@full
 def test_a_million_interleavings(folder: Path) -> None:
     """All with at most two deviations from the ordinary one, of four small passes; and random ones of large passes."""
     options = ["--exhaustive", 1 << 40, "--deviations", 2, "--random", 250_000, "--seed", 1, "--threads", 2]
@@ -57,6 +66,7 @@ def test_a_million_interleavings(folder: Path) -> None:
     assert numbers["faults"] > 100_000, said
 
 
+@full
 def test_the_fuzzer_finds_what_is_wrong(folder: Path) -> None:
     def find(name: str) -> tuple[int, str]:
         # A run ends with what it finds: of 50,000 runs but for the two that forget a queue's round, after 162,771.
@@ -69,6 +79,7 @@ def test_the_fuzzer_finds_what_is_wrong(folder: Path) -> None:
     assert not missed, missed
 
 
+@full
 @pytest.mark.parametrize("program", ["protocol_stress", "protocol_stress_thread"])
 def test_the_same_on_real_threads(folder: Path, program: str) -> None:
     status, said = run(folder / program, 3)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+
+from fluxion_sglang.commands.serving import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDLE = str(ROOT / "models" / "needle")
@@ -28,12 +29,6 @@ START_TIMEOUT_S = 1800
 PATIENCE_S = 600
 """For what takes seconds on a quiet machine."""
 LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: the pass failed")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

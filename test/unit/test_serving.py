@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
@@ -147,6 +148,20 @@ def test_the_counters_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "metrics", lambda: next(pages))
     before = server.metrics()
     assert server.settled(before, "requests") == {"requests": 2.0, "fluxion_layers_total": 7.0}
+
+
+def test_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        free = serving.free_port()
+        assert free in serving._PORTS and free < 32768
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [busy, free])
+        assert serving.free_port() == free
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [busy])
+        with pytest.raises(serving.ServerError, match=r"No port from 10000 to 32767 is free"):
+            serving.free_port()
 
 
 def test_what_one_request_added() -> None:

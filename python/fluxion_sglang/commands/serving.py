@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -32,6 +33,8 @@ START_LIMIT_S = 900.0
 """A loaded machine may take minutes to import SGLang; a server that died is noticed at once."""
 
 REQUEST_LIMIT_S = 3600.0
+_PORTS: Final = range(10_000, 32_768)
+"""Below those that Linux gives to outgoing connections."""
 _SETTLE_LIMIT_S = 2.0
 _STOP_LIMIT_S = 10.0
 _LOG_LINES = 25
@@ -287,9 +290,16 @@ def shell(command: Sequence[str]) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on. A server takes a minute to come to it: no outgoing connection may take it before.
+
+    Raises:
+        ServerError: none of a hundred was free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"No port from {_PORTS[0]} to {_PORTS[-1]} is free; end what listens on them.")
 
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[str], what: str) -> None:

@@ -57,7 +57,8 @@ def serving(way: str, model: str, logs: Path, fluxion: str, **env: str) -> Itera
             folder = logs / f"{way}-{node}"  # each node's temporary files, as each machine has its own
             folder.mkdir()
             server = Server(
-                "--chunked-prefill-size", "1024", "--mem-fraction-static", "0.7", *words, model=model, fluxion=fluxion, log=folder / "log",
+                "--chunked-prefill-size", "1024", "--mem-fraction-static", "0.7", *words,
+                model=model, fluxion=fluxion, log=folder / "log",
                 env={"TMPDIR": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", **env},
             )  # fmt: skip
             stack.callback(server.stop)

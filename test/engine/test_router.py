@@ -39,11 +39,6 @@ class Deployment:
     servers: list[Server]
     log: Path
 
-    def post(self, body: dict[str, Any], path: str = "/generate") -> Any:
-        reply = requests.post(self.url + path, json=body, timeout=PATIENCE_S)
-        assert reply.status_code == 200, (reply.text, self.log.read_text()[-4000:])
-        return reply.json()
-
     def await_servers(self) -> None:
         """Block until the router has found them: it is healthy before."""
         deadline = time.monotonic() + PATIENCE_S
@@ -55,7 +50,10 @@ class Deployment:
         """new: tokens of the answer; by default as many as the right one has."""
         new = new or len(document.questions[question].answer_ids)
         params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, **params}
-        return self.post({"text": document.text(question), "sampling_params": params})
+        body = {"text": document.text(question), "sampling_params": params}
+        reply = requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S)
+        assert reply.status_code == 200, (reply.text, self.log.read_text()[-4000:])
+        return reply.json()
 
 
 def right(document: NeedlePrompt, question: int, answer: Any) -> bool:
@@ -114,9 +112,8 @@ def test_prompts_go_to_who_has_their_beginning_and_a_server_may_go(
 ) -> None:
     """With the flag as without: only the first question about a document is prefilled."""
     with deployed(logs / ("router-flag" if flag else "router-plain"), {} if flag else None) as deployment:
-        with ThreadPoolExecutor(
-            DOCUMENTS
-        ) as pool:  # at once: the router gives new prompts to the server with less to do
+        # The first ones at once: the router gives a new prompt to the server that has less to do.
+        with ThreadPoolExecutor(DOCUMENTS) as pool:
             answers = [list(pool.map(lambda document: deployment.ask(document, 0), documents))]
         answers += [[deployment.ask(document, number) for document in documents] for number in range(1, QUESTIONS)]
         cached = [[got["meta_info"]["cached_tokens"] for got in of_all] for of_all in answers]

@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.native import Workers, topology
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def within_quota(cores: int, quota: float, ranks: int) -> int:
     return cores if quota < 0 else min(cores, max(int(quota / ranks), 1))
 
 
-def share_of(cores: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
+def share_of(cores: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
     """What one rank has of cores that `ranks` divide: each as many, no core for two unless there are too few."""
     share = len(cores) // ranks
     return cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]]
@@ -75,8 +77,7 @@ def share_of_machine(machine: Mapping[str, Any], rank: int, ranks: int, root: Pa
     physical = sorted(threads.values(), key=lambda of_one: (node.get(of_one[0], 0), of_one[0]))
     if ranks == 1 or len(physical) < ranks:
         return share_of([int(core) for core in machine["cores"]], rank, ranks)
-    share = len(physical) // ranks
-    mine = physical[rank * share : (rank + 1) * share]
+    mine = share_of(physical, rank, ranks)
     return [core for nth in range(max(map(len, mine))) for of_one in mine for core in of_one[nth : nth + 1]]
 
 

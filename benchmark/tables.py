@@ -15,6 +15,7 @@ from pathlib import Path
 
 import common
 from decode_tables import DECODE_TABLES
+from forecast_tables import FORECAST_TABLES
 from hgca_tables import HGCA_TABLES
 from layer_tables import LAYER_TABLES
 from quality_tables import QUALITY_TABLES
@@ -153,6 +154,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **HGCA_TABLES,
     **LAYER_TABLES,
     **RACE_TABLES,
+    **FORECAST_TABLES,
 }
 
 

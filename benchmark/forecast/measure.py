@@ -1,0 +1,268 @@
+"""What a forecast rests on, measured on this machine; and decode steps of whole models, to compare it with."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import checkpoints
+import common
+import torch
+from cells import Cell
+from forecast.hardware import Domain
+from forecast.layer import Kernel
+from forecast.step import Rates, forecast
+from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, SINKS, WINDOW, Model, Reading
+from judged import Sizes
+from judged import measure as measure_kernel
+from layers import empty_step_ns
+from racers import driver
+from roofline import beyond_caches, interleave, isas, workers
+
+from fluxion_sglang.native import NativeLayers, probe
+
+GROUP, HEAD_DIM = 4, 128
+KERNELS = {
+    ATTEND: Cell("attend", blk=0, group=GROUP, head_dim=HEAD_DIM),
+    ATTEND_BLOCKS: Cell("attend", group=GROUP, head_dim=HEAD_DIM),
+    SCAN: Cell("scan", blk=0, group=GROUP, head_dim=HEAD_DIM),
+}
+LINEAR_ROWS = (1, 2, 4, 8, 16, 32)
+FAR_SHAPE, NEAR_SHAPE = (6144, 4096), (1024, 1024)
+"""Outputs and inputs of a matrix: of one whose copies are larger than all caches, and of one that a cache holds."""
+SPECS = ("full", "fixed:16:0.05")
+BATCHES = (4, 1)
+CALIBRATED = ("llama-111m", "qwen3-0.6b")
+"""Of 4 layers and of 28: so what a step costs is told from what a layer does."""
+CALIBRATED_DEPTH = 512
+CHECKED = (("llama-111m", 4096), ("llama-111m", 16384), ("qwen3-0.6b", 4096), ("llama-3.1-8b", 4096))
+CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
+STEPS = 24
+
+
+def overlap_of(near: float, memory: float, seen: float) -> float:
+    """The exponent at which `Kernel.rate` gives what was seen, GB/s of a worker; from 1 to 16."""
+    low, high = 1.0, 16.0
+    for _ in range(40):
+        p = (low + high) / 2
+        low, high = (p, high) if Kernel(near, p).rate(memory) < seen else (low, p)
+    return round(low, 3)
+
+
+def kernel_of(near: float, stream: float, scatter: float, seen: float) -> Kernel:
+    """Of rates of one worker, in GB/s."""
+    return Kernel(round(near, 3), overlap_of(near, scatter, seen), round(scatter / stream, 3))
+
+
+def kernels(sizes: Sizes) -> dict[str, Kernel]:
+    found = {}
+    count = workers(0).count
+    for name, cell in KERNELS.items():
+        row = measure_kernel(cell, sizes)
+        assert row is not None
+        found[name] = kernel_of(*(row[key] / count for key in ("cached", "stream", "scatter", "gb_per_s")))
+    return found
+
+
+def streams(rounds: int) -> tuple[float, float]:
+    """GB/s of the best stream of all workers, and of one."""
+    memory = probe.host_memory(workers(0), beyond_caches(1 << 29))
+    memory.fill_(1)
+
+    def best(threads: int) -> float:
+        plans = {
+            str(plan): lambda plan=plan: probe.stream(workers(threads), isas()[-1], memory, plan)[0][0]
+            for plan in probe.PLANS
+        }
+        return memory.numel() / min(map(median, interleave(plans, rounds).values()))
+
+    return round(best(0), 2), round(best(1), 2)
+
+
+def select_ns(rounds: int, tasks: int = 32, blocks: int = 2048) -> float:
+    """A block and a head, in one worker."""
+    first = torch.arange(tasks + 1, dtype=torch.int64) * blocks
+    scores = torch.randn(tasks * blocks * GROUP)
+    k, heads = torch.full((tasks,), blocks // 20, dtype=torch.int32), torch.empty(tasks * blocks, dtype=torch.uint16)
+    run = partial(probe.select, workers(0), isas()[-1], scores, first, k, heads)
+    ns = median(interleave({"select": lambda: run()[0]}, rounds)["select"])
+    return round(ns * workers(0).count / (tasks * blocks * GROUP), 3)
+
+
+def linear(rounds: int, launch_us: float, streamed: float) -> dict[int, Kernel]:
+    native, count = NativeLayers(workers(0)), workers(0).count
+    outputs, inputs = FAR_SHAPE
+    copies = -(-beyond_caches(1 << 28) // (outputs * inputs * 2))
+    weights = [torch.randn(FAR_SHAPE).to(torch.bfloat16) for _ in range(copies)]
+    for weight in weights:
+        NativeLayers.into_huge_pages(weight)
+    small = torch.randn(NEAR_SHAPE).to(torch.bfloat16)
+    found = {}
+    for rows in LINEAR_ROWS:
+        x, y = (torch.randn(rows, size).to(torch.bfloat16) for size in (inputs, NEAR_SHAPE[1]))
+
+        def timed(x: torch.Tensor, those: Sequence[torch.Tensor]) -> int:
+            start = time.perf_counter_ns()
+            for weight in those:
+                native.linear(x, weight)
+            return time.perf_counter_ns() - start
+
+        calls = {"far": partial(timed, x, weights), "near": partial(timed, y, [small] * 64)}
+        times = {name: median(ns) for name, ns in interleave(calls, rounds).items()}
+        far = copies * weights[0].nbytes / (times["far"] - copies * launch_us * 1e3)
+        near = 64 * small.nbytes / (times["near"] - 64 * launch_us * 1e3)
+        found[rows] = kernel_of(max(near, far * 1.01) / count, streamed / count, streamed / count, far / count)
+    return found
+
+
+def _reduce(rank: int, port: int, sizes: Sequence[int], say: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found = []
+    for kib in sizes:
+        data, spent = torch.zeros(kib * 512, dtype=torch.bfloat16), []
+        for _ in range(200):
+            start = time.perf_counter()
+            dist.all_reduce(data)
+            spent.append((time.perf_counter() - start) * 1e6)
+        found.append(median(spent))
+    if rank == 0:
+        say.put(found)
+    dist.destroy_process_group()
+
+
+def reduce_us(small: int = 8, large: int = 512) -> tuple[float, float]:
+    """Of two ranks on this machine, by gloo: microseconds for nothing, and for each KiB."""
+    from fluxion_sglang.commands.serving import free_port
+
+    spawn = multiprocessing.get_context("spawn")
+    say, port = spawn.Queue(), free_port()
+    ranks = [spawn.Process(target=_reduce, args=(rank, port, (small, large), say)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    first, second = say.get(timeout=120)
+    for rank in ranks:
+        rank.join()
+    each = max((second - first) / (large - small), 0.0)
+    return round(first - small * each, 2), round(each, 4)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Decode steps of a model: the median of their times, and the share of the tiles that a group read."""
+
+    model: str
+    depth: int
+    batch: int
+    spec: str
+    ms: float
+    tiles: float
+
+
+def _decode(model: str, depth: int, specs: Sequence[str], say: Any) -> None:
+    sys.path.insert(0, str(Path(driver.__file__).parent))  # as the drivers of the race find each other
+    from run_sglang import Sglang
+
+    config = checkpoints.config(model)
+    folder = checkpoints.made(model, CACHE)
+    options = {"policies": list(specs)}
+    steps, cores, words = STEPS, common.machine()["cores"], config["vocab_size"]
+    plan = driver.Plan(str(folder), [depth], list(BATCHES), steps, cores, options, [], 0, words)
+    racer, shape = Sglang(), Model.of(config)
+    racer.load(plan)
+    racer.prefill(plan.prompts(depth))
+    engine = racer._runner.torch_runner.attn_backend.engine
+    for batch in BATCHES:
+        for spec in specs:
+            before = engine.stats()["tile_bytes"]
+            seconds = racer.decode(spec, batch, driver.WARM + steps)
+            groups = len(seconds) * shape.layers * batch * shape.kv_heads
+            whole = groups * max(depth - SINKS - WINDOW, 1) * shape.token_bytes
+            tiles = (engine.stats()["tile_bytes"] - before) / whole
+            say.put(Seen(model, depth, batch, spec, median(seconds[driver.WARM :]) * 1e3, min(tiles, 1.0)))
+    say.put(None)
+    say.close()
+    say.join_thread()
+    os._exit(0)
+
+
+def decoded(model: str, depth: int, specs: Sequence[str]) -> Iterator[Seen]:
+    """Steps of a model with the flag, in a process of its own.
+
+    Raises:
+        SystemExit: it ended before its time; what it said is above.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    say = spawn.Queue()
+    process = spawn.Process(target=_decode, args=(model, depth, specs, say))
+    process.start()
+    while True:
+        try:
+            seen = say.get(timeout=5)
+        except Exception:
+            if process.is_alive():
+                continue
+            raise SystemExit(f"decoding {model} at {depth} ended with exit code {process.exitcode}") from None
+        if seen is None:
+            break
+        yield seen
+    process.join()
+
+
+def shape_of(model: str) -> Model:
+    return Model.of(checkpoints.config(model))
+
+
+def expected(rates: Rates, domain: Domain, seen: Seen) -> float:
+    """Milliseconds of the step that was seen: its own share of tiles, which is the queries' and no matter of speed."""
+    reading = Reading(0, 1.0) if seen.spec == "full" else Reading(int(seen.spec.split(":")[1]), seen.tiles)
+    return forecast(shape_of(seen.model), domain, rates, seen.batch, seen.depth, reading).ms
+
+
+def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, float]]:
+    """What is neither matrix nor attention, from steps of two models with few tokens, each at both batches."""
+    rest = {(one.model, one.batch): (one.ms - expected(without, without.here, one)) * 1e3 for one in seen}
+    few, many = (shape_of(model).layers for model in CALIBRATED)
+    layer = {n: max((rest[CALIBRATED[1], n] - rest[CALIBRATED[0], n]) / (many - few), 0.0) for n in BATCHES}
+    step = {n: max(rest[CALIBRATED[0], n] - few * layer[n], 0.0) for n in BATCHES}
+    large, one = BATCHES
+
+    def pair(of: Mapping[int, float]) -> tuple[float, float]:
+        return round(of[one], 2), round(max((of[large] - of[one]) / (large - one), 0.0), 3)
+
+    return {"step_us": pair(step), "layer_us": pair(layer)}
+
+
+def measure_rates(quick: bool, say: Any = print) -> Rates:
+    """Of this machine; minutes."""
+    sizes = Sizes.quick() if quick else Sizes(rounds=11)
+    torch.set_num_threads(workers(0).count)
+    streamed, alone = streams(sizes.rounds)
+    say(f"memory: {streamed} GB/s, one worker {alone}")
+    launch_us = round(median(empty_step_ns(20 if quick else 400)[0]) / 1e3, 2)
+    found = kernels(sizes)
+    say(", ".join(f"{name}: {kernel}" for name, kernel in found.items()))
+    rates = Rates(
+        workers=workers(0).count,
+        streamed=streamed,
+        alone=alone,
+        kernels={f"G={GROUP} D={HEAD_DIM}": found},
+        select_ns=select_ns(sizes.rounds),
+        linear=linear(sizes.rounds, launch_us, streamed),
+        launch_us=launch_us,
+        step_us=(0.0, 0.0),
+        layer_us=(0.0, 0.0),
+        reduce_us=reduce_us(),
+    )
+    say(json.dumps(rates.to_json()))
+    return rates

@@ -38,8 +38,9 @@ def machines(results: Path) -> str:
             (row["machine"], row["batch"], row["context"], row["policy"], row["ranks"]): row for row in data["rows"]
         }
         lines = []
-        for machine, batch, context, policy in dict.fromkeys(key[:4] for key in cells):
-            mine = {ranks: row for (*key, ranks), row in cells.items() if key == [machine, batch, context, policy]}
+        for load in dict.fromkeys(key[:4] for key in cells):
+            machine, batch, context, policy = load
+            mine = {ranks: row for (*key, ranks), row in cells.items() if tuple(key) == load}
             best = min(mine.values(), key=lambda row: row["ms"])
             lines.append(
                 [

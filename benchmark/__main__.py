@@ -111,8 +111,12 @@ def main() -> None:
             "canary.py",
             "speculation.py",
             "restart.py",
+            "pool_scale.py",
         ):  # nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])
+        _run([sys.executable, str(HERE / "forecast"), "measure", *passed[: args.quick]])
+        if not args.quick:
+            _run([sys.executable, str(HERE / "forecast"), "machines"])
     if args.only != "speed":
         for name in QUALITY:
             _run(quality(name, results, args.quick, args.fresh))

@@ -24,10 +24,10 @@ def check(results: Path) -> str:
         errors = [abs(row["error"]) for row in data["rows"]]
         note = (
             f"Time per output token; the errors' median is {median(errors):.0%}, the largest {max(errors):.0%}. "
-            f"Random weights. {where(data)} [Data]({link(path)}), `python -m benchmark.forecast measure`."
+            f"Random weights. {where(data)} [Data]({link(path)}), `python benchmark/forecast measure`."
         )
         out.append(f"{table(head, rows, 'lrrlrrr')}\n{note}\n")
-    return "\n".join(out) or nothing("forecast")
+    return "\n".join(out) or nothing("forecast measure")
 
 
 def machines(results: Path) -> str:
@@ -54,10 +54,10 @@ def machines(results: Path) -> str:
         head += ["tokens/s", "GB/s", "attention"]
         note = (
             f"{data['model']} in bfloat16, 192 cores. The last three columns are those of the faster of the two. "
-            f"{where(data)} [Data]({link(path)}), `python -m benchmark.forecast machines`."
+            f"{where(data)} [Data]({link(path)}), `python benchmark/forecast machines`."
         )
         out.append(f"{table(head, lines, 'llrlrrrrr')}\n{note}\n")
-    return "\n".join(out) or nothing("forecast")
+    return "\n".join(out) or nothing("forecast machines")
 
 
 FORECAST_TABLES: dict[str, Callable[[Path], str]] = {"forecast_check": check, "forecast_machines": machines}

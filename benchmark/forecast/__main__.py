@@ -1,8 +1,8 @@
 """How long a decode step would take on a machine that is not here.
 
-    python -m benchmark.forecast measure     # rates of this machine, and whether they foretell its own steps; 15 min
-    python -m benchmark.forecast machines    # from the rates: servers of machines.json; seconds
-    python -m benchmark.forecast ask --batch 8 --context 1000000 --server "2 x EPYC 9654, DDR5-4800"
+    python benchmark/forecast measure     # rates of this machine, and whether they foretell its own steps; 15 min
+    python benchmark/forecast machines    # from the rates: servers of machines.json; seconds
+    python benchmark/forecast ask --batch 8 --context 1000000 --server "2 x EPYC 9654, DDR5-4800"
 
 A forecast takes rates of this machine's kernels, each for one worker (step.py), and a machine's cores and memory
 (hardware.py), and goes through one layer of attention event by event (layer.py). It has first to foretell whole decode
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python -m benchmark.forecast` as for the scripts beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python benchmark/forecast` as for the scripts beside it
 
 from fluxion_sglang import openmp
 
@@ -73,7 +73,7 @@ def rates_of(machine: str) -> Rates:
     path = common.RESULTS / machine / "forecast.json"
     data = common.load(path)
     if data is None:
-        sys.exit(f"error: {path} does not exist; measure first: python -m benchmark.forecast measure")
+        sys.exit(f"error: {path} does not exist; measure first: python benchmark/forecast measure")
     return Rates.from_json(data["rates"])
 
 
@@ -121,7 +121,7 @@ def ask(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.forecast", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python benchmark/forecast", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     for name, run in (("measure", measured), ("machines", machines), ("ask", ask)):
         command = commands.add_parser(name)

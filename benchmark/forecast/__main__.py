@@ -44,15 +44,15 @@ def measured(args: argparse.Namespace) -> None:
     from forecast import measure
 
     path = common.result_path(args, "forecast")
-    rates = measure.measure_rates(args.quick, tqdm.write)
-    calibrated = measure.CALIBRATED[:1] * 2 if args.quick else measure.CALIBRATED
-    checked = (("llama-111m", 1024),) if args.quick else measure.CHECKED
+    calibrated = () if args.quick else measure.CALIBRATED
+    checked = measure.QUICK if args.quick else measure.CHECKED
+    rates = measure.measure_rates([*calibrated, *(model for model, _ in checked)], args.quick, tqdm.write)
     with tqdm(total=len(calibrated) + len(checked), unit="model") as bar:
         seen = []
-        for model in dict.fromkeys(calibrated):
+        for model in calibrated:
             seen += measure.decoded(model, measure.CALIBRATED_DEPTH, measure.SPECS[:1])
             bar.update()
-        if not args.quick:
+        if calibrated:
             rates = replace(rates, **measure.around(rates, seen))
         tqdm.write(f"a step {rates.step_us} us, a layer {rates.layer_us} us, one request and each other")
         data: dict[str, Any] = {**common.header("forecast"), "rates": rates.to_json(), "calibrated": calibrated}

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ import torch
 from cells import Cell
 from forecast.hardware import Domain
 from forecast.layer import Kernel
-from forecast.step import Rates, forecast
+from forecast.step import Rates, forecast, shape_key
 from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, SINKS, WINDOW, Model, Reading
 from judged import Sizes
 from judged import measure as measure_kernel
@@ -30,12 +30,7 @@ from roofline import beyond_caches, interleave, isas, workers
 
 from fluxion_sglang.native import NativeLayers, probe
 
-GROUP, HEAD_DIM = 4, 128
-KERNELS = {
-    ATTEND: Cell("attend", blk=0, group=GROUP, head_dim=HEAD_DIM),
-    ATTEND_BLOCKS: Cell("attend", group=GROUP, head_dim=HEAD_DIM),
-    SCAN: Cell("scan", blk=0, group=GROUP, head_dim=HEAD_DIM),
-}
+KERNELS = {ATTEND: Cell("attend", blk=0), ATTEND_BLOCKS: Cell("attend"), SCAN: Cell("scan", blk=0)}
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32)
 FAR_SHAPE, NEAR_SHAPE = (6144, 4096), (1024, 1024)
 """Outputs and inputs of a matrix: of one whose copies are larger than all caches, and of one that a cache holds."""
@@ -45,6 +40,7 @@ CALIBRATED = ("llama-111m", "qwen3-0.6b")
 """Of 4 layers and of 28: so what a step costs is told from what a layer does."""
 CALIBRATED_DEPTH = 512
 CHECKED = (("llama-111m", 4096), ("llama-111m", 16384), ("qwen3-0.6b", 4096), ("llama-3.1-8b", 4096))
+QUICK = (("llama-111m", 1024),)
 CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
 STEPS = 24
 
@@ -63,11 +59,12 @@ def kernel_of(near: float, stream: float, scatter: float, seen: float) -> Kernel
     return Kernel(round(near, 3), overlap_of(near, scatter, seen), round(scatter / stream, 3))
 
 
-def kernels(sizes: Sizes) -> dict[str, Kernel]:
+def kernels(model: Model, sizes: Sizes) -> dict[str, Kernel]:
+    """For the model's groups of heads."""
     found = {}
     count = workers(0).count
     for name, cell in KERNELS.items():
-        row = measure_kernel(cell, sizes)
+        row = measure_kernel(replace(cell, group=model.group, head_dim=model.head_dim), sizes)
         assert row is not None
         found[name] = kernel_of(*(row[key] / count for key in ("cached", "stream", "scatter", "gb_per_s")))
     return found
@@ -88,14 +85,14 @@ def streams(rounds: int) -> tuple[float, float]:
     return round(best(0), 2), round(best(1), 2)
 
 
-def select_ns(rounds: int, tasks: int = 32, blocks: int = 2048) -> float:
+def select_ns(rounds: int, tasks: int = 32, blocks: int = 2048, group: int = 4) -> float:
     """A block and a head, in one worker."""
     first = torch.arange(tasks + 1, dtype=torch.int64) * blocks
-    scores = torch.randn(tasks * blocks * GROUP)
+    scores = torch.randn(tasks * blocks * group)
     k, heads = torch.full((tasks,), blocks // 20, dtype=torch.int32), torch.empty(tasks * blocks, dtype=torch.uint16)
     run = partial(probe.select, workers(0), isas()[-1], scores, first, k, heads)
     ns = median(interleave({"select": lambda: run()[0]}, rounds)["select"])
-    return round(ns * workers(0).count / (tasks * blocks * GROUP), 3)
+    return round(ns * workers(0).count / (tasks * blocks * group), 3)
 
 
 def linear(rounds: int, launch_us: float, streamed: float) -> dict[int, Kernel]:
@@ -243,20 +240,20 @@ def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, fl
     return {"step_us": pair(step), "layer_us": pair(layer)}
 
 
-def measure_rates(quick: bool, say: Any = print) -> Rates:
-    """Of this machine; minutes."""
+def measure_rates(models: Sequence[str], quick: bool, say: Any = print) -> Rates:
+    """Of this machine, with the kernels of the models' shapes; minutes."""
     sizes = Sizes.quick() if quick else Sizes(rounds=11)
     torch.set_num_threads(workers(0).count)
     streamed, alone = streams(sizes.rounds)
     say(f"memory: {streamed} GB/s, one worker {alone}")
     launch_us = round(median(empty_step_ns(20 if quick else 400)[0]) / 1e3, 2)
-    found = kernels(sizes)
-    say(", ".join(f"{name}: {kernel}" for name, kernel in found.items()))
+    shapes = {shape_key(shape): shape for shape in map(shape_of, models)}
+    found = {key: kernels(shape, sizes) for key, shape in shapes.items()}
     rates = Rates(
         workers=workers(0).count,
         streamed=streamed,
         alone=alone,
-        kernels={f"G={GROUP} D={HEAD_DIM}": found},
+        kernels=found,
         select_ns=select_ns(sizes.rounds),
         linear=linear(sizes.rounds, launch_us, streamed),
         launch_us=launch_us,

@@ -10,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from effort import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-from forecast import hardware, layer, step, work  # noqa: E402
+from forecast import hardware, layer, measure, work  # noqa: E402
 from forecast.hardware import Domain, Machine  # noqa: E402
 from forecast.layer import TIME, Kernel, Layer, Stage  # noqa: E402
-from forecast.measure import overlap_of  # noqa: E402
+from forecast.measure import Seen, overlap_of  # noqa: E402
 from forecast.step import Rates, forecast  # noqa: E402
 from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, Model, Reading, layer_work  # noqa: E402
 
@@ -32,7 +33,7 @@ RATES = Rates(
     workers=2,
     streamed=36,
     alone=22,
-    kernels={step.shape_key(LLAMA): KERNELS},
+    kernels={f"G={group} D=128": KERNELS for group in (2, 4)},
     select_ns=0.5,
     linear={1: Kernel(20, 3), 4: Kernel(16, 3), 32: Kernel(4, 3)},
     launch_us=3,
@@ -64,6 +65,7 @@ def test_one_worker_does_one_task_at_the_kernels_rate() -> None:
     assert found.nbytes == 1e6
 
 
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 500_000), min_size=1, max_size=40), st.integers(1, 9))
 def test_tasks_of_one_chunk_go_as_a_list_of_jobs_goes(sizes: list[int], workers: int) -> None:
     """Beside the greedy list schedule: with memory that is no limit, and nothing to help with."""
@@ -74,6 +76,7 @@ def test_tasks_of_one_chunk_go_as_a_list_of_jobs_goes(sizes: list[int], workers:
     assert found.ns == pytest.approx(max(free), rel=1e-3)
 
 
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.lists(st.floats(1, 5e7), min_size=1, max_size=3), min_size=1, max_size=12),
     st.integers(1, 12),
@@ -116,6 +119,7 @@ def test_workers_share_the_memory() -> None:
 # --- rates ---
 
 
+@settings(max_examples=examples(60))
 @given(st.floats(1, 100), st.floats(1, 15), st.floats(0.3, 200))
 def test_a_rate_is_below_both_of_its_limits(near: float, overlap: float, offered: float) -> None:
     rate = Kernel(near, overlap).rate(offered)
@@ -123,6 +127,7 @@ def test_a_rate_is_below_both_of_its_limits(near: float, overlap: float, offered
     assert rate >= near * offered / (near + offered) * (1 - 1e-9)  # nothing hidden
 
 
+@settings(max_examples=examples(60))
 @given(st.floats(2, 50), st.floats(2, 50), st.floats(1.05, 12))
 def test_the_overlap_is_found_again(near: float, memory: float, overlap: float) -> None:
     seen = Kernel(near, overlap).rate(memory)
@@ -137,6 +142,20 @@ def test_linear_time_grows_between_and_beyond_what_was_measured() -> None:
 
 def test_rates_come_back_from_a_file() -> None:
     assert Rates.from_json(json.loads(json.dumps(RATES.to_json()))) == RATES
+
+
+def test_what_is_around_matrices_and_attention_is_told_apart() -> None:
+    """Steps that were made of known parts."""
+    seen = [
+        Seen(name, 512, n, "full", forecast(measure.shape_of(name), RATES.here, RATES, n, 512, Reading(0, 1.0)).ms, 1.0)
+        for name in measure.CALIBRATED
+        for n in measure.BATCHES
+    ]
+    none = replace(RATES, step_us=(0, 0), layer_us=(0, 0))
+    found = measure.around(none, seen)
+    assert found["step_us"] == pytest.approx(RATES.step_us, rel=0.01)
+    assert found["layer_us"] == pytest.approx(RATES.layer_us, rel=0.01)
+    assert measure.expected(replace(none, **found), RATES.here, seen[0]) == pytest.approx(seen[0].ms, rel=1e-3)
 
 
 # --- what there is to do ---

@@ -159,6 +159,29 @@ DISK_NEEDS = (
     ),
 )
 
+# Of prompts that another server prefills (`transfer.py`), checked where a server asks for it.
+_TRANSFER_SINCE = (0, 5, 23)
+"""The first version whose decode side was looked at."""
+_DECODE = "sglang.srt.disaggregation.decode"
+_TRANSFER = "sglang.srt.disaggregation.utils"
+KV_CLASS = Need(_TRANSFER, "get_kv_class", ("transfer_backend", "class_type"))
+COMMIT_TRANSFER = Need(_DECODE, "DecodeTransferQueue._commit_transfer_to_req", ("self", "decode_req"))
+FREE_DECODE_ROW = Need(_DECODE, "DecodeReqToTokenPool.free", ("self", "req"))
+CLEAR_DECODE_ROWS = Need(_DECODE, "DecodeReqToTokenPool.clear", ("self",))
+_RECEIVER = "sglang.srt.disaggregation.common.conn"
+TRANSFER_NEEDS = (
+    KV_CLASS,
+    COMMIT_TRANSFER,
+    FREE_DECODE_ROW,
+    CLEAR_DECODE_ROWS,
+    Need(_TRANSFER, "prepare_abort"),
+    Need(_TRANSFER, "TransferBackend.FAKE"),
+    Need(_TRANSFER, "KVClassType.RECEIVER"),
+    Need("sglang.srt.disaggregation.base", "KVPoll.Failed"),
+    *(Need(_RECEIVER, f"CommonKVReceiver.{name}") for name in ("send_metadata", "poll", "clear", "failure_exception")),
+    *(Need(_RECEIVER, f"CommonKVManager.{name}") for name in ("record_failure", "update_status")),
+)
+
 _SRT = "sglang.srt."
 # By module, the names of which existence is all that we need.
 _NAMES = {
@@ -266,6 +289,12 @@ def disk_problem(version: str) -> str | None:
     """None, or why this SGLang cannot keep KV in files; the sentence says which can."""
     lacks = "has no place for an external cache of our own, which disk needs"
     return _too_old(version, _DISK_SINCE, lacks, "leave the key out")
+
+
+def transfer_problem(version: str) -> str | None:
+    """None, or why KV from another server cannot go into a host pool with this SGLang; the sentence says which can."""
+    lacks = "has another way of taking over KV that another server computed"
+    return _too_old(version, _TRANSFER_SINCE, lacks, "use --disaggregation-mode null")
 
 
 def _too_old(version: str, since: tuple[int, ...], lacks: str, instead: str) -> str | None:

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.models.utils import get_token_to_kv_pool
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.executor.workers import ALONE, create_workers
 from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape
+from fluxion_sglang.kv.landing import LandingZone
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.sglang import capacity
+from fluxion_sglang.sglang import capacity, transfer
 from fluxion_sglang.sglang.options import rank_options
 from fluxion_sglang.sglang.sizing import Turn
 
@@ -83,6 +84,7 @@ class FluxionKVPool(KVCache):
         self.manifest: Callable[[], dict[str, Any]] | None = None
         self.weights: Callable[[], str] | None = None
         self.disk: DiskLinker | None = None
+        self.zone: LandingZone | None = None
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         half = self.windows.nbytes // 2
@@ -106,11 +108,42 @@ class FluxionKVPool(KVCache):
     def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
         self._refuse("Writing KV by slot")
 
-    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("Copying KV by slot")
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Where another server writes what it has prefilled: keys of all layers, then values. SGLang calls it on both
+        sides of a transfer.
 
-    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("Loading KV by slot")
+        Returns:
+            Addresses, bytes, and bytes of a page.
+        """
+        if self.zone is None:
+            self._refuse("Sending KV to another server")
+        buffers = [*self.zone.keys, *self.zone.values]
+        return (
+            [buffer.data_ptr() for buffer in buffers],
+            [buffer.nbytes for buffer in buffers],
+            [buffer[0].nbytes for buffer in buffers],
+        )
+
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
+        """The tiles of a retracted request that no server would prefill again, [layers, H, pages, bytes].
+
+        Args:
+            indices: slots of all its tokens.
+        """
+        return self.host.stored[:, :, self._pages(indices).long()]
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> None:
+        """Into the pages that it has now, with what follows from them."""
+        pages = self._pages(indices)
+        self.host.stored[:, :, pages.long()] = kv_cache_cpu
+        for layer in range(self.layer_num):
+            self.host.adopt(layer, pages, 0, len(indices), described=False)
+
+    @staticmethod
+    def _pages(slots: torch.Tensor) -> torch.Tensor:
+        return (slots[::PAGE] // PAGE).to(torch.int32).cpu()
 
 
 def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
@@ -147,6 +180,13 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     _begin_sizing(configurator)
     available = capacity.available_bytes(configurator.server_args)
 
+    arriving = 0
+    if transfer.receives(configurator.server_args):
+        # Requests have rows while their KV arrives, besides those that run. The zone has room for the longest of them.
+        arriving = get_disagg().disaggregation_decode_extra_slots or 0
+        longest = capacity.plan_tokens(config, shape, available)
+        available -= LandingZone.nbytes(shape, _zone_pages(configurator, longest))
+
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
     # One row more than requests: row 0 is SGLang's padding.
     room = resolved.max_total_num_tokens
@@ -156,7 +196,8 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     if configurator.device == "cpu":
         fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1
         rows, limit = min((rows, limit), (fitting, "the free memory"))
-        available -= (min(rows, resolved.max_running_requests) + 1) * shape.window_bytes(placement)
+        available -= (min(rows, resolved.max_running_requests + arriving) + 1) * shape.window_bytes(placement)
+    rows -= arriving
     if rows < 1:
         raise ConfigError(
             f"the device has no room for the sinks and window ({placement.slots} tokens) of a single request; lower "
@@ -179,6 +220,11 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     return resolved
 
 
+def _zone_pages(configurator: Any, tokens: int) -> int:
+    """Of a landing zone for the longest request, if the host pool has `tokens`."""
+    return -(-min(configurator.model_config.context_len, tokens) // PAGE)
+
+
 def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
     """AROUND KVCacheConfigurator._build_token_to_kv_pool: our pool in place of a device-sized one."""
     if configurator.is_draft_worker:
@@ -195,6 +241,9 @@ def build_token_to_kv_pool(original: Callable[..., Any], configurator: Any, **kw
         rank=capacity.rank_on_host(configurator.server_args),
         ranks=capacity.ranks_on_host(configurator.server_args),
     )
+    if transfer.receives(configurator.server_args):
+        pool.zone = LandingZone(pool.host.shape, _zone_pages(configurator, pool.size))
+        transfer.install(pool.zone)
     _end_sizing()
     return pool
 

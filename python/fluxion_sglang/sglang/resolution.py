@@ -51,6 +51,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     if view.device == "cuda" and "gpu" in config.executors:
         _load_kernels_early()
     validation.check_speculation(view, config)
+    validation.check_transfer(view, config)
     if config.disk is not None:
         compat.check(compat.DISK_NEEDS)
         # SGLang reads the KV of prompts through the plug-in that its own options name (`disk.py`).
@@ -62,6 +63,9 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
             unified_cache_external_linker_backend="dynamic",
             unified_cache_external_linker_config=linker,
         )
+    if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup is None:
+        # SGLang's own choice needs the tiers of HiCache.
+        declare_resolution(server_args, "fluxion", disaggregation_decode_retraction_backup="cpu_tensor")
     _narrow_drafts(server_args, view)
     # One host pool has all layers: a cached prefix then serves those with a window, too.
     declare_resolution(

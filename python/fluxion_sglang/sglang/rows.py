@@ -24,16 +24,17 @@ def watch(table: Any, freed: Freed) -> None:
 def free_rows(original: Callable[..., None], table: Any, indices: Sequence[int]) -> None:
     """AROUND ReqToTokenPool.free_rows."""
     original(table, indices)
-    _tell(table, indices)
+    tell(table, indices)
 
 
 def clear(original: Callable[..., None], table: Any) -> None:
-    """AROUND ReqToTokenPool.clear."""
+    """AROUND ReqToTokenPool.clear and DecodeReqToTokenPool.clear."""
     original(table)
-    _tell(table, range(table.req_to_token.shape[0]))
+    tell(table, range(table.req_to_token.shape[0]))
 
 
-def _tell(table: Any, rows: Iterable[int]) -> None:
+def tell(table: Any, rows: Iterable[int]) -> None:
+    """These rows of `table` have come free."""
     watcher = _watchers.get(table)
     freed = None if watcher is None else watcher()
     if freed is not None:

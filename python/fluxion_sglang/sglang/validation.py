@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
@@ -89,9 +89,9 @@ OPTIONS = {
         "use --dtype bfloat16 or --dtype float32",
     ),
     "disaggregation_mode": Refusal(
-        _other_than("null"),
-        "KV cannot be sent from or into the host pool yet",
-        "use --disaggregation-mode null, which prefills and decodes in one server",
+        _other_than("null", "decode"),
+        "KV is not sent out of the host pool",
+        "start the prefill server without --enable-fluxion",
     ),
     "speculative_algorithm": Refusal(
         _other_than(None, NGRAM),
@@ -114,6 +114,20 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def _refuse(args: Any, table: Mapping[str, Refusal], who: str, ours: Container[str] = ()) -> None:
+    """Raises as `check_options`, for the options of `table`; `who` does not work with them."""
+    for field, option in table.items():
+        flag = _flag(field)
+        try:
+            value = getattr(args, field)
+        except AttributeError:
+            raise compat.missing(f"the option {flag}") from None
+        if option.refused(value) and field not in ours:
+            shown = flag if value is True else f"{flag} {value}"
+            instead = option.instead or f"leave {flag} out"
+            raise ConfigError(f"{who} does not work with {shown}, because {option.why}; {instead}.")
+
+
 def check_options(args: Any, ours: Container[str] = ()) -> None:
     """Refuse options that do not go with --enable-fluxion.
 
@@ -125,16 +139,7 @@ def check_options(args: Any, ours: Container[str] = ()) -> None:
         ConfigError: the first refused option.
         CompatError: an option of the table does not exist in this SGLang.
     """
-    for field, option in OPTIONS.items():
-        flag = _flag(field)
-        try:
-            value = getattr(args, field)
-        except AttributeError:
-            raise compat.missing(f"the option {flag}") from None
-        if option.refused(value) and field not in ours:
-            shown = flag if value is True else f"{flag} {value}"
-            instead = option.instead or f"leave {flag} out"
-            raise ConfigError(f"--enable-fluxion does not work with {shown}, because {option.why}; {instead}.")
+    _refuse(args, OPTIONS, "--enable-fluxion", ours)
     from sglang.srt.environ import envs
 
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
@@ -279,6 +284,62 @@ def check_speculation(args: Any, config: FluxionConfig) -> None:
         raise ConfigError(
             f"{key} does not work with {what}, because it watches steps of one token a request, and every step has a "
             f"draft; leave one of the two out."
+        )
+
+
+_RECEIVING = "--disaggregation-mode decode"
+TRANSFER_OPTIONS = {
+    "pp_size": Refusal(
+        _other_than(1), "a stage that cannot take KV over cannot tell the other stages", "use --pp-size 1"
+    ),
+    "speculative_algorithm": Refusal(_other_than(None), "the prompts of drafts are prefilled by their own server"),
+    "enable_pd_role_switch": Refusal(bool, "KV is not sent out of the host pool"),
+    "disaggregation_enable_kv_checksum": Refusal(bool, "the host pool keeps KV in another layout"),
+    "disaggregation_decode_host_receive_threshold": Refusal(
+        _other_than(1),
+        "KV arrives in host memory in any case",
+        "leave --disaggregation-decode-host-receive-threshold out",
+    ),
+    "disaggregation_decode_retraction_backup": Refusal(
+        _other_than(None, "cpu_tensor", "none"),
+        "the host pool already holds all KV",
+        "use --disaggregation-decode-retraction-backup cpu_tensor or leave it out",
+    ),
+}
+"""Options of 0.5.23 that are refused on a server whose prompts another one prefills."""
+
+
+def check_transfer(args: Any, config: FluxionConfig) -> None:
+    """Refuse what does not go with KV from a prefill server, once SGLang knows the device.
+
+    Args:
+        args: SGLang's resolving view.
+
+    Raises:
+        ConfigError, CompatError: one sentence.
+    """
+    if args.disaggregation_mode != "decode":
+        return
+    if (problem := compat.transfer_problem(compat.sglang_version())) is not None:
+        raise ConfigError(problem)
+    if maker_of(args.device) is not None:
+        raise ConfigError(
+            f"--enable-fluxion works with {_RECEIVING} on a CPU alone, because KV that arrives would have to wait for "
+            "the passes of a GPU; hide the accelerator and add --device cpu, or leave --disaggregation-mode out."
+        )
+    _refuse(args, TRANSFER_OPTIONS, f"--enable-fluxion with {_RECEIVING}")
+    for key in ("disk", "record"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{key} does not work with {_RECEIVING}, because it needs prompts that this server prefills; leave one "
+                "of the two out."
+            )
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        raise ConfigError(
+            f"--enable-fluxion with {_RECEIVING} does not work with SGLANG_DISAGG_STAGING_BUFFER, because KV "
+            "arrives in a landing zone of its own; unset the variable."
         )
 
 

@@ -1,0 +1,173 @@
+"""Prefill on another server: KV arrives by SGLang's transfer backends, and goes into the host pool.
+
+The prefill server is SGLang without the flag. It writes where the decode server says, in pages as SGLang lays them
+out, so that is said of the landing zone (`kv/landing.py`), whose page numbers have nothing to do with the host pool's.
+When a request's KV is there, it is appended to the host pool, before the request is in a batch or in the radix tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from fluxion_sglang.kv.landing import LandingZone, Run
+from fluxion_sglang.kv.page_table import page_table
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.sglang import compat, hooking, rows
+from fluxion_sglang.sglang.failures import Failures, agreed
+
+logger = logging.getLogger(__name__)
+
+_zone: LandingZone | None = None
+"""This process's."""
+
+
+def receives(server_args: Any) -> bool:
+    """Whether prompts are prefilled by another server."""
+    return bool(server_args.disaggregation_mode == "decode")
+
+
+def install(zone: LandingZone) -> None:
+    """Have KV arrive in `zone`. Raises CompatError where this SGLang lacks what that takes."""
+    global _zone
+    compat.check(compat.TRANSFER_NEEDS)
+    hooking.put_in(HOOKS)
+    hooking.assert_applied(HOOKS)
+    _zone = zone
+
+
+def _here() -> LandingZone:
+    assert _zone is not None, "installed with the pool"
+    return _zone
+
+
+@cache
+def landing(receiver: type) -> type:
+    """A backend's receiver that has the prefill server write into the landing zone, once there is room.
+
+    A receiver's run is given back by its last `clear`, when nobody writes into it any more. `failure_exception` clears
+    as well, but before the prefill server has been told.
+    """
+
+    class Landing(receiver):  # type: ignore[misc]
+        run = Run(0, 0)
+        _held: Callable[[Any], None] | None = None
+        _pages = 0
+        _fails = False
+
+        def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+            self._pages = len(kv_indices)
+            send = super().send_metadata
+            self._held = lambda pages: send(pages, *args, **kwargs)
+            self._ask()
+
+        def _ask(self) -> None:
+            if self._held is None or self.conclude_state is not None:
+                return
+            try:
+                run = _here().ask(self, self._pages) if self._pages else Run(0, 0)
+            except ValueError as error:
+                return self._refuse(f"The prompt is too long for this server: {error}.")
+            if run is None:
+                return
+            self.run, send, self._held = run, self._held, None
+            send(np.arange(run.first, run.first + run.pages, dtype=np.int32))
+
+        def _refuse(self, why: str) -> None:
+            from sglang.srt.disaggregation.base import KVPoll
+
+            self._held = None
+            self.kv_mgr.record_failure(self.bootstrap_room, why)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+        def poll(self) -> Any:
+            self._ask()
+            return super().poll()
+
+        def clear(self) -> None:
+            super().clear()
+            if not self._fails:
+                self._held = None
+                _here().leave(self)
+
+        def failure_exception(self) -> None:
+            self._fails = True
+            try:
+                super().failure_exception()
+            finally:
+                self._fails = False
+
+    Landing.__name__ = Landing.__qualname__ = f"Landing{receiver.__name__}"
+    return Landing
+
+
+def get_kv_class(original: Callable[..., type | None], transfer_backend: Any, class_type: Any) -> type | None:
+    """AROUND disaggregation.utils.get_kv_class: receivers that land. The fake one moves nothing."""
+    found = original(transfer_backend, class_type)
+    lands = _zone is not None and class_type.name == "RECEIVER" and transfer_backend.name != "FAKE"
+    return landing(found) if lands and found is not None else found
+
+
+def commit(original: Callable[..., None], queue: Any, decode_req: Any) -> None:
+    """AROUND DecodeTransferQueue._commit_transfer_to_req: what has arrived goes into the host pool first.
+
+    If that fails on any rank, the request ends on all of them, and the server goes on.
+    """
+    if _zone is None:
+        return original(queue, decode_req)
+    request = decode_req.req
+    found = Failures(None, {})
+    try:
+        _land(queue.scheduler, decode_req.kv_receiver, request)
+    except Exception as error:
+        logger.exception("Fluxion: KV that has arrived could not be taken over")
+        found = Failures(f"KV from the prefill server could not be taken over: {error}", {})
+    if get_parallel().attn_tp_size > 1:
+        found = agreed(found, queue.gloo_group)
+    if found.reason is None:
+        return original(queue, decode_req)
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    prepare_abort(request, found.reason, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    decode_req.kv_receiver.clear()
+    decode_req.kv_receiver = None
+
+
+def _land(scheduler: Any, receiver: Any, request: Any) -> None:
+    """The request's tokens that were sent are its last ones; those before them its pages have already."""
+    pool = scheduler.tp_worker.model_runner.token_to_kv_pool
+    stop, row = request.kv.kv_committed_len, request.kv.req_pool_idx
+    pages = page_table(scheduler.req_to_token_pool.req_to_token, torch.tensor([row]), stop)[0]
+    zone, run = _here(), getattr(receiver, "run", None)
+    if run is None:  # a request of SGLang's own, whose KV nobody computes
+        nothing = torch.zeros(stop, pool.host.shape.kv_heads, pool.host.shape.head_dim, dtype=pool.host.shape.dtype)
+        for layer in range(pool.layer_num):
+            pool.host.append(layer, pages, 0, nothing, nothing)
+        return
+    start = (len(pages) - run.pages) * PAGE
+    if start < 0:
+        raise RuntimeError(f"{run.pages} pages were sent of {len(pages)}")
+    for layer in range(pool.layer_num) if run.pages else ():
+        pool.host.append(layer, pages, start, *zone.tokens(layer, run, stop - start))
+
+
+def free_row(original: Callable[..., None], table: Any, req: Any) -> None:
+    """AROUND DecodeReqToTokenPool.free."""
+    row = req.kv.req_pool_idx
+    original(table, req)
+    rows.tell(table, [row])
+
+
+HOOKS: dict[compat.Need, Callable[..., Any]] = {
+    compat.KV_CLASS: get_kv_class,
+    compat.COMMIT_TRANSFER: commit,
+    compat.FREE_DECODE_ROW: free_row,
+    compat.CLEAR_DECODE_ROWS: rows.clear,
+}

@@ -52,6 +52,16 @@ class Completion:
     finish: dict[str, Any]
     raw: dict[str, Any] = field(repr=False, compare=False)
 
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> Completion:
+        """The reply of `/generate` to a request for one answer."""
+        if "meta_info" not in raw:  # refused before it became a request
+            return cls([], [], 0, raw, raw)
+        meta = raw["meta_info"]
+        # An aborted request may have generated nothing, and then it has neither tokens nor logprobs.
+        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
+        return cls(raw.get("output_ids") or [], logprobs, meta.get("cached_tokens", 0), meta["finish_reason"], raw)
+
 
 class Server:
     """`python -m sglang.launch_server` on a free port, with SGLang's strict idle leak check on (its default).
@@ -138,15 +148,7 @@ class Server:
             "return_logprob": True,
             **extra,
         }
-        raw = requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S).json()
-        if "meta_info" not in raw:  # refused before it became a request
-            return Completion([], [], 0, raw, raw)
-        meta = raw["meta_info"]
-        # An aborted request may have generated nothing, and then it has neither tokens nor logprobs.
-        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
-        return Completion(
-            raw.get("output_ids") or [], logprobs, meta.get("cached_tokens", 0), meta["finish_reason"], raw
-        )
+        return Completion.of(requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S).json())
 
     def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
         """The same, concurrently."""

@@ -1,4 +1,4 @@
-"""The landing zone: runs that do not overlap, first come first served, and a receiver that waits for one."""
+"""KV from a prefill server: runs of the landing zone, receivers that wait for one, and the way into the host pool."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.kv.host_pool import KVShape
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.landing import LandingZone, Run
-from fluxion_sglang.sglang import transfer
+from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.sglang import rows, transfer
+from fluxion_sglang.sglang.pools import FluxionKVPool
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 
@@ -200,3 +203,144 @@ def test_a_prompt_that_never_fits_fails(zone: LandingZone) -> None:
 def test_receivers_of_a_backend_have_one_class() -> None:
     assert transfer.landing(Backend) is transfer.landing(Backend)
     assert transfer.landing(Backend).__name__ == "LandingBackend"
+
+
+# --- into the host pool ---
+
+HEADS, DIM, LAYERS, PAGES = 2, 32, 2, 40
+
+
+class World:
+    """A host pool whose row 1 has a request, and what SGLang has around it."""
+
+    def __init__(self, dtype: torch.dtype, mxint8: bool, pages: list[int], stop: int) -> None:
+        shape = KVShape(LAYERS, HEADS, DIM, dtype, mxint8)
+        self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, FluxionConfig(workers=2), "cpu", 0, 0, 1)
+        self.pool.host.memory.fill_(255)  # NaN, and the tag of nothing
+        self.zone = self.pool.zone = LandingZone(shape, PAGES)
+        table = torch.zeros(2, PAGES * PAGE, dtype=torch.int32)
+        slots = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        table[1, : len(slots)] = slots
+        runner = SimpleNamespace(token_to_kv_pool=self.pool)
+        self.scheduler = SimpleNamespace(
+            tp_worker=SimpleNamespace(model_runner=runner), req_to_token_pool=SimpleNamespace(req_to_token=table)
+        )
+        self.request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=stop, req_pool_idx=1))
+        random = torch.Generator().manual_seed(stop)
+        size = (LAYERS, len(pages) * PAGE, HEADS, DIM)
+        self.k, self.v = (torch.randn(size, generator=random).to(dtype) for _ in "kv")
+        self.pages, self.stop = torch.tensor(pages, dtype=torch.int32), stop
+
+    @property
+    def host(self) -> HostPool:
+        return self.pool.host
+
+    def append(self, start: int, stop: int) -> None:
+        """As a prefill of this server does."""
+        for layer in range(LAYERS):
+            self.host.append(layer, self.pages, start, self.k[layer, start:stop], self.v[layer, start:stop])
+
+    def send(self, start: int) -> Any:
+        """A receiver whose run has the tokens from `start` on, with rubbish behind them."""
+        one = receiver()
+        one.send_metadata(self.pages[start // PAGE :].numpy(), 0)
+        first = one.run.first * PAGE
+        for layer in range(LAYERS):
+            for sent, at in ((self.k, self.zone.keys), (self.v, self.zone.values)):
+                flat = at[layer].flatten(0, 1)
+                flat[first : first + len(self.pages) * PAGE - start] = torch.nan
+                flat[first : first + self.stop - start] = sent[layer, start : self.stop]
+        return one
+
+
+DTYPES = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "mxint8"), DTYPES)
+@settings(deadline=None, max_examples=examples(20))
+@given(data=st.data())
+def test_what_lands_is_byte_for_byte_what_a_prefill_makes(
+    dtype: torch.dtype, mxint8: bool, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, 30), label="pages")
+    stop = count * PAGE - data.draw(st.integers(0, PAGE - 1), label="tokens that the last page lacks")
+    there = data.draw(st.integers(0, count - 1), label="pages of a cached prefix")
+    pages = data.draw(st.permutations(range(1, PAGES)), label="numbers")[:count]
+    want, got = (World(dtype, mxint8, pages, stop) for _ in range(2))
+    want.append(0, stop)
+    got.append(0, there * PAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "_zone", got.zone)
+        if busy := data.draw(st.integers(0, PAGES - count), label="pages of another transfer"):
+            got.zone.ask("other", busy)
+        transfer._land(got.scheduler, got.send(there * PAGE), got.request)
+    assert torch.equal(got.host.memory, want.host.memory)
+
+
+def test_a_request_that_nobody_prefills_has_numbers() -> None:
+    """Such as SGLang's own health checks."""
+    got = World(torch.float32, False, [3, 5], 20)
+    transfer._land(got.scheduler, object(), got.request)
+    for layer in range(LAYERS):
+        assert not got.host.tiles(layer)[:, 3].any() and not got.host.page_metadata(layer)[:, 3].any()
+        assert not got.host.tiles(layer)[:, 5, :, :4].any()
+
+
+@pytest.mark.parametrize(("dtype", "mxint8"), DTYPES)
+def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, mxint8: bool) -> None:
+    stop, before, after = 333, list(range(1, 22)), list(range(39, 18, -1))
+    first, want = World(dtype, mxint8, before, stop), World(dtype, mxint8, after, stop)
+    first.append(0, stop)
+    want.append(0, stop)
+    of = [world.scheduler.req_to_token_pool.req_to_token[1, :stop] for world in (first, want)]
+    kept = first.pool.get_cpu_copy(of[0])
+    got = World(dtype, mxint8, after, stop)
+    got.pool.load_cpu_copy(kept, of[1])
+    for layer in range(LAYERS):
+        for name in ("meta0", "moments"):
+            pages = after[:-1]  # the last one is not full
+            assert torch.equal(got.host.tensor(name, layer)[:, pages], want.host.tensor(name, layer)[:, pages])
+    assert torch.equal(got.host.stored[:, :, after[:-1]], want.host.stored[:, :, after[:-1]])
+
+
+def test_a_failure_to_take_over_ends_the_request_alone(zone: LandingZone, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[Any, str, int]] = []
+    from sglang.srt.disaggregation import utils
+
+    monkeypatch.setattr(
+        utils, "prepare_abort", lambda request, why, status_code: ended.append((request, why, status_code))
+    )
+    monkeypatch.setattr(transfer, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    one, request = receiver(), object()
+    one.send_metadata(np.arange(8), 0)
+    decode_req = SimpleNamespace(req=request, kv_receiver=one)
+    queue = SimpleNamespace(scheduler=None)  # in which nothing can be found
+    transfer.commit(lambda *_: pytest.fail("SGLang went on"), queue, decode_req)
+    ((who, why, status),) = ended
+    assert who is request and "could not be taken over" in why and status == 500
+    assert decode_req.kv_receiver is None and zone.ask("next", 8) == Run(0, 8)
+
+
+def test_the_end_of_a_request_is_told() -> None:
+    """The request table of a decode server has a class of its own."""
+
+    class Table:
+        def __init__(self) -> None:
+            self.req_to_token = torch.zeros(4, 8)
+
+    class Watcher:
+        def __init__(self) -> None:
+            self.freed: list[int] = []
+
+        def take(self, freed: Any) -> None:
+            self.freed += freed
+
+    table, watcher = Table(), Watcher()
+    rows.watch(table, watcher.take)
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=3))
+
+    def free(_: Any, req: Any) -> None:
+        req.kv.req_pool_idx = None
+
+    transfer.free_row(free, table, request)
+    assert watcher.freed == [3]

@@ -145,7 +145,7 @@ def _land(scheduler: Any, receiver: Any, request: Any) -> None:
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool
     stop, row = request.kv.kv_committed_len, request.kv.req_pool_idx
     pages = page_table(scheduler.req_to_token_pool.req_to_token, torch.tensor([row]), stop)[0]
-    zone, run = _here(), getattr(receiver, "run", None)
+    run = getattr(receiver, "run", None)
     if run is None:  # a request of SGLang's own, whose KV nobody computes
         nothing = torch.zeros(stop, pool.host.shape.kv_heads, pool.host.shape.head_dim, dtype=pool.host.shape.dtype)
         for layer in range(pool.layer_num):
@@ -155,7 +155,7 @@ def _land(scheduler: Any, receiver: Any, request: Any) -> None:
     if start < 0:
         raise RuntimeError(f"{run.pages} pages were sent of {len(pages)}")
     for layer in range(pool.layer_num) if run.pages else ():
-        pool.host.append(layer, pages, start, *zone.tokens(layer, run, stop - start))
+        pool.host.append(layer, pages, start, *_here().tokens(layer, run, stop - start))
 
 
 def free_row(original: Callable[..., None], table: Any, req: Any) -> None:

@@ -1,0 +1,164 @@
+"""A prompt is prefilled by plain SGLang, its KV is sent, and a server with the flag decodes.
+
+By mooncake over TCP, which needs no GPU and no RDMA. It is installed for these tests alone; they are skipped where it
+or libibverbs cannot be had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import requests
+from server import PATIENCE_S, Completion, Server
+from test_exact import assert_same
+
+from fluxion_sglang.commands.serving import free_port
+
+pytestmark = pytest.mark.full
+
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+ALL = cases.all_cases()
+CONTEXT = 8192
+"""Tokens of the longest request, and so of the landing zone."""
+POOL = 20480
+"""Four of the long prompts, and little more."""
+
+
+@pytest.fixture(scope="module")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which servers find it."""
+    folder = tmp_path_factory.mktemp("mooncake")
+    uv = str(Path(sys.executable).with_name("uv"))
+    command = [uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", str(folder), MOONCAKE]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"{MOONCAKE} cannot be installed: {found.stderr.strip()[-300:]}")
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+    probe = [sys.executable, "-c", "import mooncake.engine"]
+    found = subprocess.run(probe, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    if found.returncode:
+        pytest.skip(f"mooncake does not import (Debian: apt install libibverbs1): {found.stderr.strip()[-300:]}")
+    yield environment
+
+
+@dataclass
+class Pair:
+    """A server that prefills and one that decodes."""
+
+    prefill: Server
+    decode: Server
+    port: int
+
+    def __post_init__(self) -> None:
+        self._rooms = itertools.count(1)
+
+    def body(self, ids: list[int], new: int, **more: Any) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self._rooms)}
+        return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **meeting, **more}
+
+    def post(self, body: dict[str, Any]) -> requests.Response:
+        """The decode server's reply to a request that both have."""
+        with ThreadPoolExecutor(2) as pool:
+            sent = [
+                pool.submit(requests.post, server.url + "/generate", json=body, timeout=PATIENCE_S)
+                for server in (self.prefill, self.decode)
+            ]
+        return sent[1].result()
+
+    def generate(self, ids: list[int], new: int, **more: Any) -> Completion:
+        reply = self.post(self.body(ids, new, **more))
+        assert reply.status_code == 200, (reply.text, self.decode.log()[-3000:])
+        return Completion.of(reply.json())
+
+    def flush(self) -> None:
+        for server in (self.prefill, self.decode):
+            server.flush()
+
+
+@pytest.fixture(scope="module")
+def pair(mooncake: dict[str, str], logs: Path) -> Iterator[Pair]:
+    port = free_port()
+    both = ("--disaggregation-transfer-backend", "mooncake_tcp", "--context-length", str(CONTEXT))
+    with ExitStack() as stack:
+        prefill = stack.enter_context(
+            Server(
+                *both, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port),
+                "--page-size", "16", "--disable-overlap-schedule",
+                fluxion=None, env={**mooncake, "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"},
+                log=logs / "prefill.log",
+            )
+        )  # fmt: skip
+        decode = stack.enter_context(
+            Server(
+                *both, "--disaggregation-mode", "decode", "--max-running-requests", "4",
+                "--num-reserved-decode-tokens", "0",
+                fluxion=json.dumps({"policy": "full", "host_tokens": POOL}), env=mooncake, log=logs / "decode.log",
+            )
+        )  # fmt: skip
+        yield Pair(prefill, decode, port)
+        decode.assert_clean()
+
+
+@pytest.mark.parametrize("length", [50, 300, 2000, 5000])
+def test_tokens_are_those_of_one_server(pair: Pair, reference: dict[str, Completion], length: int) -> None:
+    assert_same(pair.generate(*ALL[f"length-{length}"]), reference[f"length-{length}"])
+
+
+def test_many_at_once_wait_for_room(pair: Pair, reference: dict[str, Completion]) -> None:
+    """More tokens than the zone has, and more requests than rows."""
+    names = ["length-5000", "length-2000", "length-300"] * 3
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: pair.generate(*ALL[name]), names))
+    for name, answer in zip(names, answers, strict=True):
+        assert_same(answer, reference[name])
+
+
+def test_a_sparse_policy_answers(pair: Pair) -> None:
+    params = {"custom_params": {"fluxion_policy": "fixed:16:0.9"}}
+    ids, new = ALL["length-2000"]
+    body = pair.body(ids, new)
+    body["sampling_params"] |= params
+    assert len(pair.post(body).json()["output_ids"]) == new
+
+
+def test_what_is_retracted_goes_on_where_it_was(pair: Pair) -> None:
+    """Together they outgrow the host pool while they decode, and no server would prefill one again."""
+    ids, new = ALL["length-5000"][0], 200
+    prompts = [ids[i : i + 4990] for i in range(4)]
+    alone = [pair.generate(prompt, new) for prompt in prompts]
+    before = len(pair.decode.log())
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda prompt: pair.generate(prompt, new), prompts))
+    assert "Retract requests" in pair.decode.log()[before:]
+    for got, want in zip(together, alone, strict=True):
+        assert_same(got, want)
+
+
+def test_a_client_that_hangs_up_leaves_nothing(pair: Pair, reference: dict[str, Completion]) -> None:
+    body = pair.body(ALL["length-5000"][0], 2000, rid="gone")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pair.post, body)
+        for server in (pair.prefill, pair.decode):
+            requests.post(server.url + "/abort_request", json={"rid": "gone"}, timeout=PATIENCE_S).raise_for_status()
+        waiting.result()
+    assert_same(pair.generate(*ALL["length-5000"]), reference["length-5000"])
+
+
+def test_a_prefill_server_that_is_not_there(pair: Pair, reference: dict[str, Completion]) -> None:
+    body = pair.body(ALL["length-300"][0], 4) | {"bootstrap_port": free_port()}
+    reply = requests.post(pair.decode.url + "/generate", json=body, timeout=PATIENCE_S)
+    assert reply.status_code >= 500
+    assert_same(pair.generate(*ALL["length-300"]), reference["length-300"])

@@ -35,7 +35,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "enable_flexkv": (True, "leave --enable-flexkv out"),
     "enable_unified_cache_external_linker": (True, "leave --enable-unified-cache-external-linker out"),
     "radix_cache_backend": ("flexkv", "leave --radix-cache-backend out"),
-    "disaggregation_mode": ("prefill", "--disaggregation-mode null"),
+    "disaggregation_mode": ("prefill", "start the prefill server without --enable-fluxion"),
     "disaggregation_decode_enable_offload_kvcache": (True, "leave --disaggregation-decode-enable"),
     "decoupled_spec_role": ("verifier", "leave --decoupled-spec-role out"),
     "encoder_only": (True, "leave --encoder-only out"),
@@ -291,6 +291,63 @@ def test_the_breadth_of_drafts_is_what_pages_allow(server_args: Any) -> None:
         narrowed(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=4)
 
 
+# --- prompts that another server prefills
+
+
+def receiving(**changes: Any) -> Any:
+    legal = {"disaggregation_mode": "decode", "device": "cpu", "pp_size": 1, "speculative_algorithm": None}
+    legal |= {"enable_pd_role_switch": False, "disaggregation_enable_kv_checksum": False}
+    legal |= {"disaggregation_decode_host_receive_threshold": 1.0, "disaggregation_decode_retraction_backup": None}
+    return SimpleNamespace(**{**legal, **changes})
+
+
+def test_a_decode_server_is_accepted(server_args: Any) -> None:
+    validation.check_transfer(receiving(tp_size=2), FluxionConfig(canary=0.1))
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, disaggregation_mode="decode")
+    args.resolve_once()
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    assert resolving_view(args).disaggregation_decode_retraction_backup == "cpu_tensor"
+    assert resolving_view(args).page_size == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        ({"pp_size": 2}, {}, "--pp-size 2, because"),
+        ({"speculative_algorithm": "NGRAM"}, {}, "leave --speculative-algorithm out"),
+        ({"enable_pd_role_switch": True}, {}, "leave --enable-pd-role-switch out"),
+        ({"disaggregation_enable_kv_checksum": True}, {}, "leave --disaggregation-enable-kv-checksum out"),
+        ({"disaggregation_decode_host_receive_threshold": 0.5}, {}, "use 1, which is its default"),
+        ({"disaggregation_decode_retraction_backup": "host_pool"}, {}, "backup cpu_tensor or leave it out"),
+        ({}, {"disk": "here"}, "disk does not work"),
+        ({}, {"record": "here"}, "record does not work"),
+        ({}, {"prefill_budget": 0.5}, "prefill_budget does not work"),
+    ],
+)
+def test_what_does_not_go_with_kv_from_another_server(
+    changes: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        validation.check_transfer(receiving(**changes), FluxionConfig(**config))
+    message = str(caught.value)
+    assert message.endswith(".") and "because" in message and "; " in message and "decode" in message
+    validation.check_transfer(receiving(disaggregation_mode="null", **changes), FluxionConfig(**config))
+
+
+def test_kv_from_another_server_needs_the_cpu_and_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    with pytest.raises(ConfigError, match=r"SGLANG_DISAGG_STAGING_BUFFER, because .*; unset"):
+        validation.check_transfer(receiving(), FluxionConfig())
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
+    with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 has another way .* install sglang 0\.5\.23"):
+        validation.check_transfer(receiving(), FluxionConfig())
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.23")
+    monkeypatch.setenv("FLUXION_DEVICE", "sim")
+    with pytest.raises(ConfigError, match="on a CPU alone, because"):
+        validation.check_transfer(receiving(), FluxionConfig())
+
+
 # --- SGLang's version and names
 
 
@@ -320,6 +377,8 @@ def test_every_page_names_the_versions_that_are_checked() -> None:
 def test_the_installed_sglang_has_every_name() -> None:
     assert list(compat.problems()) == []
     compat.check()
+    for needs in (compat.DISK_NEEDS, compat.TRANSFER_NEEDS):
+        compat.check(needs)
 
 
 @pytest.mark.parametrize(

@@ -328,12 +328,16 @@ def check_transfer(args: Any, config: FluxionConfig) -> None:
             "the passes of a GPU; hide the accelerator and add --device cpu, or leave --disaggregation-mode out."
         )
     _refuse(args, TRANSFER_OPTIONS, f"--enable-fluxion with {_RECEIVING}")
-    for key in ("disk", "record"):
-        if getattr(config, key) is not None:
-            raise ConfigError(
-                f"{key} does not work with {_RECEIVING}, because it needs prompts that this server prefills; leave one "
-                "of the two out."
-            )
+    given = {
+        "disk": config.disk is not None,
+        "record": config.record is not None,
+        "prefill_budget": config.prefill_budget < 1,
+    }
+    for key in (key for key, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{key} does not work with {_RECEIVING}, because it needs prompts that this server prefills; leave one of "
+            "the two out."
+        )
     from sglang.srt.environ import envs
 
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():

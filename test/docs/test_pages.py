@@ -37,6 +37,8 @@ RUN_ELSEWHERE = {
     r"make demo": "test/engine/test_demo_served.py::test_make_demo",
     r"python -m sglang\.launch_server ": "test/engine/test_docs_commands.py::test_curl_commands",
     r"SGLANG_CPU_OMP_THREADS_BIND=\S+ python .*--nnodes": "test/engine/test_ranks.py::TestRanks",
+    r"pip install mooncake-transfer-engine-non-cuda": "test/engine/test_transfer.py::mooncake",
+    r"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1 python ": "test/engine/test_transfer.py::pair",
     r"python -m venv router$": "test/engine/test_router.py",
     r"router/bin/": "test/engine/test_router.py",
     r"make gpu": "test/engine/test_gpu_day_simulated.py",

@@ -318,7 +318,7 @@ def test_a_decode_server_is_accepted(server_args: Any) -> None:
         ({"speculative_algorithm": "NGRAM"}, {}, "leave --speculative-algorithm out"),
         ({"enable_pd_role_switch": True}, {}, "leave --enable-pd-role-switch out"),
         ({"disaggregation_enable_kv_checksum": True}, {}, "leave --disaggregation-enable-kv-checksum out"),
-        ({"disaggregation_decode_host_receive_threshold": 0.5}, {}, "use 1, which is its default"),
+        ({"disaggregation_decode_host_receive_threshold": 0.5}, {}, "leave --disaggregation-decode-host-"),
         ({"disaggregation_decode_retraction_backup": "host_pool"}, {}, "backup cpu_tensor or leave it out"),
         ({}, {"disk": "here"}, "disk does not work"),
         ({}, {"record": "here"}, "record does not work"),

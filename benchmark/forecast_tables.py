@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from forecast.hardware import BOUND
 from rendering import link, nothing, result_files, table, where
 
 
@@ -22,9 +23,11 @@ def check(results: Path) -> str:
         ]
         head = ["model", "tokens", "requests", "policy", "measured (ms)", "forecast (ms)", "error"]
         errors = [abs(row["error"]) for row in data["rows"]]
+        within = sum(error <= BOUND for error in errors)
         note = (
-            f"Time per output token; the errors' median is {median(errors):.0%}, the largest {max(errors):.0%}. "
-            f"Random weights. {where(data)} [Data]({link(path)}), `python benchmark/forecast measure`."
+            f"Time per output token; {within} of {len(errors)} steps within {BOUND:.0%}, the errors' median is "
+            f"{median(errors):.0%}, the largest {max(errors):.0%}. Random weights; llama-3.1-8b is cut to 2 layers and "
+            f"32,000 words. {where(data)} [Data]({link(path)}), `python benchmark/forecast measure`."
         )
         out.append(f"{table(head, rows, 'lrrlrrr')}\n{note}\n")
     return "\n".join(out) or nothing("forecast measure")

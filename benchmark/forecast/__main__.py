@@ -7,7 +7,8 @@
 A forecast takes rates of this machine's kernels, each for one worker (step.py), and a machine's cores and memory
 (hardware.py), and goes through one layer of attention event by event (layer.py). It has first to foretell whole decode
 steps of models on this machine, which `measure` does, with two models that it has learnt its overhead from and one that
-it has not. Results go to forecast.json and forecast_machines.json in benchmark/results/<machine>.
+it has not. "This machine" is the one that `measure` ran on. Results go to forecast.json and forecast_machines.json in
+benchmark/results/<machine>.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ if __name__ == "__main__":
 
 import common
 from forecast import hardware
+from forecast.hardware import BOUND
 from forecast.step import Rates, forecast
 from forecast.work import Model, Reading
 from tqdm import tqdm
 
 MODEL = "llama-3.1-8b"
-ASKED = ((1, 1_000_000), (8, 1_000_000), (64, 128_000), (1000, 8_000))
+ASKED = ((1, 1_000_000), (8, 1_000_000), (32, 250_000), (32, 32_000))
 """Requests and tokens of each."""
 POLICIES = ("full", "fixed:16:0.05")
-BOUND = 0.15
-"""How far the forecast of a step on this machine may be from it."""
 
 
 def measured(args: argparse.Namespace) -> None:
@@ -66,7 +66,11 @@ def measured(args: argparse.Namespace) -> None:
             common.save(path, data)
             bar.update()
     errors = [abs(row["error"]) for row in data["rows"]]
-    print(f"{path.relative_to(common.ROOT)}: errors up to {max(errors):.0%}, the median {median(errors):.0%}.")
+    within = sum(error <= BOUND for error in errors)
+    print(
+        f"{path.relative_to(common.ROOT)}: {within} of {len(errors)} steps within {BOUND:.0%}, errors up to "
+        f"{max(errors):.0%}, the median {median(errors):.0%}."
+    )
 
 
 def rates_of(machine: str) -> Rates:

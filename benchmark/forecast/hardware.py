@@ -10,6 +10,8 @@ MACHINES = Path(__file__).with_name("machines.json")
 STREAMED, LINKED = 0.85, 0.7
 """Assumptions: of a memory's nominal rate, what a stream of reads gets on a server of many channels; of a link's, what
 reads of another node's memory get."""
+BOUND = 0.15
+"""How far the forecast of a step may be from the step, on the machine that was measured."""
 HOP_NS = 100.0
 """An assumption: an atomic operation on a word that another core of the node wrote last. Between nodes it takes three
 times as long, and on two nodes every other one is between them."""
@@ -23,7 +25,7 @@ class Domain:
         workers: of the process, one a physical core.
         streamed: GB/s that all of them together get from memory.
         alone: GB/s, the most that one of them gets.
-        hop_ns: what a pop of the queue costs, and twice what it costs to have one more worker in a layer.
+        hop_ns: what a pop of the queue costs. A worker more costs two of them in every layer: it comes and goes.
     """
 
     workers: int

@@ -62,7 +62,7 @@ Task = Sequence[Stage]
 
 @dataclass
 class _Open:
-    """A stage that is being done: whose it is, and the workers at it with the bytes of each when it began them."""
+    """A stage that is being done: whose it is, and the workers at it."""
 
     stage: Stage
     owner: int
@@ -76,7 +76,7 @@ class Outcome:
     Attributes:
         ns: until the last worker is done.
         nbytes: read by all.
-        busy: share of the workers' time in which they computed or read.
+        busy: share of the workers' time in which they had something to do, or waited for the queue to give it.
     """
 
     ns: float

@@ -48,13 +48,17 @@ class Rates:
         return self.launch_us * 1e3 + 2 * domain.hop_ns * max(domain.workers - self.workers, 0)
 
     def linear_of(self, rows: int) -> Kernel:
-        """Between two measured numbers of rows the time of computing grows linearly, and beyond the last with them."""
+        """Between two measured numbers of rows the time of computing grows linearly.
+
+        Raises:
+            ValueError: more rows than were measured: beyond them other code multiplies.
+        """
         known = sorted(self.linear)
-        below = max((n for n in known if n <= rows), default=known[0])
-        above = min((n for n in known if n >= rows), default=0)
+        if rows > known[-1]:
+            raise ValueError(f"batches of more than {known[-1]} requests cannot be forecast; say a smaller one")
+        below = max(n for n in known if n <= rows)
+        above = min(n for n in known if n >= rows)
         one = self.linear[below]
-        if not above:
-            return Kernel(one.near * below / rows, one.overlap, one.scattered)
         if above == below:
             return one
         part = (rows - below) / (above - below)
@@ -85,8 +89,8 @@ class Forecast:
 
     Attributes:
         gb_per_s: of memory, on average over the step, of all ranks.
-        busy: share of the workers' time in attention in which they computed or read.
-        pool_gib: of KV in the host pools.
+        busy: share of the workers' time in attention in which they had something to do, or waited to get it.
+        pool_gib: of the host pools, metadata and moments included.
     """
 
     ms: float
@@ -108,7 +112,7 @@ def forecast(
         domain: of one rank. reading: of a group's heads; ranks do not change it.
 
     Raises:
-        KeyError: the rates have no kernels for the model's shape.
+        ValueError: the rates have no kernels for the model's shape, or for so many rows.
     """
     own = model.rank(ranks)
     launch = rates.launch_ns(domain)
@@ -117,10 +121,15 @@ def forecast(
     weights = model.layers * sum(own.matrices()) + own.head_bytes()
     matrices = weights / rate + (model.layers * len(own.matrices()) + 1) * launch
     items, tasks = layer_work(own, batch, context, reading, rates.select_ns)
-    layer = Layer(items, tasks, domain, rates.kernels[shape_key(own)]).run()
+    if (shape := shape_key(own)) not in rates.kernels:
+        raise ValueError(f"models with {shape} cannot be forecast; measured are {', '.join(rates.kernels)}")
+    layer = Layer(items, tasks, domain, rates.kernels[shape]).run()
     attention = model.layers * (layer.ns + launch)
-    reduced_kib = batch * model.hidden * 2 / 1024
-    reduce = 0.0 if ranks == 1 else 2 * model.layers * (rates.reduce_us[0] + reduced_kib * rates.reduce_us[1]) * 1e3
+    reduce = 0.0
+    if ranks > 1:  # twice a layer, the embeddings, and the logits, which are put together
+        base, kib = rates.reduce_us
+        reduce = (2 * model.layers + 1) * (base + kib * batch * model.hidden * 2 / 1024) * 1e3
+        reduce += (base + kib * batch * model.vocabulary * 2 / 1024) * 1e3
     rows = batch - 1
     rest = (rates.step_us[0] + rows * rates.step_us[1]) * 1e3
     rest += model.layers * (rates.layer_us[0] + rows * rates.layer_us[1]) * 1e3

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from forecast.layer import TIME, Stage, Task
+
+from fluxion_sglang.kv.host_pool import KVShape
 
 SINKS, WINDOW = 64, 264
 """Resident tokens of a request; a window has 256 to 271."""
@@ -55,7 +58,8 @@ class Model:
         return 2 * self.head_dim * 2
 
     def pool_bytes(self, tokens: int) -> int:
-        return tokens * self.layers * self.kv_heads * self.token_bytes
+        """Of host pools, metadata and moments included."""
+        return KVShape(self.layers, self.kv_heads, self.head_dim, torch.bfloat16).pool_bytes(tokens)
 
     def rank(self, ranks: int) -> Model:
         """What one of so many ranks has.

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -118,7 +119,7 @@ def test_tokens_are_those_of_one_server(pair: Pair, reference: dict[str, Complet
 
 
 def test_many_at_once_wait_for_room(pair: Pair, reference: dict[str, Completion]) -> None:
-    """More tokens than the zone has, and more requests than rows."""
+    """More tokens than the zone has."""
     names = ["length-5000", "length-2000", "length-300"] * 3
     with ThreadPoolExecutor(len(names)) as pool:
         answers = list(pool.map(lambda name: pair.generate(*ALL[name]), names))
@@ -146,13 +147,22 @@ def test_what_is_retracted_goes_on_where_it_was(pair: Pair) -> None:
         assert_same(got, want)
 
 
-def test_a_client_that_hangs_up_leaves_nothing(pair: Pair, reference: dict[str, Completion]) -> None:
-    body = pair.body(ALL["length-5000"][0], 2000, rid="gone")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(pair.post, body)
+def test_what_is_aborted_in_line_holds_nobody_up(pair: Pair, reference: dict[str, Completion]) -> None:
+    ids = ALL["length-5000"][0]
+    bodies = {rid: pair.body(ids, 600, rid=rid) for rid in ("has the zone", "in line")}
+    with ThreadPoolExecutor(3) as pool:
+        # The first is prefilled for a while; the second finds no room behind it.
+        sent = {rid: pool.submit(pair.post, body) for rid, body in bodies.items()}
+        time.sleep(1)
         for server in (pair.prefill, pair.decode):
-            requests.post(server.url + "/abort_request", json={"rid": "gone"}, timeout=PATIENCE_S).raise_for_status()
-        waiting.result()
+            requests.post(server.url + "/abort_request", json={"rid": "in line"}, timeout=PATIENCE_S).raise_for_status()
+        start = time.monotonic()
+        assert_same(pair.generate(*ALL["length-300"]), reference["length-300"])
+        assert time.monotonic() - start < 25, "it waited for an acknowledgement that nobody sends"
+        assert sent["in line"].result().json().get("object") == "error" or (
+            sent["in line"].result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+        )
+        assert len(sent["has the zone"].result().json()["output_ids"]) == 600
     assert_same(pair.generate(*ALL["length-5000"]), reference["length-5000"])
 
 

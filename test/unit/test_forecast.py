@@ -134,10 +134,11 @@ def test_the_overlap_is_found_again(near: float, memory: float, overlap: float) 
     assert Kernel(near, overlap_of(near, memory, seen)).rate(memory) == pytest.approx(seen, rel=0.002)
 
 
-def test_linear_time_grows_between_and_beyond_what_was_measured() -> None:
+def test_linear_time_grows_between_what_was_measured() -> None:
     assert RATES.linear_of(4) == RATES.linear[4]
     assert 1 / RATES.linear_of(18).near == pytest.approx((1 / 16 + 1 / 4) / 2)
-    assert RATES.linear_of(64).near == pytest.approx(2)
+    with pytest.raises(ValueError, match="more than 32 requests cannot be forecast"):
+        RATES.linear_of(33)
 
 
 def test_rates_come_back_from_a_file() -> None:
@@ -190,7 +191,7 @@ def test_a_policy_that_cannot_be_forecast(spec: str) -> None:
 
 def test_a_model_has_its_parameters() -> None:
     assert LLAMA.layers * sum(LLAMA.matrices()) + 2 * LLAMA.head_bytes() == pytest.approx(2 * 8.03e9, rel=0.001)
-    assert LLAMA.pool_bytes(1000) == 1000 * 131072
+    assert 1.3 < LLAMA.pool_bytes(1_000_000) / (1_000_000 * 131072) < 1.4, "with metadata and moments"
     half = LLAMA.rank(2)
     assert half.group == LLAMA.group and 2 * sum(half.matrices()) == sum(LLAMA.matrices())
     with pytest.raises(ValueError, match="3 ranks cannot divide 8 KV heads"):
@@ -244,7 +245,7 @@ def test_a_step_is_within_what_the_machine_can(machine: Machine) -> None:
     for one in found.values():
         assert one.ms == pytest.approx(one.matrices_ms + one.attention_ms + one.reduce_ms + one.rest_ms)
         assert one.gb_per_s < machine.nodes * machine.peak_gb_per_s * hardware.STREAMED
-        assert one.pool_gib == pytest.approx(8 * 100_000 * 131072 / 2**30)
+        assert one.pool_gib == pytest.approx(LLAMA.pool_bytes(800_000) / 2**30)
     for ranks in (1, machine.nodes):
         assert found[ranks, "full"].attention_ms > 2 * found[ranks, "fixed:16:0.05"].attention_ms
     assert found[1, "full"].reduce_ms == 0 < found[machine.nodes, "full"].reduce_ms

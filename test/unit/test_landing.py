@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation.base import KVPoll
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
@@ -116,7 +118,9 @@ class Backend:
         self.kv_mgr = SimpleNamespace(
             record_failure=lambda room, why: self.failures.append(why),
             update_status=lambda room, status: setattr(self, "status", status),
+            waiting_timeout=300,
         )
+        self.told = False
         self.status: Any = "waiting"
 
     def send_metadata(self, pages: Any, aux: int | None = None, **more: Any) -> None:
@@ -127,6 +131,12 @@ class Backend:
 
     def clear(self) -> None:
         self.cleared += 1
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        self.told = self.told or force_arm
+
+    def abort(self) -> None:
+        self.status = self.conclude_state = KVPoll.Failed
 
     def failure_exception(self) -> None:
         self.clear()
@@ -159,7 +169,8 @@ def test_it_is_told_when_there_is_room(zone: LandingZone) -> None:
     second.send_metadata(np.arange(4), 1)
     assert second.poll() == "waiting" and not second.sent
     first.clear()
-    assert second.poll() == "waiting" and len(second.sent) == 1 and second.run == Run(0, 4)
+    second.poll()
+    assert len(second.sent) == 1 and second.run == Run(0, 4)
     second.poll()
     assert len(second.sent) == 1
 
@@ -191,6 +202,52 @@ def test_who_waits_and_is_cleared_sends_nothing_any_more(zone: LandingZone) -> N
     first.clear()
     second.poll()
     assert not second.sent and zone.ask("other", 8) == Run(0, 8)
+
+
+@pytest.mark.parametrize("how", ["abort", "failure_exception", "poll"])
+def test_who_waits_and_fails_holds_nobody_up(zone: LandingZone, how: str) -> None:
+    """Nobody could write into a run that it never had."""
+    first, second, third = receiver(), receiver(), receiver()
+    first.send_metadata(np.arange(6), 0)
+    second.send_metadata(np.arange(4), 1)
+    third.send_metadata(np.arange(2), 2)
+    assert not second.sent and not third.sent
+    second.status = KVPoll.Failed if how == "poll" else second.status
+    with suppress(RuntimeError):
+        getattr(second, how)()
+    third.poll()
+    assert third.run == Run(6, 2) and not second.sent
+    assert second.told == (how == "abort"), "so that SGLang does not wait for an acknowledgement that nobody sends"
+
+
+def test_who_has_a_run_keeps_it_through_an_abort(zone: LandingZone) -> None:
+    one, other = receiver(), receiver()
+    one.send_metadata(np.arange(8), 0)
+    other.send_metadata(np.arange(1), 1)
+    one.abort()
+    one.poll()
+    other.poll()
+    assert not other.sent and not one.told
+    one.clear()
+    other.poll()
+    assert other.sent
+
+
+def test_a_server_that_has_failed_gets_no_run(zone: LandingZone) -> None:
+    first, second = receiver(), receiver()
+    first.send_metadata(np.arange(8), 0)
+    second.send_metadata(np.arange(8), 1)
+    first.clear()
+    second.status = KVPoll.Failed
+    assert second.poll() == KVPoll.Failed and not second.sent
+
+
+def test_nobody_waits_for_ever(zone: LandingZone) -> None:
+    first, second = receiver(), receiver()
+    first.send_metadata(np.arange(8), 0)
+    second.kv_mgr.waiting_timeout = -1
+    second.send_metadata(np.arange(1), 1)
+    assert "for too long" in second.failures[0] and second.poll() == KVPoll.Failed
 
 
 def test_a_prompt_that_never_fits_fails(zone: LandingZone) -> None:
@@ -225,7 +282,7 @@ class World:
         self.scheduler = SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=runner), req_to_token_pool=SimpleNamespace(req_to_token=table)
         )
-        self.request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=stop, req_pool_idx=1))
+        self.request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=stop, req_pool_idx=1, cache_protected_len=0))
         random = torch.Generator().manual_seed(stop)
         size = (LAYERS, len(pages) * PAGE, HEADS, DIM)
         self.k, self.v = (torch.randn(size, generator=random).to(dtype) for _ in "kv")
@@ -284,6 +341,12 @@ def test_a_request_that_nobody_prefills_has_numbers() -> None:
     for layer in range(LAYERS):
         assert not got.host.tiles(layer)[:, 3].any() and not got.host.page_metadata(layer)[:, 3].any()
         assert not got.host.tiles(layer)[:, 5, :, :4].any()
+    there = World(torch.float32, False, [3, 5], 20)
+    there.append(0, PAGE)
+    there.request.kv.cache_protected_len = PAGE
+    before = there.host.tiles(0)[:, 3].clone()
+    transfer._land(there.scheduler, object(), there.request)
+    assert torch.equal(there.host.tiles(0)[:, 3], before), "a prefix of the radix tree is not its own"
 
 
 @pytest.mark.parametrize(("dtype", "mxint8"), DTYPES)
@@ -296,7 +359,11 @@ def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, mxint8
     kept = first.pool.get_cpu_copy(of[0])
     got = World(dtype, mxint8, after, stop)
     got.pool.load_cpu_copy(kept, of[1])
+    last = slice(0, stop % PAGE)
     for layer in range(LAYERS):
+        if not mxint8:
+            one, other = (world.host.tiles(layer)[:, after[-1], :, last] for world in (got, want))
+            assert torch.equal(one, other)
         for name in ("meta0", "moments"):
             pages = after[:-1]  # the last one is not full
             assert torch.equal(got.host.tensor(name, layer)[:, pages], want.host.tensor(name, layer)[:, pages])

@@ -298,6 +298,7 @@ def receiving(**changes: Any) -> Any:
     legal = {"disaggregation_mode": "decode", "device": "cpu", "pp_size": 1, "speculative_algorithm": None}
     legal |= {"enable_pd_role_switch": False, "disaggregation_enable_kv_checksum": False}
     legal |= {"disaggregation_decode_host_receive_threshold": 1.0, "disaggregation_decode_retraction_backup": None}
+    legal |= {"disaggregation_transfer_backend": "mooncake"}
     return SimpleNamespace(**{**legal, **changes})
 
 
@@ -320,6 +321,7 @@ def test_a_decode_server_is_accepted(server_args: Any) -> None:
         ({"disaggregation_enable_kv_checksum": True}, {}, "leave --disaggregation-enable-kv-checksum out"),
         ({"disaggregation_decode_host_receive_threshold": 0.5}, {}, "leave --disaggregation-decode-host-"),
         ({"disaggregation_decode_retraction_backup": "host_pool"}, {}, "backup cpu_tensor or leave it out"),
+        ({"disaggregation_transfer_backend": "nixl"}, {}, "backend mooncake, or mooncake_tcp"),
         ({}, {"disk": "here"}, "disk does not work"),
         ({}, {"record": "here"}, "record does not work"),
         ({}, {"prefill_budget": 0.5}, "prefill_budget does not work"),
@@ -338,6 +340,10 @@ def test_what_does_not_go_with_kv_from_another_server(
 def test_kv_from_another_server_needs_the_cpu_and_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
     with pytest.raises(ConfigError, match=r"SGLANG_DISAGG_STAGING_BUFFER, because .*; unset"):
+        validation.check_transfer(receiving(), FluxionConfig())
+    monkeypatch.delenv("SGLANG_DISAGG_STAGING_BUFFER")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
+    with pytest.raises(ConfigError, match=r"KV_RELEASE, which is 0, because .*; unset"):
         validation.check_transfer(receiving(), FluxionConfig())
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
     with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 has another way .* install sglang 0\.5\.23"):

@@ -178,7 +178,10 @@ TRANSFER_NEEDS = (
     Need(_TRANSFER, "TransferBackend.FAKE"),
     Need(_TRANSFER, "KVClassType.RECEIVER"),
     Need("sglang.srt.disaggregation.base", "KVPoll.Failed"),
-    *(Need(_RECEIVER, f"CommonKVReceiver.{name}") for name in ("send_metadata", "poll", "clear", "failure_exception")),
+    *(
+        Need(_RECEIVER, f"CommonKVReceiver.{name}")
+        for name in ("send_metadata", "poll", "abort", "ensure_abort_notified", "clear", "failure_exception")
+    ),
     *(Need(_RECEIVER, f"CommonKVManager.{name}") for name in ("record_failure", "update_status")),
 )
 
@@ -193,7 +196,7 @@ _NAMES = {
     "model_executor.cuda_graph_config": ("with_phase", "Phase.ALL", "Backend.DISABLED", "Backend.FULL"),
     "configs.model_config": ("AttentionArch.MHA",),
     "environ": ("envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",),
-    "runtime_context": ("get_context", "get_parallel"),
+    "runtime_context": ("get_context", "get_disagg", "get_parallel"),
     "mem_cache.memory_pool": ("KVCache",),
     "managers.schedule_batch": ("FINISH_ABORT", "ScheduleBatch.decoding_reqs"),
     "session.streaming_session": ("StreamingSession.release_session",),

@@ -180,12 +180,13 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     _begin_sizing(configurator)
     available = capacity.available_bytes(configurator.server_args)
 
-    arriving = 0
+    arriving, beside = 0, ""
     if transfer.receives(configurator.server_args):
         # Requests have rows while their KV arrives, besides those that run. The zone has room for the longest of them.
         arriving = get_disagg().disaggregation_decode_extra_slots or 0
-        longest = capacity.plan_tokens(config, shape, available)
-        available -= LandingZone.nbytes(shape, _zone_pages(configurator, longest))
+        zone = _zone_pages(configurator, capacity.plan_tokens(config, shape, available))
+        available -= LandingZone.nbytes(shape, zone)
+        beside = f", beside a landing zone of {LandingZone.nbytes(shape, zone) / GIB:.2f} GiB for {zone * PAGE} tokens"
 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
     # One row more than requests: row 0 is SGLang's padding.
@@ -198,23 +199,32 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
         rows, limit = min((rows, limit), (fitting, "the free memory"))
         available -= (min(rows, resolved.max_running_requests + arriving) + 1) * shape.window_bytes(placement)
     rows -= arriving
+    if rows < 1 <= rows + arriving:
+        raise ConfigError(
+            f"the device has room for the sinks and windows of {rows + arriving} requests, and {arriving} rows are for "
+            "those whose KV is arriving; lower --disaggregation-decode-extra-slots or --max-running-requests."
+        )
     if rows < 1:
         raise ConfigError(
             f"the device has no room for the sinks and window ({placement.slots} tokens) of a single request; lower "
             f"sinks or window in --fluxion-config, or raise {limit}."
         )
-    tokens = least_over_ranks(capacity.plan_tokens(config, shape, available))
+    try:
+        tokens = least_over_ranks(capacity.plan_tokens(config, shape, available))
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).removesuffix('.')}{beside}.") from None
     resolved.max_running_requests = least_over_ranks(min(resolved.max_running_requests, rows))
     resolved.max_total_num_tokens = tokens
     logger.info(
         "Fluxion: host pool of %d tokens, %.2f GiB (KV, metadata and moments); largest context %d tokens; "
-        "device windows of %d tokens for %d requests, %.1f MiB; policy %s",
+        "device windows of %d tokens for %d requests, %.1f MiB%s; policy %s",
         tokens,
         shape.pool_bytes(tokens) / GIB,
         min(tokens, configurator.model_config.context_len),
         placement.slots,
         resolved.max_running_requests,
-        (resolved.max_running_requests + 1) * shape.window_bytes(placement) / 2**20,
+        (resolved.max_running_requests + arriving + 1) * shape.window_bytes(placement) / 2**20,
+        beside,
         config.policy,
     )
     return resolved

@@ -8,6 +8,7 @@ When a request's KV is there, it is appended to the host pool, before the reques
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import cache
 from http import HTTPStatus
@@ -52,8 +53,9 @@ def _here() -> LandingZone:
 def landing(receiver: type) -> type:
     """A backend's receiver that has the prefill server write into the landing zone, once there is room.
 
-    A receiver's run is given back by its last `clear`, when nobody writes into it any more. `failure_exception` clears
-    as well, but before the prefill server has been told.
+    A receiver's run is given back by its last `clear`. SGLang calls that when the prefill server has acknowledged that
+    it writes no more, or after its time-out (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT). Before it,
+    `failure_exception` clears as well, when the prefill server does not know yet.
     """
 
     class Landing(receiver):  # type: ignore[misc]
@@ -61,16 +63,19 @@ def landing(receiver: type) -> type:
         _held: Callable[[Any], None] | None = None
         _pages = 0
         _fails = False
+        _since = 0.0
 
         def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
             self._pages = len(kv_indices)
             send = super().send_metadata
-            self._held = lambda pages: send(pages, *args, **kwargs)
+            self._held, self._since = lambda pages: send(pages, *args, **kwargs), time.monotonic()
             self._ask()
 
         def _ask(self) -> None:
             if self._held is None or self.conclude_state is not None:
                 return
+            if time.monotonic() - self._since > self.kv_mgr.waiting_timeout:  # the prefill server has given it up
+                return self._refuse("Other requests had the room in which its KV would have arrived for too long.")
             try:
                 run = _here().ask(self, self._pages) if self._pages else Run(0, 0)
             except ValueError as error:
@@ -83,13 +88,32 @@ def landing(receiver: type) -> type:
         def _refuse(self, why: str) -> None:
             from sglang.srt.disaggregation.base import KVPoll
 
-            self._held = None
+            self._leave_line()
             self.kv_mgr.record_failure(self.bootstrap_room, why)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
 
+        def _leave_line(self) -> None:
+            """Of a request that has no run: nobody knows of pages that it could write into."""
+            if self._held is not None:
+                self._held = None
+                _here().leave(self)
+
         def poll(self) -> Any:
-            self._ask()
-            return super().poll()
+            from sglang.srt.disaggregation.base import KVPoll
+
+            status = super().poll()
+            if status == KVPoll.Failed:
+                self._leave_line()
+            else:
+                self._ask()
+            return status
+
+        def abort(self) -> None:
+            if self._held is not None:
+                # What is in the transfer queue waits for an acknowledgement, which is asked for only if this is said.
+                self.ensure_abort_notified(force_arm=True)
+                self._leave_line()
+            super().abort()
 
         def clear(self) -> None:
             super().clear()
@@ -98,6 +122,7 @@ def landing(receiver: type) -> type:
                 _here().leave(self)
 
         def failure_exception(self) -> None:
+            self._leave_line()
             self._fails = True
             try:
                 super().failure_exception()
@@ -147,9 +172,10 @@ def _land(scheduler: Any, receiver: Any, request: Any) -> None:
     pages = page_table(scheduler.req_to_token_pool.req_to_token, torch.tensor([row]), stop)[0]
     run = getattr(receiver, "run", None)
     if run is None:  # a request of SGLang's own, whose KV nobody computes
-        nothing = torch.zeros(stop, pool.host.shape.kv_heads, pool.host.shape.head_dim, dtype=pool.host.shape.dtype)
+        shape, start = pool.host.shape, request.kv.cache_protected_len
+        nothing = torch.zeros(stop - start, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
         for layer in range(pool.layer_num):
-            pool.host.append(layer, pages, 0, nothing, nothing)
+            pool.host.append(layer, pages, start, nothing, nothing)
         return
     start = (len(pages) - run.pages) * PAGE
     if start < 0:

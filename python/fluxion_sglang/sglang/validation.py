@@ -292,6 +292,11 @@ TRANSFER_OPTIONS = {
     "pp_size": Refusal(
         _other_than(1), "a stage that cannot take KV over cannot tell the other stages", "use --pp-size 1"
     ),
+    "disaggregation_transfer_backend": Refusal(
+        _other_than("mooncake", "mooncake_tcp", "fake"),
+        "others would take the memory in which KV arrives for a GPU's",
+        "use --disaggregation-transfer-backend mooncake, or mooncake_tcp where there is no RDMA",
+    ),
     "speculative_algorithm": Refusal(_other_than(None), "the prompts of drafts are prefilled by their own server"),
     "enable_pd_role_switch": Refusal(bool, "KV is not sent out of the host pool"),
     "disaggregation_enable_kv_checksum": Refusal(bool, "the host pool keeps KV in another layout"),
@@ -327,6 +332,7 @@ def check_transfer(args: Any, config: FluxionConfig) -> None:
             f"--enable-fluxion works with {_RECEIVING} on a CPU alone, because KV that arrives would have to wait for "
             "the passes of a GPU; hide the accelerator and add --device cpu, or leave --disaggregation-mode out."
         )
+    compat.check(compat.TRANSFER_NEEDS)
     _refuse(args, TRANSFER_OPTIONS, f"--enable-fluxion with {_RECEIVING}")
     given = {
         "disk": config.disk is not None,
@@ -344,6 +350,11 @@ def check_transfer(args: Any, config: FluxionConfig) -> None:
         raise ConfigError(
             f"--enable-fluxion with {_RECEIVING} does not work with SGLANG_DISAGG_STAGING_BUFFER, because KV "
             "arrives in a landing zone of its own; unset the variable."
+        )
+    if not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get():
+        raise ConfigError(
+            f"--enable-fluxion with {_RECEIVING} needs SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE, which is 0, "
+            "because memory that a prefill server still writes to would be another request's; unset the variable."
         )
 
 

@@ -109,7 +109,7 @@ class Configurator:
     """SGLang's: it takes no attribute of others."""
 
     is_draft_worker: bool = False
-    server_args: Any = None
+    server_args: Any = field(default_factory=lambda: SimpleNamespace(disaggregation_mode="null"))
     device: str = "cuda"
     layer_info: Any = field(default_factory=lambda: SimpleNamespace(start_layer=0))
     model_config: Any = field(default_factory=lambda: SimpleNamespace(context_len=4096))

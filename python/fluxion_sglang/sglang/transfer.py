@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,11 @@ from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat, hooking, rows
 from fluxion_sglang.sglang.failures import Failures, agreed
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver as Receiver
+else:
+    Receiver = object
 
 logger = logging.getLogger(__name__)
 
@@ -49,88 +54,90 @@ def _here() -> LandingZone:
     return _zone
 
 
-@cache
-def landing(receiver: type) -> type:
-    """A backend's receiver that has the prefill server write into the landing zone, once there is room.
+class Landing(Receiver):
+    """What a backend's receiver does otherwise (`landing`): the prefill server is to write into the landing zone, once
+    there is room.
 
     A receiver's run is given back by its last `clear`. SGLang calls that when the prefill server has acknowledged that
     it writes no more, or after its time-out (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT). Before it,
     `failure_exception` clears as well, when the prefill server does not know yet.
     """
 
-    class Landing(receiver):  # type: ignore[misc]
-        run = Run(0, 0)
-        _held: Callable[[Any], None] | None = None
-        _pages = 0
-        _fails = False
-        _since = 0.0
+    run = Run(0, 0)
+    _held: Callable[[Any], None] | None = None
+    _pages = 0
+    _fails = False
+    _since = 0.0
 
-        def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
-            self._pages = len(kv_indices)
-            send = super().send_metadata
-            self._held, self._since = lambda pages: send(pages, *args, **kwargs), time.monotonic()
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        self._pages = len(kv_indices)
+        send = super().send_metadata
+        self._held, self._since = lambda pages: send(pages, *args, **kwargs), time.monotonic()
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._held is None or self.conclude_state is not None:
+            return
+        if time.monotonic() - self._since > self.kv_mgr.waiting_timeout:  # the prefill server has given it up
+            return self._refuse("Other requests had the room in which its KV would have arrived for too long.")
+        try:
+            run = _here().ask(self, self._pages) if self._pages else Run(0, 0)
+        except ValueError as error:
+            return self._refuse(f"The prompt is too long for this server: {error}.")
+        if run is None:
+            return
+        self.run, send, self._held = run, self._held, None
+        send(np.arange(run.first, run.first + run.pages, dtype=np.int32))
+
+    def _refuse(self, why: str) -> None:
+        from sglang.srt.disaggregation.base import KVPoll
+
+        self._leave_line()
+        self.kv_mgr.record_failure(self.bootstrap_room, why)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def _leave_line(self) -> None:
+        """Of a request that has no run: nobody knows of pages that it could write into."""
+        if self._held is not None:
+            self._held = None
+            _here().leave(self)
+
+    def poll(self) -> Any:
+        from sglang.srt.disaggregation.base import KVPoll
+
+        status = super().poll()
+        if status == KVPoll.Failed:
+            self._leave_line()
+        else:
             self._ask()
+        return status
 
-        def _ask(self) -> None:
-            if self._held is None or self.conclude_state is not None:
-                return
-            if time.monotonic() - self._since > self.kv_mgr.waiting_timeout:  # the prefill server has given it up
-                return self._refuse("Other requests had the room in which its KV would have arrived for too long.")
-            try:
-                run = _here().ask(self, self._pages) if self._pages else Run(0, 0)
-            except ValueError as error:
-                return self._refuse(f"The prompt is too long for this server: {error}.")
-            if run is None:
-                return
-            self.run, send, self._held = run, self._held, None
-            send(np.arange(run.first, run.first + run.pages, dtype=np.int32))
-
-        def _refuse(self, why: str) -> None:
-            from sglang.srt.disaggregation.base import KVPoll
-
+    def abort(self) -> None:
+        if self._held is not None:
+            # What is in the transfer queue waits for an acknowledgement, which is asked for only if this is said.
+            self.ensure_abort_notified(force_arm=True)
             self._leave_line()
-            self.kv_mgr.record_failure(self.bootstrap_room, why)
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        super().abort()
 
-        def _leave_line(self) -> None:
-            """Of a request that has no run: nobody knows of pages that it could write into."""
-            if self._held is not None:
-                self._held = None
-                _here().leave(self)
+    def clear(self) -> None:
+        super().clear()
+        if not self._fails:
+            self._held = None
+            _here().leave(self)
 
-        def poll(self) -> Any:
-            from sglang.srt.disaggregation.base import KVPoll
+    def failure_exception(self) -> None:
+        self._leave_line()
+        self._fails = True
+        try:
+            super().failure_exception()
+        finally:
+            self._fails = False
 
-            status = super().poll()
-            if status == KVPoll.Failed:
-                self._leave_line()
-            else:
-                self._ask()
-            return status
 
-        def abort(self) -> None:
-            if self._held is not None:
-                # What is in the transfer queue waits for an acknowledgement, which is asked for only if this is said.
-                self.ensure_abort_notified(force_arm=True)
-                self._leave_line()
-            super().abort()
-
-        def clear(self) -> None:
-            super().clear()
-            if not self._fails:
-                self._held = None
-                _here().leave(self)
-
-        def failure_exception(self) -> None:
-            self._leave_line()
-            self._fails = True
-            try:
-                super().failure_exception()
-            finally:
-                self._fails = False
-
-    Landing.__name__ = Landing.__qualname__ = f"Landing{receiver.__name__}"
-    return Landing
+@cache
+def landing(receiver: type) -> type:
+    """A backend's receiver that lands."""
+    return type(f"Landing{receiver.__name__}", (Landing, receiver), {})
 
 
 def get_kv_class(original: Callable[..., type | None], transfer_backend: Any, class_type: Any) -> type | None:

@@ -88,6 +88,7 @@ def test_radix_hit_on_a_host_only_prefix(server: Server, reference: dict[str, Co
     assert_same(turn, reference["second-turn"])
 
 
+@pytest.mark.full
 def test_eviction_and_retraction(server: Server, reference: dict[str, Completion]) -> None:
     for _ in range(2):
         check_group(server, reference, "crowd")
@@ -121,6 +122,7 @@ def ask(server: Server, ids: list[int], new: int, policy: str) -> Completion:
     return server.generate(ids, new, sampling_params=params)
 
 
+@pytest.mark.full
 def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, Completion]) -> None:
     """Those that read everything, by one name or another, answer as plain SGLang; the others read less."""
     server.flush()

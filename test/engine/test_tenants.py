@@ -17,6 +17,8 @@ import cases
 import pytest
 from server import Completion, Server
 
+pytestmark = pytest.mark.full
+
 NEW = 48
 PROMPT = cases.prompt(1500, 300)
 OTHER = cases.prompt(900, 301)

@@ -34,7 +34,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """A server with a child; `deaf`, it does not end when asked to."""
 
 USER = """\
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored in what it runs in the background
 from fluxion_sglang.commands import serving
 port = serving.free_port()
 command = [sys.executable, "-c", sys.argv[1], str(port), *sys.argv[2:]]

@@ -1,6 +1,6 @@
 """How long a decode step would take on a machine that is not here.
 
-    python benchmark/forecast measure     # rates of this machine, and whether they foretell its own steps; 15 min
+    python benchmark/forecast measure     # rates of this machine, and whether they foretell its own steps; 25 min
     python benchmark/forecast machines    # from the rates: servers of machines.json; seconds
     python benchmark/forecast ask --batch 8 --context 1000000 --server "2 x EPYC 9654, DDR5-4800"
 

@@ -31,6 +31,9 @@ class LandingZone:
 
     Args:
         shape: of the host pool; here keys and values have its dtype, whatever the host pool stores.
+
+    Attributes:
+        keys, values: of each layer, [pages, 16, H, D].
     """
 
     def __init__(self, shape: KVShape, pages: int) -> None:
@@ -42,6 +45,7 @@ class LandingZone:
 
     @staticmethod
     def nbytes(shape: KVShape, pages: int) -> int:
+        """Memory of a zone of so many pages."""
         return 2 * shape.layers * pages * PAGE * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
 
     def ask(self, who: Hashable, pages: int) -> Run | None:

@@ -124,8 +124,10 @@ class FluxionKVPool(KVCache):
             [buffer[0].nbytes for buffer in buffers],
         )
 
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Any:
-        """The tiles of a retracted request that no server would prefill again, [layers, H, pages, bytes].
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> torch.Tensor:
+        """The tiles of a retracted request that no server would prefill again, [layers, H, pages, bytes] uint8.
 
         Args:
             indices: slots of all its tokens.
@@ -133,9 +135,9 @@ class FluxionKVPool(KVCache):
         return self.host.stored[:, :, self._pages(indices).long()]
 
     def load_cpu_copy(
-        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+        self, kv_cache_cpu: torch.Tensor, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> None:
-        """Into the pages that it has now, with what follows from them."""
+        """What `get_cpu_copy` gave, into the pages that the request has now, with what follows from them."""
         pages = self._pages(indices)
         self.host.stored[:, :, pages.long()] = kv_cache_cpu
         for layer in range(self.layer_num):

@@ -44,9 +44,9 @@ def install(zone: LandingZone) -> None:
     """Have KV arrive in `zone`. Raises CompatError where this SGLang lacks what that takes."""
     global _zone
     compat.check(compat.TRANSFER_NEEDS)
+    _zone = zone  # which the hooks count on
     hooking.put_in(HOOKS)
     hooking.assert_applied(HOOKS)
-    _zone = zone
 
 
 def _here() -> LandingZone:
@@ -143,7 +143,7 @@ def landing(receiver: type) -> type:
 def get_kv_class(original: Callable[..., type | None], transfer_backend: Any, class_type: Any) -> type | None:
     """AROUND disaggregation.utils.get_kv_class: receivers that land. The fake one moves nothing."""
     found = original(transfer_backend, class_type)
-    lands = _zone is not None and class_type.name == "RECEIVER" and transfer_backend.name != "FAKE"
+    lands = class_type.name == "RECEIVER" and transfer_backend.name != "FAKE"
     return landing(found) if lands and found is not None else found
 
 
@@ -152,8 +152,6 @@ def commit(original: Callable[..., None], queue: Any, decode_req: Any) -> None:
 
     If that fails on any rank, the request ends on all of them, and the server goes on.
     """
-    if _zone is None:
-        return original(queue, decode_req)
     request = decode_req.req
     found = Failures(None, {})
     try:

@@ -64,7 +64,7 @@ void Dispatcher::allocate() {
   for (Stream& s : streams_) {
     check_device(api_, "make a stream", api_.stream_create(&s.handle));
     for (Batch& batch : s.batches) {
-      batch.allocate(api_, shape, workspace, stage);
+      batch.allocate(api_, shape, workspace, config_.flash, stage);
       stage.first += stage.slots;
     }
   }

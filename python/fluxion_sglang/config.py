@@ -17,6 +17,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 
 EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
 KV_DTYPES = ("auto", "mxint8")
+GPU_KERNELS = ("flashinfer", "fluxion")
 SCHEDULERS = ("priority", "none", "uniform", "length")
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
 """What options are for, in the order in which they are shown."""
@@ -237,6 +238,15 @@ class FluxionConfig:
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
+        group=GPU,
+    )
+    gpu_kernels: str = _option(
+        GPU_KERNELS[0],
+        "Who attends to tiles that are all in device memory: flashinfer, in bfloat16 and where it has a kernel for the "
+        "group; or fluxion, who attends to all others, too. With executors cpu+gpu.",
+        '"fluxion"',
+        lambda word: word in GPU_KERNELS,
+        _one_of(GPU_KERNELS),
         group=GPU,
     )
     cuda_graphs: bool = _option(

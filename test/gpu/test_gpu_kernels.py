@@ -148,15 +148,19 @@ def test_nobody_waits_for_ever(sides) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
 def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
-    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool
+    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool, flash: bool
 ) -> None:
+    if flash and (masked or dtype != torch.bfloat16):
+        pytest.skip("FlashInfer's part is bfloat16 without masks")
+    assert not flash or cuda.plan_bytes(1, 1, 4, 128, dtype) > 0, "libfluxion_cuda.so was built without FlashInfer"
     group, dim, pages = 4, 128, 300
     counts = [0, 1, 3, 4, 5, 64, 257]
     torch.manual_seed(7)
     tiles, q = torch.randn(pages, 2, PAGE, dim).to(dtype), torch.randn(len(counts), group, dim).to(dtype)
     entries = torch.cat([torch.randperm(pages)[:n] for n in counts]).to(torch.int32)
-    is_hot = torch.rand(len(entries)) < 0.5
+    is_hot = torch.rand(len(entries)) < (1 if flash else 0.5)
     masks = torch.randint(0, 1 << 16, (len(entries), group), dtype=torch.int32).to(torch.uint16)
     found = []
     for library in (cuda, load("sim")):
@@ -182,9 +186,11 @@ def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
         lse = torch.full((len(counts), group), float("nan"), device=where)
         size = library.workspace_bytes(len(counts), max(counts), group, dim)
         workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
+        words = library.plan_bytes(len(counts), len(entries), group, dim, dtype) // 4
+        plan = pinned(torch.zeros(words, dtype=torch.int32)) if flash else None
         library.attend(
             stream, packed, max(counts), pinned(torch.where(is_hot, -1 - entries, entries)),
-            pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace,
+            pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace, plan,
         )  # fmt: skip
         library.stream_synchronize(stream)
         found.append((o.cpu(), lse.cpu()))

@@ -1,6 +1,6 @@
 """FlashInfer in torch: what `device/flashinfer.py` calls of it, with its signatures, its layouts and its base-2 LSE.
 
-Where it is a whole decode step's, the LSE of nothing is FlashInfer's.
+Where a decode step's list is empty, its LSE is NOTHING.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-NOTHING = -5e4
-"""FlashInfer's -inf (math.cuh)."""
+NOTHING = -math.inf
+"""The LSE of an empty list; FlashInfer before 0.7 had about -5e4."""
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 

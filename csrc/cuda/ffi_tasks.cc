@@ -1,5 +1,7 @@
 // The C ABI: what host code does through the table of functions (device/device_api.h), for tests and
 // measurements.
+#include <algorithm>
+
 #include "cuda/ffi_checks.h"
 
 namespace fluxion::device {
@@ -52,6 +54,18 @@ void attend_tasks(int64_t stream, TensorView tasks, int64_t longest, TensorView 
     if (bytes == 0) Raise("ValueError") << "FlashInfer has no kernel for such groups; pass no plan.";
     narrow(4 * plan_t.numel(), bytes, INT64_MAX, "The size of plan");
     if (batch.masks != nullptr) Raise("ValueError") << "FlashInfer knows no masks; pass no plan.";
+    const int64_t q_bytes = int64_t{batch.group} * batch.head_dim * batch.element;
+    int64_t listed = 0;
+    for (int t = 0; t < batch.tasks_count; ++t) {
+      const DeviceTask& task = batch.tasks[t];
+      if (static_cast<const char*>(task.q) != static_cast<const char*>(batch.tasks[0].q) + t * q_bytes)
+        Raise("ValueError") << "FlashInfer reads the tasks' q one behind the other; they are not.";
+      listed += task.count;
+    }
+    const bool hot_alone =
+        std::all_of(batch.tiles, batch.tiles + batch.entries, [](int32_t x) { return x < 0; });
+    if (listed > batch.entries || !hot_alone)
+      Raise("ValueError") << "FlashInfer reads hot tiles alone, and every entry once; pass no plan.";
     batch.plan = data<int32_t>(plan_t);
   }
   guard([&] { attend(stream_of(stream), batch); });

@@ -1,9 +1,13 @@
 // FlashInfer's paged decode for batches whose tiles are all in device memory, hot or gathered.
 //
 // A task is one of FlashInfer's requests, with one KV head. A tile is one of its pages: 16 tokens' keys, then
-// their values. FlashInfer's planner cuts the tasks' lists into parts, as many as the device runs at once.
-// Parts are float32 and become one in merge_parts: FlashInfer's own merging does not compile for float32, and
-// knows neither natural LSEs nor tasks without tiles.
+// their values. FlashInfer's planner cuts the tasks' lists into parts, as many as the device runs at once: so
+// a task's last bits depend on its batch. Parts are float32, and merge_parts makes one of them, with the
+// natural LSE that hosts want: FlashInfer's merging of parts does not compile for float32.
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "cuda/parts.cuh"
@@ -27,7 +31,8 @@ using Params = ::flashinfer::BatchDecodeParams<nv_bfloat16, nv_bfloat16, float, 
 using Variant = ::flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false,
                                                /*use_logits_soft_cap=*/false, /*use_alibi=*/false>;
 
-constexpr int kMostParts = 1024;  // of a batch, and one a task on top; an H200 runs about as many blocks
+// Parts of a batch; where it has more tasks, one of each. An H200 runs about as many blocks at once.
+constexpr int kMostParts = 1024;
 constexpr uint32_t kLeastPages = 128 / kPage;  // of a part, as in FlashInfer's planner
 
 // A launch of FlashInfer's kernel, as BatchDecodeWithPagedKVCacheDispatched makes it on devices from sm_80
@@ -100,13 +105,9 @@ struct Plan {
   void cut(const DeviceBatch& b, uint32_t grid) {
     std::vector<int32_t> counts(static_cast<size_t>(b.tasks_count));
     for (int t = 0; t < b.tasks_count; ++t) counts[static_cast<size_t>(t)] = b.tasks[t].count;
-    auto [pages, parts_of_planner] =
-        ::flashinfer::PartitionPagedKVCacheBinarySearchMinNumPagePerBatch(grid, 1, counts, kLeastPages);
-    while (parts_of_planner > static_cast<uint32_t>(b.tasks_count + kMostParts)) {
-      pages *= 2;
-      parts_of_planner = 0;
-      for (const int32_t count : counts) parts_of_planner += 1 + static_cast<uint32_t>(count) / pages;
-    }
+    const uint32_t most = std::min(grid, static_cast<uint32_t>(kMostParts));
+    const uint32_t pages = std::get<0>(
+        ::flashinfer::PartitionPagedKVCacheBinarySearchMinNumPagePerBatch(most, 1, counts, kLeastPages));
     *chunk = static_cast<int32_t>(pages) * kPage;
     parts = 0;
     for (int t = 0; t < b.tasks_count; ++t) {

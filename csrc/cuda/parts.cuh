@@ -7,9 +7,8 @@ namespace fluxion::device {
 
 inline constexpr int kMergeThreads = 64;  // of a block that merges
 
-// One head's parts become one, in their order, so that it does not depend on what else runs. By a block of
-// kMergeThreads. o, lse (base 2): of the first part; the next ones lie G heads further. lse_to: natural. Of
-// no parts: 0 and -inf.
+// One head's parts become one, in their order. By a block of kMergeThreads. o, lse (base 2): of the first
+// part; the next ones lie G heads further. lse_to: natural. Of no parts: 0 and -inf.
 __device__ __forceinline__ void merge_parts(const float* o, const float* lse, int parts, int G, int D,
                                             float* to, float* lse_to) {
   float top = minus_infinity();

@@ -186,8 +186,8 @@ struct Given {
   __device__ float4 four(int v) const { return load_four(o + 4 * v); }
 };
 
-// The LSE, base 2, of a result that is given. FlashInfer's minus infinity is -50,000, to which it adds the
-// logarithm of a count; no score of finite keys is near it.
+// The LSE, base 2, of a result that is given. Of nothing FlashInfer says -inf; in versions before 0.7 about
+// -50,000.
 __device__ __forceinline__ float given_lse(float lse, bool base2) {
   if (!base2) return lse * kLog2e;
   return lse < -49000.0f ? minus_infinity() : lse;

@@ -242,8 +242,9 @@ class FluxionConfig:
     )
     gpu_kernels: str = _option(
         GPU_KERNELS[0],
-        "Who attends to tiles that are all in device memory: flashinfer, in bfloat16 and where it has a kernel for the "
-        "group; or fluxion, who attends to all others, too. With executors cpu+gpu.",
+        "Whose kernels attend to tiles that are all in device memory: flashinfer, which takes bfloat16, head "
+        "dimensions of 64, 128 and 256 and most groups, or fluxion, which takes the others in any case. With "
+        "executors cpu+gpu.",
         '"fluxion"',
         lambda word: word in GPU_KERNELS,
         _one_of(GPU_KERNELS),

@@ -148,14 +148,24 @@ def test_nobody_waits_for_ever(sides) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("flash", [False, True])
 def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
-    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool, flash: bool
+    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool
 ) -> None:
-    if flash and (masked or dtype != torch.bfloat16):
-        pytest.skip("FlashInfer's part is bfloat16 without masks")
-    assert not flash or cuda.plan_bytes(1, 1, 4, 128, dtype) > 0, "libfluxion_cuda.so was built without FlashInfer"
-    group, dim, pages = 4, 128, 300
+    tiles_are_attended_to(cuda, dtype, masked)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 16])
+def test_flashinfer_attends_to_hot_slots(cuda: DeviceLibrary, group: int, dim: int) -> None:
+    assert cuda.plan_bytes(1, 1, group, dim, torch.bfloat16) > 0, "libfluxion_cuda.so was built without FlashInfer"
+    tiles_are_attended_to(cuda, torch.bfloat16, False, group, dim, flash=True)
+
+
+def tiles_are_attended_to(
+    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool, group: int = 4, dim: int = 128, flash: bool = False
+) -> None:
+    """On both devices; with `flash` all tiles are hot, and FlashInfer attends."""
+    pages = 300
     counts = [0, 1, 3, 4, 5, 64, 257]
     torch.manual_seed(7)
     tiles, q = torch.randn(pages, 2, PAGE, dim).to(dtype), torch.randn(len(counts), group, dim).to(dtype)

@@ -269,10 +269,9 @@ def test_flashinfer_attends_to_hot_tiles(group: int, dim: int, counts: list[int]
     check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked=False, flash=True))
 
 
-def test_more_parts_than_a_plan_has_room_for() -> None:
+def test_more_tasks_than_the_device_runs_at_once() -> None:
     shape = Shape(group=1, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     tiles, hot = pinned(torch.zeros(1, 1, 2, PAGE, 64).bfloat16()), torch.randn(5, 2, PAGE, 64).bfloat16()
-    # As many tasks as no device runs at once, and one long list among them.
     counts = [1] * 40 + [9000] + [0, 2]
     check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked=False, flash=True))
 
@@ -285,20 +284,28 @@ def test_flashinfer_has_no_kernel_for_some_groups() -> None:
 
 @pytest.mark.parametrize(
     "wrong, sentence",
-    [("small", "The size of plan"), ("masks", "FlashInfer knows no masks"), ("group", "no kernel for such groups")],
+    [
+        ("small", "The size of plan"),
+        ("masks", "FlashInfer knows no masks"),
+        ("group", "no kernel for such groups"),
+        ("host", "hot tiles alone"),
+        ("apart", "one behind the other"),
+    ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: str, sentence: str) -> None:
     group = 5 if wrong == "group" else 2
-    q, tiles = pinned(torch.randn(1, group, 64).bfloat16()), pinned(torch.zeros(1, 2, PAGE, 64).bfloat16())
+    q, tiles = pinned(torch.randn(3, group, 64).bfloat16()), pinned(torch.zeros(1, 2, PAGE, 64).bfloat16())
     raw = struct.pack("<QQii", q.data_ptr(), tiles.data_ptr(), 0, 1)
-    tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(1, 24))
-    masks = pinned(torch.zeros(1, group, dtype=torch.int32).to(torch.uint16)) if wrong == "masks" else None
+    raw += struct.pack("<QQii", q[2 if wrong == "apart" else 1].data_ptr(), tiles.data_ptr(), 1, 1)
+    tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, 24))
+    entries = pinned(torch.tensor([-1, 0 if wrong == "host" else -1], dtype=torch.int32))
+    masks = pinned(torch.zeros(2, group, dtype=torch.int32).to(torch.uint16)) if wrong == "masks" else None
     plan = pinned(torch.zeros(9 if wrong == "small" else 1 << 14, dtype=torch.int32))
-    space = torch.empty(sim().workspace_bytes(1, 1, group, 64), dtype=torch.uint8)
+    space = torch.empty(sim().workspace_bytes(2, 1, group, 64), dtype=torch.uint8)
     with pytest.raises(ValueError, match=sentence):
         sim().attend(
-            0, tasks, 1, pinned(-torch.ones(1, dtype=torch.int32)), masks, tiles[0], group, 64, torch.bfloat16, 1.0,
-            poison(1, group, 64), poison(1, group), space, plan,
+            0, tasks, 1, entries, masks, tiles[0], group, 64, torch.bfloat16, 1.0, poison(2, group, 64),
+            poison(2, group), space, plan,
         )  # fmt: skip
 
 

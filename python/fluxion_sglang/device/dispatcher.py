@@ -163,6 +163,7 @@ def measured(library: DeviceLibrary, pool: NativePool, q_heads: int, flash: bool
         return calibration.SIMULATED
     tiles = pool.tensor("tiles", 0)
     group, head_dim, workers, isa = q_heads // len(tiles), tiles.shape[-1], pool.workers, pool.isa
+    flash = flash and library.plan_bytes(1, 1, group, head_dim, tiles.dtype) > 0
     key = calibration.cache_key(str(library.info()["name"]), workers.count, isa, group, head_dim, tiles.dtype, flash)
 
     def measure() -> Rates:

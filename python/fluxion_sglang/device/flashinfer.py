@@ -260,7 +260,7 @@ class Residents:
 
         Returns:
             o [2, B, Hq, D], of the sinks and of the windows, and lse [2, B, Hq], as those of `run`. Of nothing o is 0
-            and lse at most -49,000, FlashInfer's -inf.
+            and lse -inf; with FlashInfer before 0.7 about -50,000. `observe` takes either.
         """
         o, lse = self._run(torch.cat([q, q]), windows, scale)
         return o.view(2, *q.shape), lse.view(2, *q.shape[:2])

@@ -352,7 +352,8 @@ class DeviceLibrary:
         """A `DeviceBatch` (csrc/device/device_api.h).
 
         Args:
-            tasks: uint8 [n, 24], its DeviceTasks, pinned. plan: int32, pinned; with it FlashInfer attends.
+            tasks: uint8 [n, 24], its DeviceTasks, pinned. plan: int32, pinned; with it FlashInfer attends: to
+                hot tiles alone, without masks, and the tasks' q lie one behind the other.
         """
         nothing = torch.empty(0, dtype=torch.uint8)
         self._function("attend")(

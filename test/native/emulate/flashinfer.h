@@ -98,21 +98,25 @@ struct BatchDecodeParams {
 template <class Id>
 auto PartitionPagedKVCacheBinarySearchMinNumPagePerBatch(uint32_t max_grid_size, uint32_t gdy,
                                                          const std::vector<Id>& num_pages, uint32_t least) {
-  uint32_t pages = least, parts = 0;
-  const auto count = [&] {
+  uint32_t pages = least;
+  // An empty list has no part in the search, and one in the end.
+  const auto parts = [&](Id fewest) {
     uint32_t sum = 0;
-    for (const Id n : num_pages) sum += (static_cast<uint32_t>(std::max(n, Id{1})) + pages - 1) / pages;
+    for (const Id n : num_pages) sum += (static_cast<uint32_t>(std::max(n, fewest)) + pages - 1) / pages;
     return sum;
   };
-  const auto most =
-      static_cast<uint32_t>(std::max(*std::max_element(num_pages.begin(), num_pages.end()), Id{1}));
-  while ((parts = count()) * gdy > max_grid_size && pages < most) ++pages;
-  return std::make_tuple(pages, parts);
+  const auto longest = static_cast<uint32_t>(*std::max_element(num_pages.begin(), num_pages.end()));
+  while (pages < longest && parts(0) * gdy > max_grid_size) ++pages;
+  return std::make_tuple(pages, parts(1));
 }
 
-template <PosEncodingMode, uint32_t, uint32_t, uint32_t kVector, uint32_t kX, uint32_t kY, uint32_t, class,
-          class Params>
+template <PosEncodingMode, uint32_t kStages, uint32_t kTile, uint32_t kVector, uint32_t kX, uint32_t kY,
+          uint32_t kZ, class, class Params>
 void BatchDecodeWithPagedKVCacheKernel(const Params p) {
+  // As BatchDecodeWithPagedKVCacheDispatched chooses them.
+  static_assert(kStages == 2 && kTile == (kY == 1 ? 4 : 1) && kX <= 32 && kVector >= 8);
+  static_assert(kX * kY * kZ <= 128 || kZ == 1);
+  static_assert(kX * kY * (kZ + 1) > 128);
   if (threadIdx.x != 0 || threadIdx.z != 0) return;
   constexpr int kD = kVector * kX;
   const uint32_t part = blockIdx.x, head = threadIdx.y,

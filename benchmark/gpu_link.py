@@ -49,7 +49,6 @@ class Link:
         self.pool.view(torch.bfloat16).normal_(generator=torch.Generator().manual_seed(0))
         self.hot = torch.zeros(tiles * self.tile_bytes, dtype=torch.uint8, device=device.device)
         self.order = torch.randperm(tiles, generator=torch.Generator().manual_seed(1))
-        self.q = self._pinned(torch.randn(group, head_dim).bfloat16())
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         room = self.device.pinned_empty(-(-tensor.nbytes // 4096) * 4096)
@@ -73,12 +72,16 @@ class Link:
         gather, attend = self.gather(count), self.attend(count, hot=True, order=torch.arange(count))
         return lambda: (gather(), attend())[1]
 
-    def attend(self, count: int, hot: bool, lists: int = 128, order: torch.Tensor | None = None) -> Callable[[], None]:
-        """Attention to `count` tiles in up to `lists` lists, in pinned memory or in hot slots."""
+    def attend(
+        self, count: int, hot: bool, flash: bool = False, lists: int = 128, order: torch.Tensor | None = None
+    ) -> Callable[[], None]:
+        """Attention to `count` tiles in up to `lists` lists, in pinned memory or in hot slots; there FlashInfer's, if
+        asked for."""
         lists = min(lists, count)
         each = count // lists
         entries = (self.order if order is None else order)[: lists * each].to(torch.int32)
-        tasks = [struct.pack("<QQii", self.q.data_ptr(), self.pool.data_ptr(), i * each, each) for i in range(lists)]
+        q = self._pinned(torch.randn(lists, self.group, self.head_dim).bfloat16())
+        tasks = [struct.pack("<QQii", q[i].data_ptr(), self.pool.data_ptr(), i * each, each) for i in range(lists)]
         packed = self._pinned(torch.frombuffer(bytearray(b"".join(tasks)), dtype=torch.uint8).view(lists, 24))
         listed = self._pinned(-1 - entries if hot else entries)
         where = self.device.device
@@ -86,9 +89,11 @@ class Link:
         lse = torch.empty(lists, self.group, device=where)
         size = self.device.workspace_bytes(lists, each, self.group, self.head_dim)
         workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
+        words = self.device.plan_bytes(lists, lists * each, self.group, self.head_dim, torch.bfloat16) // 4
+        plan = self._pinned(torch.zeros(words, dtype=torch.int32)) if flash and words else None
         return lambda: self.device.attend(
             self.stream, packed, each, listed, None, self.hot, self.group, self.head_dim, torch.bfloat16,
-            self.head_dim**-0.5, o, lse, workspace,
+            self.head_dim**-0.5, o, lse, workspace, plan,
         )  # fmt: skip
 
     def copy_engine(self, count: int) -> Callable[[], None]:
@@ -224,6 +229,7 @@ def link(device: library.DeviceLibrary, counts: list[int], whole: int, turns: in
             "attend_in_place": tiles.attend(count, hot=False),
             "attend_staged": tiles.staged(count),
             "attend_hot": tiles.attend(count, hot=True),
+            "attend_hot_flashinfer": tiles.attend(count, hot=True, flash=True),
         }
         took = timed(works, tiles.wait, turns)
         size = {name: (whole if name == "in_order" else count) * tiles.tile_bytes for name in works}

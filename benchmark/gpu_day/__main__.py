@@ -87,6 +87,12 @@ STEPS = (
     ),
     Step("flashinfer", "do FlashInfer's kernels compile and run", ("benchmark/gpu_day/warm.py",), None),
     Step(
+        "door",
+        "do FlashInfer's kernels compute what attention is",
+        (*_TESTS, "test/gpu/test_gpu_flashinfer.py"),
+        (*_TESTS, "test/gpu/test_gpu_flashinfer.py", "-k", "stand-in"),
+    ),
+    Step(
         "tokens",
         "does the bundled model answer as without the flag",
         ("benchmark/gpu_day/tokens.py", "--machine", HERE),
@@ -197,7 +203,10 @@ MEASURED = (
     ("gpu_link*.json", "A layer's hand-over", ("model", "batch", "launched", "resident_us", "layer_us", "overhead_us")),
     (
         "gpu_link*.json", "The link, GB/s",
-        ("tiles", "gather_gb_per_s", "attend_in_place_gb_per_s", "attend_staged_gb_per_s", "attend_hot_gb_per_s"),
+        (
+            "tiles", "gather_gb_per_s", "attend_in_place_gb_per_s", "attend_staged_gb_per_s", "attend_hot_gb_per_s",
+            "attend_hot_flashinfer_gb_per_s",
+        ),
     ),
     ("one_batch_[!sg]*.json", "Steps", _STEP_COLUMNS),
     ("one_batch_shared.json", "Steps, with cpu+gpu", _STEP_COLUMNS),

@@ -84,6 +84,10 @@ int64_t workspace(int32_t tasks, int32_t longest, int32_t group, int32_t head_di
   return workspace_bytes(tasks, longest, group, head_dim);
 }
 
+int64_t plan(int32_t tasks, int32_t entries, int32_t group, int32_t head_dim, int32_t element) {
+  return plan_bytes(tasks, entries, group, head_dim, element);
+}
+
 int attend_batch(void* stream, const DeviceBatch* batch) {
   return guarded([&] { attend(of(stream), *batch); });
 }
@@ -101,14 +105,23 @@ const char* error() { return sentence.c_str(); }
 }  // namespace
 
 const DeviceApi* device_api() {
-  static const DeviceApi api{kDeviceApiVersion, stream_create,
-                             stream_destroy,    stream_synchronize,
-                             stream_query,      device_allocate,
-                             device_free,       pinned_allocate,
-                             pinned_free,       pinned_register,
-                             pinned_unregister, workspace,
-                             attend_batch,      copy,
-                             signal_word,       error};
+  static const DeviceApi api{kDeviceApiVersion,
+                             stream_create,
+                             stream_destroy,
+                             stream_synchronize,
+                             stream_query,
+                             device_allocate,
+                             device_free,
+                             pinned_allocate,
+                             pinned_free,
+                             pinned_register,
+                             pinned_unregister,
+                             workspace,
+                             plan,
+                             attend_batch,
+                             copy,
+                             signal_word,
+                             error};
   return &api;
 }
 

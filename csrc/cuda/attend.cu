@@ -1,6 +1,10 @@
-// Attention of tasks to tiles in host memory, read in place, and in hot slots (DeviceApi::attend).
+// Attention of tasks to tiles in host memory, read in place, and in hot slots (DeviceApi::attend). Where all
+// tiles are in device memory and nothing is masked, it is FlashInfer's.
+#include <algorithm>
+
 #include "cuda/attention.cuh"
 #include "cuda/kernels.h"
+#include "cuda/parts.cuh"
 
 namespace fluxion::device {
 
@@ -58,28 +62,13 @@ __global__ void __launch_bounds__(kAttendThreads) attend_kernel(AttendArgs a) {
   if (split.parts <= 1 && threadIdx.x < static_cast<unsigned>(G)) lse[threadIdx.x] *= kLn2;
 }
 
-// Parts of a task become one, in their order. Grid: tasks, heads.
-__global__ void __launch_bounds__(kAttendThreads) merge_parts_kernel(AttendArgs a) {
+// Grid: tasks, heads.
+__global__ void __launch_bounds__(kMergeThreads) merge_parts_kernel(AttendArgs a) {
   const int task_number = blockIdx.x, g = blockIdx.y, G = a.group, D = a.head_dim;
   const int parts = Split::of(a.tasks[task_number].count).parts;
   if (parts <= 1) return;
-  const int64_t first = int64_t{task_number} * a.parts * G + g;
-  float top = minus_infinity();
-  for (int p = 0; p < parts; ++p) top = fmaxf(top, a.partial_lse[first + int64_t{p} * G]);
-  const float base = reference(top);
-  float total = 0.0f;
-  for (int p = 0; p < parts; ++p) total += exp2f(a.partial_lse[first + int64_t{p} * G] - base);
-  const int64_t to = int64_t{task_number} * G + g;
-  for (int d = threadIdx.x; d < D; d += kAttendThreads) {
-    float sum = 0.0f;
-    for (int p = 0; p < parts; ++p) {
-      const float lse = a.partial_lse[first + int64_t{p} * G];
-      if (lse == minus_infinity()) continue;
-      sum = fmaf(exp2f(lse - base), a.partial[(first + int64_t{p} * G) * D + d], sum);
-    }
-    a.o[to * D + d] = total == 0.0f ? 0.0f : sum / total;
-  }
-  if (threadIdx.x == 0) a.lse[to] = lse_of(top, total) * kLn2;
+  const int64_t first = int64_t{task_number} * a.parts * G + g, to = int64_t{task_number} * G + g;
+  merge_parts(a.partial + first * D, a.partial_lse + first, parts, G, D, a.o + to * D, a.lse + to);
 }
 
 template <class T>
@@ -93,7 +82,7 @@ void attend_of(cudaStream_t stream, const DeviceBatch& b, const AttendArgs& args
   });
   if (parts > 1) {
     launch("the launch of attend's merge", merge_parts_kernel, dim3(tasks, static_cast<unsigned>(b.group)),
-           dim3(kAttendThreads), 0, stream, args);
+           dim3(kMergeThreads), 0, stream, args);
   }
 }
 
@@ -101,11 +90,18 @@ void attend_of(cudaStream_t stream, const DeviceBatch& b, const AttendArgs& args
 
 int64_t workspace_bytes(int tasks, int longest, int group, int head_dim) {
   const int parts = Split::most(longest);
-  return parts <= 1 ? 0 : int64_t{tasks} * parts * group * (head_dim + 1) * 4;
+  const int64_t own = parts <= 1 ? 0 : int64_t{tasks} * parts * group * (head_dim + 1) * 4;
+  return flash_serves(group, head_dim, 2) ? std::max(own, flash_workspace_bytes(tasks, group, head_dim))
+                                          : own;
+}
+
+int64_t plan_bytes(int tasks, int entries, int group, int head_dim, int element) {
+  return flash_serves(group, head_dim, element) ? flash_plan_bytes(tasks, entries) : 0;
 }
 
 void attend(cudaStream_t stream, const DeviceBatch& b) {
   if (b.tasks_count == 0) return;
+  if (b.plan != nullptr) return attend_flash(stream, b);
   AttendArgs args{};
   args.tasks = b.tasks;
   args.tiles = b.tiles;

@@ -186,6 +186,13 @@ struct Given {
   __device__ float4 four(int v) const { return load_four(o + 4 * v); }
 };
 
+// The LSE, base 2, of a result that is given. Of nothing FlashInfer says -inf; in versions before 0.7 about
+// -50,000.
+__device__ __forceinline__ float given_lse(float lse, bool base2) {
+  if (!base2) return lse * kLog2e;
+  return lse < -49000.0f ? minus_infinity() : lse;
+}
+
 struct ObserveArgs {
   PortView port;
   Result sinks, local;
@@ -204,11 +211,12 @@ __global__ void __launch_bounds__(kObserveThreads) observe_kernel(ObserveArgs a)
   const int64_t heads = int64_t{a.rows} * port.shape.q_heads;
   const int64_t real = int64_t{port.state->batch} * port.shape.q_heads;
   const bool late = port.state->late != 0;
-  const float to_base2 = a.sinks.base2 ? 1.0f : kLog2e;
   for (int64_t i = int64_t{blockIdx.x} * warps + threadIdx.x / 32; i < heads;
        i += int64_t{gridDim.x} * warps) {
-    const Given<T> sinks{reinterpret_cast<const T*>(a.sinks.o) + i * D, a.sinks.lse[i] * to_base2};
-    const Given<T> local{reinterpret_cast<const T*>(a.local.o) + i * D, a.local.lse[i] * to_base2};
+    const Given<T> sinks{reinterpret_cast<const T*>(a.sinks.o) + i * D,
+                         given_lse(a.sinks.lse[i], a.sinks.base2)};
+    const Given<T> local{reinterpret_cast<const T*>(a.local.o) + i * D,
+                         given_lse(a.local.lse[i], a.local.base2)};
     join(sinks, local, D, a.o + i * D, a.lse + i, late || i >= real ? nullptr : parts_of(port, i));
   }
   if (!late) observed(port, gridDim.x);

@@ -48,19 +48,21 @@ void DeviceMemory::free(const DeviceApi& api) {
   data_ = nullptr;
 }
 
-void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes,
+void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes, bool flash,
                      const StageShape& stage) {
   shape_ = shape;
   stage_ = stage;
   if (stage.slots > 0) places_.resize(std::bit_ceil(2 * static_cast<size_t>(stage.slots)));
   const int64_t states = int64_t{shape.tasks} * shape.group;
+  const int64_t plan_bytes =
+      flash ? api.plan_bytes(shape.tasks, shape.entries, shape.group, shape.head_dim, shape.element) : 0;
   Carver parts;
   const int64_t word = parts.part<uint32_t>(1), tasks = parts.part<DeviceTask>(shape.tasks),
                 tiles = parts.part<int32_t>(shape.entries),
                 masks = parts.part<uint16_t>(int64_t{shape.entries} * shape.group),
                 q = parts.part<char>(shape.tasks * q_bytes()), o = parts.part<float>(states * shape.head_dim),
                 lse = parts.part<float>(states), from = parts.part<const char*>(stage.slots),
-                to = parts.part<int32_t>(stage.slots);
+                to = parts.part<int32_t>(stage.slots), plan = parts.part<char>(plan_bytes);
   pinned_ = DeviceMemory(api, DeviceMemory::kPinned, parts.bytes());
   char* at = pinned_.data();
   std::memset(at, 0, parts.bytes());
@@ -73,6 +75,7 @@ void Batch::allocate(const DeviceApi& api, const BatchShape& shape, int64_t work
   lse_ = reinterpret_cast<float*>(at + lse);
   from_ = reinterpret_cast<const char**>(at + from);
   to_ = reinterpret_cast<int32_t*>(at + to);
+  plan_ = plan_bytes > 0 ? reinterpret_cast<int32_t*>(at + plan) : nullptr;
   for (int32_t s = 0; s < stage.slots; ++s) to_[s] = stage.first + s;
   if (workspace_bytes > 0) workspace_ = DeviceMemory(api, DeviceMemory::kDevice, workspace_bytes);
   claims.reserve(shape.tasks);
@@ -136,6 +139,7 @@ void Batch::submit(const DeviceApi& api, void* stream, char* hot) {
       .tasks = tasks_,
       .tasks_count = static_cast<int32_t>(claims.size()),
       .longest = longest,
+      .entries = entries,
       .tiles = tiles_,
       .masks = masked_ ? masks_ : nullptr,
       .hot = hot,
@@ -146,6 +150,7 @@ void Batch::submit(const DeviceApi& api, void* stream, char* hot) {
       .o = o_,
       .lse = lse_,
       .workspace = workspace_.data(),
+      .plan = flash() ? plan_ : nullptr,
   };
   submitted = true;
   since_ns = looked_ns = now_ns();

@@ -64,7 +64,8 @@ class Batch {
     Reads reads;
   };
 
-  void allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes,
+  // flash: FlashInfer may attend, where it can.
+  void allocate(const DeviceApi& api, const BatchShape& shape, int64_t workspace_bytes, bool flash,
                 const StageShape& stage = {});
   void free(const DeviceApi& api);
 
@@ -86,6 +87,8 @@ class Batch {
   // Launches it, and the signal behind it. hot: device memory, slot after slot; the stage's, too.
   void submit(const DeviceApi& api, void* stream, char* hot);
   bool done() const { return signalled(word_, number); }
+  // Whether FlashInfer attends to it; known when it was submitted.
+  bool flash() const { return plan_ != nullptr && in_host == 0 && !masked_; }
 
   const float* o(int task) const { return o_ + static_cast<int64_t>(task) * shape_.group * shape_.head_dim; }
   const float* lse(int task) const { return lse_ + static_cast<int64_t>(task) * shape_.group; }
@@ -113,6 +116,7 @@ class Batch {
   uint16_t* masks_ = nullptr;
   char* q_ = nullptr;
   float *o_ = nullptr, *lse_ = nullptr;
+  int32_t* plan_ = nullptr;
   uint32_t* word_ = nullptr;
   StageShape stage_;
   // The tiles of the stage, [slots], and where each stands: open addressing, at most half full.

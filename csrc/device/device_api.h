@@ -10,11 +10,11 @@
 
 namespace fluxion {
 
-inline constexpr int32_t kDeviceApiVersion = 2;
+inline constexpr int32_t kDeviceApiVersion = 3;
 
 // One (request, group) whose tiles a device attends to.
 struct DeviceTask {
-  const void* q;         // [G][D], KV dtype; pinned or device memory
+  const void* q;         // [G][D], KV dtype; pinned or device memory, behind the q of the task before
   const char* tiles;     // the KV head's region of the host pool: tile i is at tiles + i * bytes of a tile
   int32_t first, count;  // its entries of the batch's lists
 };
@@ -25,6 +25,7 @@ struct DeviceBatch {
   const DeviceTask* tasks;  // [tasks_count]
   int32_t tasks_count;
   int32_t longest;        // the largest count of a task
+  int32_t entries;        // of the lists, all together
   const int32_t* tiles;   // [entries]: >= 0: a tile of the task's region; < 0: slot -1 - x of the hot tiles
   const uint16_t* masks;  // [entries][G]: bit t: the head has token t; nullptr: every token of every tile
   const char* hot;        // device memory: hot tiles, slot after slot; nullptr: there are none
@@ -34,6 +35,9 @@ struct DeviceBatch {
   float* o;         // [tasks_count][G][D]
   float* lse;       // [tasks_count][G], natural log; of nothing 0 and -inf
   char* workspace;  // device memory, of workspace_bytes()
+  // Of plan_bytes(), pinned: FlashInfer attends. All tiles are in device memory then, and nothing is masked.
+  // nullptr: the device library's own kernels do.
+  int32_t* plan;
 };
 
 // Tiles on their way from the host pool to hot slots.
@@ -66,6 +70,8 @@ struct DeviceApi {
   int (*pinned_unregister)(void* memory);
 
   int64_t (*workspace_bytes)(int32_t tasks, int32_t longest, int32_t group, int32_t head_dim);
+  // What FlashInfer's plan of a batch takes; 0: it does not serve such groups, or is not there.
+  int64_t (*plan_bytes)(int32_t tasks, int32_t entries, int32_t group, int32_t head_dim, int32_t element);
   int (*attend)(void* stream, const DeviceBatch* batch);
   int (*copy_tiles)(void* stream, const DeviceCopy* copy);
   // *word = value, seen by the host once all that stands before it in the stream is done and visible.

@@ -8,7 +8,7 @@ namespace fluxion {
 
 const char* const kDispatchStatNames =
     "tasks,batches,failed_tasks,late_batches,quarantined_streams,tile_bytes,link_bytes,hot_hits,hot_misses,"
-    "hot_copies,hot_evictions,hot_stale,hot_slots,staged_tiles";
+    "hot_copies,hot_evictions,hot_stale,hot_slots,staged_tiles,flashinfer_batches";
 
 namespace {
 
@@ -284,6 +284,7 @@ void Dispatcher::submit() {
   try {
     batch->submit(api_, stream_->handle, slots_.data());
     count(kDispatchStaged, batch->staged);
+    count(kDispatchFlash, batch->flash() ? 1 : 0);
     count(kDispatchLinkBytes, (batch->in_host + batch->staged) * shape_.tile_bytes());
     // Behind the batch, so that it does not wait for them.
     for (CopyBatch& copy : copies_) {

@@ -28,6 +28,7 @@ struct DispatcherConfig {
   int touches = 2, horizon = 16;    // HotTilesConfig
   int64_t stage_bytes = 0;  // device memory of a batch for tiles that are gathered before they are read
   int64_t stage_from = 0;   // StageShape
+  bool flash = true;        // Batch::allocate
   Rates rates{};
 };
 
@@ -46,6 +47,7 @@ enum DispatchStat {
   kDispatchHotStale,
   kDispatchHotSlots,  // used, now
   kDispatchStaged,    // tiles that were gathered
+  kDispatchFlash,     // batches that FlashInfer attended to
   kDispatchStatCount
 };
 // A batch whose results were delivered; now_ns().

@@ -64,7 +64,7 @@ void Dispatcher::allocate() {
   for (Stream& s : streams_) {
     check_device(api_, "make a stream", api_.stream_create(&s.handle));
     for (Batch& batch : s.batches) {
-      batch.allocate(api_, shape, workspace, stage);
+      batch.allocate(api_, shape, workspace, config_.flash, stage);
       stage.first += stage.slots;
     }
   }
@@ -79,7 +79,7 @@ void Dispatcher::allocate() {
 // Everything once, now: a kernel's first launch may wait for the device to be idle, which it is not while a
 // layer waits for its answer. What cannot work at all (a pool that the device cannot read) shows here.
 void Dispatcher::warm_up() {
-  constexpr int kTiles = 8;  // cut into parts, if the device does that
+  constexpr int kTiles = 8;  // our own kernels cut them into parts
   const int tiles = std::min(kTiles, config_.entries);
   numbers_ = 1;
   if (hot_) {
@@ -89,18 +89,22 @@ void Dispatcher::warm_up() {
     copies_[0].slots.clear();
     copies_[0].submitted = false;
   }
-  for (Stream& s : streams_) {
-    Batch& batch = s.batches[0];
-    batch.clear(numbers_);
-    std::fill_n(batch.next_tiles(), tiles, 0);  // the padding page
-    if (hot_) *batch.next_tiles() = -1;
-    ForeignTask task{0, 0, 1.0f, {}};
-    task.chosen.count = tiles;
-    batch.add(-1, task, engine_.pool().tiles(0, 0));
-    batch.gather();
-    batch.submit(api_, s.handle, slots_.data());
-    check_device(api_, "finish a batch", api_.stream_synchronize(s.handle));
-    batch.submitted = false;
+  // Tiles in host memory are our own kernels' part, tiles that are all on the device may be FlashInfer's.
+  for (const bool on_device : {false, true}) {
+    if (on_device && slots_.data() == nullptr) break;
+    for (Stream& s : streams_) {
+      Batch& batch = s.batches[0];
+      batch.clear(numbers_);
+      std::fill_n(batch.next_tiles(), tiles, on_device && hot_ ? -1 : 0);  // the padding page
+      if (hot_) *batch.next_tiles() = -1;
+      ForeignTask task{0, 0, 1.0f, {}};
+      task.chosen.count = tiles;
+      batch.add(-1, task, engine_.pool().tiles(0, 0));
+      if (on_device) batch.gather();
+      batch.submit(api_, s.handle, slots_.data());
+      check_device(api_, "finish a batch", api_.stream_synchronize(s.handle));
+      batch.submitted = false;
+    }
   }
 }
 

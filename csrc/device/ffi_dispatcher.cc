@@ -42,7 +42,8 @@ Rates rates_of(const TensorView& t) {
 
 DispatcherRef dispatcher_create(EngineRef engine, int64_t api, int64_t streams, int64_t tasks,
                                 int64_t entries, int64_t batch_bytes, int64_t hot_bytes, int64_t touches,
-                                int64_t horizon, int64_t stage_bytes, int64_t stage_from, TensorView rates) {
+                                int64_t horizon, int64_t stage_bytes, int64_t stage_from, bool flash,
+                                TensorView rates) {
   DispatcherConfig config;
   config.streams = small(streams);
   config.tasks = small(tasks);
@@ -52,6 +53,7 @@ DispatcherRef dispatcher_create(EngineRef engine, int64_t api, int64_t streams, 
   config.touches = small(touches);
   config.horizon = small(horizon);
   config.rates = rates_of(rates);
+  config.flash = flash;
   config.stage_from = stage_from >= 0 ? stage_from : fluxion::stage_from(config.rates);
   config.stage_bytes = config.stage_from == int64_t{1} << 62 ? 0 : stage_bytes;
   return guarded([&] {
@@ -90,8 +92,8 @@ double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, Tens
 int64_t staged_from(TensorView rates) { return stage_from(rates_of(rates)); }
 int64_t least(TensorView rates) { return least_bytes(rates_of(rates)); }
 
-void attend_times(int64_t api, TensorView q, TensorView tiles, int64_t pages, int64_t where, double timeout_s,
-                  TensorView ns) {
+void attend_times(int64_t api, TensorView q, TensorView tiles, int64_t pages, int64_t where, bool flash,
+                  double timeout_s, TensorView ns) {
   expect(q, "q", q.dtype(), {-1, -1, -1}, 3);
   expect(tiles, "tiles", q.dtype(), {-1, 2, kPage, q.size(2)}, 4);
   expect(ns, "ns", kInt64, {-1}, 1);
@@ -106,6 +108,7 @@ void attend_times(int64_t api, TensorView q, TensorView tiles, int64_t pages, in
   what.group = small(q.size(1));
   what.head_dim = small(q.size(2));
   what.element = q.dtype().bits / 8;
+  what.flash = flash;
   what.timeout_s = timeout_s;
   if (what.tasks < 1 || what.pages < 1 || what.available < int64_t{what.tasks} * what.pages) {
     Raise("ValueError") << what.tasks << " tasks of " << what.pages << " tiles each cannot be timed with "

@@ -54,7 +54,7 @@ void time_attend(const DeviceApi& api, const TimedBatch& what, int runs, int64_t
   StageShape stage;
   if (what.where == Where::kStaged) stage.slots = static_cast<int32_t>(each);
   held.batch.allocate(api, shape, api.workspace_bytes(what.tasks, what.pages, what.group, what.head_dim),
-                      stage);
+                      what.flash, stage);
   if (what.where == Where::kHot) fill_hot(&held, what, tile_bytes, each);
   if (stage.slots > 0) held.hot = DeviceMemory(api, DeviceMemory::kDevice, each * tile_bytes);
   int64_t next = 0;

@@ -16,6 +16,7 @@ struct TimedBatch {
   int64_t available;  // at least tasks * pages
   Where where;  // the tiles are read: in host memory, in device memory, or there after they were gathered
   int group, head_dim, element;
+  bool flash;  // Batch::allocate
   double timeout_s;
 };
 

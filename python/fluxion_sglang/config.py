@@ -17,6 +17,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 
 EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
 KV_DTYPES = ("auto", "mxint8")
+GPU_KERNELS = ("flashinfer", "fluxion")
 SCHEDULERS = ("priority", "none", "uniform", "length")
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
 """What options are for, in the order in which they are shown."""
@@ -237,6 +238,16 @@ class FluxionConfig:
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
+        group=GPU,
+    )
+    gpu_kernels: str = _option(
+        GPU_KERNELS[0],
+        "Whose kernels attend to tiles that are all in device memory: flashinfer, which takes bfloat16, head "
+        "dimensions of 64, 128 and 256 and most groups, or fluxion, which takes the others in any case. With "
+        "executors cpu+gpu.",
+        '"fluxion"',
+        lambda word: word in GPU_KERNELS,
+        _one_of(GPU_KERNELS),
         group=GPU,
     )
     cuda_graphs: bool = _option(

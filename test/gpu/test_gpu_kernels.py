@@ -151,12 +151,26 @@ def test_nobody_waits_for_ever(sides) -> None:
 def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
     cuda: DeviceLibrary, dtype: torch.dtype, masked: bool
 ) -> None:
-    group, dim, pages = 4, 128, 300
+    tiles_are_attended_to(cuda, dtype, masked)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 16])
+def test_flashinfer_attends_to_hot_slots(cuda: DeviceLibrary, group: int, dim: int) -> None:
+    assert cuda.plan_bytes(1, 1, group, dim, torch.bfloat16) > 0, "libfluxion_cuda.so was built without FlashInfer"
+    tiles_are_attended_to(cuda, torch.bfloat16, False, group, dim, flash=True)
+
+
+def tiles_are_attended_to(
+    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool, group: int = 4, dim: int = 128, flash: bool = False
+) -> None:
+    """On both devices; with `flash` all tiles are hot, and FlashInfer attends."""
+    pages = 300
     counts = [0, 1, 3, 4, 5, 64, 257]
     torch.manual_seed(7)
     tiles, q = torch.randn(pages, 2, PAGE, dim).to(dtype), torch.randn(len(counts), group, dim).to(dtype)
     entries = torch.cat([torch.randperm(pages)[:n] for n in counts]).to(torch.int32)
-    is_hot = torch.rand(len(entries)) < 0.5
+    is_hot = torch.rand(len(entries)) < (1 if flash else 0.5)
     masks = torch.randint(0, 1 << 16, (len(entries), group), dtype=torch.int32).to(torch.uint16)
     found = []
     for library in (cuda, load("sim")):
@@ -182,9 +196,11 @@ def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
         lse = torch.full((len(counts), group), float("nan"), device=where)
         size = library.workspace_bytes(len(counts), max(counts), group, dim)
         workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
+        words = library.plan_bytes(len(counts), len(entries), group, dim, dtype) // 4
+        plan = pinned(torch.zeros(words, dtype=torch.int32)) if flash else None
         library.attend(
             stream, packed, max(counts), pinned(torch.where(is_hot, -1 - entries, entries)),
-            pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace,
+            pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace, plan,
         )  # fmt: skip
         library.stream_synchronize(stream)
         found.append((o.cpu(), lse.cpu()))

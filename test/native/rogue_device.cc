@@ -241,6 +241,7 @@ int registered(void*, int64_t) { return 0; }
 int unregistered(void*) { return 0; }
 
 int64_t workspace_bytes(int32_t, int32_t, int32_t, int32_t) { return 64; }
+int64_t plan_bytes(int32_t, int32_t, int32_t, int32_t, int32_t) { return 0; }
 
 int attend(void* stream, const DeviceBatch* batch) {
   if (fails(kAttend)) return 3;
@@ -294,12 +295,13 @@ const DeviceApi api{fluxion::kDeviceApiVersion,
                     registered,
                     unregistered,
                     workspace_bytes,
+                    plan_bytes,
                     attend,
                     copy_tiles,
                     signal,
                     error};
 const DeviceApi foreign{
-    fluxion::kDeviceApiVersion + 1, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    fluxion::kDeviceApiVersion + 1, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
 
 }  // namespace
 

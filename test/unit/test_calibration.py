@@ -127,7 +127,7 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rogue = Rogue()
     before = rogue.held
     isa = str(native.topology()["isa"])
-    rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32)
+    rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32, flash=True)
     assert (
         all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.scan, rates.stage)) and rates.launch_s >= 0
     )
@@ -135,7 +135,7 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rogue.held == before
     rogue.fail("attend", 2)
     with pytest.raises(RuntimeError, match="could not take a batch of attention"):
-        measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32)
+        measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32, flash=True)
 
 
 def test_a_device_that_hangs_is_not_waited_for_for_ever() -> None:
@@ -143,10 +143,10 @@ def test_a_device_that_hangs_is_not_waited_for_for_ever() -> None:
     rogue.hang()
     q, tiles, ns = torch.zeros(1, 2, 32), torch.zeros(4, 2, 16, 32), torch.empty(1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="did not finish"):
-        function("time_attend")(rogue.api(), q, tiles, 4, False, 0.05, ns)
+        function("time_attend")(rogue.api(), q, tiles, 4, 0, True, 0.05, ns)
     rogue.release()
     with pytest.raises(ValueError, match="cannot be timed with 4 tiles"):
-        function("time_attend")(rogue.api(), q, tiles, 5, False, 0.05, ns)
+        function("time_attend")(rogue.api(), q, tiles, 5, 0, True, 0.05, ns)
 
 
 def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,15 +174,16 @@ def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_measurement_is_good_for_one_device_and_shape() -> None:
     keys = {
-        cache_key(device, workers, isa, group, dim, dtype)
+        cache_key(device, workers, isa, group, dim, dtype, flash)
         for device in ("a", "b")
         for workers in (1, 2)
         for isa in ("avx2", "avx512")
         for group in (4, 7)
         for dim in (64, 128)
         for dtype in (torch.float32, torch.bfloat16)
+        for flash in (False, True)
     }
-    assert len(keys) == 64
+    assert len(keys) == 128
 
 
 LLAMA = KVShape(32, 8, 128, torch.bfloat16)

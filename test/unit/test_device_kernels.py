@@ -162,15 +162,16 @@ def batches(draw: st.DrawFn) -> tuple[Shape, list[int], bool, int]:
 
 
 def attend(
-    shape: Shape, tiles: torch.Tensor, hot: torch.Tensor | None, counts: list[int], masked: bool
+    shape: Shape, tiles: torch.Tensor, hot: torch.Tensor | None, counts: list[int], masked: bool, flash: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Runs a batch of random lists; gives (o, lse, q, heads, entries, masks)."""
+    """Runs a batch of random lists, with `flash` of hot tiles alone; gives (o, lse, q, heads, entries, masks)."""
     library, tasks = sim(), len(counts)
     pages = tiles.shape[1]
     q = pinned(torch.randn(tasks, shape.group, shape.head_dim).to(shape.dtype))
     heads = torch.randint(0, shape.kv_heads, (tasks,))
     total = sum(counts)
-    entries = pinned(torch.randint(-(len(hot) if hot is not None else 0), pages, (total,), dtype=torch.int32))
+    least, most = -(len(hot) if hot is not None else 0), 0 if flash else pages
+    entries = pinned(torch.randint(least, most, (total,), dtype=torch.int32))
     masks = None
     if masked:
         bits = torch.randint(0, 1 << 16, (total, shape.group), dtype=torch.int32)
@@ -187,6 +188,10 @@ def attend(
     workspace = torch.empty(
         library.workspace_bytes(tasks, longest, shape.group, shape.head_dim), dtype=torch.uint8
     ).fill_(0xFF)
+    plan = None
+    if flash:
+        words = library.plan_bytes(tasks, total, shape.group, shape.head_dim, shape.dtype) // 4
+        plan = pinned(torch.full((words,), -1, dtype=torch.int32))
     o, lse = poison(tasks, shape.group, shape.head_dim), poison(tasks, shape.group)
     library.attend(
         0,
@@ -202,6 +207,7 @@ def attend(
         o,
         lse,
         workspace,
+        plan,
     )
     return o, lse, q, heads, entries, torch.empty(0) if masks is None else masks.to(torch.int32)
 
@@ -213,7 +219,22 @@ def test_attend_reads_lists_of_host_and_hot_tiles(case: tuple[Shape, list[int], 
     torch.manual_seed(seed)
     tiles = pinned(torch.randn(shape.kv_heads, 9, 2, PAGE, shape.head_dim).to(shape.dtype))
     hot = torch.randn(3, 2, PAGE, shape.head_dim).to(shape.dtype) if seed % 2 else None
-    o, lse, q, heads, entries, masks = attend(shape, tiles, hot, counts, masked)
+    check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked))
+
+
+def check(
+    shape: Shape,
+    tiles: torch.Tensor,
+    hot: torch.Tensor | None,
+    counts: list[int],
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    heads: torch.Tensor,
+    entries: torch.Tensor,
+    masks: torch.Tensor,
+) -> None:
+    """What `attend` gave is attention in float64; `masks` is empty where there were none."""
     first = 0
     for i, count in enumerate(counts):
         for g in range(shape.group):
@@ -221,7 +242,7 @@ def test_attend_reads_lists_of_host_and_hot_tiles(case: tuple[Shape, list[int], 
             for j in range(first, first + count):
                 at = int(entries[j])
                 tile = tiles[int(heads[i]), at] if at >= 0 or hot is None else hot[-1 - at]
-                kept = [t for t in range(PAGE) if not masked or int(masks[j, g]) >> t & 1]
+                kept = [t for t in range(PAGE) if not len(masks) or int(masks[j, g]) >> t & 1]
                 keys.append(tile[0][kept])
                 values.append(tile[1][kept])
             want_o, want_lse = attention(q[i, g], torch.cat(keys), torch.cat(values), shape.scale)
@@ -230,6 +251,62 @@ def test_attend_reads_lists_of_host_and_hot_tiles(case: tuple[Shape, list[int], 
             torch.testing.assert_close(o[i, g].double(), want_o, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(lse[i, g].double(), want_lse, atol=1e-5, rtol=1e-5)
         first += count
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.sampled_from((1, 2, 3, 4, 6, 8, 16)),
+    st.sampled_from((64, 128, 256)),
+    # Up to 8 tiles are one part, the simulated device runs 8 parts at once.
+    st.lists(st.sampled_from((0, 1, 7, 8, 9, 30, 100)), min_size=1, max_size=12),
+    st.integers(0, 1000),
+)
+def test_flashinfer_attends_to_hot_tiles(group: int, dim: int, counts: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    shape = Shape(group=group, kv_heads=2, head_dim=dim, dtype=torch.bfloat16)
+    tiles = pinned(torch.full((2, 9, 2, PAGE, dim), math.nan).bfloat16())  # nothing is read there
+    hot = torch.randn(5, 2, PAGE, dim).bfloat16()
+    check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked=False, flash=True))
+
+
+def test_more_tasks_than_the_device_runs_at_once() -> None:
+    shape = Shape(group=1, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    tiles, hot = pinned(torch.zeros(1, 1, 2, PAGE, 64).bfloat16()), torch.randn(5, 2, PAGE, 64).bfloat16()
+    counts = [1] * 40 + [9000] + [0, 2]
+    check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked=False, flash=True))
+
+
+def test_flashinfer_has_no_kernel_for_some_groups() -> None:
+    for group, dim, dtype in ((5, 64, torch.bfloat16), (4, 96, torch.bfloat16), (4, 64, torch.float32)):
+        assert sim().plan_bytes(2, 10, group, dim, dtype) == 0
+    assert sim().plan_bytes(2, 10, 4, 64, torch.bfloat16) > 0
+
+
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        ("small", "The size of plan"),
+        ("masks", "FlashInfer knows no masks"),
+        ("group", "no kernel for such groups"),
+        ("host", "hot tiles alone"),
+        ("apart", "one behind the other"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(wrong: str, sentence: str) -> None:
+    group = 5 if wrong == "group" else 2
+    q, tiles = pinned(torch.randn(3, group, 64).bfloat16()), pinned(torch.zeros(1, 2, PAGE, 64).bfloat16())
+    raw = struct.pack("<QQii", q.data_ptr(), tiles.data_ptr(), 0, 1)
+    raw += struct.pack("<QQii", q[2 if wrong == "apart" else 1].data_ptr(), tiles.data_ptr(), 1, 1)
+    tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, 24))
+    entries = pinned(torch.tensor([-1, 0 if wrong == "host" else -1], dtype=torch.int32))
+    masks = pinned(torch.zeros(2, group, dtype=torch.int32).to(torch.uint16)) if wrong == "masks" else None
+    plan = pinned(torch.zeros(9 if wrong == "small" else 1 << 14, dtype=torch.int32))
+    space = torch.empty(sim().workspace_bytes(2, 1, group, 64), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=sentence):
+        sim().attend(
+            0, tasks, 1, entries, masks, tiles[0], group, 64, torch.bfloat16, 1.0, poison(2, group, 64),
+            poison(2, group), space, plan,
+        )  # fmt: skip
 
 
 def test_attend_cuts_long_lists_and_a_task_is_the_same_in_every_batch() -> None:

@@ -111,7 +111,7 @@ def test_random_layers_are_what_attention_says(device: str, data: st.DataObject)
     rogue = Rogue(seed, delay) if device == "rogue" else load("sim")
     heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (4, 2), (2, 7)]))
     world = NativeWorld(
-        layers=2, heads=heads, group=group, dim=data.draw(st.sampled_from([32, 48])), pages=700, rows=8, seed=seed,
+        layers=2, heads=heads, group=group, dim=data.draw(st.sampled_from([32, 48, 64])), pages=700, rows=8, seed=seed,
         workers=data.draw(st.integers(1, 3)), attend_union=data.draw(st.booleans()),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
     )  # fmt: skip
@@ -321,6 +321,28 @@ def test_only_what_is_staged_is_claimed_at_the_rate_of_staging(options: dict[str
     assert (stats["staged_tiles"] > 0) == staged
 
 
+@pytest.mark.parametrize(
+    "more, flash, by_flashinfer",
+    [
+        pytest.param({}, True, True, id="staged"),
+        pytest.param({}, False, False, id="the option says no"),
+        pytest.param({"attend_union": False}, True, False, id="masks"),
+        pytest.param({"dtype": torch.float32}, True, False, id="float32"),
+    ],
+)
+def test_flashinfer_attends_to_batches_that_are_all_in_device_memory(
+    more: dict[str, object], flash: bool, by_flashinfer: bool
+) -> None:
+    world = make(**{"dim": 64, "dtype": torch.bfloat16, **more})
+    run = Run(world, load("sim"), replace(SMALL, stage_from=0, flash=flash))
+    requests = requests_of(world)
+    run.step(requests, run.plan(requests, GPU, budget=0.4))
+    run.dispatcher.stop()
+    stats = run.dispatcher.stats()
+    assert stats["failed_tasks"] == 0 and stats["staged_tiles"] > 0
+    assert stats["flashinfer_batches"] == (stats["batches"] if by_flashinfer else 0)
+
+
 def test_tiles_that_are_hot_are_not_counted_as_staged() -> None:
     world = make(workers=1, lengths=(900, 900), chunk_bytes=None)
     requests = requests_of(world)
@@ -522,7 +544,7 @@ def test_what_cannot_be_is_refused() -> None:
     for bad in ({"streams": 0}, {"tasks": 0}, {"entries": 0}, {"hot_bytes": -1}, {"touches": 3}):
         with pytest.raises(ValueError, match="at least one stream"):
             Dispatcher(world.engine, Rogue().api(), ALL, replace(SMALL, **bad))
-    with pytest.raises(ValueError, match="API version 3"):
+    with pytest.raises(ValueError, match="API version 4"):
         Dispatcher(world.engine, call("rogue_foreign_api"), ALL, SMALL)
     with pytest.raises(ValueError, match="address"):
         Dispatcher(world.engine, 0, ALL, SMALL)

@@ -67,6 +67,20 @@ def test_lists_hold_the_residents_in_order_of_position(lengths: list[int], sinks
             assert slots[: len(slots) - PAGE + int(last[i * heads + head])] == want
 
 
+def test_divided_lists_are_the_sinks_then_the_windows() -> None:
+    placement, rows = Placement(64, 128), torch.tensor([2, 3, 4, 5, 6])
+    lengths = torch.tensor([5, 64, 65, 150, 900])
+    whole = door.resident_lists(placement, rows, lengths, 2, 9)
+    indptr, indices, last = door.resident_lists(placement, rows, lengths, 2, 9, divided=True)
+    n = 2 * len(lengths)
+    assert len(indptr) == 2 * n + 1 and len(last) == 2 * n
+    for i, length in enumerate(lengths.repeat_interleave(2).tolist()):
+        sinks, window = (indices[indptr[at] : indptr[at + 1]] for at in (i, n + i))
+        assert torch.equal(torch.cat([sinks, window]), whole[1][whole[0][i] : whole[0][i + 1]])
+        assert (len(sinks) - 1) * PAGE + int(last[i]) == min(length, 64)
+        assert len(window) == 0 if length <= 64 else int(last[n + i]) == int(whole[2][i])
+
+
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_residents_equal_the_reference(group: int, scale: float) -> None:

@@ -193,21 +193,37 @@ def test_any_chunks(chunks: list[int], stage: int) -> None:
             one.device.close()
 
 
+@pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("spec", ["fixed:16:0.3", "streaming", "anchor", "psa"])
-def test_policies_read_what_they_read_on_the_cpu(passes: Any, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same requests, keys and queries on both; what differs is where residents are attended to."""
+def test_policies_read_what_they_read_on_the_cpu(
+    passes: Any, spec: str, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same requests, keys and queries on both; what differs is where residents are attended to, and by whom."""
+    monkeypatch.setattr(flashinfer, "module", lambda: fake_flashinfer)
+    monkeypatch.setattr(flashinfer, "serves", lambda backend, dtype, head_dim: flash)
+    lists: list[int] = []
+    attend = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper.run
+    monkeypatch.setattr(
+        fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        "run",
+        lambda self, q, *args, **kw: (lists.append(len(q)), attend(self, q, *args, **kw))[1],
+    )
     one, cpu = passes(seed=5, policy=spec), World(seed=5, policy=spec, tokens=16384)
-    for row, count in ((1, 900), (2, 400), (3, 1500)):
+    lists.clear()
+    for row, count in ((1, 900), (2, 400), (3, 1500), (4, 20)):
         one.world.extend(row, count)
         cpu.extend(row, count)
     for _ in range(4):
-        want = cpu.decode([3, 1, 2])
-        one.begin_decode([3, 1, 2])
+        want = cpu.decode([3, 1, 2, 4])
+        one.begin_decode([3, 1, 2, 4])
         for layer in range(cpu.layers):
-            got, _ = one.layer(layer, [3, 1, 2])
+            got, _ = one.layer(layer, [3, 1, 2, 4])
             assert torch.allclose(got, want[layer][0], atol=1e-4)
         one.device.finish()
     assert one.world.engine.stats()["tasks_cpu"] == cpu.engine.stats()["tasks_cpu"]
+    # Policies that look at sinks and window have a list of each.
+    whole = 4 * cpu.heads * (2 if cpu.engine.looks() else 1)
+    assert lists == ([whole] * (4 * cpu.layers) if flash else [])
 
 
 def test_mixed_policies(passes: Any) -> None:

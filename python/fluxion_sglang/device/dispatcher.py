@@ -45,6 +45,7 @@ class DispatcherOptions:
         stage_bytes: device memory of a batch for tiles that it gathers before it reads them, each once. stage_from:
             bytes of tiles in host memory from which a batch does so, 0: always, `NEVER`: never; None: from where it is
             faster by the rates.
+        flash: FlashInfer attends to batches whose tiles are all in device memory, where it has a kernel.
     """
 
     streams: int = 2
@@ -56,6 +57,7 @@ class DispatcherOptions:
     horizon: int = 16
     stage_bytes: int = 1 << 20
     stage_from: int | None = None
+    flash: bool = True
 
 
 class Dispatcher:
@@ -72,7 +74,7 @@ class Dispatcher:
         o = options or DispatcherOptions()
         self._handle = function("dispatcher_create")(
             engine.handle, api, o.streams, o.tasks, o.entries, o.batch_bytes, o.hot_bytes, o.touches, o.horizon,
-            o.stage_bytes, -1 if o.stage_from is None else o.stage_from, rates.tensor(),
+            o.stage_bytes, -1 if o.stage_from is None else o.stage_from, o.flash, rates.tensor(),
         )  # fmt: skip
         self._names = str(function("dispatcher_stat_names")()).split(",")
         self._lost = function("dispatcher_lost")
@@ -91,7 +93,8 @@ class Dispatcher:
     def stats(self) -> dict[str, int]:
         """Cumulative counts: tasks (delivered), batches, failed_tasks, late_batches, tile_bytes (read by batches),
         link_bytes (that crossed the link for it: of a staged tile once), hot_hits, hot_misses, hot_copies,
-        hot_evictions, hot_stale, staged_tiles (tiles); and two of now: quarantined_streams, hot_slots (used).
+        hot_evictions, hot_stale, staged_tiles (tiles), flashinfer_batches (that FlashInfer attended to); and two of
+        now: quarantined_streams, hot_slots (used).
         """
         out = torch.empty(len(self._names), dtype=torch.int64)
         function("dispatcher_stats")(self._handle, out)
@@ -127,12 +130,12 @@ class GpuExecutor(Executor):
         rates: Rates | None = None,
         say: Callable[[Rates], str] | None = None,
     ) -> None:
-        self._library, self._options, self._rates, self._say = library, options, rates, say
+        self._library, self._options, self._rates, self._say = library, options or DispatcherOptions(), rates, say
         self.dispatcher: Dispatcher | None = None
         self._told = False
 
     def bind(self, engine: NativeEngine, q_heads: int) -> None:
-        rates = self._rates or measured(self._library, engine.pool, q_heads)
+        rates = self._rates or measured(self._library, engine.pool, q_heads, self._options.flash)
         if self._say is not None:
             logger.info("Fluxion: %s", self._say(rates))
         self.dispatcher = Dispatcher(engine, self._library.api(), rates, self._options)
@@ -147,8 +150,11 @@ class GpuExecutor(Executor):
         return {f"gpu_{name}": value for name, value in (self.dispatcher.stats() if self.dispatcher else {}).items()}
 
 
-def measured(library: DeviceLibrary, pool: NativePool, q_heads: int) -> Rates:
+def measured(library: DeviceLibrary, pool: NativePool, q_heads: int, flash: bool) -> Rates:
     """Of this machine and a model with so many query heads; a few seconds, once.
+
+    Args:
+        flash: as in DispatcherOptions.
 
     Raises:
         RuntimeError: the device failed.
@@ -157,11 +163,19 @@ def measured(library: DeviceLibrary, pool: NativePool, q_heads: int) -> Rates:
         return calibration.SIMULATED
     tiles = pool.tensor("tiles", 0)
     group, head_dim, workers, isa = q_heads // len(tiles), tiles.shape[-1], pool.workers, pool.isa
-    key = calibration.cache_key(str(library.info()["name"]), workers.count, isa, group, head_dim, tiles.dtype)
+    flash = flash and library.plan_bytes(1, 1, group, head_dim, tiles.dtype) > 0
+    key = calibration.cache_key(str(library.info()["name"]), workers.count, isa, group, head_dim, tiles.dtype, flash)
 
     def measure() -> Rates:
         return calibration.measure(
-            library.api(), workers, isa, library.pinned_empty, group=group, head_dim=head_dim, dtype=tiles.dtype
+            library.api(),
+            workers,
+            isa,
+            library.pinned_empty,
+            group=group,
+            head_dim=head_dim,
+            dtype=tiles.dtype,
+            flash=flash,
         )
 
     return calibration.cached(key, measure)
@@ -173,7 +187,11 @@ def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
     Raises:
         DeviceError: there is no device.
     """
-    options = DispatcherOptions(entries=min(pool.pages, MAX_ENTRIES), hot_bytes=int(config.hot_tiles_gb * GIB))
+    options = DispatcherOptions(
+        entries=min(pool.pages, MAX_ENTRIES),
+        hot_bytes=int(config.hot_tiles_gb * GIB),
+        flash=config.gpu_kernels == "flashinfer",
+    )
     library = load("sim" if os.environ.get("FLUXION_DEVICE") == "sim" else "cuda")
     free = int(library.info()["free_bytes"])
 

@@ -147,7 +147,12 @@ class Chunks:
 
 
 def resident_lists(
-    placement: Placement, rows: torch.Tensor, lengths: torch.Tensor, kv_heads: int, window_rows: int
+    placement: Placement,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    kv_heads: int,
+    window_rows: int,
+    divided: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The resident pages of every (request, KV head), as lists of FlashInfer.
 
@@ -157,10 +162,11 @@ def resident_lists(
     Args:
         rows, lengths: [B] int64 on the CPU, this step's token included.
         window_rows: rows that the windows have.
+        divided: lists of the sinks alone, then lists of the windows alone, which may be empty: twice as many.
 
     Returns:
-        indptr [B * H + 1], indices [indptr[-1]] and last_page_len [B * H], int32 on the CPU. Indices count the pages
-        of a layer's windows [H, window_rows * slot pages, ...] from the first head's first.
+        indptr [N + 1], indices [indptr[-1]] and last_page_len [N], int32 on the CPU, with N = B * H, or twice that.
+        Indices count the pages of a layer's windows [H, window_rows * slot pages, ...] from the first head's first.
     """
     heads = torch.arange(kv_heads)
     starts = torch.tensor([placement.window_start(int(n)) for n in lengths], dtype=torch.int64) // PAGE
@@ -168,6 +174,11 @@ def resident_lists(
     ring = starts.unsqueeze(1) + torch.arange(placement.ring // PAGE)
     pages = torch.cat([sinks, ring], 1)  # logical, ascending
     there = pages * PAGE < lengths.unsqueeze(1)
+    last = (lengths - 1) % PAGE + 1
+    if divided:
+        of_sinks = pages < placement.sink_pages
+        there = torch.cat([there & of_sinks, there & ~of_sinks])
+        last = torch.cat([last.where(lengths <= placement.sinks, PAGE), last])
     slots = torch.where(
         pages < placement.sink_pages,
         pages,
@@ -175,11 +186,11 @@ def resident_lists(
     )
     slots = slots + rows.unsqueeze(1) * placement.slot_pages
     of_head = heads.view(1, -1, 1) * (window_rows * placement.slot_pages) + slots.unsqueeze(1)
+    of_head = of_head.repeat(len(there) // len(rows), 1, 1)
     counts = there.sum(1).repeat_interleave(kv_heads)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     indices = of_head[there.unsqueeze(1).expand_as(of_head)]
-    last = ((lengths - 1) % PAGE + 1).repeat_interleave(kv_heads)
-    return indptr.int(), indices.int(), last.int()
+    return indptr.int(), indices.int(), last.repeat_interleave(kv_heads).int()
 
 
 class Residents:
@@ -210,12 +221,14 @@ class Residents:
             _workspace(device), "HND", use_tensor_cores=self._group not in _CUDA_CORE_GROUPS, backend=_BACKEND
         )
 
-    def plan(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+    def plan(self, rows: torch.Tensor, lengths: torch.Tensor, divided: bool = False) -> None:
         """A new step: rows, lengths [B] int64 on the CPU, this step's token included; B at least 1.
+
+        divided: `run_divided` runs it, not `run`.
 
         The plan is copied from one pinned buffer: the step before must have begun its layers on the device.
         """
-        lists = resident_lists(self._placement, rows, lengths, self._kv_heads, self._window_rows)
+        lists = resident_lists(self._placement, rows, lengths, self._kv_heads, self._window_rows, divided)
         # On the CPU: a list on the device would be fetched, which waits for everything before it.
         self._wrapper.plan(
             *lists,
@@ -237,6 +250,22 @@ class Residents:
         Returns:
             o [B, Hq, D] in q's dtype, lse [B, Hq] float32 of base 2.
         """
+        return self._run(q, windows, scale)
+
+    def run_divided(self, q: torch.Tensor, windows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer of a step whose policies see what sinks and window say, each for itself.
+
+        Args:
+            as of `run`.
+
+        Returns:
+            o [2, B, Hq, D], of the sinks and of the windows, and lse [2, B, Hq], as those of `run`. Of nothing o is 0
+            and lse -inf; with FlashInfer before 0.7 about -50,000. `observe` takes either.
+        """
+        o, lse = self._run(torch.cat([q, q]), windows, scale)
+        return o.view(2, *q.shape), lse.view(2, *q.shape[:2])
+
+    def _run(self, q: torch.Tensor, windows: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         batch, q_heads, dim = q.shape
         pages = windows.view(-1, 2, 1, PAGE, dim)
         o, lse = self._wrapper.run(
@@ -267,7 +296,9 @@ def warm_up(
         chunks.run(q, k, k, torch.empty_like(q))
         prefill(q, k, k, scale)
         if residents is not None:
-            residents.plan(torch.zeros(1, dtype=torch.int64), torch.tensor([tokens]))
-            residents.run(q[:1], windows, scale)
+            for divided, run in ((False, residents.run), (True, residents.run_divided)):
+                residents.plan(torch.zeros(1, dtype=torch.int64), torch.tensor([tokens]), divided)
+                run(q[:1], windows, scale)
+                settle()
         settle()  # a plan is copied from one buffer
     logger.info("Fluxion: FlashInfer is ready after %.0f s", time.monotonic() - start)

@@ -22,7 +22,7 @@ import tvm_ffi
 
 from fluxion_sglang.native import check_complete, library_path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """What `device_abi` of a library that fits this file returns."""
 
 Backend = Literal["cuda", "sim"]
@@ -328,6 +328,10 @@ class DeviceLibrary:
         """Bytes of the workspace of a batch."""
         return int(self._function("workspace_bytes")(tasks, longest, group, head_dim))
 
+    def plan_bytes(self, tasks: int, entries: int, group: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of FlashInfer's plan of a batch; 0: it has no kernel for such groups, or is not compiled in."""
+        return int(self._function("plan_bytes")(tasks, entries, group, head_dim, self._element(dtype)))
+
     def attend(
         self,
         stream: int,
@@ -343,8 +347,14 @@ class DeviceLibrary:
         o: torch.Tensor,
         lse: torch.Tensor,
         workspace: torch.Tensor,
+        plan: torch.Tensor | None = None,
     ) -> None:
-        """A `DeviceBatch` (csrc/device/device_api.h); `tasks` is uint8 [n, 24], its DeviceTasks, pinned."""
+        """A `DeviceBatch` (csrc/device/device_api.h).
+
+        Args:
+            tasks: uint8 [n, 24], its DeviceTasks, pinned. plan: int32, pinned; with it FlashInfer attends: to
+                hot tiles alone, without masks, and the tasks' q lie one behind the other.
+        """
         nothing = torch.empty(0, dtype=torch.uint8)
         self._function("attend")(
             stream,
@@ -360,6 +370,7 @@ class DeviceLibrary:
             o,
             lse,
             workspace,
+            nothing if plan is None else plan,
         )
 
     def copy_tiles(

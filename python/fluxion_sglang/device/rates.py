@@ -106,6 +106,7 @@ def measure(
     group: int,
     head_dim: int,
     dtype: torch.dtype,
+    flash: bool,
 ) -> Rates:
     """Time attention on the CPU's workers and on the device; a few seconds.
 
@@ -113,6 +114,7 @@ def measure(
         api: address of the device library's `DeviceApi`.
         pinned: makes memory that the device reads: uint8 of so many bytes.
         group, head_dim, dtype: of the model's attention.
+        flash: FlashInfer attends to tiles in device memory, where it has a kernel.
 
     Raises:
         RuntimeError: the device failed; one sentence.
@@ -120,9 +122,9 @@ def measure(
     tile = 2 * PAGE * head_dim * dtype.itemsize
     tiles = pinned(2 * max(TASKS) * TASK_PAGES * tile).view(dtype).view(-1, 2, PAGE, head_dim)
     tiles.zero_()
-    launch_s, link = fit(_device_times(api, tiles, group, tile, Where.IN_PLACE))
-    stage_s, stage = fit(_device_times(api, tiles, group, tile, Where.STAGED))
-    _, hot = fit(_device_times(api, tiles, group, tile, Where.HOT))
+    launch_s, link = fit(_device_times(api, tiles, group, tile, Where.IN_PLACE, flash))
+    stage_s, stage = fit(_device_times(api, tiles, group, tile, Where.STAGED, flash))
+    _, hot = fit(_device_times(api, tiles, group, tile, Where.HOT, flash))
     del tiles
     cpu = _cpu_rate(workers, isa, group, head_dim, dtype)
     scan = _scan_rate(isa, group, head_dim, dtype)
@@ -137,12 +139,14 @@ class Where(IntEnum):
     STAGED = 2
 
 
-def _device_times(api: int, tiles: torch.Tensor, group: int, tile: int, where: Where) -> list[tuple[float, float]]:
+def _device_times(
+    api: int, tiles: torch.Tensor, group: int, tile: int, where: Where, flash: bool
+) -> list[tuple[float, float]]:
     points = []
     for tasks in TASKS:
         q = torch.zeros(tasks, group, tiles.shape[-1], dtype=tiles.dtype)
         ns = torch.empty(RUNS, dtype=torch.int64)
-        function("time_attend")(api, q, tiles, TASK_PAGES, int(where), TIMEOUT_S, ns)
+        function("time_attend")(api, q, tiles, TASK_PAGES, int(where), flash, TIMEOUT_S, ns)
         points.append((float(tasks * TASK_PAGES * tile), statistics.median(ns.tolist()) * 1e-9))
     return points
 
@@ -175,10 +179,11 @@ def cache_file() -> Path:
     return Path(root) / "fluxion" / "calibration.json"
 
 
-def cache_key(device: str, workers: int, isa: str, group: int, head_dim: int, dtype: torch.dtype) -> str:
-    """What a measurement is good for: this host, device, version, number of workers and shape of a group."""
+def cache_key(device: str, workers: int, isa: str, group: int, head_dim: int, dtype: torch.dtype, flash: bool) -> str:
+    """What a measurement is good for: this host, device, version, number of workers, shape of a group and kernels."""
     shape = f"{group}x{head_dim}x{str(dtype).removeprefix('torch.')}"
-    return " | ".join([platform.node(), device, __version__, f"{workers} workers", isa, shape])
+    kernels = "flashinfer" if flash else "fluxion"
+    return " | ".join([platform.node(), device, __version__, f"{workers} workers", isa, shape, kernels])
 
 
 def cached(key: str, measure: Callable[[], Rates], file: Path | None = None) -> Rates:

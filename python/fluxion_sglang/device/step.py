@@ -163,8 +163,8 @@ class StreamDevice(Device):
         # A graph serves steps of every policy, so it always has the parts.
         self._parts = self._graphs or self._engine.looks(policies)
         self._server.begin(rows, lengths, pages, self._scale, policies)
-        if self._residents is not None and not self._parts:
-            self._residents.plan(rows, lengths)
+        if self._residents is not None:
+            self._residents.plan(rows, lengths, divided=self._parts)
 
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
@@ -174,14 +174,18 @@ class StreamDevice(Device):
         q = q.contiguous()
         out = torch.empty_like(q)
         library.publish(self._port, stream, layer, q, k, v, windows)
-        # What nobody is to serve has no plan.
-        if self._residents is not None and not self._parts and not self._muted:
-            o, lse = self._residents.run(q, windows, scale)
+        residents = None if self._muted else self._residents  # what nobody is to serve has no plan
+        if residents is not None and not self._parts:
+            o, lse = residents.run(q, windows, scale)
             library.take(self._port, stream, o, lse, True, out)
+            return out
+        o, lse = self._o[: len(q)], self._lse[: len(q)]
+        if residents is not None:
+            (o_sink, o_local), (lse_sink, lse_local) = residents.run_divided(q, windows, scale)
+            library.observe(self._port, stream, o_sink, lse_sink, o_local, lse_local, True, o, lse)
         else:
-            o, lse = self._o[: len(q)], self._lse[: len(q)]
             library.resident(self._port, stream, q, windows, scale, o, lse, self._parts)
-            library.take(self._port, stream, o, lse, False, out)
+        library.take(self._port, stream, o, lse, False, out)
         return out
 
     def begin_dummy(self) -> None:

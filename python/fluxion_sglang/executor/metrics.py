@@ -43,6 +43,7 @@ _COUNTERS = {
     "gpu_tile_bytes": "Bytes of K and V that the device's decode tasks attended to.",
     "gpu_link_bytes": "The part of it that the device read in host memory.",
     "gpu_staged_tiles": "Tiles that the device gathered before it attended to them.",
+    "gpu_flashinfer_batches": "Batches of tasks whose tiles were all on the device, and to which FlashInfer attended.",
     "gpu_hot_hits": "Tiles that the device read in its own memory.",
     "gpu_hot_misses": "Tiles that it looked for there and did not find.",
     "gpu_hot_evictions": "Tiles that had to leave the device's memory for others.",

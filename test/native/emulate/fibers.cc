@@ -47,7 +47,7 @@ struct Context {
 
 struct Warp {
   uint32_t slots[2][32];
-  int live = 0, arrived = 0;
+  int lanes = 0, live = 0, arrived = 0;
   char order;  // what ThreadSanitizer orders the warp's lanes by
 };
 
@@ -232,6 +232,7 @@ FLUXION_UNSEEN void wait_warp() {
 
 FLUXION_UNSEEN uint32_t* exchange() {
   Fiber* self = running;
+  if (self->warp->lanes < 32) std::abort();  // a shuffle would take what nobody gave
   self->turn ^= 1;
   return self->warp->slots[self->turn];
 }
@@ -252,7 +253,7 @@ void Fibers::run(dim3 grid, dim3 size, size_t shared_bytes, const std::function<
   Block here;
   here.scheduler = &scheduler;
   here.thread = &thread;
-  here.warps.resize(threads / 32);
+  here.warps.resize(static_cast<size_t>(threads + 31) / 32);
   here.shared.resize(shared_bytes);
   Block* const outer = block;
   block = &here;
@@ -280,7 +281,11 @@ FLUXION_UNSEEN void Fibers::run_block(const std::function<void()>&, int threads)
   std::fill(here.shared.begin(), here.shared.end(), 0xff);
   here.live = threads;
   here.arrived = 0;
-  for (Warp& warp : here.warps) warp.live = 32, warp.arrived = 0;
+  for (size_t w = 0; w < here.warps.size(); ++w) {
+    Warp& warp = here.warps[w];
+    warp.lanes = warp.live = std::min(32, threads - 32 * static_cast<int>(w));
+    warp.arrived = 0;
+  }
   for (int t = 0; t < threads; ++t) fibers_[t]->state = State::kReady;
   release(&here.order);
   for (bool forward = true; here.live > 0; forward = !forward) {

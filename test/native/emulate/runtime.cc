@@ -260,8 +260,8 @@ cudaError_t submit(Stream* stream, Work work, bool always = false) {
 
 cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes, Stream* stream, std::function<void()> thread) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
-  if (threads == 0 || threads > 1024 || threads % 32 != 0 || grid.x == 0 || grid.x > INT32_MAX ||
-      grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535 || shared_bytes > 48 << 10) {
+  if (threads == 0 || threads > 1024 || grid.x == 0 || grid.x > INT32_MAX || grid.y == 0 || grid.y > 65535 ||
+      grid.z == 0 || grid.z > 65535 || shared_bytes > 48 << 10) {
     return result(cudaErrorInvalidConfiguration);
   }
   if (due(fail_launch)) return result(cudaErrorLaunchOutOfResources);
@@ -353,6 +353,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {"simulated device", 0, 0, static_cast<int>(std::thread::hardware_concurrency()), 0};
   size_t free;
   return cudaMemGetInfo(&free, &properties->totalGlobalMem);
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 4;  // so that lists of a test's size are cut
+  return result(cudaSuccess);
 }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {

@@ -1,4 +1,7 @@
-"""FlashInfer in torch: what `device/flashinfer.py` calls of it, with its signatures, its layouts and its base-2 LSE."""
+"""FlashInfer in torch: what `device/flashinfer.py` calls of it, with its signatures, its layouts and its base-2 LSE.
+
+Where a decode step's list is empty, its LSE is NOTHING.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
+NOTHING = -math.inf
+"""The LSE of an empty list; FlashInfer before 0.7 had about -5e4."""
 
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -141,7 +147,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         parts = []
         for i in range(len(last)):
             own = indices[indptr[i] : indptr[i + 1]].long()
-            length = (len(own) - 1) * page + int(last[i]) if len(own) else 0
+            if not len(own):
+                parts.append((torch.zeros_like(q[i : i + 1]), torch.full((1, q.shape[1]), NOTHING)))
+                continue
+            length = (len(own) - 1) * page + int(last[i])
             k, v = paged_kv_cache[own].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, dim)[:, :length]
             parts.append(_attend_to_pages(q[i : i + 1], k, v, self.scale * (1.0 if q_scale is None else q_scale)))
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])

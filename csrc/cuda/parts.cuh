@@ -1,0 +1,31 @@
+// Results of a list that was cut into parts.
+#pragma once
+
+#include "cuda/device.cuh"
+
+namespace fluxion::device {
+
+inline constexpr int kMergeThreads = 64;  // of a block that merges
+
+// One head's parts become one, in their order. By a block of kMergeThreads. o, lse (base 2): of the first
+// part; the next ones lie G heads further. lse_to: natural. Of no parts: 0 and -inf.
+__device__ __forceinline__ void merge_parts(const float* o, const float* lse, int parts, int G, int D,
+                                            float* to, float* lse_to) {
+  float top = minus_infinity();
+  for (int p = 0; p < parts; ++p) top = fmaxf(top, lse[int64_t{p} * G]);
+  const float base = reference(top);
+  float total = 0.0f;
+  for (int p = 0; p < parts; ++p) total += exp2f(lse[int64_t{p} * G] - base);
+  for (int d = threadIdx.x; d < D; d += kMergeThreads) {
+    float sum = 0.0f;
+    for (int p = 0; p < parts; ++p) {
+      const float of_part = lse[int64_t{p} * G];
+      if (of_part == minus_infinity()) continue;
+      sum = fmaf(exp2f(of_part - base), o[int64_t{p} * G * D + d], sum);
+    }
+    to[d] = total == 0.0f ? 0.0f : sum / total;
+  }
+  if (threadIdx.x == 0) *lse_to = lse_of(top, total) * kLn2;
+}
+
+}  // namespace fluxion::device

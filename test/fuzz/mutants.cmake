@@ -118,14 +118,6 @@ mutant(does_not_wait_for_its_worker test/fuzz/scenario.h
 ]==]
   [==[]==])
 
-mutant(copy_of_late_first test/fuzz/scenario.h
-  [==[      of->words().store(word, value);
-      if (word != kLate || !of->rules_.copies) return;
-      fence();
-      of->late_here_.store(value, std::memory_order_release);]==]
-  [==[      if (word == kLate) of->late_here_.store(value, std::memory_order_release);
-      of->words().store(word, value);]==])
-
 mutant(a_block_does_not_wait_for_the_first csrc/device/protocol.h
   [==[return word >> 1 == (sequence & 0x7fffffffu);]==]
   [==[return word != sequence << 1;]==])

@@ -35,7 +35,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 USER = """\
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored in what it runs in the background
+# Shells have them ignored in what they run in the background, and nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from fluxion_sglang.commands import serving
 port = serving.free_port()
 command = [sys.executable, "-c", sys.argv[1], str(port), *sys.argv[2:]]

@@ -343,6 +343,16 @@ def test_flashinfer_attends_to_batches_that_are_all_in_device_memory(
     assert stats["flashinfer_batches"] == (stats["batches"] if by_flashinfer else 0)
 
 
+@pytest.mark.parametrize("stage, batches", [(1 << 20, 2), (0, 1)])
+def test_all_kernels_run_before_the_first_layer(stage: int, batches: int) -> None:
+    """Those for tiles in host memory, and those for tiles that are all on the device, where there can be any."""
+    world, rogue = make(), Rogue()
+    dispatcher = Dispatcher(world.engine, rogue.api(), ALL, replace(SMALL, stage_bytes=stage, stage_from=0))
+    assert rogue.calls("attend") == batches * SMALL.streams
+    assert (rogue.hot_reads > 0) == (batches == 2)
+    dispatcher.stop()
+
+
 def test_tiles_that_are_hot_are_not_counted_as_staged() -> None:
     world = make(workers=1, lengths=(900, 900), chunk_bytes=None)
     requests = requests_of(world)

@@ -89,7 +89,8 @@ void Dispatcher::warm_up() {
     copies_[0].slots.clear();
     copies_[0].submitted = false;
   }
-  // Tiles in host memory are our own kernels' part, tiles that are all on the device may be FlashInfer's.
+  // What is masked is our own kernels', wherever its tiles are; tiles that are all on the device may be
+  // FlashInfer's.
   for (const bool on_device : {false, true}) {
     if (on_device && slots_.data() == nullptr) break;
     for (Stream& s : streams_) {
@@ -99,6 +100,8 @@ void Dispatcher::warm_up() {
       if (hot_) *batch.next_tiles() = -1;
       ForeignTask task{0, 0, 1.0f, {}};
       task.chosen.count = tiles;
+      task.chosen.masked = !on_device;
+      std::fill_n(batch.next_masks(), tiles * engine_.group(), uint16_t{0xffff});
       batch.add(-1, task, engine_.pool().tiles(0, 0));
       if (on_device) batch.gather();
       batch.submit(api_, s.handle, slots_.data());

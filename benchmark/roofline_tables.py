@@ -180,8 +180,8 @@ def fairness(results: Path) -> str:
             cells.setdefault((f"`{row['policy']}`",), {})[path] = f"{row['step_ms']:.2f} ms, {row['over_alike']:.1f}x"
     first = files[0][1]["rows"][0] if files else {"alone_ms": 0.0}
     note = (
-        f"Time of a step of one layer, and over that beside others of the same policy. Alone the request takes "
-        f"{first['alone_ms']:.2f} ms on the first machine."
+        "Time of one layer's step, and how many times as long that is as beside four under the request's own policy. "
+        f"Alone{' on the first machine' * (len(files) > 1)} it takes {first['alone_ms']:.2f} ms."
     )
     return _side_by_side(files, "fairness.py", ["policy of the four"], cells, note)
 

@@ -12,8 +12,8 @@ from fluxion_quality import table as quality_table
 
 
 def headline(results: Path) -> str:
-    """The number that README.md opens with: `fluxion` beside `full` at the longest prompt of the RULER run."""
-    for _, data in result_files(results, "quality_ruler.json"):
+    """The number that README.md opens with: `fluxion` beside `full` at the longest prompt of the largest RULER run."""
+    for _, data in result_files(results, "quality_large.json"):
         rows = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         length = max(length or 0 for length, _ in rows)
         kept, whole = rows[length, "fluxion"], rows[length, "full"]
@@ -57,7 +57,7 @@ def answers(results: Path) -> str:
         found = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         lengths = sorted({length or 0 for length, _ in found})
         rows = []
-        for policy in ("full", "fluxion", "fixed:16:0.05", "anchor"):
+        for policy in ("full", "fluxion", "fixed:16:0.25", "anchor"):
             of = [found.get((length, policy)) for length in lengths]
             scores = [f"{row['score']:.3f}" if row else "" for row in of]
             reads = [f"{row['read_fraction']:.0%}" if row else "" for row in of]

@@ -42,7 +42,8 @@ CALIBRATED_DEPTH = 512
 CHECKED = (("llama-111m", 4096), ("llama-111m", 16384), ("qwen3-0.6b", 4096), ("llama-3.1-8b", 4096))
 QUICK = (("llama-111m", 1024),)
 CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
-STEPS = 24
+STEPS, TURNS = 8, 8
+"""Of a turn; policies take turns, so that a busy moment of the machine is not one row's."""
 
 
 def overlap_of(near: float, memory: float, seen: float) -> float:
@@ -173,20 +174,25 @@ def _decode(model: str, depth: int, specs: Sequence[str], say: Any) -> None:
     config = checkpoints.config(model)
     folder = checkpoints.made(model, CACHE)
     options = {"policies": list(specs)}
-    steps, cores, words = STEPS, common.machine()["cores"], config["vocab_size"]
+    steps, cores, words = TURNS * (driver.WARM + STEPS), common.machine()["cores"], config["vocab_size"]
     plan = driver.Plan(str(folder), [depth], list(BATCHES), steps, cores, options, [], 0, words)
     racer, shape = Sglang(), Model.of(config)
     racer.load(plan)
     racer.prefill(plan.prompts(depth))
     engine = racer._runner.torch_runner.attn_backend.engine
-    for batch in BATCHES:
+    for batch in BATCHES:  # the larger one first: requests leave a batch, and do not come back
+        seconds: dict[str, list[float]] = {spec: [] for spec in specs}
+        tiles = dict.fromkeys(specs, 0)
+        for _ in range(TURNS):
+            for spec in specs:
+                before = engine.stats()["tile_bytes"]
+                seconds[spec] += racer.decode(spec, batch, driver.WARM + STEPS)[driver.WARM :]
+                tiles[spec] += engine.stats()["tile_bytes"] - before
+        groups = steps * shape.layers * batch * shape.kv_heads
+        whole = groups * max(depth - SINKS - WINDOW, 1) * shape.token_bytes
         for spec in specs:
-            before = engine.stats()["tile_bytes"]
-            seconds = racer.decode(spec, batch, driver.WARM + steps)
-            groups = len(seconds) * shape.layers * batch * shape.kv_heads
-            whole = groups * max(depth - SINKS - WINDOW, 1) * shape.token_bytes
-            tiles = (engine.stats()["tile_bytes"] - before) / whole
-            say.put(Seen(model, depth, batch, spec, median(seconds[driver.WARM :]) * 1e3, min(tiles, 1.0)))
+            ms = median(seconds[spec]) * 1e3
+            say.put(Seen(model, depth, batch, spec, ms, min(tiles[spec] / whole, 1.0)))
     say.put(None)
     say.close()
     say.join_thread()

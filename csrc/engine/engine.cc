@@ -30,9 +30,10 @@ double task_timeout() {
   if (text == nullptr || *text == '\0') return 60.0;
   char* end = nullptr;
   const double seconds = std::strtod(text, &end);
-  if (*end != '\0' || !(seconds > 0)) {
+  // Python reads it, too, and knows no hexadecimal numbers.
+  if (*end != '\0' || std::strpbrk(text, "xX") != nullptr || !(seconds > 0 && seconds <= 1e6)) {
     refuse("FLUXION_TASK_TIMEOUT_S is \"" + std::string(text) +
-           "\"; it must be a number of seconds above 0.");
+           "\"; it must be a number of seconds above 0, and at most 1000000.");
   }
   return seconds;
 }
@@ -187,15 +188,16 @@ void Engine::check_residents(const LayerInput& in, const LayerOutput& to, bool h
 }
 
 // What every phase of a layer begins with. Nobody computes.
-void Engine::open_input(const LayerInput& in) {
+// held: of the layer that residents() did, whose requests that were lost stay lost.
+void Engine::open_input(const LayerInput& in, bool held) {
   layer_.in = in;
   layer_.to = {};
   layer_.res_o = res_o_.data();
   layer_.res_lse = res_lse_.data();
   layer_.plan = nullptr;
-  held_ = false;
+  held_ = held;
   thrown_ = nullptr;
-  std::fill(corrupt_.begin(), corrupt_.end(), nullptr);
+  if (!held) std::fill(corrupt_.begin(), corrupt_.end(), nullptr);
   task_bytes_ = 0;
   next_item_.store(0, std::memory_order_relaxed);
 }
@@ -240,6 +242,10 @@ void Engine::residents(const LayerInput& in, float* parts) {
   open_input(in);
   parts_out_ = parts;
   run_items(&Engine::parts_main);
+  if (thrown_ != nullptr) {
+    record_thrown();
+    throw std::runtime_error("Layer " + std::to_string(in.layer) + ": " + failure_);
+  }
   held_layer_ = in.layer;
 }
 
@@ -297,10 +303,9 @@ int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<c
   pool_->check_layer(in.layer);
   check_rows(in);
   check_residents(in, to, held);
-  open_input(in);
+  open_input(in, held);
   layer_.to = to;
   layer_.plan = std::move(plan);
-  held_ = held;
   // Of a held layer, these are as residents() left them.
   if (!held) {
     skip_bad_requests();

@@ -138,7 +138,7 @@ class Engine {
   void check_finished() const;
   void check_rows(const LayerInput& in) const;
   void check_residents(const LayerInput& in, const LayerOutput& to, bool held) const;
-  void open_input(const LayerInput& in);
+  void open_input(const LayerInput& in, bool held = false);
   void skip_bad_requests();
   void take_parts(const float* parts);
   bool launch(WorkerPool::Fn work);

@@ -85,8 +85,9 @@ void Engine::parts_main(void* self_ptr, int worker) {
       no_parts(layer, parts);
       continue;
     }
-    append_token(layer, *self->pool_, task);
-    attend_parts(layer, task, scratch, parts);
+    // A request that is lost has parts as well: its policy plans, like that of every other.
+    self->attempt(task, nullptr, [&] { append_token(layer, *self->pool_, task); });
+    self->attempt(task, nullptr, [&] { attend_parts(layer, task, scratch, parts); });
   }
   scratch->busy_ns += now_ns() - start;
 }

@@ -144,6 +144,11 @@ void pool_check(Pool pool, TensorView pages, int64_t start, int64_t count) {
   guarded([&] { pool->pool->check_tokens(data<int32_t>(pages), pages.size(0), start, count); });
 }
 
+void pool_forget_sums(Pool pool, TensorView pages) {
+  expect(pages, "pages", kInt32, {-1}, 1);
+  guarded([&] { pool->pool->forget_sums(data<int32_t>(pages), pages.size(0)); });
+}
+
 void pool_adopt(Pool pool, int64_t layer, TensorView pages, int64_t start, int64_t count, bool described) {
   expect(pages, "pages", kInt32, {-1}, 1);
   guarded([&] {
@@ -188,6 +193,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_isa, fluxion::pool_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_tensor, fluxion::pool_tensor);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_append, fluxion::pool_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_check, fluxion::pool_check);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_forget_sums, fluxion::pool_forget_sums);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_adopt, fluxion::pool_adopt);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_fill_window, fluxion::pool_fill_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pool_gather, fluxion::pool_gather);

@@ -94,6 +94,10 @@ void Canary::wrote_token(int layer, int head, int page, int offset, const char* 
   token_sum(layer, head, page, offset) = sum_of(layer, head, page, offset, tile);
 }
 
+void Canary::forget_tokens(int layer, int head, int page) const {
+  std::fill_n(&token_sum(layer, head, page, 0), kPage, uint64_t{0});
+}
+
 void Canary::wrote_entry(int layer, int head, int level, int page, const char* entry) const {
   Sums sums(place(layer, head, page, 16 + level));
   sums.add(entry, shape_.entry_bytes());

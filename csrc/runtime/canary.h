@@ -24,6 +24,8 @@ class Canary {
 
   // What is written, by its writer: token `offset` of a tile that has at least that.
   void wrote_token(int layer, int head, int page, int offset, const char* tile) const;
+  // All tokens of a page, which somebody else writes: as if nobody had.
+  void forget_tokens(int layer, int head, int page) const;
   // page: the last of the entry's block.
   void wrote_entry(int layer, int head, int level, int page, const char* entry) const;
 

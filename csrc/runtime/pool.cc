@@ -255,6 +255,17 @@ void HostPool::vouch(int layer, int head, const int32_t* pages, int64_t start, i
   }
 }
 
+void HostPool::forget_sums(const int32_t* pages, int64_t count) {
+  const std::string wrong = check_pages(pages, count);
+  if (!wrong.empty()) refuse("Sums of the pages cannot be forgotten: " + wrong + ".");
+  if (canary_ == nullptr) return;
+  for (int l = 0; l < shape_.layers; ++l) {
+    for (int h = 0; h < shape_.kv_heads; ++h) {
+      for (int64_t i = 0; i < count; ++i) canary_->forget_tokens(l, h, pages[i]);
+    }
+  }
+}
+
 void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count,
                      bool described) {
   check_layer(layer);

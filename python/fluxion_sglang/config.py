@@ -63,7 +63,7 @@ class FluxionConfig:
         "auto",
         "What each head reads of the middle, as a policy spec; auto is fluxion where a predictor fits the model, and "
         "full, which is exact, where none does.",
-        '"fixed:16:0.05"',
+        '"fixed:16:0.25"',
         group=EVERYDAY,
     )
     tau: float | None = _option(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import cases
@@ -12,6 +14,8 @@ from server import Completion, Server
 
 GOLDEN = Path(__file__).with_name("golden.json")
 """Plain SGLang's answers. Written by `pytest --full --write-golden test/engine/test_exact.py`."""
+
+ROUTER = "sglang-router==0.3.2"
 
 LEAST_MARGIN = 1e-3
 """Nats between the best token and the next one that every step of a golden answer has: CPUs that sum in another order
@@ -25,6 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("server-logs")
+
+
+@pytest.fixture(scope="session")
+def router() -> list[str]:
+    """The command of SGLang's router, in an environment of its own: its version of FastAPI and ours need not agree."""
+    uv = [str(Path(sys.executable).with_name("uv")), "run", "--no-project", "--with", ROUTER]
+    found = subprocess.run([*uv, "true"], capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"{ROUTER} cannot be installed: {found.stderr.strip()[-300:]}")
+    return [*uv, "python", "-m", "sglang_router.launch_router"]
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +24,6 @@ from fluxion_sglang.commands.needle import NeedlePrompt, needle_prompt, score
 
 pytestmark = pytest.mark.full
 
-ROUTER = "sglang-router==0.3.2"
-UV = str(Path(sys.executable).with_name("uv"))
 DOCUMENTS, QUESTIONS, TOKENS = 6, 4, 2000
 LONG = 1500
 """Tokens of an answer that takes seconds."""
@@ -55,6 +53,20 @@ class Deployment:
         assert reply.status_code == 200, (reply.text, self.log.read_text()[-4000:])
         return reply.json()
 
+    def streams_to_its_end(self, document: NeedlePrompt, question: int, new: int) -> bool:
+        """Whether an answer that was begun is there to its end."""
+        params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        body = {"text": document.text(question), "sampling_params": params, "stream": True}
+        last = ""
+        with (
+            contextlib.suppress(requests.exceptions.ChunkedEncodingError),
+            requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S, stream=True) as reply,
+        ):
+            assert reply.status_code == 200
+            for line in reply.iter_lines(decode_unicode=True):
+                last = line or last
+        return last == "data: [DONE]"
+
 
 def right(document: NeedlePrompt, question: int, answer: Any) -> bool:
     expected = document.questions[question].answer_ids
@@ -62,7 +74,7 @@ def right(document: NeedlePrompt, question: int, answer: Any) -> bool:
 
 
 @contextmanager
-def deployed(folder: Path, fluxion: dict[str, Any] | None) -> Iterator[Deployment]:
+def deployed(folder: Path, router: list[str], fluxion: dict[str, Any] | None) -> Iterator[Deployment]:
     """Two servers behind a router; fluxion: their options, None for plain SGLang's."""
     folder.mkdir()
     with ExitStack() as stack:
@@ -77,28 +89,18 @@ def deployed(folder: Path, fluxion: dict[str, Any] | None) -> Iterator[Deploymen
         ]
         log = folder / "router.log"
         url = f"http://127.0.0.1:{(port := free_port())}"
-        # Its version of FastAPI and ours need not agree, so it has an environment of its own.
-        router = [
-            UV, "run", "--no-project", "--with", ROUTER, "python", "-m", "sglang_router.launch_router",
-            "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
+        command = [
+            *router, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
             "--policy", "cache_aware", "--worker-urls", *(server.url for server in servers),
             "--health-check-interval-secs", "2", "--health-check-timeout-secs", "60",
         ]  # fmt: skip
         with log.open("w") as out:
-            process = subprocess.Popen(router, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         stack.callback(lambda: os.killpg(process.pid, signal.SIGKILL))
         await_health(url, process, log)
         deployment = Deployment(url, servers, log)
         deployment.await_servers()
         yield deployment
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _router() -> None:
-    """Its package, before the first test waits for it; no tests where it cannot be had."""
-    found = subprocess.run([UV, "run", "--no-project", "--with", ROUTER, "true"], capture_output=True, text=True)
-    if found.returncode:
-        pytest.skip(f"{ROUTER} cannot be installed: {found.stderr.strip()[-300:]}")
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +110,11 @@ def documents() -> list[NeedlePrompt]:
 
 @pytest.mark.parametrize("flag", [False, True], ids=["plain", "flag"])
 def test_prompts_go_to_who_has_their_beginning_and_a_server_may_go(
-    flag: bool, documents: list[NeedlePrompt], logs: Path
+    flag: bool, documents: list[NeedlePrompt], router: list[str], logs: Path
 ) -> None:
     """With the flag as without: only the first question about a document is prefilled."""
-    with deployed(logs / ("router-flag" if flag else "router-plain"), {} if flag else None) as deployment:
+    folder = logs / ("router-flag" if flag else "router-plain")
+    with deployed(folder, router, {} if flag else None) as deployment:
         # The first ones at once: the router gives a new prompt to the server that has less to do.
         with ThreadPoolExecutor(DOCUMENTS) as pool:
             answers = [list(pool.map(lambda document: deployment.ask(document, 0), documents))]
@@ -142,14 +145,18 @@ def check_what_is_passed_on(deployment: Deployment, document: NeedlePrompt) -> N
 
 
 def lose_one(deployment: Deployment, documents: list[NeedlePrompt]) -> None:
-    """A server is killed while it decodes: what it had is asked of the other, and so is what comes later."""
+    """A server is killed while it decodes: what it had is asked of the other, and so is what comes later; its streams
+    break off."""
     lost, other = deployment.servers
     since = len(lost.log())
-    with ThreadPoolExecutor(DOCUMENTS) as pool:
+    with ThreadPoolExecutor(2 * DOCUMENTS) as pool:
         running = [pool.submit(deployment.ask, document, 0, LONG) for document in documents]
+        streams = [pool.submit(deployment.streams_to_its_end, document, 0, LONG) for document in documents]
         lost.wait_for_log(r"Decode batch.*#running-req: [1-9]", since)
         os.killpg(lost.process.pid, signal.SIGKILL)
         during = [future.result() for future in running]
+        ended = [future.result() for future in streams]
+    assert set(ended) == {False, True}, ended
     after = [deployment.ask(document, 1) for document in documents]
     for number, answers in enumerate((during, after)):
         correct = sum(right(document, number, got) for document, got in zip(documents, answers, strict=True))

@@ -10,12 +10,13 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import cases
 import pytest
 import requests
-from server import PATIENCE_S, Completion, Server
+from server import PATIENCE_S, Completion, Server, await_health
 from test_exact import assert_same
 
 from fluxion_sglang.commands.serving import free_port
@@ -89,8 +90,10 @@ class Pair:
             server.flush()
 
 
-@pytest.fixture(scope="module")
-def pair(mooncake: dict[str, str], logs: Path) -> Iterator[Pair]:
+@contextmanager
+def paired(mooncake: dict[str, str], folder: Path, *words: str, **env: str) -> Iterator[Pair]:
+    """words, env: what the decode server is told besides."""
+    folder.mkdir()
     port = free_port()
     both = ("--disaggregation-transfer-backend", "mooncake_tcp", "--context-length", str(CONTEXT))
     with ExitStack() as stack:
@@ -99,23 +102,37 @@ def pair(mooncake: dict[str, str], logs: Path) -> Iterator[Pair]:
                 *both, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port),
                 "--page-size", "16", "--disable-overlap-schedule",
                 fluxion=None, env={**mooncake, "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"},
-                log=logs / "prefill.log",
+                log=folder / "prefill.log",
             )
         )  # fmt: skip
         decode = stack.enter_context(
             Server(
-                *both, "--disaggregation-mode", "decode", "--max-running-requests", "4",
-                fluxion=json.dumps({"policy": "full", "host_tokens": POOL}),
-                env={**mooncake, "SGLANG_TEST_RETRACT": "1"}, log=logs / "decode.log",
+                *both, "--disaggregation-mode", "decode", "--max-running-requests", "4", *words,
+                fluxion=json.dumps({"policy": "full", "host_tokens": POOL}), env={**mooncake, **env},
+                log=folder / "decode.log",
             )
         )  # fmt: skip
         yield Pair(prefill, decode, port)
         decode.assert_clean()
 
 
+@pytest.fixture(scope="module")
+def pair(mooncake: dict[str, str], logs: Path) -> Iterator[Pair]:
+    with paired(mooncake, logs / "pair", SGLANG_TEST_RETRACT="1") as pair:
+        yield pair
+
+
 @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
 def test_tokens_are_those_of_one_server(pair: Pair, reference: dict[str, Completion], length: int) -> None:
     assert_same(pair.generate(*ALL[f"length-{length}"]), reference[f"length-{length}"])
+
+
+def test_what_arrives_is_counted(pair: Pair) -> None:
+    before = pair.decode.metrics()
+    pair.generate(*ALL["length-2000"])
+    after = pair.decode.metrics()
+    assert after["fluxion_arrived_tokens_total"] - before["fluxion_arrived_tokens_total"] == 2000
+    assert after["fluxion_arrival_copy_seconds_total"] > before["fluxion_arrival_copy_seconds_total"]
 
 
 def test_many_at_once_wait_for_room(pair: Pair, reference: dict[str, Completion]) -> None:
@@ -171,3 +188,63 @@ def test_a_prefill_server_that_is_not_there(pair: Pair, reference: dict[str, Com
     reply = requests.post(pair.decode.url + "/generate", json=body, timeout=PATIENCE_S)
     assert reply.status_code >= 500
     assert_same(pair.generate(*ALL["length-300"]), reference["length-300"])
+
+
+def test_each_rank_gets_its_heads(mooncake: dict[str, str], reference: dict[str, Completion], logs: Path) -> None:
+    """A prefill server of one rank, and a decode server of two."""
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with paired(mooncake, logs / "pair-tp2", "--tp", "2", "--mem-fraction-static", "0.7", **cores) as pair:
+        for name in ("length-300", "length-5000"):
+            assert_same(pair.generate(*ALL[name]), reference[name])
+        names = [name for name in ALL if name.startswith("family-")]
+        with ThreadPoolExecutor(len(names)) as pool:
+            found = list(pool.map(lambda name: pair.generate(*ALL[name]), names))
+        for name, got in zip(names, found, strict=True):
+            assert_same(got, reference[name])
+
+
+def test_what_the_decode_server_has_is_not_sent(
+    mooncake: dict[str, str], reference: dict[str, Completion], logs: Path
+) -> None:
+    """Its own radix cache: of prompts that begin with a document it knows, the rest arrives."""
+    with paired(mooncake, logs / "pair-radix", "--disaggregation-decode-enable-radix-cache") as pair:
+        sent = []
+        for name in ("family-0", "family-1", "family-4", "family-5", "family-0"):
+            before = pair.decode.metrics()["fluxion_arrived_tokens_total"]
+            assert_same(pair.generate(*ALL[name]), reference[name])
+            sent.append(pair.decode.metrics()["fluxion_arrived_tokens_total"] - before)
+        assert sent[0] == len(ALL["family-0"][0]), sent
+        known = [1040, 1040, 1391, len(ALL["family-0"][0])]
+        for name, count, shared in zip(("family-1", "family-4", "family-5", "family-0"), sent[1:], known, strict=True):
+            assert 0 <= count - (len(ALL[name][0]) - shared) <= 2 * 16, (name, sent)
+        pair.flush()
+        assert_same(pair.generate(*ALL["family-0"]), reference["family-0"])
+
+
+def test_a_router_asks_both(
+    mooncake: dict[str, str], reference: dict[str, Completion], logs: Path, router: list[str]
+) -> None:
+    with paired(mooncake, logs / "pair-router") as pair:
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [
+            *router, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
+            "--pd-disaggregation", "--prefill", pair.prefill.url, str(pair.port), "--decode", pair.decode.url,
+        ]  # fmt: skip
+        log = logs / "router.log"
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            await_health(url, process, log)
+            names = ("length-300", "length-5000", "family-3")
+
+            def ask(name: str) -> Completion:
+                ids, new = ALL[name]
+                body = {"input_ids": ids, "return_logprob": True}
+                body["sampling_params"] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+                return Completion.of(requests.post(url + "/generate", json=body, timeout=PATIENCE_S).json())
+
+            with ThreadPoolExecutor(len(names)) as pool:
+                for name, got in zip(names, pool.map(ask, names), strict=True):
+                    assert_same(got, reference[name])
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -42,10 +42,10 @@ def test_reads_add_up_to_the_statistics(spec: str, share_prefixes: bool) -> None
     assert sum(map(sum, found.read_bytes)) == stats["tile_bytes"] + stats["shared_tile_bytes"]
     token = 2 * world.dim * world.dtype.itemsize
     # The statistics count tokens of query heads.
-    assert found.middle_bytes * world.layers == stats["middle_tokens"] // world.group * token
+    assert sum(found.middle_bytes) == stats["middle_tokens"] // world.group * token
     assert sum(found.blocks.values()) == 10 * world.layers * world.heads
     if spec == "full":
-        assert found.read_bytes == [[found.middle_bytes // world.heads] * world.heads] * world.layers
+        assert found.read_bytes == [[middle // world.heads] * world.heads for middle in found.middle_bytes]
     if spec == "streaming":
         assert found.blocks == {0: 10 * world.layers * world.heads}
     assert accounts.totals() == found, "to ask changes nothing"
@@ -80,7 +80,9 @@ def test_a_sample_of_the_steps() -> None:
     assert found.steps == found.tokens == 2 * SAMPLED + 1
     assert sum(found.blocks.values()) == 3 * world.layers * world.heads
     assert sum(map(sum, found.read_bytes)) < stats["tile_bytes"] / 2
-    assert found.read_bytes == [[found.middle_bytes // world.heads] * world.heads] * world.layers, "the same steps"
+    assert found.read_bytes == [[middle // world.heads] * world.heads for middle in found.middle_bytes], (
+        "the same steps"
+    )
     assert found.timed_steps == 2, "the last has no successor yet"
 
 
@@ -99,7 +101,7 @@ def test_a_failed_step_counts_nothing() -> None:
     world.pages[1][10] = good
     world.decode([1])
     after = accounts.totals()
-    assert after.steps == 2 and after.middle_bytes > before.middle_bytes
+    assert after.steps == 2 and after.middle_bytes[0] > before.middle_bytes[0]
     assert sum(map(sum, after.read_bytes)) > sum(map(sum, before.read_bytes))
 
 
@@ -185,6 +187,21 @@ def test_residents_of_a_device(spec: str) -> None:
     assert all(seconds > 0 for part, seconds in zip(Phase, got.seconds, strict=True) if part not in looked)
 
 
+def test_layers_with_a_window_have_no_middle() -> None:
+    windowed = Variant(window=100)
+    world, accounts = counted(layers=3, variants=(windowed, PLAIN, windowed))
+    world.extend(1, 900)
+    for _ in range(3):
+        world.decode([1], [parse_spec("fixed:16:0.1")])
+    found, stats = accounts.totals(), world.engine.stats()
+    assert (found.steps, found.tokens, found.timed_steps) == (3, 3, 2)
+    assert found.middle_bytes[1] == stats["middle_tokens"] // world.group * 2 * world.dim * world.dtype.itemsize > 0
+    assert [bool(layer) for layer in found.middle_bytes] == [any(groups) for groups in found.read_bytes]
+    assert not found.middle_bytes[0] and not found.middle_bytes[2]
+    assert found.blocks == {16: 3 * world.heads}
+    assert found.seconds[Phase.TASKS] > 0
+
+
 def test_nobody_asks_by_default() -> None:
     assert type(World().engine.accounts) is Accounts
 
@@ -221,7 +238,7 @@ def test_counters_follow_the_accounts(registry: prometheus_client.CollectorRegis
     assert registry.get_sample_value("fluxion_decode_steps_total") == 0.0, "another process counts them"
     for layer in range(2):
         labels = {"layer": str(4 + layer)}
-        assert registry.get_sample_value("fluxion_layer_middle_bytes_total", labels) == found.middle_bytes
+        assert registry.get_sample_value("fluxion_layer_middle_bytes_total", labels) == found.middle_bytes[layer]
         for group in range(2):
             value = registry.get_sample_value(read, {**labels, "group": str(2 + group)})
             assert value == found.read_bytes[layer][group] > 0

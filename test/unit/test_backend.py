@@ -31,6 +31,8 @@ NEW, RUNNING = 1, 2  # rows
 class Request(SimpleNamespace):
     """What is used of SGLang's request in a prefill; SGLang's can be referred to weakly, too."""
 
+    __hash__ = object.__hash__
+
 
 class Backend(FluxionAttnBackend):
     """As after its start, with the world's pool and engine."""
@@ -39,7 +41,13 @@ class Backend(FluxionAttnBackend):
         self.world = world
         self.engine = world.engine
         self.token_to_kv_pool: Any = SimpleNamespace(
-            host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens, disk=None
+            host=world.pool,
+            windows=world.windows,
+            start_layer=0,
+            layer_num=world.layers,
+            size=world.tokens,
+            disk=None,
+            zone=None,
         )
         slots = torch.zeros(world.rows, world.tokens, dtype=torch.int32)
         self.req_to_token_pool: Any = SimpleNamespace(

@@ -32,12 +32,14 @@ def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
     tensor.view(torch.uint8).flatten()[byte] ^= 1 << bit
 
 
-def decode(world: NativeWorld, requests: list[Request], blk: int = 16, budget: float = 1.0) -> dict[int, str]:
+def decode(
+    world: NativeWorld, requests: list[Request], blk: int = 16, budget: float = 1.0, resident_first: bool = False
+) -> dict[int, str]:
     """A step whose output is checked for all whom the canary has not ended; those, with its sentences."""
     plan = world.plan(requests, blk, budget)
     plan.owner = torch.zeros_like(plan.blk)
     world.begin_step(requests)
-    _, q, out = world.begin_layer(requests, 0, plan)
+    _, q, out = world.begin_layer(requests, 0, plan, resident_first)
     world.engine.layer_finish()
     corrupt = world.engine.corrupt()
     for b in corrupt:
@@ -270,14 +272,16 @@ def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str) -> None:
     world.pool.append(0, pages, 280, k, v)
 
 
-def test_who_makes_a_block_of_it_ends_alone() -> None:
-    """Those who are read together with it have not read what it has added."""
+@pytest.mark.parametrize("resident_first", [False, True])
+def test_who_makes_a_block_of_it_ends_alone(resident_first: bool) -> None:
+    """Whether or not a policy looks first. Those who are read together with it have not read what it has added."""
     world = watched(share_prefixes=True)
     parent = world.add(607)
     requests = [parent, world.add(607, parent, 592), world.add(640, parent, 592)]
     page = parent.pages[37]
     flip(world.pool.tensor("tiles", 0)[0, page], 5, 5)
-    assert decode(world, requests).keys() == {0}
+    assert decode(world, requests, resident_first=resident_first).keys() == {0}
+    assert decode(world, requests[1:], resident_first=resident_first) == {}, "the next step is another one"
 
 
 def test_all_who_are_read_together_end() -> None:

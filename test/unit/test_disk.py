@@ -28,9 +28,11 @@ HEADS, DIM, LAYERS = 2, 32, 3
 class World:
     """A pool with its linker; `restart` gives another one with the same folder."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, mxint8: bool = False, weights: str = "a") -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, mxint8: bool = False, weights: str = "a", canary: float = 0.0
+    ) -> None:
         self.folder, self.dtype, self.mxint8 = folder, dtype, mxint8
-        config = FluxionConfig(disk=str(folder), disk_gb=0.1, workers=2)
+        config = FluxionConfig(disk=str(folder), disk_gb=0.1, workers=2, canary=canary)
         shape = KVShape(LAYERS, HEADS, DIM, dtype, mxint8)
         self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, config, "cpu", 0, 0, 1)
         self.host.memory.fill_(255)  # NaN, and the tag of nothing
@@ -118,7 +120,7 @@ def test_a_prompt_comes_back_byte_for_byte(
     # The first pages are in the tree already; the others are read, to wherever there is room.
     again.fill(new, seed, there)
     assert again.load(new[there:], there)
-    again.linker.begin(ids(new), count * PAGE)
+    again.linker.begin(ids(new), count * PAGE, count * PAGE)
     wanted = World(tmp_path_factory.mktemp("wanted"), dtype, mxint8)
     wanted.fill(new, seed)
     for mine, theirs in zip(again.path(new), wanted.path(new), strict=True):
@@ -137,9 +139,33 @@ def test_pages_that_cannot_be_read_end_their_requests_and_leave_numbers(tmp_path
         file.unlink()
     assert not world.load(pages)
     assert not world.host.stored[:, :, pages].any()
-    world.linker.begin(ids(pages), 3 * PAGE)
+    world.linker.begin(ids(pages), 3 * PAGE, 3 * PAGE)
     assert all(world.host.page_moments(layer)[:, pages].isfinite().all() for layer in range(LAYERS))
     assert world.linker.lookup("a", [transfer(range(3), pages)]) == [1]
+    world.linker.close()
+
+
+def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Path) -> None:
+    """A request may end between reading and its pass; its pages may then be anybody's."""
+    world = World(tmp_path, torch.float32, canary=1.0)
+    world.fill([3, 4], 1)
+    assert world.offload([3, 4])
+    world.fill([5, 6], 2)
+    assert world.load([5, 6]), "over what another request has left there"
+    assert world.host.sweep()[1] == [], "its pass has not begun"
+    world.linker.begin(ids([5, 6]), 2 * PAGE, 2 * PAGE)
+    checked, found = world.host.sweep()
+    assert found == [] and checked >= LAYERS * HEADS * 4 * PAGE
+    assert world.load([7, 8])
+    for layer in range(LAYERS):  # nobody's pass began, and others append to these pages: in a chunk, and as they decode
+        k, v = torch.randn(2, 2 * PAGE, HEADS, DIM)
+        if layer == 0:
+            world.linker.begin(ids([9, 7, 8]), PAGE, PAGE + 3)
+            world.linker.decode(ids([9, 7, 8]).unsqueeze(0), torch.tensor([2 * PAGE]))
+        world.host.append(layer, ids([7, 8]), 0, k, v)
+    world.host.tiles(0)[0, 7, 0, 0, 0] += 1
+    world.linker.begin(ids([7, 8, 9]), 2 * PAGE, 2 * PAGE)
+    assert len(world.host.sweep()[1]) == 1, "it is not vouched for what is there"
     world.linker.close()
 
 
@@ -256,7 +282,7 @@ def test_a_flush_that_cannot_open_the_folder_again_ends_the_files_and_not_the_se
         world.linker.reset()
     assert "kept in files no more" in caplog.text
     assert world.linker.lookup("a", [transfer([0], [1])]) == [] and not world.offload([1])
-    world.linker.begin(ids([1]), PAGE)
+    world.linker.begin(ids([1]), PAGE, PAGE)
     assert world.linker.stats()["disk_written_pages"] == 1
     world.linker.reset()
     assert world.linker.lookup("a", [transfer([0], [1])]) == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,21 @@ def test_what_can_never_land_is_refused() -> None:
     with pytest.raises(ValueError, match="5 pages cannot land where there is room for 4"):
         zone.ask("a", 5)
     assert zone.ask("b", 4) == Run(0, 4), "it does not wait in line"
+
+
+def test_it_counts_what_arrives_and_how_long_it_waited() -> None:
+    zone = LandingZone(SHAPE, 4)
+    zone.ask("a", 4)
+    zone.ask("b", 1)
+    assert zone.stats() == {"arrived_tokens": 0, "arrival_line_ns": 0, "arrival_copy_ns": 0}
+    time.sleep(0.01)
+    zone.arrived(50, 7)
+    zone.leave("a")
+    zone.ask("b", 1)
+    zone.ask("b", 1)
+    stats = zone.stats()
+    assert (stats["arrived_tokens"], stats["arrival_copy_ns"]) == (50, 7)
+    assert 10e6 <= stats["arrival_line_ns"] < 5e9
 
 
 @settings(max_examples=examples(100))

@@ -13,6 +13,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fluxion_sglang.kv import page_store
 from fluxion_sglang.kv.page_store import BadPage, Page, PageStore
 
 PAGE_BYTES = 640
@@ -165,6 +166,22 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     assert other.leading([name(0)]) == 1
     other.write(name(0), page(0))
     assert other.written_pages == 0 and np.array_equal(read(other, [name(0)])[0], page(0))
+
+
+def test_what_other_processes_write_counts_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_store, "_LOOK_S", 0.0)
+    one, other = store(tmp_path, pages=10), store(tmp_path, pages=10)
+    for i in range(9):
+        one.write(name(i), page(i))
+    assert other.leading([name(0)]) == 1
+    other.write(name(20), page(20))
+    other.write(name(21), page(21))
+    there = {path.name for path in files(tmp_path)}
+    assert len(there) == len(other) == 10 and there.issuperset(map(name, (0, 20, 21))), "0 is about to be read"
+    (gone,) = {name(i) for i in range(9)} - there
+    assert one.leading([gone]) == 0
+    one.write(gone, page(0))
+    assert len(one) == len(files(tmp_path)) == 10 and other.leading([gone]) == 1
 
 
 def test_on_a_full_disk_the_oldest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

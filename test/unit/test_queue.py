@@ -334,7 +334,7 @@ def test_a_slow_delivery_within_the_time_is_waited_for() -> None:
     world.check(out, want(world, requests, 0, q))
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "soon", "5s"])
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "5s", "inf", "nan", "0x10", "1e7"])
 def test_a_bad_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, _ = make(1, 0)
     with pytest.raises(ValueError, match="FLUXION_TASK_TIMEOUT_S"):

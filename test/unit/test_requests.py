@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from itertools import count
 from types import SimpleNamespace
@@ -323,6 +324,71 @@ def test_a_request_that_would_pass_the_bound_of_state_is_ended_alone() -> None:
     room.give_back(2)
     assert room.taken == 51
     assert run(policies, [asks(3, 10), first], ForwardMode.EXTEND) is None
+
+
+def test_a_request_that_sglang_keeps_out_of_the_tree_is_bounded_like_others() -> None:
+    """A client can have SGLang do so (`bootstrap_host`)."""
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    policy = Remembers()
+    policy.spec = "remembers"
+    policies = RequestPolicies(policy, room=room)
+    one = request()
+    one.origin_input_ids, one.kv, one.skip_radix_cache_insert = [1] * 200, SimpleNamespace(req_pool_idx=1), True
+    assert run(policies, [one], ForwardMode.EXTEND) == ["full"]
+    assert one.to_finish.status_code == 503 and one.skip_radix_cache_insert is True and room.taken == 0
+
+
+class Holds(Remembers):
+    """Keeps 60 bytes, whoever asks."""
+
+    spec = "holds"
+
+    def holds(self, world: object) -> int:
+        return 60
+
+
+def test_what_a_policy_keeps_for_all_counts_as_long_as_it_is_there() -> None:
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    one: Policy | None = Holds()
+    assert one is not None and room.hold(one) and room.hold(one) and room.taken == 60
+    assert not room.hold(Holds()) and room.taken == 60
+    one = None
+    gc.collect()
+    assert room.taken == 0
+
+
+def test_a_policy_that_has_no_room_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_module, "parse_spec", lambda spec, context: Holds())
+    policies = RequestPolicies(parse_spec("full"), room=StateRoom(None, 130))  # type: ignore[arg-type]
+    asked = []
+    for row, spec in enumerate(["a", "b", "c"]):
+        asked.append(request({"fluxion_policy": spec}))
+        asked[-1].kv, asked[-1].origin_input_ids = SimpleNamespace(req_pool_idx=row), [1]
+    assert run(policies, asked, ForwardMode.EXTEND) == ["holds", "holds", "full"]
+    assert [one.to_finish and one.to_finish.status_code for one in asked] == [None, None, 503]
+
+
+def test_refusals_push_out_no_policy(policies: RequestPolicies) -> None:
+    def policy_of(spec: str) -> Policy:
+        with policies.of([request({"fluxion_policy": spec})], True):
+            assert policies.current is not None
+            return policies.current[0]
+
+    mine = policy_of("streaming")
+    for i in range(200):
+        run(policies, [request({"fluxion_policy": f"nonsense:{i}"})])
+    assert policy_of("streaming") is mine
+
+
+def test_the_pool_is_checked_once_for_a_request() -> None:
+    """Its prompt comes in chunks, and then it decodes."""
+    policies = RequestPolicies(parse_spec("full"), canary=True)
+    own, other = request({"fluxion_check": True}), request()
+    seen = []
+    for decoding in (False, False, True):
+        with policies.of([other, own], decoding):
+            seen.append(policies.checks)
+    assert seen == [[1], [], []]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60) | st.none())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +257,65 @@ class Draft:
                         assert torch.equal(entry, torch.stack([low, high], dim=1))
         checked, found = self.pool.sweep()
         assert checked > 0 and not found
+
+
+class Moved:
+    """Two requests, of which a draft of 6 tokens each has accepted the nodes 0, 2 and 5."""
+
+    PATH = (0, 2, 5)
+
+    def __init__(self, dtype: torch.dtype, mxint8: bool) -> None:
+        self.pool = HostPool(KVShape(2, 2, 32, dtype, mxint8), 640, Placement(32, 48), Workers(1), canary=1.0)
+        self.starts, self.pages = [30, 45], torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+        for b, start in enumerate(self.starts):
+            for layer in range(2):
+                k, v = torch.randn(2, start + 6, 2, 32).to(dtype)
+                self.pool.append(layer, self.pages[b], 0, k, v)
+        self.requests = [SimpleNamespace(to_finish=None, skip_radix_cache_insert=False) for _ in self.starts]
+
+    def tokens(self, b: int, positions: Sequence[int]) -> list[torch.Tensor]:
+        """Keys and values of all layers."""
+        found = [of for layer in range(2) for of in self.pool.gather(layer, self.pages[b])]
+        return [of[:, [self.starts[b] + i for i in positions]] for of in found]
+
+    def move(self) -> None:
+        table = torch.zeros(3, 64, dtype=torch.int32)
+        table[1:] = (self.pages[:, :, None] * 16 + torch.arange(16, dtype=torch.int32)).flatten(1)
+        batch: Any = SimpleNamespace(
+            seq_lens=torch.tensor(self.starts), req_pool_indices=torch.tensor([1, 2]), out_cache_loc=torch.empty(12),
+            req_to_token_pool=SimpleNamespace(req_to_token=table), reqs=self.requests,
+        )  # fmt: skip
+        index = torch.tensor([[number + 6 * b for number in self.PATH] for b in range(2)])
+        allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(host=self.pool))
+        speculation.move_accepted(None, batch, index, torch.tensor([2, 2]), allocator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "mxint8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_accepted_tokens_are_moved_as_they_are_stored(dtype: torch.dtype, mxint8: bool) -> None:
+    moved = Moved(dtype, mxint8)
+    want = [moved.tokens(b, moved.PATH) for b in range(2)]
+    moved.move()
+    for b in range(2):
+        for got, was in zip(moved.tokens(b, range(3)), want[b], strict=True):
+            assert torch.equal(got, was)
+    assert moved.pool.sweep()[1] == [] and all(request.to_finish is None for request in moved.requests)
+
+
+def test_a_request_whose_tokens_cannot_be_moved_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Moved(torch.float32, False)
+    want, append = moved.tokens(0, moved.PATH), moved.pool.append
+
+    def fails(layer: int, pages: torch.Tensor, *args: Any) -> None:
+        if pages[0] == moved.pages[1, 0]:
+            raise RuntimeError("it is not what was written")
+        append(layer, pages, *args)
+
+    monkeypatch.setattr(moved.pool, "append", fails)
+    moved.move()
+    assert all(torch.equal(got, was) for got, was in zip(moved.tokens(0, range(3)), want, strict=True))
+    good, bad = moved.requests
+    assert good.to_finish is None and bad.to_finish.status_code == 500 and bad.skip_radix_cache_insert
+    assert "could not be moved: it is not what was written" in bad.to_finish.message
 
 
 @settings(max_examples=examples(15), deadline=None)

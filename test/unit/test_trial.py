@@ -19,7 +19,7 @@ from fluxion_sglang.commands.serving import Piece, RequestRefused, Server, Serve
 from fluxion_sglang.commands.trial import command
 
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
-STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "fixed:16:0.10": 0.01}
+STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "fixed:16:0.25": 0.01}
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
@@ -162,9 +162,9 @@ def test_the_page_stands_alone_and_has_every_table(tmp_path: Path) -> None:
 
 
 def test_without_a_predictor_a_fixed_budget_is_tried_and_training_is_explained(tmp_path: Path) -> None:
-    code, numbers, page = trial(tmp_path, Machine(refuses=["fluxion"], forgets=["fixed:16:0.10"]))
+    code, numbers, page = trial(tmp_path, Machine(refuses=["fluxion"], forgets=["fixed:16:0.25"]))
     assert code == 0
-    assert numbers["plan"]["policies"] == ["full", "fixed:16:0.10"]
+    assert numbers["plan"]["policies"] == ["full", "fixed:16:0.25"]
     assert numbers["advice"]["policy"] == "full"
     assert "fluxion train --model" in page
     assert "is not for you" in page

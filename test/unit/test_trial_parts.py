@@ -149,8 +149,8 @@ def test_a_request_without_the_flag_names_no_policy() -> None:
     server = StreamingServer([(0, 0.1, 1)])
     runs.decode(server, [[1]], "off", 1)
     assert "custom_params" not in server.sampling
-    runs.decode(server, [[1]], "fixed:16:0.10", 1)
-    assert server.sampling["custom_params"] == {"fluxion_policy": "fixed:16:0.10"}
+    runs.decode(server, [[1]], "fixed:16:0.25", 1)
+    assert server.sampling["custom_params"] == {"fluxion_policy": "fixed:16:0.25"}
 
 
 def test_counters_say_what_a_token_of_one_request_read() -> None:
@@ -277,12 +277,12 @@ def test_a_sparse_policy_is_recommended_where_it_answers_as_well_and_is_faster(
 
 
 def test_a_policy_that_is_not_the_default_is_named_in_the_command(facts: ModelFacts) -> None:
-    found = advice.advise(_results(facts, 20, 20, (10, 5), "fixed:16:0.10"), [], {"tau": 0.2})
-    assert '--fluxion-config \'{"tau": 0.2, "policy": "fixed:16:0.10"}\'' in found.command
+    found = advice.advise(_results(facts, 20, 20, (10, 5), "fixed:16:0.25"), [], {"tau": 0.2})
+    assert '--fluxion-config \'{"tau": 0.2, "policy": "fixed:16:0.25"}\'' in found.command
 
 
 def test_a_model_without_a_predictor_is_told_how_to_train_one(facts: ModelFacts) -> None:
-    results = _results(facts, 20, 18, (10, 5), "fixed:16:0.10")
+    results = _results(facts, 20, 18, (10, 5), "fixed:16:0.25")
     assert results.plan is not None
     results.plan.refused["fluxion"] = "there is none"
     assert any("fluxion train --model" in note for note in advice.advise(results, [], {}).notes)

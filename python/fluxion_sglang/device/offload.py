@@ -119,7 +119,7 @@ class Offload:
                 if self._failure is None:
                     write(*copies)
             except BaseException as error:
-                self._failure = error
+                self._failure = self._failure or error
             finally:
                 del copies, write
                 with self._changed:

@@ -25,7 +25,7 @@ class Totals:
     Attributes:
         steps, tokens: how many steps there were, and how many tokens they decoded.
         read_bytes: of K and V of the middle, by layer and group. What requests read together counts for each.
-        middle_bytes: of K and V of the middle in all groups of one layer; every layer has as much.
+        middle_bytes: of K and V of the middle in all groups of each layer; 0 where a layer has a window.
         blocks: groups by the block size of their plan, 0: they read nothing.
         timed_steps, seconds: steps that another one followed directly, and where their time went, by `Phase`.
     """
@@ -33,7 +33,7 @@ class Totals:
     steps: int
     tokens: int
     read_bytes: list[list[int]]
-    middle_bytes: int
+    middle_bytes: list[int]
     blocks: dict[int, int]
     timed_steps: int
     seconds: tuple[float, ...]
@@ -51,8 +51,9 @@ class Accounts:
     def lap(self, part: Phase) -> None:
         """The time since the last call of `began` or `lap` was spent on `part`."""
 
-    def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor) -> None:
-        """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan."""
+    def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor | None) -> None:
+        """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan; None: the layer has a window,
+        and reads nothing of the middle."""
 
     def interrupted(self) -> None:
         """Something else runs between two steps: its time is no step's."""
@@ -83,6 +84,7 @@ class StepAccounts(Accounts):
         # Guarded by _lock.
         self._lock = threading.Lock()
         self._read_bytes = torch.zeros(self._layers, self._groups, dtype=torch.int64)
+        self._has_middle = [False] * self._layers
         self._blocks: Counter[int] = Counter()
         self._steps = self._tokens = self._all_middle_tokens = self._timed_steps = 0
         self._all_ns = [0] * len(Phase)
@@ -128,13 +130,14 @@ class StepAccounts(Accounts):
         self._ns[part] += now - self._mark
         self._mark = now
 
-    def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor) -> None:
+    def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor | None) -> None:
         if layer != self._done:
             return  # a layer before it failed
         self._done += 1
-        if self._sampled:
+        if self._sampled and blk is not None:
             native.reads(self._reads_of[layer])
             self._sizes += blk.flatten().tolist()
+            self._has_middle[layer] = True
         if self._done < self._layers:
             return
         self._whole = True
@@ -160,7 +163,7 @@ class StepAccounts(Accounts):
                 steps=self._steps,
                 tokens=self._tokens,
                 read_bytes=self._read_bytes.tolist(),
-                middle_bytes=self._all_middle_tokens * self._token_bytes,
+                middle_bytes=[has * self._all_middle_tokens * self._token_bytes for has in self._has_middle],
                 blocks=dict(self._blocks),
                 timed_steps=self._timed_steps,
                 seconds=tuple(ns * 1e-9 for ns in self._all_ns),

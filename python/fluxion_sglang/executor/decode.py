@@ -283,6 +283,8 @@ class DecodeEngine:
             assert self._plan is not None, "attended() before attend()"
             self._policy.decoded(at.index, at.q, at.out)
             self.accounts.layer(at.index, self.native, self._plan[0].blk)
+        else:
+            self.accounts.layer(at.index, self.native, None)
         for observer in self.observers:
             observer.decoded(at)
         self.accounts.lap(Phase.PLAN)

@@ -55,6 +55,9 @@ _COUNTERS = {
     "disk_read_pages": "Pages of 16 tokens that were read from files, and not computed; each rank counts its own.",
     "disk_written_pages": "Pages that were written to files.",
     "disk_refused_pages": "Files that were not what had been written; they were removed, and computed again.",
+    "arrived_tokens": "Tokens of prompts that came from a prefill server into the host pool; each rank counts its own.",
+    "arrival_line_ns": "Time that these prompts waited for room in which to arrive.",
+    "arrival_copy_ns": "Time of copying them into the host pool, during which nobody decodes.",
     "device_wait_ns": "Time that the device waited for the CPU's part of layers: it stood idle.",
     "device_step_ns": "Time of decode steps on the device, from the first layer's queries to the last layer's "
     "attention.",
@@ -75,7 +78,8 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("layer", "group"),
     ),
     "layer_middle_bytes": (
-        "Bytes of K and V that the same steps could have read in all groups of a layer: the whole middle.",
+        "Bytes of K and V that the same steps could have read in all groups of a layer: the whole middle; none where "
+        "the layer has a window.",
         ("layer",),
     ),
     "sampled_groups": (
@@ -221,8 +225,9 @@ class _AccountMetrics:
         if self._kept.first:
             self._grow("decode_steps", totals.steps)
             self._grow("decode_tokens", totals.tokens)
-        for layer, groups in zip(self._kept.layers, totals.read_bytes, strict=True):
-            self._grow("layer_middle_bytes", totals.middle_bytes, str(layer))
+        parts = zip(self._kept.layers, totals.read_bytes, totals.middle_bytes, strict=True)
+        for layer, groups, middle in parts:
+            self._grow("layer_middle_bytes", middle, str(layer))
             for group, read in zip(self._kept.groups, groups, strict=True):
                 self._grow("group_read_bytes", read, str(layer), str(group))
         for size, count in totals.blocks.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Final
 
 from fluxion_sglang.policy.base import Policy, World
@@ -23,6 +24,22 @@ class StateRoom:
         self.taken = 0
         self._world = world
         self._rows: dict[int, int] = {}
+        self._held: weakref.WeakSet[Policy] = weakref.WeakSet()
+
+    def hold(self, policy: Policy) -> bool:
+        """Whether there is room for what the policy keeps whoever asks. It has that until nobody has the policy."""
+        if policy in self._held:
+            return True
+        size = policy.holds(self._world)
+        if self.taken + size > self.limit:
+            return False
+        self.taken += size
+        self._held.add(policy)
+        weakref.finalize(policy, self._let_go, size).atexit = False
+        return True
+
+    def _let_go(self, size: int) -> None:
+        self.taken -= size
 
     def take(self, row: int, policy: Policy, tokens: int) -> bool:
         """Whether the policy may remember the request in `row` up to so many tokens. If not, what the row had stays."""

@@ -6,7 +6,7 @@ and metadata besides, so what has arrived is appended to it from here, and its p
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -41,7 +41,8 @@ class LandingZone:
         size = (pages, PAGE, shape.kv_heads, shape.head_dim)
         self.keys, self.values = ([torch.zeros(size, dtype=shape.dtype) for _ in range(shape.layers)] for _ in range(2))
         self._runs: dict[Hashable, Run] = {}
-        self._line: deque[Hashable] = deque()
+        self._line: dict[Hashable, int] = {}  # who waits, first come first, and since when
+        self._stats = dict.fromkeys(("arrived_tokens", "arrival_line_ns", "arrival_copy_ns"), 0)
 
     @staticmethod
     def nbytes(shape: KVShape, pages: int) -> int:
@@ -58,24 +59,33 @@ class LandingZone:
             return own
         if pages > self.pages:
             raise ValueError(f"{pages} pages cannot land where there is room for {self.pages}")
-        if who not in self._line:
-            self._line.append(who)
-        if self._line[0] != who or (first := self._gap(pages)) is None:
+        now = time.monotonic_ns()
+        since = self._line.setdefault(who, now)
+        if next(iter(self._line)) != who or (first := self._gap(pages)) is None:
             return None
-        self._line.popleft()
+        del self._line[who]
+        self._stats["arrival_line_ns"] += now - since
         self._runs[who] = Run(first, pages)
         return self._runs[who]
 
     def leave(self, who: Hashable) -> None:
         """`who` needs no room any more, or does not wait any more; nobody writes into its run."""
         self._runs.pop(who, None)
-        if who in self._line:
-            self._line.remove(who)
+        self._line.pop(who, None)
 
     def tokens(self, layer: int, run: Run, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first `count` tokens of a run: views, [count, H, D] each."""
         of = slice(run.first, run.first + run.pages)
         return self.keys[layer][of].flatten(0, 1)[:count], self.values[layer][of].flatten(0, 1)[:count]
+
+    def arrived(self, tokens: int, copy_ns: int) -> None:
+        """So many tokens of a run are in the host pool now, after so much time."""
+        self._stats["arrived_tokens"] += tokens
+        self._stats["arrival_copy_ns"] += copy_ns
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative; names of `executor/metrics.py`."""
+        return dict(self._stats)
 
     def _gap(self, pages: int) -> int | None:
         """The first page of the first gap between runs that is large enough."""

@@ -34,6 +34,8 @@ _READERS = 8
 """Threads that read: an NVMe disk needs several requests at once, and a file is small."""
 _TOUCH_NS = 60 * 10**9
 """A file's own time of use is this far behind at most."""
+_LOOK_S = 300.0
+"""What other processes have written to the folder is known so long after."""
 _BATCH = 64
 """Files that are checked before the first bad one among them ends the search."""
 
@@ -79,6 +81,7 @@ class PageStore:
         self._files: OrderedDict[str, int] = OrderedDict()
         self._sound: set[str] = set()
         self._unreadable: set[str] = set()
+        self._looked = 0.0  # of the thread that writes: when the folder was looked at
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fluxion-disk")
         self._replace(self.folder / "manifest.json", [text.encode()])
         self._find()
@@ -139,6 +142,8 @@ class PageStore:
         assert len(data) == self.page_bytes
         path = self._path(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._find()
         if key not in self._files:
             self._make_room()
         parts: list[bytes | memoryview] = [self._sum(key, data), data]
@@ -168,7 +173,8 @@ class PageStore:
         self._readers.shutdown(cancel_futures=True)
 
     def _find(self) -> None:
-        """The files that are there, oldest first; what a stopped process left half written goes."""
+        """Know the files that are there, of whatever process, oldest first; what one left half written goes."""
+        self._looked, began = time.monotonic(), time.time_ns()
         found: list[tuple[int, str]] = []
         for shard in os.scandir(self.folder):
             if not shard.is_dir():
@@ -180,7 +186,16 @@ class PageStore:
                         found.append((status.st_mtime_ns, file.name))
                     elif status.st_mtime < time.time() - 3600:
                         os.unlink(file.path)
-        self._files.update((name, at) for at, name in sorted(found))
+        with self._lock:
+            before = self._files
+            self._files = OrderedDict((name, at) for at, name in sorted(found))
+            self._files |= {name: at for name, at in before.items() if at >= began}  # too late to be found
+            # What was looked up just now is to be there when it is read, whatever its file says.
+            for name in list(before)[len(before) * 7 // 8 :]:
+                if name in self._files:
+                    self._files.move_to_end(name)
+            self._sound &= self._files.keys()
+            self._unreadable.clear()
         while len(self._files) * self.file_bytes > self.limit:
             self._remove_oldest()
 
@@ -220,7 +235,11 @@ class PageStore:
         raise BadPage(f"the file of page {key} is not what was written")
 
     def _exists(self, key: str) -> bool:
-        return key in self._files or (key not in self._unreadable and os.path.exists(self._path(key)))
+        if key not in self._unreadable and os.path.exists(self._path(key)):
+            return True
+        with self._lock:
+            self._forget(key)  # another process has removed it
+        return False
 
     def _check(self, key: str) -> bool:
         try:

@@ -31,6 +31,7 @@ _BLOCKING = frozenset(
         "pool_attend_chunk",
         "pool_adopt",
         "pool_fill_window",
+        "pool_forget_sums",
         "pool_gather",
         "pool_sweep",
         "measure",

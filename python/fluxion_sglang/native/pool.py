@@ -202,6 +202,14 @@ class NativePool:
         """
         self._adopt(self.handle, layer, pages, start, count, described)
 
+    def forget_sums(self, pages: torch.Tensor) -> None:
+        """The canary knows no token of these pages (int32) any more, until somebody appends or adopts them.
+
+        Raises:
+            ValueError: a page id out of range; nothing was forgotten.
+        """
+        function("pool_forget_sums")(self.handle, pages)
+
     def fill_window(
         self,
         layer: int,

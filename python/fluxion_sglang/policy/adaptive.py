@@ -117,6 +117,9 @@ class AdaptivePolicy(Policy):
         for layer in range(len(self._seen)):
             self._prompts.pop((layer, row), None)
 
+    def holds(self, world: World) -> int:
+        return world.pool.shape.layers * 2 * world.q_heads * 4 * (KEPT + world.rows)
+
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
         query = world.q_heads * shape.head_dim * shape.dtype.itemsize

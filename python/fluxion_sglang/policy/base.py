@@ -321,6 +321,10 @@ class Policy(ABC):
         """What is known of `row` is void: its request has ended, or it has another one, or one that came without a
         prefill."""
 
+    def holds(self, world: World) -> int:
+        """The most bytes that the policy keeps from `bind` on, whoever asks."""
+        return 0
+
     def remembers(self, world: World, tokens: int) -> int:
         """Most bytes that it keeps of a request of so many tokens, in the engine of `world`; also before `bind`."""
         return 0

@@ -361,6 +361,8 @@ def its_state_is_bounded(make: Make) -> None:
     policy = make()
     rig = Rig(policy)
     idle = policy.state_bytes
+    held = policy.holds(rig.engine.world)
+    assert idle <= held, f"It takes {idle} bytes before anybody asks, and holds() says {held}."
     for seed in range(12):
         request = Request(30 + seed)
         sizes = []

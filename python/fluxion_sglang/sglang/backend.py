@@ -118,7 +118,7 @@ class FluxionAttnBackend(AttentionBackend):
             if getattr(options, name) is not None:
                 self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, options, identity))
         self.device = self._device(runner, layers)
-        self.failures = FailureGuard(self._finish, self.device.abort)
+        self.failures = FailureGuard(self._finish, self.device.abort, self._publish)
         self.engine.corrupt = self._lose
         natively = pool.maker is None and options.model_kernels
         self.graphs = self._model_kernels(runner) if natively else None
@@ -221,13 +221,17 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _finish(self) -> None:
         self.device.finish()
+        self._publish()
+
+    def _publish(self) -> None:
         events = {
             "failed_passes": self.failures.failed,
             "refused_specs": self.requests.refused,
             "healed_windows": self._healed,
         }
-        if (disk := self.token_to_kv_pool.disk) is not None:
-            events |= disk.stats()
+        for source in (self.token_to_kv_pool.disk, self.token_to_kv_pool.zone):
+            if source is not None:
+                events |= source.stats()
         if self.metrics is not None and not (self._counted and events == self._events):
             events_and_time = events | {"worker_ns": sum(self.engine.native.worker_ns())}
             stats = self.engine.stats() | self.device.stats() | events_and_time
@@ -257,7 +261,7 @@ class FluxionAttnBackend(AttentionBackend):
 
     def _begin_decode(self, forward_batch: ForwardBatch, requests: int | None = None) -> None:
         """Begin a decode step of the batch's first `requests`, by default all."""
-        self._finish()
+        self._start()
         there = forward_batch.req_pool_indices[:requests]
         rows = there.cpu()
         if not rows.any():  # SGLang's padding row alone: a warm-up
@@ -266,6 +270,8 @@ class FluxionAttnBackend(AttentionBackend):
         lengths = forward_batch.seq_lens_cpu[:requests].to(torch.int64)
         pages = page_table(self.req_to_token_pool.req_to_token, there, int(lengths.max()))
         generations = self.req_to_token_pool.req_generation[rows]
+        if (disk := self.token_to_kv_pool.disk) is not None:
+            disk.decode(pages, lengths - 1)
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             self.engine.forget(int(rows[i]))
@@ -274,6 +280,12 @@ class FluxionAttnBackend(AttentionBackend):
         self.device.begin_decode(rows, lengths, pages, self.requests.current)
         # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
+
+    def _start(self) -> None:
+        """A pass begins."""
+        self._finish()
+        for place in self.requests.checks:
+            self._check(place)
 
     def _check(self, request: int) -> None:
         """The whole host pool, for a request of the batch that asks for it."""
@@ -285,7 +297,7 @@ class FluxionAttnBackend(AttentionBackend):
             self.failures.lose(request, " ".join(found))
 
     def _begin_extend(self, forward_batch: ForwardBatch) -> None:
-        self._finish()
+        self._start()
         rows = forward_batch.req_pool_indices
         lengths = forward_batch.seq_lens_cpu.to(torch.int64)
         pages = page_table(self.req_to_token_pool.req_to_token, rows, int(lengths.max()))
@@ -304,7 +316,7 @@ class FluxionAttnBackend(AttentionBackend):
             if rows[i] == 0:  # SGLang's padding row: a warm-up
                 offset += int(count)
                 continue
-            wishes = self.requests.recorded[i] if self._records else None
+            wishes = self.requests.recorded[i] if self._records and self.requests.recorded else None
             policy = None if policies is None else policies[i]
             wanted = 0 if i in riding else max((policy or self.requests.server).prefill_rows, 1)
             queries = int(count) if wishes is not None else wanted
@@ -313,10 +325,10 @@ class FluxionAttnBackend(AttentionBackend):
             offset += int(count)
         if (disk := self.token_to_kv_pool.disk) is not None:
             for chunk in self._chunks:
-                if not chunk.rides:
-                    disk.begin(chunk.request.pages, chunk.request.start)
-        for place in self.requests.checks:
-            self._check(place)
+                if chunk.rides:
+                    disk.decode(chunk.request.pages.unsqueeze(0), torch.tensor([chunk.request.start]))
+                else:
+                    disk.begin(chunk.request.pages, chunk.request.start, chunk.request.stop)
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
@@ -326,7 +338,7 @@ class FluxionAttnBackend(AttentionBackend):
         A draft's KV is in the host pool as any other's, but what follows from it waits until it is accepted. The rows'
         windows fall behind; should anybody decode without a draft, they heal.
         """
-        self._finish()
+        self._start()
         rows = forward_batch.req_pool_indices
         trees = tree_bits(forward_batch.spec_info.custom_mask, len(rows))
         starts, size = forward_batch.seq_lens_cpu.tolist(), trees.shape[1]

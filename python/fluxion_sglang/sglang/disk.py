@@ -110,7 +110,8 @@ class DiskLinker(UnifiedCacheLinker):
         self._store: PageStore | None = self._open()
         self._names: dict[int, str] = {}  # of pages that were written or read; where one is new, of what was there
         self._queued: dict[str, _Pages] = {}
-        self._bare = torch.zeros(self.host.pages, dtype=torch.bool)  # tiles that were read, and nothing else yet
+        # Pages whose tiles were read, and nothing else yet: a pass of whoever has them makes the rest, or writes anew.
+        self._bare = torch.zeros(self.host.pages, dtype=torch.bool)
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._written: SimpleQueue[bool] = SimpleQueue()
         self._waiting: deque[int] = deque()  # pages of each node that is to be written
@@ -162,19 +163,22 @@ class DiskLinker(UnifiedCacheLinker):
             tiles[:, :, pages[i][1]] = page.reshape(tiles.shape[0], tiles.shape[1], tiles.shape[3])
 
         assert self._store is not None, "it had them a moment ago"
-        self._bare[[page for _, page in pages]] = True
+        numbers = [page for _, page in pages]
+        self._bare[numbers] = True
+        self.host.forget_sums(torch.tensor(numbers, dtype=torch.int32))
         self._store.read([name for name, _ in pages], put)
         self._names.update((page, name) for name, page in pages)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return bool(self.layer_done_counter.finish(counter_index))
 
-    def begin(self, pages: torch.Tensor, start: int) -> None:
-        """A request's pass begins, and its first `start` tokens are in the pool; no other pass is at work.
+    def begin(self, pages: torch.Tensor, start: int, stop: int) -> None:
+        """A request's pass begins, which appends its tokens `start` to `stop`; no other pass is at work.
 
         Args:
-            pages: [>= start / 16] int32, the request's.
+            pages: [>= stop / 16] int32, the request's. The pool has those of its first `start` tokens.
         """
+        self._bare[pages[start // PAGE : -(-stop // PAGE)].long()] = False
         there = pages[: start // PAGE]
         bare = self._bare[there.long()].nonzero()
         if len(bare):
@@ -185,6 +189,10 @@ class DiskLinker(UnifiedCacheLinker):
         names = [self._names.get(page) for page in there.tolist()]
         if self._store is not None:
             self._tasks.put(partial(self._store.used, [name for name in names if name is not None]))
+
+    def decode(self, pages: torch.Tensor, positions: torch.Tensor) -> None:
+        """Requests append a token each: pages [B, n] int32, positions [B]."""
+        self._bare[pages.gather(1, positions[:, None] // PAGE).flatten().long()] = False
 
     # --- from the pool into files ---
 

@@ -41,15 +41,20 @@ class FailureGuard:
 
     Args:
         finish: completes a pass of which nothing has failed; it may raise what failed since.
-        abort: gives up one that has.
+        abort: gives up one that has. report: a pass has failed, and is counted.
 
     Attributes:
         found: what has failed of the pass.
         failed: passes that have failed, on any rank; the first tensor-parallel rank alone counts them.
     """
 
-    def __init__(self, finish: Callable[[], None] = lambda: None, abort: Callable[[], None] = lambda: None) -> None:
-        self.finish, self._abort = finish, abort
+    def __init__(
+        self,
+        finish: Callable[[], None] = lambda: None,
+        abort: Callable[[], None] = lambda: None,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.finish, self._abort, self.report = finish, abort, report
         self.found = Failures(None, {})
         self.failed = 0
         self._contained = False
@@ -118,7 +123,9 @@ def forward_batch_generation(
     with guard.containing():
         result = original(worker, batch, *args, **kwargs)
     found = guard.found if parallel.tp_size == 1 else agreed(guard.found, parallel.tp_group.cpu_group)
-    guard.failed += found.reason is not None and parallel.tp_rank == 0
+    if found.reason is not None:
+        guard.failed += parallel.tp_rank == 0
+        guard.report()
     every = range(len(batch.reqs))
     failed = found.lost if found.reason is None else dict.fromkeys(every, f"the pass failed: {found.reason}")
     for i, reason in failed.items():

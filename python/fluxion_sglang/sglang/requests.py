@@ -103,9 +103,13 @@ class RequestPolicies:
         self.riding: Collection[int] = ()
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
-        self._parse = lru_cache(_PARSED_SPECS)(partial(_parsed, context=context))
+        # Apart, so that specs that nobody can have push out no policy that somebody has.
+        self._refusal = lru_cache(_PARSED_SPECS)(partial(_refused, context=context))
+        self._parse = lru_cache(_PARSED_SPECS)(partial(parse_spec, context=context))
         self._room, self._check, self._one, self._canary = room, check, one, canary
+        self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._swept: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ending = server if server.exact else parse_spec("full")  # of requests that are to end
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
 
@@ -130,17 +134,19 @@ class RequestPolicies:
             self.current, self.riding, self.checks, self.recorded = None, (), (), ()
 
     def _policy(self, request: Any, decoding: bool) -> Policy:
-        kept = getattr(request, "skip_radix_cache_insert", False)
-        if not isinstance(kept, _Approximates):
+        kept = self._approximating.get(request)
+        if kept is None:
             try:
                 policy = self._wanted(request)
             except ValueError as error:
                 self.refused += request.to_finish is None  # it is seen again in each pass until it has ended
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
                 return self._ending  # for what is already under way
-            if policy.exact or kept is not False:
+            if policy.exact:
                 return policy
-            keep_out_of_tree(request, kept := _Approximates(request, policy))
+            kept = self._approximating[request] = _Approximates(request, policy)
+            if not request.skip_radix_cache_insert:  # SGLang itself keeps some requests out of it
+                keep_out_of_tree(request, kept)
         if decoding:
             kept.decoding = True
             sessions.approximated(request, kept.policy.spec, self.server.spec)
@@ -153,7 +159,8 @@ class RequestPolicies:
         if self._room is None or policy is self._ending:
             return True
         tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        if self._room.take(request.kv.req_pool_idx, policy, tokens):
+        holds = policy is self.server or self._room.hold(policy)
+        if holds and self._room.take(request.kv.req_pool_idx, policy, tokens):
             return True
         end_request(
             request,
@@ -179,16 +186,18 @@ class RequestPolicies:
         return wishes if isinstance(wishes, Mapping) else None
 
     def _wants_check(self, request: Any) -> bool:
-        """Whether a request has the whole host pool checked; it is ended where that cannot be."""
-        wished = _params(request).get(CHECK) is True
-        if wished and not self._canary:
+        """Whether a request has the whole host pool checked, once; it is ended where that cannot be."""
+        if _params(request).get(CHECK) is not True or request in self._swept:
+            return False
+        self._swept.add(request)
+        if not self._canary:
             end_request(
                 request,
                 f"{CHECK} needs a server with the option canary; start it with one, or leave it out.",
                 HTTPStatus.BAD_REQUEST,
                 "BadRequestError",
             )
-        return wished and self._canary
+        return self._canary
 
     def _wanted(self, request: Any) -> Policy:
         spec = _params(request).get(PARAMETER)  # None is what JSON's null becomes: no policy of its own
@@ -215,9 +224,9 @@ class RequestPolicies:
             raise ValueError(f"{PARAMETER} {shown} is not one that this server takes; use {takes}, or leave it out.")
         if len(spec) > LONGEST:
             check_spec(spec)  # refuses it; what is kept of others' specs stays
+        if (refusal := self._refusal(spec)) is not None:
+            raise ValueError(refusal)
         policy = self._parse(spec)
-        if not isinstance(policy, Policy):
-            raise ValueError(policy)
         if policy.yardstick and not self.yardsticks:
             raise ValueError(
                 f"{PARAMETER} {spec!r} is not taken by this server, because it reads everything to decide, which all "
@@ -226,10 +235,11 @@ class RequestPolicies:
         return policy
 
 
-def _parsed(spec: str, context: Context) -> Policy | str:
-    """The policy, or what is wrong with the spec: a refusal is remembered as well as a policy is."""
+def _refused(spec: str, context: Context) -> str | None:
+    """What is wrong with the spec; None: there is a policy of it, which is made to find out."""
     try:
-        return parse_spec(spec, context)
+        parse_spec(spec, context)
+        return None
     except ValueError as error:
         return str(error)
     except Exception as error:

@@ -8,8 +8,10 @@ the move of accepted tokens' KV to where the next pass expects it.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,10 @@ import torch
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat, hooking
+from fluxion_sglang.sglang.failures import end_request
 from fluxion_sglang.sglang.validation import NGRAM
+
+logger = logging.getLogger(__name__)
 
 
 def worker_class(algorithm: str) -> type | None:
@@ -266,7 +271,8 @@ def move_accepted(
 ) -> None:
     """AROUND spec_utils.move_accept_tokens_to_target_kvcache: accepted nodes' KV goes to the front of the draft's.
 
-    It is appended there anew: so the metadata of every page that it fills is of what was accepted.
+    It is appended there anew: so the metadata of every page that it fills is of what was accepted. A request for which
+    that fails is ended, and the others go on.
 
     Args:
         accept_index: [B, depth], numbers of the accepted nodes in the batch. num_correct_drafts: [B], their number
@@ -285,12 +291,18 @@ def move_accepted(
             continue
         if pages is None:
             pages = page_table(batch.req_to_token_pool.req_to_token, rows, max(starts) + size)
-        positions = start + torch.tensor(nodes[still:])
-        places = pages[b, positions // PAGE].long(), positions % PAGE
-        for layer in range(pool.shape.layers):
-            # Copies, [T, H, D]: what is written may be what another token is moved from.
-            k, v = (pool.tiles(layer)[:, places[0], half, places[1]].transpose(0, 1) for half in (0, 1))
-            pool.append(layer, pages[b], start + still, k, v)
+        first = start // PAGE
+        moved = start - first * PAGE + torch.tensor(nodes[still:])
+        drafted = pages[b, first : (start + size - 1) // PAGE + 1]
+        try:
+            for layer in range(pool.shape.layers):
+                # Copies, [T, H, D]: what is written may be what another token is moved from.
+                k, v = (of[:, moved].transpose(0, 1) for of in pool.gather(layer, drafted))
+                pool.append(layer, pages[b], start + still, k, v)
+        except Exception as error:
+            logger.exception("Fluxion: KV of accepted tokens could not be moved, and the request is ended")
+            reason = f"KV of accepted tokens could not be moved: {error}"
+            end_request(batch.reqs[b], reason, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 HOOKS: dict[compat.Need, Callable[..., Any]] = {

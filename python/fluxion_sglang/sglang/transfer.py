@@ -185,8 +185,12 @@ def _land(scheduler: Any, receiver: Any, request: Any) -> None:
     start = (len(pages) - run.pages) * PAGE
     if start < 0:
         raise RuntimeError(f"{run.pages} pages were sent of {len(pages)}")
-    for layer in range(pool.layer_num) if run.pages else ():
+    if run.pages == 0:
+        return
+    began = time.monotonic_ns()
+    for layer in range(pool.layer_num):
         pool.host.append(layer, pages, start, *_here().tokens(layer, run, stop - start))
+    _here().arrived(stop - start, time.monotonic_ns() - began)
 
 
 def free_row(original: Callable[..., None], table: Any, req: Any) -> None:

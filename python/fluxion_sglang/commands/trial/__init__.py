@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--policies",
         default="",
-        help="policies to try beside full, as in fluxion,fixed:16:0.10; default: fluxion where a predictor fits the "
-        "model, else fixed:16:0.10",
+        help="policies to try beside full, as in fluxion,fixed:16:0.25; default: fluxion where a predictor fits the "
+        "model, else fixed:16:0.25",
     )
     option("--minutes", type=float, default=10.0, help="about how long it may take (default: %(default)g)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")

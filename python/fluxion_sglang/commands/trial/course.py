@@ -39,7 +39,7 @@ from fluxion_sglang.commands.trial.results import (
 )
 from fluxion_sglang.openmp import SPINS
 
-SPARSE: Final = "fixed:16:0.10"
+SPARSE: Final = "fixed:16:0.25"
 """What is tried where no predictor fits."""
 
 _PROBES = (1024, 2048)

@@ -46,11 +46,12 @@ def measured(args: argparse.Namespace) -> None:
     path = common.result_path(args, "forecast")
     calibrated = () if args.quick else measure.CALIBRATED
     checked = measure.QUICK if args.quick else measure.CHECKED
-    rates = measure.measure_rates([*calibrated, *(model for model, _ in checked)], args.quick, tqdm.write)
+    pace = measure.Pace()
+    rates, usual = measure.measure_rates([*calibrated, *(model for model, _ in checked)], args.quick, pace, tqdm.write)
     with tqdm(total=len(calibrated) + len(checked), unit="model") as bar:
         seen = []
         for model in calibrated:
-            seen += measure.decoded(model, measure.CALIBRATED_DEPTH, measure.SPECS[:1])
+            seen += measure.decoded(model, measure.CALIBRATED_DEPTH, measure.SPECS[:1], pace, usual)
             bar.update()
         if calibrated:
             rates = replace(rates, **measure.around(rates, seen))
@@ -58,11 +59,12 @@ def measured(args: argparse.Namespace) -> None:
         data: dict[str, Any] = {**common.header("forecast"), "rates": rates.to_json(), "calibrated": calibrated}
         data |= {"rows": []}
         for model, depth in checked:
-            for one in measure.decoded(model, depth, measure.SPECS):
-                ms = measure.expected(rates, rates.here, one)
+            for one in measure.decoded(model, depth, measure.SPECS, pace, usual):
+                ms = measure.expected(rates, one)
                 row = {**asdict(one), "forecast_ms": round(ms, 3), "error": round(ms / one.ms - 1, 4)}
                 data["rows"].append({**row, "ms": round(one.ms, 3), "tiles": round(one.tiles, 4)})
-                tqdm.write(f"{model} {depth} x{one.batch} {one.spec:14} {one.ms:8.2f} ms, forecast {ms:8.2f}")
+                at = f"memory {one.memory:.2f}, cores {one.cores:.2f}"
+                tqdm.write(f"{model} {depth} x{one.batch} {one.spec:14} {one.ms:8.2f} ms, forecast {ms:8.2f} ({at})")
             common.save(path, data)
             bar.update()
     errors = [abs(row["error"]) for row in data["rows"]]

@@ -18,7 +18,6 @@ import checkpoints
 import common
 import torch
 from cells import Cell
-from forecast.hardware import Domain
 from forecast.layer import Kernel
 from forecast.step import Rates, forecast, shape_key
 from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, SINKS, WINDOW, Model, Reading
@@ -42,6 +41,7 @@ CALIBRATED_DEPTH = 512
 CHECKED = (("llama-111m", 4096), ("llama-111m", 16384), ("qwen3-0.6b", 4096), ("llama-3.1-8b", 4096))
 QUICK = (("llama-111m", 1024),)
 CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
+PAUSE = "pause"
 STEPS, TURNS = 8, 8
 """Of a turn; policies take turns, so that a busy moment of the machine is not one row's."""
 
@@ -84,6 +84,28 @@ def streams(rounds: int) -> tuple[float, float]:
         return memory.numel() / min(map(median, interleave(plans, rounds).values()))
 
     return round(best(0), 2), round(best(1), 2)
+
+
+class Pace:
+    """How fast the machine is at the moment, by two yardsticks of a few milliseconds: a stream through memory, and a
+    product with weights that a cache holds."""
+
+    def __init__(self) -> None:
+        self._memory = probe.host_memory(workers(0), beyond_caches(1 << 28))
+        self._memory.fill_(1)
+        self._native = NativeLayers(workers(0))
+        self._weight = torch.randn(NEAR_SHAPE).to(torch.bfloat16)
+        self._x = torch.randn(1, NEAR_SHAPE[1]).to(torch.bfloat16)
+
+    def now(self) -> tuple[float, float]:
+        """Passes through memory, and products, a second: the medians of five and of fifty."""
+        streams = [probe.stream(workers(0), isas()[-1], self._memory, probe.PLANS[0])[0][0] for _ in range(5)]
+        products = []
+        for _ in range(50):
+            start = time.perf_counter_ns()
+            self._native.linear(self._x, self._weight)
+            products.append(time.perf_counter_ns() - start)
+        return 1e9 / median(streams), 1e9 / median(products)
 
 
 def select_ns(rounds: int, tasks: int = 32, blocks: int = 2048, group: int = 4) -> float:
@@ -157,7 +179,12 @@ def reduce_us(small: int = 8, large: int = 512) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Seen:
-    """Decode steps of a model: the median of their times, and the share of the tiles that a group read."""
+    """Decode steps of a model.
+
+    Attributes:
+        ms: the median of their times. tiles: the share of them that a group read.
+        memory, cores: how fast these were beside the steps, of what they were when rates were measured.
+    """
 
     model: str
     depth: int
@@ -165,9 +192,11 @@ class Seen:
     spec: str
     ms: float
     tiles: float
+    memory: float = 1.0
+    cores: float = 1.0
 
 
-def _decode(model: str, depth: int, specs: Sequence[str], say: Any) -> None:
+def _decode(model: str, depth: int, specs: Sequence[str], say: Any, go: Any) -> None:
     sys.path.insert(0, str(Path(driver.__file__).parent))  # as the drivers of the race find each other
     from run_sglang import Sglang
 
@@ -184,6 +213,8 @@ def _decode(model: str, depth: int, specs: Sequence[str], say: Any) -> None:
         seconds: dict[str, list[float]] = {spec: [] for spec in specs}
         tiles = dict.fromkeys(specs, 0)
         for _ in range(TURNS):
+            say.put(PAUSE)
+            go.get()
             for spec in specs:
                 before = engine.stats()["tile_bytes"]
                 seconds[spec] += racer.decode(spec, batch, driver.WARM + STEPS)[driver.WARM :]
@@ -199,16 +230,20 @@ def _decode(model: str, depth: int, specs: Sequence[str], say: Any) -> None:
     os._exit(0)
 
 
-def decoded(model: str, depth: int, specs: Sequence[str]) -> Iterator[Seen]:
-    """Steps of a model with the flag, in a process of its own.
+def decoded(model: str, depth: int, specs: Sequence[str], pace: Pace, usual: tuple[float, float]) -> Iterator[Seen]:
+    """Steps of a model with the flag, in a process of its own, which pauses before each turn for `pace`.
+
+    Args:
+        usual: the pace when rates were measured.
 
     Raises:
         SystemExit: it ended before its time; what it said is above.
     """
     spawn = multiprocessing.get_context("spawn")
-    say = spawn.Queue()
-    process = spawn.Process(target=_decode, args=(model, depth, specs, say))
+    say, go = spawn.Queue(), spawn.Queue()
+    process = spawn.Process(target=_decode, args=(model, depth, specs, say, go), daemon=True)
     process.start()
+    paces: list[tuple[float, float]] = []
     while True:
         try:
             seen = say.get(timeout=5)
@@ -218,7 +253,13 @@ def decoded(model: str, depth: int, specs: Sequence[str]) -> Iterator[Seen]:
             raise SystemExit(f"decoding {model} at {depth} ended with exit code {process.exitcode}") from None
         if seen is None:
             break
-        yield seen
+        if seen == PAUSE:
+            paces.append(pace.now())
+            go.put(None)
+            continue
+        # Of the turns of this batch.
+        memory, cores = (median(found) for found in zip(*paces[-TURNS:], strict=True))
+        yield replace(seen, memory=round(memory / usual[0], 3), cores=round(cores / usual[1], 3))
     process.join()
 
 
@@ -226,15 +267,17 @@ def shape_of(model: str) -> Model:
     return Model.of(checkpoints.config(model))
 
 
-def expected(rates: Rates, domain: Domain, seen: Seen) -> float:
-    """Milliseconds of the step that was seen: its own share of tiles, which is the queries' and no matter of speed."""
+def expected(rates: Rates, seen: Seen) -> float:
+    """Milliseconds of the step that was seen, at the pace that the machine had, and with the step's own share of tiles,
+    which is the queries' and no matter of speed."""
     reading = Reading(0, 1.0) if seen.spec == "full" else Reading(int(seen.spec.split(":")[1]), seen.tiles)
-    return forecast(shape_of(seen.model), domain, rates, seen.batch, seen.depth, reading).ms
+    rates = rates.at(seen.memory, seen.cores)
+    return forecast(shape_of(seen.model), rates.here, rates, seen.batch, seen.depth, reading).ms
 
 
 def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, float]]:
     """What is neither matrix nor attention, from steps of two models with few tokens, each at both batches."""
-    rest = {(one.model, one.batch): (one.ms - expected(without, without.here, one)) * 1e3 for one in seen}
+    rest = {(one.model, one.batch): (one.ms - expected(without, one)) * 1e3 * one.cores for one in seen}
     few, many = (shape_of(model).layers for model in CALIBRATED)
     layer = {n: max((rest[CALIBRATED[1], n] - rest[CALIBRATED[0], n]) / (many - few), 0.0) for n in BATCHES}
     step = {n: max(rest[CALIBRATED[0], n] - few * layer[n], 0.0) for n in BATCHES}
@@ -246,15 +289,21 @@ def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, fl
     return {"step_us": pair(step), "layer_us": pair(layer)}
 
 
-def measure_rates(models: Sequence[str], quick: bool, say: Any = print) -> Rates:
-    """Of this machine, with the kernels of the models' shapes; minutes."""
+def measure_rates(
+    models: Sequence[str], quick: bool, pace: Pace, say: Any = print
+) -> tuple[Rates, tuple[float, float]]:
+    """Of this machine, with the kernels of the models' shapes, and its pace meanwhile; minutes."""
+    paces = [pace.now()]
     sizes = Sizes.quick() if quick else Sizes(rounds=11)
     torch.set_num_threads(workers(0).count)
     streamed, alone = streams(sizes.rounds)
     say(f"memory: {streamed} GB/s, one worker {alone}")
     launch_us = round(median(empty_step_ns(20 if quick else 400)[0]) / 1e3, 2)
     shapes = {shape_key(shape): shape for shape in map(shape_of, models)}
-    found = {key: kernels(shape, sizes) for key, shape in shapes.items()}
+    found = {}
+    for key, shape in shapes.items():
+        found[key] = kernels(shape, sizes)
+        paces.append(pace.now())
     rates = Rates(
         workers=workers(0).count,
         streamed=streamed,
@@ -267,5 +316,7 @@ def measure_rates(models: Sequence[str], quick: bool, say: Any = print) -> Rates
         layer_us=(0.0, 0.0),
         reduce_us=reduce_us(),
     )
+    paces.append(pace.now())
     say(json.dumps(rates.to_json()))
-    return rates
+    memory, cores = (median(of) for of in zip(*paces, strict=True))
+    return rates, (memory, cores)

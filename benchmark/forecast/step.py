@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forecast.hardware import Domain
@@ -37,6 +37,24 @@ class Rates:
     step_us: tuple[float, float]
     layer_us: tuple[float, float]
     reduce_us: tuple[float, float]
+
+    def at(self, memory: float, cores: float) -> Rates:
+        """Of the same machine while its memory and its cores are so many times as fast: a shared one drifts."""
+
+        def faster(kernel: Kernel) -> Kernel:
+            return replace(kernel, near=kernel.near * cores)
+
+        return replace(
+            self,
+            streamed=self.streamed * memory,
+            alone=self.alone * memory,
+            kernels={shape: {name: faster(k) for name, k in of.items()} for shape, of in self.kernels.items()},
+            select_ns=self.select_ns / cores,
+            linear={rows: faster(kernel) for rows, kernel in self.linear.items()},
+            launch_us=self.launch_us / cores,
+            step_us=(self.step_us[0] / cores, self.step_us[1] / cores),
+            layer_us=(self.layer_us[0] / cores, self.layer_us[1] / cores),
+        )
 
     @property
     def here(self) -> Domain:

@@ -15,7 +15,7 @@ from rogue import Rogue
 
 from fluxion_sglang import native
 from fluxion_sglang.device import rates as calibration
-from fluxion_sglang.device.crossover import crossover, token_bytes
+from fluxion_sglang.device.crossover import crossover
 from fluxion_sglang.device.rates import Rates, cache_key, cached, fit, measure
 from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.kv.placement import Placement
@@ -191,7 +191,7 @@ H100 = Rates(cpu=200e9, link=50e9, hot=3000e9, scan=10e9, launch_s=20e-6, stage=
 
 
 def test_where_plain_sglang_is_faster_is_said() -> None:
-    assert token_bytes(LLAMA) == 128 << 10
+    assert LLAMA.layers * LLAMA.token_bytes == 128 << 10
     short = crossover(LLAMA, Placement(), H100, context=4096, device_bytes=40 << 30)
     assert short.requests == 80 and short.plain_is_faster
     assert "80 requests of 4096 tokens fit on the device" in short.sentence()

@@ -145,6 +145,16 @@ def test_rates_come_back_from_a_file() -> None:
     assert Rates.from_json(json.loads(json.dumps(RATES.to_json()))) == RATES
 
 
+def test_a_slower_moment_is_slower_and_half_as_fast_twice_as_slow() -> None:
+    usual = Seen("llama-111m", 4096, 4, "full", 0.0, 1.0)
+    ms = measure.expected(RATES, usual)
+    for slow in (replace(usual, memory=0.5), replace(usual, cores=0.5)):
+        assert ms < measure.expected(RATES, slow) < 2.001 * ms
+    hops = RATES.at(0.5, 0.5)
+    assert hops.here.hop_ns == RATES.here.hop_ns, "an assumption about other machines"
+    assert measure.expected(RATES, replace(usual, memory=0.5, cores=0.5)) == pytest.approx(2 * ms, rel=0.02)
+
+
 def test_what_is_around_matrices_and_attention_is_told_apart() -> None:
     """Steps that were made of known parts."""
     seen = [
@@ -156,7 +166,7 @@ def test_what_is_around_matrices_and_attention_is_told_apart() -> None:
     found = measure.around(none, seen)
     assert found["step_us"] == pytest.approx(RATES.step_us, rel=0.01)
     assert found["layer_us"] == pytest.approx(RATES.layer_us, rel=0.01)
-    assert measure.expected(replace(none, **found), RATES.here, seen[0]) == pytest.approx(seen[0].ms, rel=1e-3)
+    assert measure.expected(replace(none, **found), seen[0]) == pytest.approx(seen[0].ms, rel=1e-3)
 
 
 # --- what there is to do ---

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from fluxion_sglang.policy import BARE, Policy, check_spec, examples, legal, parse_spec
 from fluxion_sglang.policy.specs import LONGEST
-from fluxion_sglang.sglang.requests import PARAMETER, RequestPolicies
+from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.wishes import POLICY
 
 MOST_S = 0.05
 """Of a processor, for one spec."""
@@ -187,12 +188,12 @@ def test_whatever_a_request_says(value: object, allowed: bool) -> None:
     """It is the server's policy, a legal one, or a reason for this request to end."""
     server = parse_spec("full")
     policies = RequestPolicies(server, allowed, BARE)
-    requests = [Request({PARAMETER: value}), Request(value), Request(None)]
+    requests = [Request({POLICY: value}), Request(value), Request(None)]
     with policies.of(requests, decoding=True):
         assert policies.current is None or all(isinstance(policy, Policy) for policy in policies.current)
     for request in requests[1:]:
         said = request.sampling_params.custom_params
-        assert request.to_finish is None or (isinstance(said, dict) and PARAMETER in said)
+        assert request.to_finish is None or (isinstance(said, dict) and POLICY in said)
     if not isinstance(value, str) and value is not None:
         assert requests[0].to_finish is not None, "no spec is anything but a string"
 

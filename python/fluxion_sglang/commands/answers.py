@@ -13,12 +13,12 @@ import httpx
 from openai import APIConnectionError, APIStatusError
 from openai.types import CompletionUsage
 
+from fluxion_sglang import wishes
 from fluxion_sglang.commands.document import AskError, Prompt
 from fluxion_sglang.commands.serving import TPOT, TTFT, RequestFailed, Server, added
 from fluxion_sglang.config import FluxionConfig
 
 # Also in sglang/requests.py and policy/, which import torch: seconds that nobody should wait for before a question.
-POLICY_PARAMETER: Final = "fluxion_policy"
 AUTO: Final = FluxionConfig.policy
 
 _MIDDLE, _READ = "fluxion_middle_tokens_total", "fluxion_read_tokens_total"
@@ -166,7 +166,7 @@ class Asked:
     def _stream(self, prompt: Prompt, max_tokens: int, temperature: float, policy: str | None) -> Any:
         extra: dict[str, Any] = {}
         if policy is not None:
-            extra["custom_params"] = {POLICY_PARAMETER: policy}
+            extra["custom_params"] = {wishes.POLICY: policy}
         if prompt.keep_stop:
             extra["no_stop_trim"] = True
         options: dict[str, Any] = {

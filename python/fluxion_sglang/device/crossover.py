@@ -46,11 +46,6 @@ class Crossover:
         return f"{fit}: even there Fluxion's attention is faster than plain SGLang's ({times} with Fluxion)"
 
 
-def token_bytes(shape: KVShape) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-
-
 def crossover(
     shape: KVShape,
     placement: Placement,
@@ -67,11 +62,11 @@ def crossover(
         device_bytes: memory that plain SGLang would have for its KV cache.
         read_share: of the middle, that heads read. blk: block size whose metadata is ranked for it.
     """
-    each = token_bytes(shape) * context
+    each = shape.layers * shape.token_bytes * context
     requests = device_bytes // each if each else 0
     batch = max(requests, 1)
     middle = max(0, (context - placement.sinks - placement.window) // PAGE * PAGE)
-    per_layer = token_bytes(shape) // shape.layers * batch
+    per_layer = shape.token_bytes * batch
     tiles = int(per_layer * middle * read_share)
     metadata = per_layer * middle // blk if 0 < read_share < 1 else 0
     share = rates.share(tiles, metadata)

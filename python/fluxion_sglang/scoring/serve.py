@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fluxion_sglang import wishes
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.scoring.forced import NOTES, serialized
 from fluxion_sglang.scoring.kl import Distribution
@@ -130,7 +131,7 @@ class Server:
     def _sampling(self, request: Request) -> dict[str, Any]:
         params: dict[str, Any] = {}
         if request.policy != OFF:
-            params["fluxion_policy"] = request.policy
+            params[wishes.POLICY] = request.policy
         if request.forced:
             params |= {"forced": list(request.forced), "top": self._top}
         return {

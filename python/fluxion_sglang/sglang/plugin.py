@@ -9,89 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.hooking import assert_applied, enabled_here, put_in
 
 
-def _resolve_memory_pool_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.server_args.enable_fluxion:
-        return original(self, *args, **kwargs)
-    from fluxion_sglang.sglang import pools
+def _ours(module: str, name: str) -> Callable[..., Any]:
+    """A hook that is a function of a module of this folder, imported when it is first needed; without the flag
+    SGLang's function is called as it is."""
 
-    return pools.resolve_memory_pool_config(original, self, *args, **kwargs)
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not enabled_here():
+            return original(*args, **kwargs)
+        return getattr(import_module(f"{__package__}.{module}"), name)(original, *args, **kwargs)
 
-
-def _build_token_to_kv_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    if not self.server_args.enable_fluxion:
-        return original(self, **kwargs)
-    from fluxion_sglang.sglang import pools
-
-    return pools.build_token_to_kv_pool(original, self, **kwargs)
+    return hook
 
 
-def _enable_fused_set_kv_buffer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not enabled_here():
-        return original(*args, **kwargs)
-    from fluxion_sglang.sglang import pools
-
-    return pools.enable_fused_set_kv_buffer(original, *args, **kwargs)
+_with_policies, _contained = (_ours(module, "forward_batch_generation") for module in ("requests", "failures"))
 
 
-def _forward_batch_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not enabled_here():
-        return original(self, *args, **kwargs)
-    from fluxion_sglang.sglang import failures, requests
-
-    run = partial(requests.forward_batch_generation, original)
-    return failures.forward_batch_generation(run, self, *args, **kwargs)
-
-
-def _validate_one_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not enabled_here():
-        return original(self, *args, **kwargs)
-    from fluxion_sglang.sglang import prompts
-
-    return prompts.validate_one_request(original, self, *args, **kwargs)
-
-
-def _free_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from fluxion_sglang.sglang import rows
-
-    return rows.free_rows(original, self, *args, **kwargs) if enabled_here() else original(self, *args, **kwargs)
-
-
-def _clear_rows(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from fluxion_sglang.sglang import rows
-
-    return rows.clear(original, self, *args, **kwargs) if enabled_here() else original(self, *args, **kwargs)
-
-
-def _try_match_prefix(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not enabled_here():
-        return original(self, *args, **kwargs)
-    from fluxion_sglang.sglang import sessions
-
-    return sessions.try_match_prefix(original, self, *args, **kwargs)
+def _forward_batch_generation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _contained(partial(_with_policies, original), *args, **kwargs)
 
 
 def _make_backend(runner: Any) -> Any:
     from fluxion_sglang.sglang.backend import FluxionAttnBackend
 
-    assert_hooks_applied()
     return FluxionAttnBackend(runner)
 
 
 HOOKS: dict[compat.Need, Callable[..., Any]] = {
-    compat.RESOLVE_POOL: _resolve_memory_pool_config,
-    compat.BUILD_POOL: _build_token_to_kv_pool,
-    compat.FUSED_KV_WRITE: _enable_fused_set_kv_buffer,
+    compat.RESOLVE_POOL: _ours("pools", "resolve_memory_pool_config"),
+    compat.BUILD_POOL: _ours("pools", "build_token_to_kv_pool"),
+    compat.FUSED_KV_WRITE: _ours("pools", "enable_fused_set_kv_buffer"),
     compat.RUN_BATCH: _forward_batch_generation,
-    compat.CHECK_PROMPT: _validate_one_request,
-    compat.FREE_ROWS: _free_rows,
-    compat.CLEAR_ROWS: _clear_rows,
-    compat.MATCH_SESSION: _try_match_prefix,
+    compat.CHECK_PROMPT: _ours("prompts", "validate_one_request"),
+    compat.FREE_ROWS: _ours("rows", "free_rows"),
+    compat.CLEAR_ROWS: _ours("rows", "clear"),
+    compat.MATCH_SESSION: _ours("sessions", "try_match_prefix"),
 }
 
 

@@ -1,7 +1,7 @@
-"""A policy of a request's own: `sampling_params.custom_params["fluxion_policy"]`, a policy spec.
+"""A policy of a request's own (`wishes.POLICY`).
 
-SGLang carries custom_params from every endpoint to the scheduler's request, on every rank. So the policies of a pass
-are read off its batch, and nothing else of SGLang is touched. A request whose spec is not legal is ended, and it alone.
+The policies of a pass are read off its batch, and nothing else of SGLang is touched. A request whose spec is not legal
+is ended, and it alone.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 
+from fluxion_sglang import wishes
 from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
 from fluxion_sglang.sglang import sessions
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
-from fluxion_sglang.sglang.sessions import PARAMETER
 
 logger = logging.getLogger(__name__)
-
-RECORD = "fluxion_record"
-"""Key of what a request wants recorded of it; who records says what it may hold (`training/recorder.py`)."""
-
-CHECK = "fluxion_check"
-"""Key by which a request asks for a check of the whole host pool (option `canary`)."""
 
 _PARSED_SPECS = 64
 _SHOWN = 60
@@ -173,35 +167,34 @@ class RequestPolicies:
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:
         """What a request wants recorded; None: nothing, or it is ended for it."""
-        wishes = _params(request).get(RECORD)
-        if wishes is None or request.to_finish is not None:
+        wish = wishes.of(request).get(wishes.RECORD)
+        if wish is None or request.to_finish is not None:
             return None
         if request not in self._checked:  # once: a prompt comes in chunks
             try:
-                self._check(wishes, len(request.origin_input_ids))
+                self._check(wish, len(request.origin_input_ids))
             except ValueError as error:
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
                 return None
             self._checked.add(request)
-        return wishes if isinstance(wishes, Mapping) else None
+        return wish if isinstance(wish, Mapping) else None
 
     def _wants_check(self, request: Any) -> bool:
         """Whether a request has the whole host pool checked, once; it is ended where that cannot be."""
-        if _params(request).get(CHECK) is not True or request in self._swept:
+        if wishes.of(request).get(wishes.CHECK) is not True or request in self._swept:
             return False
         self._swept.add(request)
         if not self._canary:
             end_request(
                 request,
-                f"{CHECK} needs a server with the option canary; start it with one, or leave it out.",
+                f"{wishes.CHECK} needs a server with the option canary; start it with one, or leave it out.",
                 HTTPStatus.BAD_REQUEST,
                 "BadRequestError",
             )
         return self._canary
 
     def _wanted(self, request: Any) -> Policy:
-        spec = _params(request).get(PARAMETER)  # None is what JSON's null becomes: no policy of its own
-        named = self.server if spec is None else self._named(spec)
+        named = self._named(wishes.spec_of(request, self.server.spec))
         return self.server if self._one else named
 
     def _named(self, spec: object) -> Policy:
@@ -210,18 +203,20 @@ class RequestPolicies:
             shown = "a JSON list" if isinstance(spec, list) else "a JSON object" if isinstance(spec, dict) else ""
             shown = shown or json.dumps(spec, default=repr)[:_SHOWN]
             raise ValueError(
-                f'{PARAMETER} is {shown}, but it takes a policy spec in a string, such as "fixed:16:0.05".'
+                f'{wishes.POLICY} is {shown}, but it takes a policy spec in a string, such as "fixed:16:0.05".'
             )
         if spec == self.server.spec:
             return self.server
         if not self.allowed:
             raise ValueError(
-                f"{PARAMETER} is not taken by this server, where all requests follow one policy; leave it out."
+                f"{wishes.POLICY} is not taken by this server, where all requests follow one policy; leave it out."
             )
         if self.allowed is not True and spec not in self.allowed:
             shown = json.dumps(spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "...")
             takes = ", ".join(map(json.dumps, self.allowed))
-            raise ValueError(f"{PARAMETER} {shown} is not one that this server takes; use {takes}, or leave it out.")
+            raise ValueError(
+                f"{wishes.POLICY} {shown} is not one that this server takes; use {takes}, or leave it out."
+            )
         if len(spec) > LONGEST:
             check_spec(spec)  # refuses it; what is kept of others' specs stays
         if (refusal := self._refusal(spec)) is not None:
@@ -229,8 +224,8 @@ class RequestPolicies:
         policy = self._parse(spec)
         if policy.yardstick and not self.yardsticks:
             raise ValueError(
-                f"{PARAMETER} {spec!r} is not taken by this server, because it reads everything to decide, which all "
-                "requests wait for; use another policy, or start the server with the option audit to measure."
+                f"{wishes.POLICY} {spec!r} is not taken by this server, because it reads everything to decide, which "
+                "all requests wait for; use another policy, or start the server with the option audit to measure."
             )
         return policy
 
@@ -245,12 +240,7 @@ def _refused(spec: str, context: Context) -> str | None:
     except Exception as error:
         logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
         reason = str(error).strip().partition("\n")[0]
-        return f"{PARAMETER} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
-
-
-def _params(request: Any) -> Mapping[str, Any]:
-    params = request.sampling_params.custom_params
-    return params if isinstance(params, Mapping) else {}
+        return f"{wishes.POLICY} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
 
 
 def forward_batch_generation(

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-PARAMETER = "fluxion_policy"
-"""Key of a request's policy in its custom_params."""
+from fluxion_sglang.wishes import spec_of
 
 
 class _Approximated(NamedTuple):
@@ -38,13 +37,7 @@ def try_match_prefix(original: Callable[..., Any], sessions: Any, params: Any) -
     session: Any = getattr(request, "session", None)
     written = None if session is None else _sessions.get(session)
     # A turn that is to end already leaves the session to the next one.
-    if written is not None and request.to_finish is None and _wanted(request, written.server) != written.spec:
+    if written is not None and request.to_finish is None and spec_of(request, written.server) != written.spec:
         del _sessions[session]
         sessions.release_session(session.session_id)
     return original(sessions, params)
-
-
-def _wanted(request: Any, server: str) -> object:
-    params = request.sampling_params.custom_params
-    spec = params.get(PARAMETER) if isinstance(params, dict) else None
-    return server if spec is None else spec

@@ -11,6 +11,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.sglang.offline import engine_options, start_engine
 from fluxion_sglang.training import recorder
 from fluxion_sglang.training.dataset import TokenSequence, choose_steps
+from fluxion_sglang.wishes import RECORD
 
 
 def record(
@@ -54,7 +55,7 @@ def record(
         for i, wish in tqdm(wishes.items(), desc="recording", unit="seq"):
             reply = engine.generate(
                 input_ids=list(sequences[i].tokens),
-                sampling_params={"temperature": 0, "max_new_tokens": 1, "custom_params": {recorder.PARAMETER: wish}},
+                sampling_params={"temperature": 0, "max_new_tokens": 1, "custom_params": {RECORD: wish}},
             )
             reason = reply["meta_info"]["finish_reason"]
             if reason["type"] == "abort":

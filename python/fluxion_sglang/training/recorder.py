@@ -29,12 +29,9 @@ from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import ANCHOR, COUNT, INDEX
 from fluxion_sglang.predictor.kernel import features as decode_features
 from fluxion_sglang.predictor.measure import Measurement, measure
-from fluxion_sglang.sglang.requests import RECORD
+from fluxion_sglang.wishes import RECORD
 
 logger = logging.getLogger(__name__)
-
-PARAMETER: Final = RECORD
-"""Key of a request's wishes in its custom_params: {"id": int, "samples": [[anchor, [step, ...]], ...]}."""
 
 TAUS: Final = (0.10, 0.02, 0.05, 0.15, 0.20, 0.30, 0.40, 0.50)
 """Of Eq. 2: least budgets are recorded for each. The first is the paper's."""
@@ -63,7 +60,7 @@ def check_wishes(wishes: object, tokens: int) -> tuple[int, int]:
     """The id of what a request wants recorded, and its last step.
 
     Args:
-        wishes: as of `PARAMETER`. tokens: of the request's prompt.
+        wishes: as of `wishes.RECORD`. tokens: of the request's prompt.
 
     Raises:
         ValueError: one sentence, what is wrong with it.
@@ -72,7 +69,7 @@ def check_wishes(wishes: object, tokens: int) -> tuple[int, int]:
     def whole(value: object) -> bool:
         return type(value) is int
 
-    form = f'{PARAMETER} is {{"id": 0, "samples": [[ANCHOR, [STEP, ...]], ...]}}'
+    form = f'{RECORD} is {{"id": 0, "samples": [[ANCHOR, [STEP, ...]], ...]}}'
     if not isinstance(wishes, Mapping) or set(wishes) != {"id", "samples"}:
         raise ValueError(f"{form}, and this is no such object; give both keys and no other.")
     sequence, samples = wishes["id"], wishes["samples"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fluxion_sglang import wishes
 from fluxion_sglang.commands.serving import RequestFailed, Server
 from fluxion_sglang.commands.trial.results import OFF, Same
 
@@ -69,7 +70,7 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: i
     """
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": not stop}
     if policy != OFF:
-        sampling["custom_params"] = {"fluxion_policy": policy}
+        sampling["custom_params"] = {wishes.POLICY: policy}
     arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     for piece in server.stream(prompts, sampling):

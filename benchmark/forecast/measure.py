@@ -38,9 +38,10 @@ BATCHES = (4, 1)
 CALIBRATED = ("llama-111m", "qwen3-0.6b")
 """Of 4 layers and of 28: so what a step costs is told from what a layer does."""
 CALIBRATED_DEPTH = 512
-CHECKED = (("llama-111m", 4096), ("llama-111m", 16384), ("qwen3-0.6b", 4096), ("llama-3.1-8b", 4096))
+CHECKED = (("llama-111m", 4096), ("llama-111m", 8192), ("qwen3-0.6b", 4096), ("llama-3.1-8b", 4096))
 QUICK = (("llama-111m", 1024),)
 CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
+PASSES = 3
 PAUSE = "pause"
 STEPS, TURNS = 8, 8
 """Of a turn; policies take turns, so that a busy moment of the machine is not one row's."""
@@ -126,20 +127,22 @@ def linear(rounds: int, launch_us: float, streamed: float) -> dict[int, Kernel]:
     for weight in weights:
         NativeLayers.into_huge_pages(weight)
     small = torch.randn(NEAR_SHAPE).to(torch.bfloat16)
-    found = {}
+
+    def timed(x: torch.Tensor, those: Sequence[torch.Tensor]) -> int:
+        start = time.perf_counter_ns()
+        for weight in those:
+            native.linear(x, weight)
+        return time.perf_counter_ns() - start
+
+    calls = {}
     for rows in LINEAR_ROWS:
         x, y = (torch.randn(rows, size).to(torch.bfloat16) for size in (inputs, NEAR_SHAPE[1]))
-
-        def timed(x: torch.Tensor, those: Sequence[torch.Tensor]) -> int:
-            start = time.perf_counter_ns()
-            for weight in those:
-                native.linear(x, weight)
-            return time.perf_counter_ns() - start
-
-        calls = {"far": partial(timed, x, weights), "near": partial(timed, y, [small] * 64)}
-        times = {name: median(ns) for name, ns in interleave(calls, rounds).items()}
-        far = copies * weights[0].nbytes / (times["far"] - copies * launch_us * 1e3)
-        near = 64 * small.nbytes / (times["near"] - 64 * launch_us * 1e3)
+        calls |= {f"far {rows}": partial(timed, x, weights), f"near {rows}": partial(timed, y, [small] * 64)}
+    times = {name: median(ns) for name, ns in interleave(calls, rounds).items()}
+    found = {}
+    for rows in LINEAR_ROWS:
+        far = copies * weights[0].nbytes / (times[f"far {rows}"] - copies * launch_us * 1e3)
+        near = 64 * small.nbytes / (times[f"near {rows}"] - 64 * launch_us * 1e3)
         found[rows] = kernel_of(max(near, far * 1.01) / count, streamed / count, streamed / count, far / count)
     return found
 
@@ -292,31 +295,44 @@ def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, fl
 def measure_rates(
     models: Sequence[str], quick: bool, pace: Pace, say: Any = print
 ) -> tuple[Rates, tuple[float, float]]:
-    """Of this machine, with the kernels of the models' shapes, and its pace meanwhile; minutes."""
-    paces = [pace.now()]
-    sizes = Sizes.quick() if quick else Sizes(rounds=11)
+    """Of this machine, with the kernels of the models' shapes, and its pace meanwhile; minutes. Everything is measured in
+    each of some passes, so that a slow moment is in one of them."""
     torch.set_num_threads(workers(0).count)
-    streamed, alone = streams(sizes.rounds)
-    say(f"memory: {streamed} GB/s, one worker {alone}")
-    launch_us = round(median(empty_step_ns(20 if quick else 400)[0]) / 1e3, 2)
     shapes = {shape_key(shape): shape for shape in map(shape_of, models)}
-    found = {}
-    for key, shape in shapes.items():
-        found[key] = kernels(shape, sizes)
+    sizes = Sizes.quick() if quick else Sizes(rounds=5)
+    paces, passes, between = [pace.now()], [], reduce_us()
+    for _ in range(1 if quick else PASSES):
+        streamed, alone = streams(sizes.rounds)
+        launch_us = round(median(empty_step_ns(20 if quick else 200)[0]) / 1e3, 2)
+        found = {}
+        for key, shape in shapes.items():
+            found[key] = kernels(shape, sizes)
+            paces.append(pace.now())
+        passes.append(
+            Rates(
+                workers=workers(0).count,
+                streamed=streamed,
+                alone=alone,
+                kernels=found,
+                select_ns=select_ns(sizes.rounds),
+                linear=linear(sizes.rounds, launch_us, streamed),
+                launch_us=launch_us,
+                step_us=(0.0, 0.0),
+                layer_us=(0.0, 0.0),
+                reduce_us=between,
+            ).to_json()
+        )
         paces.append(pace.now())
-    rates = Rates(
-        workers=workers(0).count,
-        streamed=streamed,
-        alone=alone,
-        kernels=found,
-        select_ns=select_ns(sizes.rounds),
-        linear=linear(sizes.rounds, launch_us, streamed),
-        launch_us=launch_us,
-        step_us=(0.0, 0.0),
-        layer_us=(0.0, 0.0),
-        reduce_us=reduce_us(),
-    )
-    paces.append(pace.now())
-    say(json.dumps(rates.to_json()))
+        say(json.dumps(passes[-1]))
     memory, cores = (median(of) for of in zip(*paces, strict=True))
-    return rates, (memory, cores)
+    return Rates.from_json(medians(passes)), (memory, cores)
+
+
+def medians(trees: Sequence[Any]) -> Any:
+    """Of every number in trees of the same shape."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: medians([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [medians(at) for at in zip(*trees, strict=True)]
+    return median(trees)

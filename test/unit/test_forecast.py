@@ -155,6 +155,12 @@ def test_a_slower_moment_is_slower_and_half_as_fast_twice_as_slow() -> None:
     assert measure.expected(RATES, replace(usual, memory=0.5, cores=0.5)) == pytest.approx(2 * ms, rel=0.02)
 
 
+def test_medians_go_through_every_number() -> None:
+    trees = [{"a": [n, 2 * n], "b": {"c": -n}} for n in (3.0, 100.0, 1.0)]
+    assert measure.medians(trees) == {"a": [3.0, 6.0], "b": {"c": -3.0}}
+    assert Rates.from_json(measure.medians([RATES.to_json()] * 3)) == Rates.from_json(RATES.to_json())
+
+
 def test_what_is_around_matrices_and_attention_is_told_apart() -> None:
     """Steps that were made of known parts."""
     seen = [

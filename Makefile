@@ -23,7 +23,8 @@ ARGS ?=
 ifeq ($(origin PATH),undefined)
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
-ifeq ($(origin HOME),undefined)
+# Nor one that is not there (users of services have none).
+ifeq ($(wildcard $(HOME)/.),)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
 

@@ -110,10 +110,9 @@ def cell_rows(entry: Entry, cell: dict[str, Any], said: dict[str, Any]) -> list[
             "prefill_cpu_s": cell["prefill_cpu_s"],
             "decode_ms": round(median(found["decode_s"]) * 1e3, 4),
             "least_ms": round(min(found["decode_s"]) * 1e3, 4),
-            "cpu_ms": round(found["cpu_s"] * 1e3, 4),
             "steps": len(found["decode_s"]),
             "rss_gb": cell["rss_gb"],
-            **{key: found[key] for key in ("joules_a_step",) if key in found},
+            **({"step_cpu_ms": round(found["step_cpu_s"] * 1e3, 4)} if "step_cpu_s" in found else {}),
         }
         for found in cell["decode"]
     ]
@@ -130,9 +129,15 @@ class Race:
 
     def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.args, self.path = args, path
-        settings = {"batches": list(args.batches), "steps": args.steps, "limit_s": args.limit}
+        settings = {"batches": list(args.batches), "steps": args.steps}
         fresh = {**common.header("race"), **settings}
         self.data = common.resume(path, fresh, (*common.SAME, *settings))
+        if not self.data["rows"] and path.exists() and not args.fresh:
+            raise SystemExit(
+                f"error: {path} is of other code, versions, batches or steps; start over with --fresh, or move it away."
+            )
+        if args.retry:
+            self.data["rows"] = [row for row in self.data["rows"] if "failed" not in row]
         self.data.setdefault("systems", {})
         self.data.setdefault("models", {})
 
@@ -172,6 +177,7 @@ class Race:
             for event in self._events(entry, model, folder, depths):
                 if event["event"] == "loaded":
                     facts["settings"] = event["settings"]
+                    facts.pop("reason", None)
                     same = sum(a == b for a, b in zip(event["says"], expected, strict=False))
                     facts.setdefault("says", {})[model] = f"{same} of {len(expected)}"
                     facts.setdefault("load_s", {})[model] = event["load_s"]
@@ -217,6 +223,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints and logs go")
     parser.add_argument("--peers", type=Path, help="where environments are made; default: peers in the cache")
     parser.add_argument("--quick", action="store_true", help="1K and 4K; the result file is not a published one")
+    parser.add_argument("--retry", action="store_true", help="run once more what failed before")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
     parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()

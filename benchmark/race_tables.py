@@ -65,6 +65,11 @@ def _decode(data: dict[str, Any], model: str, batch: int) -> str:
     found = cells(of)
     ours = found.get(OURS, {})
     lines = []
+
+    def timed(at: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        return [row for row in at.get(depths[-1], []) if "step_cpu_ms" in row]
+
+    told = any(timed(at) for at in found.values())
     for system, at in found.items():
         medians = {depth: middle(at.get(depth, []), "decode_ms") for depth in depths}
         points = {depth: ms for depth, ms in medians.items() if ms is not None}
@@ -75,14 +80,15 @@ def _decode(data: dict[str, Any], model: str, batch: int) -> str:
                 system,
                 *(shown(at.get(depth, []), lambda row: row["decode_ms"], 1) for depth in depths),
                 ratio(at.get(depths[-1], []), ours.get(depths[-1], []), "decode_ms"),
-                shown([row for row in at.get(depths[-1], []) if "cpu_ms" in row], lambda row: row["cpu_ms"], 1),
+                *([shown(timed(at), lambda row: row["step_cpu_ms"], 1)] if told else []),
                 "" if grows is None else f"{grows:.3f}",
                 "" if speed is None else f"{speed:.1f}",
             ]
         )
     last = f"{depths[-1]:,}"
-    head = [f"batch {batch}", *(f"at {depth:,} (ms)" for depth in depths), f"at {last} / {OURS}", "CPU time there (ms)"]
-    return table([*head, "1,024 tokens more (ms)", "KV at that slope (GB/s)"], lines, "l" + "r" * (len(depths) + 4))
+    head = [f"batch {batch}", *(f"at {depth:,} (ms)" for depth in depths), f"at {last} / {OURS}"]
+    head += [*(["CPU time there (ms)"] if told else []), "1,024 tokens more (ms)", "KV at that slope (GB/s)"]
+    return table(head, lines, "l" + "r" * (len(head) - 1))
 
 
 def decode(results: Path) -> str:
@@ -155,8 +161,7 @@ def _model(data: dict[str, Any], model: str) -> str:
 
 def _note(data: dict[str, Any]) -> str:
     rounds = 1 + max(row["round"] for row in data["rows"])
-    energy = "" if any("joules_a_step" in row for row in data["rows"]) else " The machine does not tell its energy."
-    return f"Medians of {rounds} round(s), each of {data['steps']} steps.{energy} {where(data)}"
+    return f"Medians of {rounds} round(s), each of {data['steps']} steps. {where(data)}"
 
 
 RACE_TABLES: dict[str, Callable[[Path], str]] = {

@@ -7,9 +7,11 @@ Packages come through uv, which takes a tenth of pip's time; where uv cannot be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +40,12 @@ class Task:
         self.name, self.log = name, log
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **environment}, stdout=out, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a compiler has children of its own
             )
 
     def lines(self) -> list[str]:
@@ -132,7 +139,8 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
         if terminal:
             print("\r\x1b[K", end="")
         for task in running:
-            task.process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(task.process.pid, signal.SIGTERM)
             task.process.wait()
 
 

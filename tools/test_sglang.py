@@ -46,6 +46,11 @@ def install(version: str, venv: Path, others: list[str]) -> int:
 
 def main(version: str, others: list[str], tests: list[str]) -> int:
     venv = ROOT / f".venv-sglang-{version}"
+    if not Path(UV).exists():
+        print(
+            "error: this needs uv, which could not be installed with the rest; see .venv/install.log", file=sys.stderr
+        )
+        return 1
     print(f"Installing SGLang {version} into {venv.name}", flush=True)
     if code := install(version, venv, others):
         return code

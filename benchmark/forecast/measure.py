@@ -295,8 +295,8 @@ def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, fl
 def measure_rates(
     models: Sequence[str], quick: bool, pace: Pace, say: Any = print
 ) -> tuple[Rates, tuple[float, float]]:
-    """Of this machine, with the kernels of the models' shapes, and its pace meanwhile; minutes. Everything is measured in
-    each of some passes, so that a slow moment is in one of them."""
+    """Of this machine, with the kernels of the models' shapes, and its pace meanwhile; minutes. Everything is measured
+    in each of some passes, so that a slow moment is in one of them."""
     torch.set_num_threads(workers(0).count)
     shapes = {shape_key(shape): shape for shape in map(shape_of, models)}
     sizes = Sizes.quick() if quick else Sizes(rounds=5)

@@ -28,6 +28,9 @@ import common
 from rendering import table
 from tqdm import tqdm
 
+from fluxion_sglang.commands import provenance
+from fluxion_sglang.commands.serving import exits_at_signals
+
 LIMIT_S = 540
 LOGS = common.ROOT / "build" / "gpu-day"
 SIMULATED = LOGS / "simulated"
@@ -148,6 +151,7 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     return {
         "step": step.name,
         "commit": common.commit(),
+        "sources": provenance.sources(),
         "asks": step.asks,
         "command": shlex.join(("python", *command)).replace(f"{common.ROOT}/", ""),
         "passed": code == 0,
@@ -244,7 +248,9 @@ def main() -> None:
             old.unlink(missing_ok=True)
     fresh = {**common.header("gpu_day"), "simulated": args.simulated}
     data = common.resume(path, fresh, ("versions", "simulated"))
-    passed = {row["step"] for row in data["rows"] if row["passed"] and row["commit"] == common.commit()}
+    # By its sources too: of code that was never committed, or without git, the commit says nothing.
+    now = (common.commit(), provenance.sources())
+    passed = {row["step"] for row in data["rows"] if row["passed"] and (row["commit"], row.get("sources")) == now}
     steps = [
         step
         for step in STEPS
@@ -252,7 +258,8 @@ def main() -> None:
         and (step.name in args.only if args.only else step.name not in passed)
     ]
     failed = []
-    with tqdm(steps, unit="step") as bar:
+    # A step has a session of its own, and would go on when this one is hung up.
+    with exits_at_signals(), tqdm(steps, unit="step") as bar:
         for step in bar:
             bar.set_description(step.name)
             row = run(step, args.simulated, results, args.limit)

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fluxion_sglang.scoring import kl
-from fluxion_sglang.scoring.serve import OFF, Reply, Request, Server, Start
+from fluxion_sglang.scoring.serve import OFF, Reply, Request, RequestFailed, Server, Start
 
 from . import record, stats
 from .base import Codec, Sample, Task
@@ -65,7 +65,13 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
             by = dict(zip(asked, replies, strict=True))
             for i, policy in asked:
                 found[policy].add(i, by[i, policy], by.get((i, FULL)))
-            stats.by_policy(server.audited(), sums)
+            records = server.audited()
+            if not records and OFF not in policies and any(len(reply.tokens) > 1 for reply in replies):
+                raise RequestFailed(
+                    "The engine has written no audit, most likely because the folder for temporary files is full; name "
+                    "another in TMPDIR."
+                )
+            stats.by_policy(records, sums)
             bar.update(len(part))
     documents = [0] * len(samples)
     for number, group in enumerate(members):

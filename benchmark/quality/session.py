@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from fluxion_sglang.commands.here import shell
 from fluxion_sglang.commands.needle import MODEL
 from fluxion_sglang.scoring.kl import tokens_compared
 from fluxion_sglang.scoring.serve import EngineFailed, RequestFailed, Start, starter
@@ -43,7 +44,8 @@ def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     print(table.markdown(results))
-    print(f"Results are in {asked.out}. A plot: python -m fluxion_quality.plot {asked.out}")
+    plot = shell([sys.executable, "-m", "fluxion_quality.plot", str(asked.out)])
+    print(f"Results are in {asked.out}. A plot: {plot}")
     return 0
 
 

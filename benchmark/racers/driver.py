@@ -14,7 +14,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 WARM = 3
@@ -84,22 +83,22 @@ class Racer(ABC):
         """Forget the prompts."""
 
 
-def timed_steps(step: Any, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls, in one go."""
-    found = []
+class Timed(list[float]):
+    """Seconds of each of some steps in one go. cpu_s: CPU time of the process's threads in one of them."""
+
+    cpu_s = 0.0
+
+
+def timed_steps(step: Any, steps: int) -> Timed:
+    """Of `steps` calls."""
+    found = Timed()
+    cpu = time.process_time()
     for _ in range(steps):
         start = time.perf_counter()
         step()
         found.append(time.perf_counter() - start)
+    found.cpu_s = (time.process_time() - cpu) / max(steps, 1)
     return found
-
-
-def joules() -> float | None:
-    """The energy counter of the first package, where the machine shows one."""
-    try:
-        return int(Path("/sys/class/powercap/intel-rapl:0/energy_uj").read_text()) / 1e6
-    except (OSError, ValueError):
-        return None
 
 
 def peak_rss_gb() -> float:
@@ -130,13 +129,10 @@ def run(racer: Racer) -> None:
         found = []
         for batch in plan.batches:
             for variant in racer.variants:
-                before, spent = joules(), time.process_time()
-                seconds = racer.decode(variant, batch, WARM + plan.steps)[WARM:]
-                after, spent = joules(), time.process_time() - spent
-                row = {"batch": batch, "variant": variant, "decode_s": [round(s, 7) for s in seconds]}
-                row["cpu_s"] = round(spent / (WARM + plan.steps), 7)
-                if before is not None and after is not None and after > before:
-                    row["joules_a_step"] = (after - before) / (WARM + plan.steps)
+                timed = racer.decode(variant, batch, WARM + plan.steps)
+                row = {"batch": batch, "variant": variant, "decode_s": [round(s, 7) for s in timed[WARM:]]}
+                if isinstance(timed, Timed):  # of the others, CPU time is of more than steps
+                    row["step_cpu_s"] = round(timed.cpu_s, 7)
                 found.append(row)
         racer.clear()
         say(

@@ -38,7 +38,8 @@ std::string topology_json(const Topology& t) {
     append_list(out, t.numa[i].cores);
     out << "}";
   }
-  out << "],\"last_cache_bytes_per_thread\":" << last_cache_per_thread(t.cores.front())
+  out << "],\"last_cache_bytes_per_thread\":"
+      << (t.cores.empty() ? 0 : last_cache_per_thread(t.cores.front()))
       << ",\"huge_pages\":" << quoted(t.huge_pages) << ",\"cgroup_version\":" << t.cgroup_version
       << ",\"cgroup_limit_bytes\":" << t.cgroup_limit << ",\"cgroup_available_bytes\":" << t.cgroup_available
       << ",\"cpu_quota\":" << t.cpu_quota << ",\"spin_us\":" << idle_spin_ns(t) / 1000

@@ -81,9 +81,12 @@ void Lfps::begin(int layer, int row, int length, const int32_t* pages, int64_t p
   reserve(state, length + kRoom);
   state->vertical_end = sinks();
   state->slash_end = config_.window;
-  for_groups(pool_->shape().kv_heads, [&](int h, Scratch* scratch) {
-    begin_group(state, layer, h, length, pages, queries, m, scale, scratch);
-  });
+  for_groups(
+      pool_->shape().kv_heads,
+      [&](int h, Scratch* scratch) {
+        begin_group(state, layer, h, length, pages, queries, m, scale, scratch);
+      },
+      /*wake=*/true);  // a whole prompt is scored
 }
 
 // Eq. 4: the weights of the last m rows, summed by position and by offset.

@@ -129,7 +129,7 @@ class Lfps {
   ScoreTable slash(State* state, int head) const;
   void check(const LfpsStep& step) const;
   template <class Body>
-  void for_groups(int count, const Body& body);
+  void for_groups(int count, const Body& body, bool wake = false);
   void begin_group(State* state, int layer, int kv_head, int length, const int32_t* pages,
                    const char* queries, int m, float scale, Scratch* scratch) const;
   int plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, int32_t* pages, uint16_t* masks,

@@ -35,9 +35,10 @@ inline double squared_norm(const char* q, int D, DType dtype) {
 
 }  // namespace lfps
 
-// body(i, scratch) for i in [0, count), over the workers, or in the caller alone while they are busy.
+// body(i, scratch) for i in [0, count), over the workers, or in the caller alone while they are busy. wake:
+// those that sleep, too.
 template <class Body>
-void Lfps::for_groups(int count, const Body& body) {
+void Lfps::for_groups(int count, const Body& body, bool wake) {
   struct Job {
     Lfps* self;
     const Body* body;
@@ -49,7 +50,7 @@ void Lfps::for_groups(int count, const Body& body) {
     for (int i; (i = job->next.fetch_add(1, std::memory_order_relaxed)) < job->count;)
       (*job->body)(i, &job->self->scratch_[worker]);
   };
-  if (count > 1 && pool_->workers().launch(run, &job, /*wake=*/false)) return pool_->workers().join();
+  if (count > 1 && pool_->workers().launch(run, &job, wake)) return pool_->workers().join();
   run(&job, 0);
 }
 

@@ -22,6 +22,12 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
+// What is no number reads everything.
+float further(float reach, double needed) {
+  return std::isnan(needed) ? std::numeric_limits<float>::infinity()
+                            : std::max(reach, static_cast<float>(needed));
+}
+
 // Uninitialised: a worker's room is touched by that worker, and only when it works.
 template <class T>
 std::unique_ptr<T[]> room(int64_t count) {
@@ -446,8 +452,7 @@ void Measurement::find_reach(int item, Scratch* s) {
     for (int count = 0; count < blocks && walk.open != 0; ++count) {
       const int block = order[count];
       const double own = lse_[one] + std::log(walk.weight);
-      args_.reach[one] =
-          std::max(args_.reach[one], static_cast<float>(own - logit_of(args_.scale, scores[block])));
+      args_.reach[one] = further(args_.reach[one], own - logit_of(args_.scale, scores[block]));
       const double weight = s->page_weights[int64_t{g} * pages + block];
       walk.weight += weight;
       step(one,
@@ -462,7 +467,7 @@ void Measurement::find_reach(int item, Scratch* s) {
     const int g = std::countr_zero(needy);
     const float* scores = &s->block_scores[int64_t{g} * pages];
     const float top = *std::max_element(scores, scores + coarse);
-    args_.gate[state + g] = static_cast<float>(resident_lse_[state + g] - logit_of(args_.scale, top));
+    args_.gate[state + g] = further(kMinusInf, resident_lse_[state + g] - logit_of(args_.scale, top));
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 namespace fluxion {
@@ -27,15 +28,19 @@ int64_t lay_out(const PoolShape& s, Visit visit) {
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
+constexpr int kAdoptPages = 64;  // enough to hide the hand-out
+constexpr int64_t kMaxPages = std::numeric_limits<int32_t>::max() / kPage;
+
 void check_shape(const PoolShape& s) {
   if (s.layers < 1 || s.layers > 4096)
     refuse("The pool has " + std::to_string(s.layers) + " layers; it needs 1 to 4096.");
   if (s.kv_heads < 1 || s.kv_heads > 1024) {
     refuse("The pool has " + std::to_string(s.kv_heads) + " KV heads; it needs 1 to 1024.");
   }
-  if (s.pages < 2 || s.pages > (1 << 30)) {
-    refuse("The pool has " + std::to_string(s.pages) +
-           " pages; it needs at least 2, because page 0 is padding.");
+  // Page 0 is padding; numbers of tokens are int32.
+  if (s.pages < 2 || s.pages > kMaxPages) {
+    refuse("The pool has " + std::to_string(s.pages) + " pages; it needs 2 to " + std::to_string(kMaxPages) +
+           ".");
   }
   if (s.head_dim < kMinHeadDim || s.head_dim > kMaxHeadDim || s.head_dim % 16 != 0) {
     refuse("head_dim is " + std::to_string(s.head_dim) +
@@ -276,7 +281,6 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const int32_t* pages;
     int64_t start, count;
     int first, full, stop;  // logical pages: written, of them filled, behind the last one written
-    bool described;
   } job{this,
         layer,
         pages,
@@ -284,12 +288,17 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
         count,
         static_cast<int>(start / kPage),
         static_cast<int>((start + count) / kPage),
-        static_cast<int>((start + count + kPage - 1) / kPage),
-        described};
+        static_cast<int>((start + count + kPage - 1) / kPage)};
+  // What follows from a page alone, by pages, because there may be more workers than heads.
+  const auto pages_body = [](void* arg, int item) {
+    const Job& j = *static_cast<Job*>(arg);
+    const int heads = j.pool->shape().kv_heads, begin = j.first + item / heads * kAdoptPages;
+    for (int p = begin; p < std::min(begin + kAdoptPages, j.full); ++p)
+      j.pool->describe_page(j.layer, item % heads, j.pages[p]);
+  };
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
     for (int p = j.first; p < j.stop; ++p) j.pool->count_write(j.layer, h, j.pages[p]);
-    for (int p = j.first; p < j.full && !j.described; ++p) j.pool->describe_page(j.layer, h, j.pages[p]);
     if (j.pool->canary_ != nullptr) j.pool->vouch(j.layer, h, j.pages, j.start, j.count);
     FirstFailure failure;
     for (int p = j.first; p < j.full; ++p) {
@@ -299,6 +308,10 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     failure.rethrow();
   };
   FirstFailure failure;
+  if (const int full = job.full - job.first; !described && full > 0) {
+    const int items = (full + kAdoptPages - 1) / kAdoptPages * shape_.kv_heads;
+    failure.guard([&] { workers_->parallel_for(items, pages_body, &job); });
+  }
   failure.guard([&] { workers_->parallel_for(shape_.kv_heads, head_body, &job); });
   for (int p = job.first; p < job.full; ++p) tag_blocks(layer, pages, p);
   failure.rethrow();

@@ -126,10 +126,11 @@ class HostPool {
   void fill_window(int layer, const WindowView& window, int row, int n, const int32_t* pages,
                    int64_t n_pages);
   // out[head][i * 16 .. i * 16 + 15][D] = keys, values of pages[i], KV dtype. Strides in bytes.
-  // The canary knows none of their tokens any more.
-  void forget_sums(const int32_t* pages, int64_t count);
   void gather(int layer, const int32_t* pages, int64_t count, char* k, int64_t k_head_stride, char* v,
               int64_t v_head_stride);
+
+  // The canary knows none of their tokens any more.
+  void forget_sums(const int32_t* pages, int64_t count);
 
   // The four parts of an append, for one layer. Both seals read what was written before, and throw
   // CorruptMemory only when all is done: who appended ends, and nobody else has the page.

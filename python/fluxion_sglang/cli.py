@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Who reads has seen enough (`fluxion options | head`). At its end Python would flush, and fail, once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:  # where a command has nothing to say of it
+        return 130
     return code
 
 

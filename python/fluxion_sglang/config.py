@@ -415,8 +415,8 @@ class FluxionConfig:
 
     def _check_files(self) -> None:
         path = self.path("audit")
-        if path is not None and (not self.audit or path.is_dir() or not path.parent.is_dir()):
-            what = "is a folder" if self.audit and path.is_dir() else "is in no folder that exists"
+        if path is not None and (not self.audit or os.path.isdir(path) or not os.path.isdir(path.parent)):
+            what = "is a folder" if self.audit and os.path.isdir(path) else "is in no folder that exists"
             raise ConfigError(
                 f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
             )

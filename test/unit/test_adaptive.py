@@ -70,6 +70,19 @@ def test_it_begins_exact() -> None:
     assert all(not plan.kinds for plan in rig.plans)
 
 
+def test_queries_that_are_no_numbers_teach_nothing() -> None:
+    """One client's overflow does not have all others read everything."""
+    policy = adaptive()
+    rig = Rig(policy)
+    warm(rig, lean(0))
+    learned, quantiles = list(policy._seen), policy._quantiles.clone()
+    assert not quantiles.isposinf().any()
+    number = torch.zeros(1, policy._needed.shape[-1])
+    policy._learn(0, Reaches(number + math.inf, number))
+    policy._learn(0, Reaches(number, number + math.inf))
+    assert policy._seen == learned and torch.equal(policy._quantiles, quantiles)
+
+
 def test_then_it_keeps_its_promise_and_reads_less() -> None:
     """A seventh of the queries needs most of the middle. They get it, and the others read nothing for their sake."""
     tau = 0.3

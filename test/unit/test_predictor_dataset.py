@@ -12,14 +12,25 @@ from world import World
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.predictor.features import BUDGETS
 from fluxion_sglang.training import dataset
-from fluxion_sglang.training.dataset import DataError, TokenSequence, choose_steps, read_sequences, with_steps
+from fluxion_sglang.training.dataset import (
+    DataError,
+    TokenSequence,
+    choose_steps,
+    encode_with,
+    read_sequences,
+    with_steps,
+)
 from fluxion_sglang.training.recorder import TAUS, Recorder, path
 
 ROOM = 50
 
 
-def encode(text: str) -> list[int]:
+def letters(text: str, add_special_tokens: bool = True) -> list[int]:
+    """As a tokenizer that adds nothing."""
     return [ord(letter) for letter in text]
+
+
+encode = encode_with(letters)
 
 
 def write(folder: Path, *lines: object) -> Path:
@@ -81,6 +92,17 @@ def test_texts_are_cut_and_answers_are_not(tmp_path: Path) -> None:
     assert answer == TokenSequence((*ids[:-2], 7, 8), 2)
     with pytest.raises(DataError, match=r"data.jsonl:2 has 51 tokens, its answer included, .* room for 50; shorten"):
         read_sequences(write(tmp_path, {"text": "a"}, {"input_ids": ids, "answer_ids": [7]}), encode, ROOM)
+
+
+@pytest.mark.parametrize("end", [[], [2]])
+def test_a_model_s_special_tokens_stand_before_a_prompt_alone(tmp_path: Path, end: list[int]) -> None:
+    def tokenize(text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1, *letters(text), *end] if add_special_tokens else letters(text)
+
+    file = write(tmp_path, {"text": "ab", "answer": "cd"}, {"text": "ab"}, {"text": ""})
+    answer, text, nothing = read_sequences(file, encode_with(tokenize), ROOM)
+    assert answer == TokenSequence((1, *letters("abcd")), 2), "the answer goes on where the prompt ends"
+    assert text == TokenSequence((1, *letters("ab"))) and nothing.tokens[:1] == (1,)
 
 
 def test_sequences_with_a_step_are_told_by_their_lengths() -> None:

@@ -75,7 +75,7 @@ def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
 
 def _cell(depth: int, variant: str) -> dict[str, Any]:
     seconds = [depth * 1e-6 / 1.024] * 3
-    decode = [{"batch": batch, "variant": variant, "decode_s": seconds, "cpu_s": 0.01} for batch in (4, 1)]
+    decode = [{"batch": batch, "variant": variant, "decode_s": seconds, "step_cpu_s": 0.01} for batch in (4, 1)]
     return {"depth": depth, "prefill_s": depth / 2048, "prefill_cpu_s": 1.0, "rss_gb": 1.5, "decode": decode}
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from tqdm import tqdm
 
+from fluxion_sglang.commands.here import shell
 from fluxion_sglang.commands.needle import MODEL, NeedlePrompt, needle_prompt, score
 from fluxion_sglang.commands.serving import (
     MEASURED,
@@ -28,7 +29,6 @@ from fluxion_sglang.commands.serving import (
     free_port,
     launch_command,
     running_server,
-    shell,
 )
 
 KEYS: Final = 8

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fluxion_sglang.commands.here import program, shown
+
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
@@ -67,7 +69,7 @@ def run_checks() -> list[Check]:
         except Exception as error:
             name = group.__name__.strip("_").replace("_", " ")
             found = f"{type(error).__name__}: {error}"
-            checks.append(Check(name, FAIL, found, "please report this", f"{_program('fluxion')} doctor --json"))
+            checks.append(Check(name, FAIL, found, "please report this", f"{program('fluxion')} doctor --json"))
     return checks
 
 
@@ -80,12 +82,12 @@ def next_command(checks: list[Check]) -> str:
     for check in checks:
         if check.status == FAIL:
             return check.command
-    return f"{_program('fluxion')} try {_model()}"
+    return f"{program('fluxion')} try {_model()}"
 
 
 def serve_command(checks: list[Check]) -> str:
     """A server with the flag, as this machine needs it."""
-    words = [_program("python"), "-m sglang.launch_server --model-path", _model(), "--enable-fluxion"]
+    words = [program("python"), "-m sglang.launch_server --model-path", _model(), "--enable-fluxion"]
     if any(check.name == "gpu" and check.found == _NO_GPU for check in checks):
         # SGLang's default for rows is thousands.
         words.append("--device cpu --max-running-requests 8")
@@ -133,20 +135,6 @@ def _line(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _shown(path: Path) -> str:
-    """A path as one types it here."""
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-
-
-def _program(name: str) -> str:
-    """How this environment's `python` or `fluxion` is called from here."""
-    own = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    if found is not None and Path(found).parent == own.parent:
-        return name
-    return _shown(own) if own.exists() else f"{_program('python')} -m fluxion_sglang"
-
-
 def _install(*words: str, again: bool = False) -> str:
     """The command that installs something into this environment; uv where it is, else pip.
 
@@ -154,8 +142,8 @@ def _install(*words: str, again: bool = False) -> str:
         again: even if it is installed, and without what it needs, which is there.
     """
     own = Path(sys.executable).with_name("uv")
-    uv = "uv" if shutil.which("uv") else _shown(own) if own.exists() else None
-    python = _program("python")
+    uv = "uv" if shutil.which("uv") else shown(own) if own.exists() else None
+    python = program("python")
     command = [f"{uv} pip install --python {python}" if uv else f"{python} -m pip install"]
     if again:
         command.append(f"{'--reinstall' if uv else '--force-reinstall'} --no-deps")
@@ -178,7 +166,7 @@ def _model() -> str:
     """The bundled model in a checkout, else a word to replace."""
     from fluxion_sglang.commands.needle import MODEL
 
-    return _shown(MODEL) if MODEL.is_dir() else "MODEL"
+    return shown(MODEL) if MODEL.is_dir() else "MODEL"
 
 
 def _version(distribution: str) -> str | None:
@@ -325,6 +313,6 @@ def _gpu() -> Iterator[Check]:
     try:
         flashinfer.module()
     except DeviceError as error:
-        yield Check("flashinfer", FAIL, str(error), command="pip install flashinfer-python")
+        yield Check("flashinfer", FAIL, str(error), command=_install("flashinfer-python"))
     else:
         yield Check("flashinfer", OK, str(_version("flashinfer-python")))

@@ -143,10 +143,11 @@ def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
 
     logging.set_verbosity_error()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        config: Any = AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
+        # False, and not the default, which asks whoever sits there.
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    except Exception as error:  # whatever transformers makes of files that are not what it expects
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise AskError(
             f"The tokenizer of {model} cannot be loaded ({first}); start the server yourself and use --url."
         ) from None

@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import random
-import shlex
 import signal
 import socket
 import subprocess
@@ -18,19 +17,22 @@ import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
+import httpx
 from openai import OpenAI, OpenAIError
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from tqdm import tqdm
 
 START_LIMIT_S = 900.0
-"""A loaded machine may take minutes to import SGLang; a server that died is noticed at once."""
+"""Without a word in its log. A loaded machine may take minutes to import SGLang, and a model may have to be downloaded;
+a server that died is noticed at once."""
 
 REQUEST_LIMIT_S = 3600.0
 _PORTS: Final = range(10_000, 32_768)
@@ -106,6 +108,10 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        # A proxy of the environment knows nothing of this machine's own addresses.
+        self._here = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        direct = [urllib.request.ProxyHandler({})] if self._here else []
+        self._open = urllib.request.build_opener(*direct).open
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
@@ -134,7 +140,8 @@ class Server:
 
     def openai(self) -> OpenAI:
         """A client of the server's OpenAI endpoints."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=REQUEST_LIMIT_S, max_retries=0)
+        client = httpx.Client(trust_env=not self._here, timeout=REQUEST_LIMIT_S)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=client, max_retries=0)
 
     def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
         """SGLang's own endpoint.
@@ -205,7 +212,7 @@ class Server:
         try:
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
+            with self._open(request, timeout=timeout) as reply:
                 yield reply
         except urllib.error.HTTPError as error:
             said = ""
@@ -252,7 +259,7 @@ def running_server(
     Raises:
         ServerError: it ended or hung while starting, or a request failed; the message holds the end of its log.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as log, _exits_at_signals():
+    with tempfile.TemporaryFile("w+", errors="replace") as log, exits_at_signals():
         process = subprocess.Popen(
             list(command),
             stdout=log,
@@ -284,11 +291,6 @@ def launch_command(model: str, port: int, *flags: str, fluxion: Mapping[str, Any
     return command
 
 
-def shell(command: Sequence[str]) -> str:
-    """The command as one would type it."""
-    return shlex.join(["python" if command[0] == sys.executable else command[0], *command[1:]])
-
-
 def free_port() -> int:
     """A port that nobody listens on. A server takes a minute to come to it: no outgoing connection may take it before.
 
@@ -303,7 +305,8 @@ def free_port() -> int:
 
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[str], what: str) -> None:
-    start = time.monotonic()
+    start = heard = time.monotonic()
+    said = 0  # bytes of its log
     print(f"Starting {what}", flush=True)
     # Where there is no terminal, no bar: it would fill the log with copies of itself.
     with tqdm(bar_format="{elapsed}", file=sys.stdout, leave=False, disable=None) as bar:
@@ -311,8 +314,12 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: IO[
             if process.poll() is not None:
                 ended = f"The server ended with exit code {process.returncode}.\n{_explain(log)}"
                 raise ServerError(ended, _refusal(log))
-            if time.monotonic() - start > START_LIMIT_S:
-                raise ServerError(f"The server did not answer within {START_LIMIT_S:.0f} s.\n{_explain(log)}")
+            if (size := os.fstat(log.fileno()).st_size) > said:
+                said, heard = size, time.monotonic()
+            if time.monotonic() - heard > START_LIMIT_S:
+                raise ServerError(
+                    f"The server does not answer, and has said nothing for {START_LIMIT_S:.0f} s.\n{_explain(log)}"
+                )
             time.sleep(0.5)
             bar.update()
     print(f"It answers after {time.monotonic() - start:.0f} s", flush=True)
@@ -335,7 +342,8 @@ def _explain(log: IO[str]) -> str:
 
 
 @contextmanager
-def _exits_at_signals() -> Iterator[None]:
+def exits_at_signals() -> Iterator[None]:
+    """Signals that end a process raise SystemExit in it meanwhile, so that what it has started ends, too."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may say what signals do
         return

@@ -38,6 +38,7 @@ _BLOCKING = frozenset(
         "measure_reach",
         "hgca_establish",
         "hgca_step",
+        "lfps_begin",
         "host_memory",
         "layers_into_huge_pages",
         "layers_linear",

@@ -170,6 +170,8 @@ class AdaptivePolicy(Policy):
         return measure_reach(world.pool, layer, step.page_table[b], lengths, queries, scale, window, self.criterion)
 
     def _learn(self, layer: int, found: Reaches) -> None:
+        if found.reach.isposinf().any() or found.gate.isposinf().any():
+            return  # a query that is no number says nothing of others
         needed, at = self._needed[layer], self._seen[layer] % KEPT
         needed[0, at], needed[1, at] = found.reach[0], found.gate[0]
         self._seen[layer] += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Final
 
@@ -22,21 +24,35 @@ def model_folder(name: str) -> Path | None:
         ValueError: one sentence: it is a path, and no model is there.
     """
     folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
+    # By os.path, which takes what this user may not see for what is not there.
+    if os.path.isfile(folder / "config.json"):
         return folder
-    if folder.is_dir():
+    if os.path.isdir(folder):
         raise ValueError(
             f"{name} holds no config.json, so it is no model that SGLang can read; give the folder that has "
             "config.json, the weights and the tokenizer."
         )
-    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if os.path.exists(folder) or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"There is no folder {name}; give the folder of a model, or a name on the Hub (OWNER/MODEL).")
     return None
 
 
 def weights(folder: Path) -> list[Path]:
-    """The files of the weights, of the first format that there is; [] where there are none."""
-    return next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
+    """The files of the weights, of the first format that there is; [] where there are none. Where an index names them,
+    those alone: a repository may have a second copy in another layout."""
+    for kind in _WEIGHTS:
+        if not (found := sorted(folder.glob(kind))):
+            continue
+        named = {name for index in folder.glob(f"{kind}.index.json") for name in _indexed(index)}
+        return [file for file in found if file.name in named] or found
+    return []
+
+
+def _indexed(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return set()
 
 
 def fingerprint(folder: Path) -> str:

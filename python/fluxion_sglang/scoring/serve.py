@@ -150,7 +150,7 @@ class Server:
             # What it had said is prefilled again, exactly, whatever its policy. `Needs` is sized so that it never is.
             raise RequestFailed(
                 f"A request under policy {request.policy!r} was retracted: the engine ran out of memory for KV; give a "
-                "smaller --batch."
+                "smaller --batch, and another --out, because what is there is of this one."
             )
         tokens = list(reply["output_ids"])
         if request.forced:
@@ -186,9 +186,11 @@ def starter(
         audit = None if policy == OFF else Path(tempfile.mkdtemp(prefix="fluxion-quality-")) / "audit.npy"
         try:
             engine = start_engine(options(model, dtype, device, needs, audit, config or {}))
-        except (Exception, SystemExit) as error:  # whatever it is that an engine cannot do here
+        except BaseException as error:  # whatever it is that an engine cannot do here
             if audit is not None:
                 shutil.rmtree(audit.parent, ignore_errors=True)
+            if not isinstance(error, (Exception, SystemExit)):
+                raise
             reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
             raise EngineFailed(f"The engine did not start: {': '.join(reason)}") from error
         return Server(engine, top, audit)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,24 @@ STEPS: Final = 8
 ANSWER_STEPS: Final = 24
 """Steps taken from an answer at most."""
 
-Encode = Callable[[str], list[int]]
+
+class Encode(NamedTuple):
+    """Text to token ids. prompt: as a server makes them of a text; answer: of one that goes on, with nothing added."""
+
+    prompt: Callable[[str], list[int]]
+    answer: Callable[[str], list[int]]
+
+
+def encode_with(tokenize: Callable[..., list[int]]) -> Encode:
+    """By a tokenizer's `encode`, which adds what the model wants around a text unless `add_special_tokens` is false."""
+
+    def prompt(text: str) -> list[int]:
+        ids, bare = tokenize(text), tokenize(text, add_special_tokens=False)
+        # What stands behind the text would end it.
+        start = next((i for i in range(len(ids) - len(bare) + 1) if ids[i : i + len(bare)] == bare), None)
+        return ids if start is None else ids[: start + len(bare)]
+
+    return Encode(prompt, lambda text: tokenize(text, add_special_tokens=False))
 
 
 class DataError(ValueError):
@@ -72,11 +89,12 @@ def _sequence(line: str, where: str, encode: Encode, room: int) -> TokenSequence
         raise DataError(f"{where} is no object; write one with `text` or `input_ids`.")
     if "choice_A" in row and "context" in row:
         choices = "\n".join(f"({letter}) {row.get('choice_' + letter, '')}" for letter in "ABCD")
-        return TokenSequence(tuple(encode(f"{row['context']}\n\n{row.get('question', '')}\n{choices}"))[:room])
-    prompt = _tokens(row, "input_ids", "text", where, encode)
+        text = f"{row['context']}\n\n{row.get('question', '')}\n{choices}"
+        return TokenSequence(tuple(encode.prompt(text))[:room])
+    prompt = _tokens(row, "input_ids", "text", where, encode.prompt)
     if prompt is None:
         raise DataError(f"{where} has neither `text` nor `input_ids`; give one of the two.")
-    answer = _tokens(row, "answer_ids", "answer", where, encode) or ()
+    answer = _tokens(row, "answer_ids", "answer", where, encode.answer) or ()
     if answer and len(prompt) + len(answer) > room:
         raise DataError(
             f"{where} has {len(prompt) + len(answer)} tokens, its answer included, and the model has room for {room}; "
@@ -85,7 +103,9 @@ def _sequence(line: str, where: str, encode: Encode, room: int) -> TokenSequence
     return TokenSequence((*prompt, *answer)[:room], len(answer))
 
 
-def _tokens(row: dict[str, Any], ids: str, text: str, where: str, encode: Encode) -> tuple[int, ...] | None:
+def _tokens(
+    row: dict[str, Any], ids: str, text: str, where: str, encode: Callable[[str], list[int]]
+) -> tuple[int, ...] | None:
     if ids in row:
         value = row[ids]
         if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):

@@ -11,6 +11,7 @@ import argparse
 import functools
 import hashlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -56,8 +57,11 @@ def main(arguments: argparse.Namespace) -> int:
     except (ConfigError, dataset.DataError, TrainError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (serve.EngineFailed, serve.RequestFailed) as error:
+    except (serve.EngineFailed, serve.RequestFailed, artifact.PredictorError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, or a folder that nobody may write to
+        print(f"error: {error}; the same command goes on from what is in {arguments.out}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nInterrupted; the same command goes on from what is in {arguments.out}.", file=sys.stderr)
@@ -90,19 +94,16 @@ def _planned(arguments: argparse.Namespace) -> Plan:
     taus = _taus(arguments.taus)
     settings = _settings(arguments)
 
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(arguments.model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        whole = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
+    except Exception as error:  # whatever transformers makes of a file that is not what it expects
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TrainError(f"--model is {arguments.model!r}, which cannot be read: {reason}") from None
     config = whole.get_text_config()
-    tokenizer = functools.cache(lambda: AutoTokenizer.from_pretrained(arguments.model))  # token ids need none
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer()(text)["input_ids"])
-
+    tokenizer = functools.cache(lambda: _tokenizer(arguments.model))  # token ids need none
+    encode = dataset.encode_with(lambda text, **options: list(tokenizer().encode(text, **options)))
     placement = Placement(arguments.sinks, arguments.window)
     sequences = dataset.read_sequences(arguments.data, encode, int(config.max_position_embeddings) - SPARE)
     recorded = torch.tensor(dataset.with_steps(sequences, placement.slots))
@@ -123,6 +124,19 @@ def _planned(arguments: argparse.Namespace) -> Plan:
     return Plan(taus, settings, placement, layers, vocabulary, weights, sequences, ends)
 
 
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # whatever transformers makes of files that are not what it expects
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TrainError(
+            f"The tokenizer of {model} cannot be read ({reason}); give token ids (`input_ids`, `answer_ids`) instead "
+            "of texts."
+        ) from None
+
+
 def _settings(arguments: argparse.Namespace) -> Settings:
     """How to train; all options are checked."""
     missing = [name for package, name in _PACKAGES.items() if find_spec(package) is None]
@@ -131,6 +145,9 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             f"training needs the Python package {missing[0]}; install it with: pip install 'fluxion-sglang[train]'."
         )
     FluxionConfig.from_dict({name: getattr(arguments, name) for name in _OPTIONS})
+    there = next(place for place in (arguments.out, *arguments.out.absolute().parents) if os.path.exists(place))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise TrainError(f"--out is {str(arguments.out)!r}, where nothing can be written; name another folder.")
     model = Path(arguments.model)
     if not model.is_dir() and arguments.out.resolve().is_relative_to(model.resolve()):
         raise TrainError(

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fluxion_sglang.scoring.kl import divergence
-from fluxion_sglang.scoring.serve import Request, Server
+from fluxion_sglang.scoring.serve import Request, RequestFailed, Server
 from fluxion_sglang.training.dataset import TokenSequence
 
 NAME: Final = "calibration.json"
@@ -56,7 +56,14 @@ def measure(server: Server, ends: Sequence[End], taus: Sequence[float]) -> list[
         reference = None
         for policy in policies:
             (reply,) = server.generate([Request(prompt, policy, count, targets)])
-            audits[policy] += server.audited()
+            records = server.audited()
+            # The first token comes from the prefill. Every layer that has a middle writes a record a step.
+            if (there := sum(map(len, records))) == 0 or there % (count - 1):
+                raise RequestFailed(
+                    "The engine's audit is not whole, most likely because the folder for temporary files is full; name "
+                    "another in TMPDIR."
+                )
+            audits[policy] += records
             reference = reference or reply
             pairs = list(zip(reference.steps, reply.steps, strict=True))[1:]
             kl[policy] += [divergence(full, other) for full, other in pairs]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from fluxion_sglang.commands.serving import launch_command, shell
+from fluxion_sglang.commands.here import program, shell
+from fluxion_sglang.commands.serving import launch_command
 from fluxion_sglang.commands.trial.results import FULL, OFF, Advice, Results
 
 MARGIN: Final = 0.10
@@ -69,6 +70,8 @@ def _reason(results: Results, best: str, gain: float) -> str:
     sparse = [policy for policy in results.policies() if policy != FULL]
     if not sparse:
         return "No sparse policy was tried."
+    if not results.answers:
+        return "No needle was asked for, so nothing shows that a sparse policy keeps answers."
     if all(measures_nothing(results, row.length) for row in results.answers):
         return "The needles say nothing about this model, so nothing shows that a sparse policy keeps its answers."
     lost = [policy for policy in sparse if not _answers_as_well(results, policy)]
@@ -107,13 +110,15 @@ def _notes(results: Results, best: str) -> list[str]:
     if best != FULL:
         asked = sum(row.asked for row in results.answers if row.policy == best)
         notes.append(
-            f"{asked} needles show large losses only. Measure more before you rely on {best}: fluxion bench quality "
-            f"--suite ruler --policies full,{best} --model {results.model.folder or 'FOLDER'}"
+            f"{asked} needles show large losses only. Measure more before you rely on {best}: {program('fluxion')} "
+            f"bench quality --suite ruler --policies full,{best} --model {results.model.folder or 'FOLDER'}"
         )
-    if best != "fluxion" and "fluxion" in (results.plan.refused if results.plan else {}):
+    refused = results.plan.refused.get("fluxion") if results.plan else None
+    if best != "fluxion" and refused is not None:
         folder = results.model.folder or results.model.name
+        why = refused if results.model.predictor else "This model has no predictor."
         notes.append(
-            "This model has no predictor. One learns what each head needs to read: fluxion train --model "
+            f"{why} One learns what each head needs to read: {program('fluxion')} train --model "
             f"{results.model.name} --data data.jsonl --out {folder}/fluxion"
         )
     if best == FULL and any(_answers_as_well(results, policy) for policy in results.policies() if policy != FULL):

@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tqdm import tqdm
 
+from fluxion_sglang.commands.here import shell
 from fluxion_sglang.commands.serving import (
     MEASURED,
     SMALL,
@@ -20,7 +22,6 @@ from fluxion_sglang.commands.serving import (
     ServerError,
     free_port,
     launch_command,
-    shell,
 )
 from fluxion_sglang.commands.trial import advice, facts, pace, runs
 from fluxion_sglang.commands.trial.quiz import Document, Quiz
@@ -76,7 +77,7 @@ class Request:
     def on_cpu(self) -> bool:
         import torch
 
-        return "cpu" in self.flags or not torch.cuda.is_available()
+        return "cpu" in self.flags or "--device=cpu" in self.flags or not torch.cuda.is_available()
 
 
 Save = Callable[[Results, bool], None]
@@ -204,6 +205,11 @@ class Course:
             step = runs.median_ms(run.steps) / 1e3
             if run.first > _SLOW_PROBE_S:
                 break
+        if not probes:
+            raise TrialError(
+                (self.results.fit.problem if self.results.fit else "")
+                or f"A trial needs prompts of {_PROBES[0]:,} tokens, and this model on this machine holds {longest:,}."
+            )
         curve = pace.through(probes, step)
         # The server without the flag takes about as long to start. Slow starts must not leave nothing to measure.
         seconds = max(self.clock.left - start - _STOP_S, _LEAST_SHARE * self.clock.limit)
@@ -301,7 +307,7 @@ class Course:
         """The pool holds every document of the longest length that may be measured."""
         wanted = max([*self.request.lengths, self._longest(pace.most_documents())])
         if self.results.fit is None or self.results.fit.problem:
-            return None  # the server says what is wrong
+            return None
         if self._longest(1) < pace.SHORTEST:
             raise TrialError(
                 f"A trial needs prompts of {pace.SHORTEST:,} tokens, and {self.request.model.name} on this machine "
@@ -339,8 +345,10 @@ class Course:
 def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """`--server-args` without those of ours: the flag and its options, which only one of the servers gets.
 
+    The size of the host pool is the trial's to choose.
+
     Raises:
-        TrialError: the options are no JSON object.
+        TrialError: the options cannot be read.
     """
     flags: list[str] = []
     config: dict[str, Any] = {}
@@ -350,15 +358,17 @@ def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if name == "--fluxion-config":
             text = value if equals else next(rest, "")
             try:
-                config = dict(json.loads(text))
-            except (ValueError, TypeError):
+                config = dict(json.loads(Path(text[1:]).read_text() if text.startswith("@") else text))
+            except (OSError, ValueError, TypeError):
                 raise TrialError(
-                    f"--server-args has --fluxion-config {text!r}, which is no JSON object; give one such as "
-                    '{"predictor": "/models/llama/fluxion"}.'
+                    f"--server-args has --fluxion-config {text!r}, which is no JSON object and no @FILE with one; give "
+                    'one such as {"predictor": "/models/llama/fluxion"}.'
                 ) from None
         elif word != "--enable-fluxion":
             flags.append(word)
-    return flags, {key: value for key, value in config.items() if key not in ("policy", "host_tokens")}
+    return flags, {
+        key: value for key, value in config.items() if key not in ("policy", "host_tokens", "host_memory_gb")
+    }
 
 
 def _prefill(server: Server, length: int, prompts: Sequence[Sequence[int]], policy: str, bar: tqdm[Any]) -> Prefill:

@@ -98,10 +98,11 @@ def _config(path: str, name: str, trust: bool) -> Any:
 
 
 def _cached(name: str) -> Path | None:
-    """The folder of a model of the Hub, if it was downloaded before."""
+    """The folder of a model of the Hub, if it was downloaded before; its configuration alone is no model."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        folder = Path(snapshot_download(name, local_files_only=True))
     except Exception:  # whatever it is that is not there
         return None
+    return folder if weights(folder) else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fluxion_sglang.commands.serving import launch_command, shell
+from fluxion_sglang.commands.here import shell
+from fluxion_sglang.commands.serving import launch_command
 from fluxion_sglang.commands.trial import advice
 from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same, by_length
 

@@ -25,7 +25,7 @@ from fluxion_sglang.commands.needle import NeedlePrompt, needle_prompt, score
 pytestmark = pytest.mark.full
 
 DOCUMENTS, QUESTIONS, TOKENS = 6, 4, 2000
-LONG = 1500
+LONG = 600
 """Tokens of an answer that takes seconds."""
 
 

@@ -26,6 +26,7 @@ import pytest
 import requests
 from server import PATIENCE_S, Completion, Server, await_health
 from test_exact import assert_same
+from test_router import Deployment
 
 from fluxion_sglang.commands.serving import free_port
 
@@ -91,11 +92,13 @@ class Pair:
 
 
 @contextmanager
-def paired(mooncake: dict[str, str], folder: Path, *words: str, **env: str) -> Iterator[Pair]:
-    """words, env: what the decode server is told besides."""
+def paired(
+    mooncake: dict[str, str], folder: Path, *words: str, both: tuple[str, ...] = (), **env: str
+) -> Iterator[Pair]:
+    """words, env: what the decode server is told besides; both: what both servers are."""
     folder.mkdir()
     port = free_port()
-    both = ("--disaggregation-transfer-backend", "mooncake_tcp", "--context-length", str(CONTEXT))
+    both = ("--disaggregation-transfer-backend", "mooncake_tcp", "--context-length", str(CONTEXT), *both)
     with ExitStack() as stack:
         prefill = stack.enter_context(
             Server(
@@ -191,9 +194,10 @@ def test_a_prefill_server_that_is_not_there(pair: Pair, reference: dict[str, Com
 
 
 def test_each_rank_gets_its_heads(mooncake: dict[str, str], reference: dict[str, Completion], logs: Path) -> None:
-    """A prefill server of one rank, and a decode server of two."""
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with paired(mooncake, logs / "pair-tp2", "--tp", "2", "--mem-fraction-static", "0.7", **cores) as pair:
+    """Both servers have two ranks: where they are unlike, SGLang sends each token's heads apart, and mooncake's TCP has
+    no room for so many pieces."""
+    ranks, cores = ("--tp", "2", "--mem-fraction-static", "0.7"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with paired(mooncake | cores, logs / "pair-tp2", both=ranks) as pair:
         for name in ("length-300", "length-5000"):
             assert_same(pair.generate(*ALL[name]), reference[name])
         names = [name for name in ALL if name.startswith("family-")]
@@ -235,6 +239,7 @@ def test_a_router_asks_both(
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             await_health(url, process, log)
+            Deployment(url, [pair.prefill, pair.decode], log).await_servers()
             names = ("length-300", "length-5000", "family-3")
 
             def ask(name: str) -> Completion:

@@ -15,6 +15,7 @@ from fluxion_quality import SUITES, suite_named
 from fluxion_quality.model import Model
 from fluxion_sglang.commands import needle
 from fluxion_sglang.commands.codec import SymbolicCodec, TokenizerCodec
+from fluxion_sglang.scoring import model_files
 
 
 def text_model(folder: Path, template: str | None = None, bos: str | None = "<s>") -> Path:
@@ -107,3 +108,18 @@ def test_the_bundled_model_has_a_path_of_the_checkout() -> None:
 def test_an_unknown_suite_is_refused() -> None:
     with pytest.raises(ValueError, match=f"no suite 'glue'; take one of {', '.join(SUITES)}"):
         suite_named("glue")
+
+
+def test_weights_that_an_index_names_are_the_weights(tmp_path: Path) -> None:
+    """Some repositories have a second copy in another layout."""
+    for name in ("model-1-of-2.safetensors", "model-2-of-2.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+    assert len(model_files.weights(tmp_path)) == 3
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}))
+    assert [file.name for file in model_files.weights(tmp_path)] == [
+        "model-1-of-2.safetensors",
+        "model-2-of-2.safetensors",
+    ]
+    index.write_text("{")
+    assert len(model_files.weights(tmp_path)) == 3

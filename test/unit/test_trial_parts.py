@@ -11,6 +11,7 @@ import pytest
 from quality_characters import CharacterCodec
 
 from fluxion_sglang.commands import needle
+from fluxion_sglang.commands.here import program
 from fluxion_sglang.commands.serving import Piece, Server
 from fluxion_sglang.commands.trial import advice, pace, runs
 from fluxion_sglang.commands.trial import facts as files
@@ -271,7 +272,7 @@ def test_a_sparse_policy_is_recommended_where_it_answers_as_well_and_is_faster(
 ) -> None:
     found = advice.advise(_results(facts, full, sparse, times), ["--max-running-requests", "8"], {})
     assert found.policy == policy
-    assert found.command.startswith(f"python -m sglang.launch_server --model-path {facts.name} ")
+    assert found.command.startswith(f"{program('python')} -m sglang.launch_server --model-path {facts.name} ")
     assert ('{"policy": "full"}' in found.command) is (policy == "full")
     assert found.reason.endswith(".")
 

@@ -109,7 +109,9 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         # A proxy of the environment knows nothing of this machine's own addresses.
-        self._here = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._here = False
+        with suppress(ValueError):  # no URL, which asking it will say
+            self._here = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         direct = [urllib.request.ProxyHandler({})] if self._here else []
         self._open = urllib.request.build_opener(*direct).open
 

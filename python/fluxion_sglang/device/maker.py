@@ -15,7 +15,7 @@ from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Device, DeviceMaker
 from fluxion_sglang.executor.workers import Beside
-from fluxion_sglang.kv.host_pool import HostPool, KVShape
+from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape
 from fluxion_sglang.kv.windows import Windows
 
 
@@ -26,8 +26,9 @@ class _StreamMaker(DeviceMaker):
         self._library = library
         self._pinned: list[Pinned] = []
 
-    def reserved_tokens(self, shape: KVShape) -> int:
-        return -(-stage_tokens() // shape.layers)  # of one layer
+    def reserved_tokens(self, shape: KVShape, config: FluxionConfig) -> int:
+        hot = int(config.hot_tiles_gb * GIB) // (shape.layers * shape.token_bytes)
+        return -(-stage_tokens() // shape.layers) + hot  # the stages are of one layer
 
     def adopt(self, pool: HostPool) -> None:
         self._pinned.append(Pinned(self._library, pool.memory))

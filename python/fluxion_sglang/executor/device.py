@@ -120,8 +120,8 @@ class DeviceMaker(ABC):
         return ALONE
 
     @abstractmethod
-    def reserved_tokens(self, shape: KVShape) -> int:
-        """Tokens of KV, all layers, for which there is no room on the device because passes need it."""
+    def reserved_tokens(self, shape: KVShape, config: FluxionConfig) -> int:
+        """Tokens of KV, all layers, for which there is no room on the device because passes and hot tiles need it."""
 
     @abstractmethod
     def adopt(self, pool: HostPool) -> None:

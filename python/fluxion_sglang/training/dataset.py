@@ -38,7 +38,7 @@ def encode_with(tokenize: Callable[..., list[int]]) -> Encode:
         ids, bare = tokenize(text), tokenize(text, add_special_tokens=False)
         # What stands behind the text would end it.
         start = next((i for i in range(len(ids) - len(bare) + 1) if ids[i : i + len(bare)] == bare), None)
-        return ids if start is None else ids[: start + len(bare)]
+        return ids if start is None or not bare else ids[: start + len(bare)]
 
     return Encode(prompt, lambda text: tokenize(text, add_special_tokens=False))
 

@@ -117,6 +117,7 @@ class Rig:
             "pool_check": [pool, self.pages, 0, 20],
             "pool_adopt": [pool, 0, self.pages, 0, 20, True],
             "pool_fill_window": [pool, 0, self.windows, 1, TOKENS, self.pages, SINKS, WINDOW],
+            "pool_forget_sums": [pool, self.pages],
             "pool_gather": [pool, 0, self.pages, *torch.empty(2, HEADS, 320, DIM)],
             "pool_attend_chunk": [
                 pool, 0, self.pages, 100, torch.randn(20, HQ, DIM), 0.1, 9.0, 1.0, 4096, sinks,
@@ -258,7 +259,9 @@ def test_every_function_is_here(rig: Rig) -> None:
 def test_a_pool_that_nobody_could_count_is_refused() -> None:
     """Each of its sizes could be; all of them together are more bytes than 64 bits hold."""
     with pytest.raises(ValueError, match="more bytes than a machine has addresses for"):
-        function("pool_bytes")(4096, 1024, 2**30, 256, 0)
+        function("pool_bytes")(4096, 1024, 2**27 - 1, 256, 0)
+    with pytest.raises(ValueError, match="it needs 2 to 134217727"):
+        function("pool_bytes")(1, 1, 2**27, 32, 0)
 
 
 def settle(rig: Rig) -> None:

@@ -259,8 +259,9 @@ def test_a_guard_that_is_no_share_is_refused(guard: float) -> None:
 
 
 def test_the_statistic_reaches_the_metrics() -> None:
-    # A dispatcher's, a layer server's, and the files': test_dispatcher.py, test_timeline.py, test_disk_served.py.
-    of_devices = {name for name in _COUNTERS if name.startswith(("gpu_", "device_", "disk_"))}
+    # A dispatcher's, a layer server's, the files' and the landing zone's: test_dispatcher.py, test_timeline.py,
+    # test_disk_served.py, test_transfer.py.
+    of_devices = {name for name in _COUNTERS if name.startswith(("gpu_", "device_", "disk_", "arriv"))}
     # The pool's, and the backend's: test_canary_served.py, test_deploy_served.py.
     of_others = {"canary_checks", "canary_mismatches", "failed_passes", "refused_specs", "healed_windows", "worker_ns"}
     assert set(_COUNTERS) - of_devices - of_others <= set(NativeWorld().engine.stats())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fluxion_sglang.lab.audit_file import record_dtype
 from fluxion_sglang.scoring.kl import Distribution
-from fluxion_sglang.scoring.serve import Reply, Request
+from fluxion_sglang.scoring.serve import Reply, Request, RequestFailed
 from fluxion_sglang.training.dataset import TokenSequence
 from fluxion_sglang.training.tau import FORCED, NAME, ends, measure, outcome, verdict
 
@@ -43,7 +43,8 @@ class FakeServer:
             record["policy"], record["kv_bytes"] = request.policy.encode(), 1000
             record["tile_bytes"], record["metadata_bytes"] = (900, 100) if exact else (200, 50)
             record["error"] = [0.0, self.errors[request.policy]]
-            self.records.append(record)
+            if len(steps) > 1:  # the first token comes from the prefill
+                self.records.append(record)
         return [Reply(list(request.forced), steps, [0.0] * len(steps))]
 
     def audited(self) -> list[NDArray[Any]]:
@@ -73,6 +74,20 @@ def test_an_end_stays_with_its_sequence() -> None:
     assert full["kl"] == 0.0 < tight["kl"] == loose["kl"]
     assert tight["error_mean"] == pytest.approx(0.1)
     assert (full["beyond"], tight["beyond"], loose["beyond"]) == (None, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_an_audit_that_was_cut_short_is_an_error(kept: float) -> None:
+    """As where the folder for temporary files is full: the numbers would be of some of the steps."""
+
+    class Short(FakeServer):
+        def audited(self) -> list[NDArray[Any]]:
+            found = super().audited()
+            return found[: int(len(found) * kept)]
+
+    server: Any = Short({"full": 0.0, "fluxion:0.1": 0.05})
+    with pytest.raises(RequestFailed, match="audit is not whole"):
+        measure(server, ends([sequence(400, 8, 2)]), [0.1])
 
 
 def test_texts_alone_have_no_answers() -> None:

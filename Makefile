@@ -24,7 +24,7 @@ ifeq ($(origin PATH),undefined)
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 # Nor one that is not there (users of services have none).
-ifeq ($(wildcard $(HOME)/.),)
+ifeq ($(if $(HOME),$(wildcard $(HOME)/.)),)
   export HOME := $(CURDIR)/$(VENV)/home
 endif
 

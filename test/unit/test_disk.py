@@ -161,7 +161,7 @@ def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Pa
         k, v = torch.randn(2, 2 * PAGE, HEADS, DIM)
         if layer == 0:
             world.linker.begin(ids([9, 7, 8]), PAGE, PAGE + 3)
-            world.linker.decode(ids([9, 7, 8]).unsqueeze(0), torch.tensor([2 * PAGE]))
+            world.linker.append(ids([9, 7, 8]).unsqueeze(0), torch.tensor([2 * PAGE]))
         world.host.append(layer, ids([7, 8]), 0, k, v)
     world.host.tiles(0)[0, 7, 0, 0, 0] += 1
     world.linker.begin(ids([7, 8, 9]), 2 * PAGE, 2 * PAGE)

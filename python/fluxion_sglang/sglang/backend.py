@@ -271,7 +271,7 @@ class FluxionAttnBackend(AttentionBackend):
         pages = page_table(self.req_to_token_pool.req_to_token, there, int(lengths.max()))
         generations = self.req_to_token_pool.req_generation[rows]
         if (disk := self.token_to_kv_pool.disk) is not None:
-            disk.decode(pages, lengths - 1)
+            disk.append(pages, lengths - 1)
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             self.engine.forget(int(rows[i]))
@@ -326,7 +326,7 @@ class FluxionAttnBackend(AttentionBackend):
         if (disk := self.token_to_kv_pool.disk) is not None:
             for chunk in self._chunks:
                 if chunk.rides:
-                    disk.decode(chunk.request.pages.unsqueeze(0), torch.tensor([chunk.request.start]))
+                    disk.append(chunk.request.pages.unsqueeze(0), torch.tensor([chunk.request.start]))
                 else:
                     disk.begin(chunk.request.pages, chunk.request.start, chunk.request.stop)
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)

@@ -190,8 +190,8 @@ class DiskLinker(UnifiedCacheLinker):
         if self._store is not None:
             self._tasks.put(partial(self._store.used, [name for name in names if name is not None]))
 
-    def decode(self, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Requests append a token each: pages [B, n] int32, positions [B]."""
+    def append(self, pages: torch.Tensor, positions: torch.Tensor) -> None:
+        """Requests are to append a token each, at positions [B] int64 of their pages [B, n] int32."""
         self._bare[pages.gather(1, positions[:, None] // PAGE).flatten().long()] = False
 
     # --- from the pool into files ---

@@ -120,7 +120,10 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     run += ["--model-path", str(model_folder(model))]
     if cell["device"] == "cuda":  # what every SGLang has; the same for both sides
         run += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
-        run += ["--attention-backend", "flashinfer"] if policies == [OFF] else []
+        if policies == [OFF]:
+            # Graphs of the batches that are measured. Those of prefill are for shorter chunks.
+            run += ["--attention-backend", "flashinfer", "--cuda-graph-backend-prefill", "disabled"]
+            run += ["--cuda-graph-bs-decode", *map(str, sorted(batches))]
     steps = decoded(len(policies), len(batches))
     if model == "needle":
         prompts, streams = scratch / f"prompts-{length}.txt", scratch / f"streams-{length}.json"

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ FULL = '{"policy": "full"}'
 SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
 CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED), ("bfloat16", OFF), ("bfloat16", FULL))
 SIMULATED_CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED))
+CORES_OF_AN_ENGINE = 3
+"""As many engines start at once as have so many cores: the model is small, and starting is most of the time."""
 
 
 def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -37,7 +41,9 @@ def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> li
 
     options: dict[str, Any] = {"device": "cuda" if device == "cuda" else "cpu", "dtype": dtype, "random_seed": 0}
     if device == "cuda":
-        options |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+        # Few requests and no graphs: what takes time or memory at the start, and changes no token.
+        options |= {"sampling_backend": "pytorch", "grammar_backend": "none", "max_running_requests": 8}
+        options |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
     if config != OFF:
         options |= {"enable_fluxion": True, "fluxion_config": config}
     elif device == "cuda":
@@ -76,8 +82,11 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     without: dict[str, list[list[int]]] = {}
-    for dtype, config in CASES if args.device == "cuda" else SIMULATED_CASES:
-        tokens = in_a_process(args.device, dtype, config, args.quick)
+    cases = CASES if args.device == "cuda" else SIMULATED_CASES
+    at_once = max(1, len(os.sched_getaffinity(0)) // CORES_OF_AN_ENGINE)
+    with ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(lambda case: in_a_process(args.device, *case, args.quick), cases))
+    for (dtype, config), tokens in zip(cases, found, strict=True):
         base = without.setdefault(dtype, tokens)
         right = [
             score(needle_prompt(n, seed=n).questions[0].answer_ids, t) for n, t in zip(lengths, tokens, strict=True)

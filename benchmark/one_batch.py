@@ -266,8 +266,8 @@ def run(model: str, args: argparse.Namespace) -> None:
                     common.memory_read_gb_per_s(data["machine"]["cores"])
                 )
                 data["rows"] += measure(cell, scratch)
+                common.save(path, data)  # before what may fail
                 save_timeline(cell, scratch, path)
-                common.save(path, data)
                 bar.update(cell["length"] ** 2)
     if not data["rows"]:
         raise SystemExit(

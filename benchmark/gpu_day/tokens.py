@@ -23,7 +23,7 @@ import common
 
 from fluxion_sglang.commands.needle import needle_prompt, score
 
-LENGTHS = (300, 2000, 5000, 20000)
+LENGTHS = (700, 2000, 5000, 20000)
 QUICK_LENGTHS = (700, 1500)
 NEW = 24
 OFF = "off"

@@ -198,8 +198,12 @@ def test_a_gpu_without_its_library_fails(two_gpus: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out.splitlines()[-1].strip() == check.command
 
 
+def device_library(has_flashinfer: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(info=lambda: {"capability": "9.0"}, has_flashinfer=has_flashinfer)
+
+
 def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
-    two_gpus.setattr(library, "load", lambda backend: SimpleNamespace(info=lambda: {"capability": "9.0"}))
+    two_gpus.setattr(library, "load", lambda backend: device_library())
     two_gpus.setitem(sys.modules, "flashinfer", None)  # an import of it fails
     two_gpus.setattr(flashinfer, "module", flashinfer.module.__wrapped__)
     assert one("gpu") == Check("gpu", OK, "GPU 0, GPU 1; compute capability 9.0")
@@ -207,6 +211,9 @@ def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
     assert check.status == FAIL and "does not import" in check.found and "--device cpu" in check.found
     two_gpus.setitem(sys.modules, "flashinfer", SimpleNamespace())
     assert one("flashinfer").status == OK
+    two_gpus.setattr(library, "load", lambda backend: device_library(has_flashinfer=False))
+    check = one("flashinfer")
+    assert check.status == WARN and "without its headers" in check.found and "FLUXION_CUDA=on" in check.command
 
 
 def test_the_commands_of_a_machine_without_a_gpu(healthy: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -228,7 +235,7 @@ def test_the_commands_of_a_machine_without_a_gpu(healthy: pytest.MonkeyPatch, tm
 
 
 def test_a_gpu_is_served_on_without_device_cpu(two_gpus: pytest.MonkeyPatch) -> None:
-    two_gpus.setattr(library, "load", lambda backend: SimpleNamespace(info=lambda: {"capability": "9.0"}))
+    two_gpus.setattr(library, "load", lambda backend: device_library())
     assert "--device" not in doctor.serve_command(doctor.run_checks())
 
 

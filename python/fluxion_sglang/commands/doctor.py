@@ -303,16 +303,22 @@ def _gpu() -> Iterator[Check]:
     from fluxion_sglang.device.library import DeviceError, load
 
     try:
-        library = load("cuda").info()
+        library = load("cuda")
+        capability, compiled_in = library.info()["capability"], library.has_flashinfer
     except DeviceError as error:
         # Who has a CUDA compiler can build the library; who has none can serve on the CPU.
         mend = f"FLUXION_CUDA=on {_reinstall()}" if shutil.which("nvcc") else 'export CUDA_VISIBLE_DEVICES=""'
         yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}", mend)
         return
-    yield Check("gpu", OK, f"{names}; compute capability {library['capability']}")
+    yield Check("gpu", OK, f"{names}; compute capability {capability}")
     try:
         flashinfer.module()
     except DeviceError as error:
         yield Check("flashinfer", FAIL, str(error), command=_install("flashinfer-python"))
     else:
-        yield Check("flashinfer", OK, str(_version("flashinfer-python")))
+        version = str(_version("flashinfer-python"))
+        if compiled_in:
+            yield Check("flashinfer", OK, version)
+        else:
+            found = f"{version}; libfluxion_cuda.so was built without its headers, so Fluxion's own kernels attend"
+            yield Check("flashinfer", WARN, found, "build it once more", f"FLUXION_CUDA=on {_reinstall()}")

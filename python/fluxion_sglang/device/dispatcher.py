@@ -194,6 +194,11 @@ def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
     )
     library = load("sim" if os.environ.get("FLUXION_DEVICE") == "sim" else "cuda")
     free = int(library.info()["free_bytes"])
+    if options.flash and not library.has_flashinfer:
+        logger.warning(
+            "Fluxion: libfluxion_cuda.so was built without FlashInfer, so Fluxion's own kernels attend to the middle "
+            "on the GPU; `fluxion doctor` says how to build it"
+        )
 
     def say(rates: Rates) -> str:
         at = crossover(pool.shape, pool.placement, rates, context=LOGGED_CONTEXT, device_bytes=free)

@@ -332,6 +332,11 @@ class DeviceLibrary:
         """Bytes of FlashInfer's plan of a batch; 0: it has no kernel for such groups, or is not compiled in."""
         return int(self._function("plan_bytes")(tasks, entries, group, head_dim, self._element(dtype)))
 
+    @property
+    def has_flashinfer(self) -> bool:
+        """Whether FlashInfer's kernels are compiled in: of the groups and head dimensions that it serves, one."""
+        return self.plan_bytes(1, 1, 4, 128, torch.bfloat16) > 0
+
     def attend(
         self,
         stream: int,

@@ -3,8 +3,9 @@
     python benchmark/gpu_day/tokens.py                # on a machine with a GPU; some minutes
     python benchmark/gpu_day/tokens.py --device sim   # on the simulated device, shorter prompts
 
-In float32 greedy tokens must be the same. In bfloat16, where FlashInfer attends, rounding may change a token that is
-nearly as likely as another: there the right answers are counted, and with the flag there must be as many.
+In float32 greedy tokens must be the same. Only the simulated device shows that: on a GPU, SGLang's RMSNorm takes no
+float32. In bfloat16 rounding may change a token that is nearly as likely as another: there the right answers are
+counted, and with the flag there must be as many.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NEW = 24
 OFF = "off"
 FULL = '{"policy": "full"}'
 SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
-CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED), ("bfloat16", OFF), ("bfloat16", FULL))
+CASES = (("bfloat16", OFF), ("bfloat16", FULL), ("bfloat16", SHARED))
 SIMULATED_CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED))
 CORES_OF_AN_ENGINE = 3
 """As many engines start at once as have so many cores: the model is small, and starting is most of the time."""
@@ -47,7 +48,7 @@ def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> li
     if config != OFF:
         options |= {"enable_fluxion": True, "fluxion_config": config}
     elif device == "cuda":
-        options |= {"attention_backend": "torch_native" if dtype == "float32" else "flashinfer"}
+        options |= {"attention_backend": "flashinfer"}
     engine = sglang.Engine(model_path=str(common.NEEDLE), max_total_tokens=4 * max(lengths), **options)
     try:
         sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}

@@ -30,6 +30,11 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(got.cpu().float(), want.cpu().float(), atol=limit, rtol=limit)
 
 
+def settle(library: DeviceLibrary) -> None:
+    """Waits for what torch began in its own stream: the library's streams do not."""
+    library.stream_synchronize(0)
+
+
 class Side:
     """A mailbox with its port and windows on one of the two devices."""
 
@@ -52,6 +57,7 @@ class Side:
         self.out = torch.full_like(self.q, float("nan"))
         self.given_o, self.given_lse = torch.randn(self.q.shape), torch.randn(self.q.shape[:2])
         self.given_lse[1] = float("-inf")
+        settle(library)
         self.sequence, self._scale = 0, dim**-0.5
 
     def step(self, rows: list[int]) -> None:
@@ -186,6 +192,7 @@ def tiles_are_attended_to(
         region, queries, hot = pinned(tiles), pinned(q), torch.zeros(tiles.nbytes, dtype=torch.uint8, device=where)
         tile_bytes = tiles[0].nbytes
         source = pinned(region.data_ptr() + torch.arange(pages) * tile_bytes)
+        settle(library)
         library.copy_tiles(stream, source, pinned(torch.arange(pages, dtype=torch.int32)), tile_bytes, hot)
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         tasks = [
@@ -198,6 +205,7 @@ def tiles_are_attended_to(
         workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
         words = library.plan_bytes(len(counts), len(entries), group, dim, dtype) // 4
         plan = pinned(torch.zeros(words, dtype=torch.int32)) if flash else None
+        settle(library)
         library.attend(
             stream, packed, max(counts), pinned(torch.where(is_hot, -1 - entries, entries)),
             pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace, plan,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import common
-from one_batch import BEST_FIXED, LARGE, MODELS
+from one_batch import BEST_FIXED, MODELS
 from rendering import link, nothing, result_files, table, where
 
 
@@ -27,7 +28,7 @@ def one_batch(results: Path) -> str:
 def gpu_idle(results: Path) -> str:
     """What a GPU waits for the CPU in a layer, and its share of TPOT, in the shape of Fluxion's Table 5."""
     out = []
-    for path, data in [found for model in LARGE for found in result_files(results, f"one_batch_{model}.json")]:
+    for path, data in result_files(results, "one_batch_*.json"):
         cells: dict[tuple[str, int, int, str], list[dict[str, Any]]] = {}
         for row in data["rows"]:
             if "idle_ms" in row:
@@ -43,7 +44,8 @@ def gpu_idle(results: Path) -> str:
         ]
         if rows:
             head = ["model", "batch", "prompt", "policy", "TPOT (ms)", "idle (ms a layer)", "idle ratio"]
-            note = f"TPOT: medians, idle: means of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
+            asked = f"With `{json.dumps(data['config'])}`. " if data.get("config") else ""
+            note = f"{asked}TPOT: medians, idle: means of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
             out.append(f"{table(head, rows, 'lrrlrrr')}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("one_batch.py --device cuda")
 

@@ -23,7 +23,7 @@ def test_every_step_works() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     folder = ROOT / "build" / "gpu-day" / "simulated"
     rows = {row["step"]: row for row in json.loads((folder / "gpu_day.json").read_text())["rows"]}
-    assert set(rows) == {"doctor", "device", "kernels", "link", "tokens", "decode", "share"}
+    assert set(rows) == {"doctor", "device", "kernels", "link", "door", "tokens", "decode", "share"}
     report = (folder / "gpu_day.md").read_text()
     titles = [title for _, title, _ in day.MEASURED if title != "Steps, recorded"]  # which takes a GPU
     assert [line.removeprefix("## ") for line in report.splitlines() if line.startswith("## ")] == titles

@@ -36,7 +36,7 @@ from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors
 
-DRAWN_STEPS = 2
+DRAWN_STEPS = 1
 """Of a policy's last turn, in the timeline."""
 OFF = "off"
 """The one "policy" of a run without the flag."""

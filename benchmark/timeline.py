@@ -30,6 +30,10 @@ LANES = {
 """What is drawn: its lane and color."""
 
 
+DRAWN = 12
+"""Layers, the first of the last step: more cannot be told apart."""
+
+
 def bars(steps: Sequence[Sequence[LayerTimes]], batches: Sequence[Sequence[int]] = ()) -> tuple[dict[str, Bars], float]:
     """What is drawn, from the first layer's publication on, and the error of the clocks in microseconds.
 
@@ -62,8 +66,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
     rows = data["rows"]
     figure, axes = plt.subplots(len(rows), 1, figsize=(12, 0.6 + 1.7 * len(rows)), squeeze=False)
     for axis, row in zip(axes[:, 0], rows, strict=True):
-        steps = [[LayerTimes._make(layer) for layer in step] for step in row["steps"]]
-        found, error = bars(steps, row["batches"])
+        layers = [LayerTimes._make(layer) for layer in row["steps"][-1][:DRAWN]]
+        inside = [batch for batch in row["batches"] if layers[0].seen <= batch[0] <= layers[-1].answered]
+        found, error = bars([layers], inside)
         lanes = list(dict.fromkeys(LANES[name][0] for name, some in found.items() if some))
         for name, some in found.items():
             lane, color = LANES[name]

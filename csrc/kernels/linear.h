@@ -11,7 +11,7 @@ namespace {
 // of weights in bfloat16 takes an instruction a row. Zen 4 does one of them a cycle, and memory delivers a
 // line to a core every 5 to 10.
 inline constexpr int kLinearRows = 8;
-// Outputs whose sums are kept at a time: a multiple of 2, 3 and 4.
+// Outputs whose sums are kept at a time: a multiple of 4.
 inline constexpr int kLinearOutputs = 192;
 // Bytes of a row of x that are multiplied at a time: kLinearRows of them leave half of the nearest cache to
 // the weights. How many rows there are changes nothing, so that a row's sums do not depend on the others.

@@ -19,7 +19,7 @@ from world import World
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.chunks import chunk_pages
-from fluxion_sglang.device.dispatcher import Dispatcher, DispatcherOptions, GpuExecutor
+from fluxion_sglang.device.dispatcher import Dispatcher, DispatcherOptions, GpuExecutor, create
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.rates import SIMULATED, Rates
@@ -685,3 +685,15 @@ def test_a_lost_device_is_said_once_and_the_server_goes_on(caplog: pytest.LogCap
         "Fluxion: the device could not take a batch of attention (the test asked for a failure); tasks are computed by "
         "the CPU alone from now on"
     ]
+
+
+def test_a_library_without_flashinfer_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FLUXION_DEVICE", "sim")
+    pool = SimpleNamespace(pages=8)
+    for kernels, has, told in (("flashinfer", True, 0), ("fluxion", False, 0), ("flashinfer", False, 1)):
+        caplog.clear()
+        monkeypatch.setattr(DeviceLibrary, "has_flashinfer", has)
+        create(FluxionConfig.parse(f'{{"executors": "cpu+gpu", "gpu_kernels": "{kernels}"}}'), pool)
+        assert sum("built without FlashInfer" in record.message for record in caplog.records) == told

@@ -11,13 +11,12 @@ namespace {
 // of weights in bfloat16 takes an instruction a row. Zen 4 does one of them a cycle, and memory delivers a
 // line to a core every 5 to 10.
 inline constexpr int kLinearRows = 8;
-// Outputs whose sums are kept at a time: a multiple of 4.
-inline constexpr int kLinearOutputs = 192;
-// Bytes of a row of x that are multiplied at a time: kLinearRows of them leave half of the nearest cache to
-// the weights. How many rows there are changes nothing, so that a row's sums do not depend on the others.
-inline constexpr int kLinearBytes = 2 << 10;
-// How far ahead weights come from the second nearest cache into the nearest.
-inline constexpr int kLinearAhead = 384;
+// Outputs whose sums are kept at a time.
+inline constexpr int kLinearOutputs = 48;
+// Bytes of x that are multiplied at a time where x has no room in the nearest cache.
+inline constexpr int kLinearBytes = 16 << 10;
+// How far ahead weights are fetched.
+inline constexpr int kLinearAhead = 4 << 10;
 
 inline constexpr int across_of(int rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 inline constexpr int padded(int in) { return (in + kLinearPad - 1) / kLinearPad * kLinearPad; }
@@ -48,68 +47,85 @@ void pack_linear(const void* x, int64_t x_stride, int rows, int in, void* packed
   }
 }
 
-// Memory that is read from one end to the other into the second nearest cache.
-class Upcoming {
- public:
-  Upcoming() = default;
-  Upcoming(const void* first, int64_t bytes) : next_(static_cast<const char*>(first)), end_(next_ + bytes) {}
+// Whether so many rows of x stay in the nearest cache while weights pass through it, or can do without: one
+// or two of them come from the next cache as fast as they are used.
+template <class T>
+bool goes_straight(const LinearArgs& args, int rows) {
+  return rows <= 2 ||
+         static_cast<int64_t>(sizeof(typename Dot<T>::Query)) * rows * args.in <= args.near_bytes;
+}
 
-  // The next so many bytes, to be fetched line after line; `instead`, which is in the cache, after the last.
-  const char* take(int64_t bytes, const void* instead) {
-    if (end_ - next_ < bytes) return static_cast<const char*>(instead);
-    next_ += bytes;
-    return next_ - bytes;
-  }
-
- private:
-  const char *next_ = nullptr, *end_ = nullptr;
-};
-
-// What kSide stretches of weights, each of `steps` rows one after another, are multiplied with in one go: a
-// block of the inputs of a row of every stretch. Unit u is block u / steps of row u % steps: it finds the
-// weights in the second nearest cache, however they jump, because what was multiplied before it has fetched
-// them, as they lie in memory. A core has few lines under way that it asked for itself; its prefetcher, which
-// has more, follows only what goes straight on.
-template <class T, int kX, int kSide>
+// Multiplies `steps` times kSide rows of weights with a group of kX rows of x: in the order in which they lie
+// in memory, at the speed of a plain stream, if x stays in the nearest cache meanwhile; else a block of the
+// inputs after another, so that this block of x stays there.
+//
+// kOnce: nobody reads the weights again, so they need not go through all caches.
+template <class T, int kX, int kSide, bool kOnce>
 class LinearUnits {
  public:
   LinearUnits(const LinearArgs& args, const typename Dot<T>::Query* x, const T* weights, int steps)
       : x_(x), weights_(weights), stride_(args.stride), in_(args.in), steps_(steps) {
-    constexpr int kMost = kLinearBytes / static_cast<int>(sizeof(typename Dot<T>::Query));
-    blocks_ = (in_ + kMost - 1) / kMost;
+    constexpr int kMost = kLinearBytes / (kX * static_cast<int>(sizeof(typename Dot<T>::Query)));
+    blocks_ = goes_straight<T>(args, kX) ? 1 : (in_ + kMost - 1) / kMost;
     block_ = padded((in_ + blocks_ - 1) / blocks_);
     blocks_ = (in_ + block_ - 1) / block_;
   }
 
-  // sums[m * kLinearOutputs + s * steps + i]: row m of x times row i of stretch s; sums starts with zeros.
-  void run(Upcoming* upcoming, float* sums) const {
-    for (int u = 0; u < blocks_ * steps_; ++u) multiply(u, upcoming, sums);
+  // sums[m * kLinearOutputs + i]: row m of x times row i of the weights. Each lane adds in the order of the
+  // inputs, whatever kX, kSide and the blocks are: a row's sums do not depend on how many others there are.
+  void run(float* sums) const {
+    Vec kept[kLinearOutputs * kX];
+    const int units = blocks_ * steps_;
+    // Of a block, units are fetched as a whole: a loop that ends within one costs more than it gains.
+    constexpr int kAhead = kLinearAhead / static_cast<int>(sizeof(T));
+    const int skip = block_ < kAhead ? kAhead / block_ : 1;
+    for (int u = 0; u < units; ++u) {
+      const T* rows = begin_of(u);
+      Fetch fetch{rows + kAhead, kLineElements, kSide};
+      if (blocks_ > 1) fetch = {begin_of(u + skip < units ? u + skip : u), stride_, 1};
+      multiply(u, rows, fetch, kept, sums);
+    }
   }
 
  private:
   static constexpr int kPair = 2 * kLanes;
   static constexpr int kCount = kSide * kX;
+  static constexpr int kLineElements = kPair * sizeof(T) < kLine ? kLine / sizeof(T) : kPair;
 
-  void multiply(int unit, Upcoming* upcoming, float* sums) const {
-    const int begin = unit / steps_ * block_, size = smaller(in_ - begin, block_),
-              whole = size / kPair * kPair;
+  // With input k of row s of a unit comes from[s * apart + k * pace].
+  struct Fetch {
+    const T* from;
+    int64_t apart;
+    int pace;
+  };
+
+  // Unit u is block u / steps of the rows from (u % steps) * kSide on.
+  const T* begin_of(int unit) const {
+    return weights_ + unit / steps_ * block_ + static_cast<int64_t>(unit % steps_) * kSide * stride_;
+  }
+
+  void multiply(int unit, const T* first, const Fetch& fetch, Vec* kept, float* sums) const {
+    const int block = unit / steps_, row = unit % steps_ * kSide, begin = block * block_,
+              size = smaller(in_ - begin, block_), whole = size / kPair * kPair;
     const auto* x = x_ + static_cast<int64_t>(begin) * kX;
     const T* rows[kSide];
-    for (int s = 0; s < kSide; ++s)
-      rows[s] = weights_ + (static_cast<int64_t>(s) * steps_ + unit % steps_) * stride_ + begin;
-    const char* then = upcoming->take(static_cast<int64_t>(whole) * kSide * sizeof(T), rows[0]);
+    for (int s = 0; s < kSide; ++s) rows[s] = first + s * stride_;
     Vec total[kCount];
+    Vec* mine = kept + row * kX;
+    if (block > 0) {
 #pragma GCC unroll 32
-    for (int i = 0; i < kCount; ++i) total[i] = set1(0.0f);
+      for (int i = 0; i < kCount; ++i) total[i] = mine[i];
+    } else {
+#pragma GCC unroll 32
+      for (int i = 0; i < kCount; ++i) total[i] = set1(0.0f);
+    }
     for (int k = 0; k < whole; k += kPair) {
       constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
       if (kBytes >= kLine || k * static_cast<int>(sizeof(T)) % kLine == 0) {
 #pragma GCC unroll 4
         for (int s = 0; s < kSide; ++s) {
-          for (int b = 0; b < kBytes; b += kLine, then += kLine) {
-            prefetch_near(then);
-            prefetch(reinterpret_cast<const char*>(rows[s] + k) + b + kLinearAhead);
-          }
+          const auto* line = reinterpret_cast<const char*>(fetch.from + s * fetch.apart + k * fetch.pace);
+          for (int b = 0; b < kBytes; b += kLine) kOnce ? prefetch_once(line + b) : prefetch(line + b);
         }
       }
       add_pair(x + static_cast<int64_t>(k) * kX, rows, k, total);
@@ -123,11 +139,15 @@ class LinearUnits {
       }
       add_pair(x + static_cast<int64_t>(whole) * kX, ends, 0, total);
     }
+    if (block + 1 < blocks_) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kCount; ++i) mine[i] = total[i];
+      return;
+    }
     float each[(kCount + kLanes - 1) / kLanes * kLanes];
     reduce(total, each);
-    float* to = sums + unit % steps_;
 #pragma GCC unroll 32
-    for (int i = 0; i < kCount; ++i) to[i % kX * kLinearOutputs + i / kX * steps_] += each[i];
+    for (int i = 0; i < kCount; ++i) sums[i % kX * kLinearOutputs + row + i / kX] = each[i];
   }
 
   static void add_pair(const typename Dot<T>::Query* x, const T* const* rows, int k, Vec (&total)[kCount]) {
@@ -142,7 +162,6 @@ class LinearUnits {
     }
   }
 
-  // The same order of additions whatever kX and kSide are.
   static void reduce(const Vec (&total)[kCount], float* each) {
 #pragma GCC unroll 32
     for (int i = 0; i < kCount; i += kLanes) {
@@ -160,22 +179,22 @@ class LinearUnits {
 };
 
 // A group of up to kX rows of x and up to kLinearOutputs outputs.
-template <class T, int kX>
-void linear_group(const LinearArgs& args, int group, int64_t first, int count, Upcoming* upcoming, T* out) {
-  // Sums, weights and one more fit into the registers. Of 8 x 3 sums, too; but GCC 12 then keeps a weight on
-  // the stack, which costs a third of the rate.
-  constexpr int kSide = kRegisters >= 32 ? (kX <= 4 ? 4 : 2) : kX <= 2 ? 4 : kX <= 4 ? 2 : 1;
+template <class T, int kX, bool kOnce>
+void linear_group(const LinearArgs& args, int group, int64_t first, int count, T* out) {
   const auto* x = static_cast<const typename Dot<T>::Query*>(args.x);
   x += static_cast<int64_t>(group) * padded(args.in);
   const T* weights = static_cast<const T*>(args.weights) + first * args.stride;
   float sums[kX * kLinearOutputs];
-  for (int i = 0; i < kX * kLinearOutputs; i += kLanes) store(sums + i, set1(0.0f));
-  const int steps = count / kSide, rest = count - steps * kSide;
-  if (steps > 0) LinearUnits<T, kX, kSide>(args, x, weights, steps).run(upcoming, sums);
-  if (rest > 0) {
-    const T* last = weights + static_cast<int64_t>(steps) * kSide * args.stride;
-    LinearUnits<T, kX, 1>(args, x, last, rest).run(upcoming, sums + steps * kSide);
+  int done = 0;
+  // Rows side by side read x half as often, and are no straight stream.
+  if constexpr (kX == 8 ? kRegisters >= 32 : kX == 4) {
+    if (kX == 8 || !goes_straight<T>(args, kX)) {
+      if (count >= 2) LinearUnits<T, kX, 2, kOnce>(args, x, weights, count / 2).run(sums);
+      done = count / 2 * 2;
+    }
   }
+  if (done < count)
+    LinearUnits<T, kX, 1, kOnce>(args, x, weights + done * args.stride, count - done).run(sums + done);
   const T* bias = static_cast<const T*>(args.bias);
   for (int m = 0; m < kX && group + m < args.rows; ++m) {
     const float* from = sums + m * kLinearOutputs;
@@ -189,36 +208,35 @@ void linear_group(const LinearArgs& args, int group, int64_t first, int count, U
   }
 }
 
+template <int kX>
+struct Across {
+  static constexpr int value = kX;
+};
+
 template <class T>
-void linear(const LinearArgs& args, int64_t first, int count, int64_t next, int next_count, void* out) {
-  // Rows that lie far apart are left to the hardware.
-  const bool dense = args.stride <= args.in + args.in / 8;
-  const auto weights_from = [&](int64_t row, int rows) {
-    if (!dense || rows < 1) return Upcoming();
-    return Upcoming(static_cast<const T*>(args.weights) + row * args.stride,
-                    rows * args.stride * static_cast<int64_t>(sizeof(T)));
-  };
+void linear(const LinearArgs& args, int64_t first, int count, void* out) {
   for (int begin = 0; begin < count; begin += kLinearOutputs) {
-    const int size = smaller(count - begin, kLinearOutputs), more = count - begin - size;
-    Upcoming upcoming = more > 0 ? weights_from(first + begin + size, smaller(more, kLinearOutputs))
-                                 : weights_from(next, next_count);
-    // Rows of x after the first group find all weights in a cache.
+    const int size = smaller(count - begin, kLinearOutputs);
     for (int group = 0; group < args.rows; group += kLinearRows) {
-      const auto run = [&](auto one) {
-        one(args, group, first + begin, size, &upcoming, static_cast<T*>(out) + begin);
+      T* to = static_cast<T*>(out) + begin;
+      const auto run = [&](auto across) {
+        if (args.rows <= kLinearRows)
+          linear_group<T, across.value, true>(args, group, first + begin, size, to);
+        else  // the next group finds the weights in a cache
+          linear_group<T, across.value, false>(args, group, first + begin, size, to);
       };
       switch (across_of(smaller(args.rows - group, kLinearRows))) {
         case 1:
-          run(linear_group<T, 1>);
+          run(Across<1>());
           break;
         case 2:
-          run(linear_group<T, 2>);
+          run(Across<2>());
           break;
         case 4:
-          run(linear_group<T, 4>);
+          run(Across<4>());
           break;
         default:
-          run(linear_group<T, 8>);
+          run(Across<8>());
       }
     }
   }

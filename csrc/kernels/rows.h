@@ -35,6 +35,16 @@ inline void prefetch_near(const void* p) {
 #endif
 }
 
+// One line that is read once: into the nearest cache, and on the way to no other one where the core can do
+// so.
+inline void prefetch_once(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchnta %0" ::"m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 0, 0);
+#endif
+}
+
 // Fetches the line at p to be written. A write that misses holds up all writes after it.
 inline void prefetch_to_write(const void* p) {
 #if defined(__x86_64__)

@@ -95,6 +95,7 @@ struct LinearArgs {
   int64_t stride;       // elements from one row of weights to the next
   const void* bias;     // [outputs], or nullptr
   int64_t out_stride;   // elements from one row of outputs to the next
+  int64_t near_bytes;   // of x that a core's nearest cache holds while weights pass through it
 };
 
 // The kernels of one instruction set for what is stored as one DType. A tile is K[16][D] then V[16][D],
@@ -234,10 +235,9 @@ struct KernelTable {
   void (*pack_linear)(const void* x, int64_t x_stride, int rows, int in, void* packed);
 
   // y = x W^T + bias: outputs first..first + count - 1 of every row, to out[r * out_stride + i], i from 0.
-  // Weights are read once for every eight rows, sums are float32 and rounded once. The next_count outputs
-  // from `next` on are what the caller may ask for next (0: none): their weights may be fetched, and are not
-  // used. An output depends on its row and its weights alone, not on what else is multiplied.
-  void (*linear)(const LinearArgs& args, int64_t first, int count, int64_t next, int next_count, void* out);
+  // Weights are read once for every eight rows, sums are float32 and rounded once. An output depends on its
+  // row and its weights alone, not on what else is multiplied.
+  void (*linear)(const LinearArgs& args, int64_t first, int count, void* out);
 
   // What lies between linear layers, of one row each. Rows may not overlap.
   //

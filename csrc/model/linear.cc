@@ -1,18 +1,18 @@
 #include "model/linear.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 
 namespace fluxion {
 namespace {
 
-// Weights that a worker takes at a time. While it multiplies them it fetches those that it takes next, so a
-// core's second nearest cache has to have room for both.
-constexpr int64_t kChunkBytes = 192 << 10;
+// Weights that a worker takes at a time.
+constexpr int64_t kChunkBytes = 384 << 10;
 constexpr int kChunksOfWorker = 8;
 constexpr int64_t kLeastBytes = 32 << 10;
-// Fewer outputs are no good to read side by side.
-constexpr int kLeastOutputs = 12;
+constexpr int kLeastOutputs = 4;
 
 struct Job {
   const KernelTable& kernels;
@@ -22,20 +22,21 @@ struct Job {
   int chunk, count;
   alignas(64) std::atomic<int> next{0};
 
-  int size(int i) const { return i < count ? std::min(chunk, layer.outputs - i * chunk) : 0; }
-
-  // A worker takes the next chunk before it begins one, so as to fetch it in time.
   void run() {
-    int i = next.fetch_add(1, std::memory_order_relaxed);
-    while (i < count) {
-      const int then = next.fetch_add(1, std::memory_order_relaxed);
+    for (int i = next.fetch_add(1, std::memory_order_relaxed); i < count;
+         i = next.fetch_add(1, std::memory_order_relaxed)) {
       const int64_t first = static_cast<int64_t>(i) * chunk;
-      kernels.linear(args, first, size(i), static_cast<int64_t>(then) * chunk, size(then),
-                     static_cast<char*>(layer.out) + first * element);
-      i = then;
+      const auto outputs = static_cast<int>(std::min<int64_t>(chunk, layer.outputs - first));
+      kernels.linear(args, first, outputs, static_cast<char*>(layer.out) + first * element);
     }
   }
 };
+
+// Two thirds of a core's nearest cache. Such caches have 32 KiB at least.
+int64_t near_bytes() {
+  static const int64_t bytes = std::max(sysconf(_SC_LEVEL1_DCACHE_SIZE), 32L << 10) * 2 / 3;
+  return bytes;
+}
 
 }  // namespace
 
@@ -55,13 +56,13 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
   const int64_t element = dtype == DType::kBF16 ? 2 : 4;
   void* packed = scratch->reserve(linear_pack_bytes(layer.rows, layer.in));
   kernels.pack_linear(layer.x, layer.x_stride, layer.rows, layer.in, packed);
-  const LinearArgs args{packed,       layer.rows, layer.in,        layer.weights,
-                        layer.stride, layer.bias, layer.out_stride};
+  const LinearArgs args{packed,       layer.rows, layer.in,         layer.weights,
+                        layer.stride, layer.bias, layer.out_stride, near_bytes()};
   const int64_t row = std::max<int64_t>(layer.in * element, 1), all = row * layer.outputs;
   const int64_t share = all / (static_cast<int64_t>(workers.size()) * kChunksOfWorker);
   const int64_t bytes = std::clamp(share, kLeastBytes, kChunkBytes);
   const int64_t outputs = std::max<int64_t>(bytes / row, kLeastOutputs);
-  const int chunk = static_cast<int>(std::min<int64_t>(outputs / 12 * 12, layer.outputs));
+  const int chunk = static_cast<int>(std::min<int64_t>(outputs / 4 * 4, layer.outputs));
   Job job{kernels, layer, args, element, chunk, (layer.outputs + chunk - 1) / chunk};
   const auto body = [](void* ctx, int) { static_cast<Job*>(ctx)->run(); };
   if (job.count > 1 && workers.size() > 1 && workers.launch(body, &job)) return workers.join();

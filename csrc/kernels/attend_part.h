@@ -49,7 +49,7 @@ inline void add_listed_values(const float* weights, const MX8* tile, const TileS
                               const uint8_t* tokens, int count, float* out) {
   const MX8* values = tile + kPage * D;
   for (int d = 0; d < D; d += kLanes) {
-    const float* scale = scales.scale + d / kMXBlock * scales.kStride + kPage;
+    const float* scale = scales.values + d / kMXBlock * scales.kStride;
     Vec x = load(out + d);
     for (int i = 0; i < count; ++i) {
       const int t = tokens[i];
@@ -68,12 +68,12 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, const Ti
     for (int t = 0; t < kPage; t += kLanes) store(scores + t, set1(0.0f));
     for (int bits = mask; bits; bits &= bits - 1) {
       const int t = __builtin_ctz(bits);
-      scores[t] = dot_row<T>(q, scales.row(tile, t, 0, D), D);
+      scores[t] = scales.score(dot_row<T>(q, scales.row(tile, t, 0, D), D), t);
     }
   } else {
     for (int t = 0; t < kPage; t += kLanes) {
       const auto rows = [&](int i) { return scales.row(tile, t + i, 0, D); };
-      store(scores + t, dot_rows<T>(q, rows, D));
+      store(scores + t, scales.template scores<1>(dot_rows<T>(q, rows, D), t));
     }
   }
   Vec highest = set1(top);

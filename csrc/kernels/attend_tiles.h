@@ -135,7 +135,10 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
     }
     // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
     // reaches the output.
-    const Vec x = min(set1(kMaxFloat), logits(reduce_rows(sums), factor, cap));
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::total(sums[i]);
+    const Vec products = scales.template scores<kHeads>(reduce_rows(sums), t);
+    const Vec x = min(set1(kMaxFloat), logits(products, factor, cap));
     store(scores + t * kTiles * kHeads, x);
     highest = max(x, highest);
   }
@@ -272,6 +275,106 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
   }
 }
 
+#ifdef FLUXION_WORD_PRODUCTS
+// The same of MX8, by products of integers, two rows in one instruction. The weights take in what values are
+// multiplied by, and of a head and block they become integers of 15 bits, at most 2^-16 of the largest off.
+template <int kD, int kTiles, int kHeads, int kGap>
+inline void add_word_values(const float* weights, const TileRows<MX8, kTiles>& tiles,
+                            const TileScales<MX8, kTiles>& scales, int head_dim, float* out) {
+  constexpr int kScores = kPage * kTiles * kHeads, kPairs = kScores / 2;
+  constexpr float kMost = 32767.0f;
+  // As many sums as hide how long an addition takes, and as there are registers for.
+  constexpr int kBlocks = smaller(4, kRegisters / (4 * kHeads));
+  const int D = kD ? kD : head_dim;
+  // Of a block [kPage / 2][kTiles][kHeads], and by lanes what the sums of a head are multiplied by.
+  alignas(64) float words[kMaxHeadDim / kMXBlock * kPairs + kLanes];
+  alignas(64) float units[kMaxHeadDim / kMXBlock][kLanes];
+  for (int b = 0; b < mx_blocks(D); ++b) {
+    const float* scale = scales.values + b * scales.kStride;
+    alignas(64) float scaled[kScores];
+    Vec most = set1(0.0f);
+    for (int i = 0; i < kScores; i += kLanes) {
+      const Vec x = mul(load(weights + i), spread<kHeads>(scale + i / kHeads));
+      store(scaled + i, x);
+      most = max(x, most);
+    }
+    // Where a value is no number all weights become 0, and their sum times infinity stays none.
+    most = max_by_period<kHeads>(most);
+    store(units[b], mul(most, set1(1.0f / kMost)));
+    const Vec inverse = div(set1(kMost), most);
+    for (int i = 0; i < kScores; i += 2 * kLanes) {
+      const Vec x = mul(load(scaled + i), inverse);
+      const Vec y = i + kLanes < kScores ? mul(load(scaled + i + kLanes), inverse) : set1(0.0f);
+      store(words + b * kPairs + i / 2, word_pairs<kTiles * kHeads>(x, y));
+    }
+  }
+  Spaced spaced;
+  int fetched = 0;  // rows of what is ahead
+  const auto fetch_until = [&](int d) {
+    // The same share of it for every part of the outputs.
+    for (const int to = kPage * d / D; fetched < to; ++fetched) {
+      const typename TileRows<MX8, kTiles>::Stretch ahead(tiles, kPage + fetched, D);
+      for (int b = 0; b < D; b += kLine) ahead.template fetch<kLine, kGap>(b, &spaced);
+    }
+  };
+  const auto add_at = [&]<int kCount>(int d) {
+    fetch_until(d + kCount * kMXBlock);
+    Vec low[kHeads][kCount], high[kHeads][kCount];
+#pragma GCC unroll 16
+    for (int i = 0; i < kHeads * kCount; ++i)
+      low[i / kCount][i % kCount] = high[i / kCount][i % kCount] = set1(0.0f);
+    const float* row_words = words + d / kMXBlock * kPairs;
+    for (int t = 0; t < kPage; t += 2) {
+#pragma GCC unroll 4
+      for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
+        const MX8* at = tiles.now[s] + (kPage + t) * D + d;
+#pragma GCC unroll 4
+        for (int j = 0; j < kCount; ++j) {
+          const RowPairs pairs = pairs_of(at + j * kMXBlock, at + j * kMXBlock + D);
+#pragma GCC unroll 16
+          for (int h = 0; h < kHeads; ++h) {
+            const Vec word = set1(row_words[j * kPairs + h]);
+            low[h][j] = add_words(low[h][j], pairs.low, word);
+            high[h][j] = add_words(high[h][j], pairs.high, word);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kCount; ++j) {
+        const Vec unit = set1(units[d / kMXBlock + j][h]);
+        float* to = out + h * D + d + j * kMXBlock;
+        store(to, fma(floats_of(first_of(low[h][j], high[h][j])), unit, load(to)));
+        store(to + kLanes, fma(floats_of(last_of(low[h][j], high[h][j])), unit, load(to + kLanes)));
+      }
+    }
+  };
+  int d = 0;
+  for (; d + kBlocks * kMXBlock <= D; d += kBlocks * kMXBlock) add_at.template operator()<kBlocks>(d);
+  for (; d + kMXBlock <= D; d += kMXBlock) add_at.template operator()<1>(d);
+  if (d == D) return;
+  fetch_until(D);
+  Vec sums[kHeads];
+#pragma GCC unroll 16
+  for (int h = 0; h < kHeads; ++h) sums[h] = set1(0.0f);
+  const float* row_words = words + d / kMXBlock * kPairs;
+  for (int t = 0; t < kPage; t += 2) {
+    for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
+      const MX8* at = tiles.now[s] + (kPage + t) * D + d;
+      const auto pairs = half_pairs_of(at, at + D);
+#pragma GCC unroll 16
+      for (int h = 0; h < kHeads; ++h) sums[h] = add_words(sums[h], pairs, set1(row_words[h]));
+    }
+  }
+#pragma GCC unroll 16
+  for (int h = 0; h < kHeads; ++h) {
+    float* to = out + h * D + d;
+    store(to, fma(floats_of(sums[h]), set1(units[d / kMXBlock][h]), load(to)));
+  }
+}
+#else
 // The same of MX8. The weights take in what values are multiplied by, block by block, and the sums of all
 // heads stay in registers over all rows.
 template <int kD, int kTiles, int kHeads, int kGap>
@@ -283,7 +386,7 @@ inline void add_scaled_values(const float* weights, const TileRows<MX8, kTiles>&
   const int D = kD ? kD : head_dim;
   alignas(64) float words[kMaxHeadDim / kMXBlock * kScores];
   for (int b = 0; b < mx_blocks(D); ++b) {
-    const float* scale = scales.scale + b * scales.kStride + kPage * kTiles;
+    const float* scale = scales.values + b * scales.kStride;
     for (int i = 0; i < kScores; i += kLanes)
       store(words + b * kScores + i, mul(load(weights + i), spread<kHeads>(scale + i / kHeads)));
   }
@@ -330,6 +433,8 @@ inline void add_scaled_values(const float* weights, const TileRows<MX8, kTiles>&
   for (; d < D; d += kLanes) add_at.template operator()<1>(d);
 }
 
+#endif
+
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
                                     const HeadStates& state, const PageLse& page_lse) {
@@ -364,7 +469,11 @@ template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace
     }
   }
   if constexpr (sizeof(T) == sizeof(MX8)) {
+#ifdef FLUXION_WORD_PRODUCTS
+    add_word_values<kD, kTiles, kHeads, kGap>(weights, tiles, scales, D, state.out);
+#else
     add_scaled_values<kD, kTiles, kHeads, kGap>(weights, tiles, scales, D, state.out);
+#endif
     return;
   } else
     // Fewer heads than four would wait for one addition after the other.

@@ -68,7 +68,7 @@ struct Isas {
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
       return;
     add(avx512::kTables);
-    if (__builtin_cpu_supports("avx512bf16")) {
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
       add(avx512bf16::kTables);
       // Intel's cores take four times as long for a product of bf16 vectors as for one of float32 vectors, of
       // half as many elements (measured on Emerald Rapids): to widen the keys is the faster way.

@@ -4,30 +4,36 @@
 
 // Rows of MX8 as they are multiplied. An ISA header has what is its own:
 //
-//   KeyBlock            the integers of a block, widened
-//   widen(p)         those at p
-//   QueryBlock            a query's integers of a block
+//   KeyBlock            the integers of a block as words of 16 bits
+//   words_of(p, by)     those at p, each times 2^6 / 2^n and rounded; *by = shifts_at(n)
+//   QueryBlock          a query's integers of a block
 //   words_at(q)
-//   products(w, b)   float, by lanes sums of the products of a block: exact
-//   half_products(q, p)   of a block of half the size, whose query is in its order
-//   word_order(i)    where in a whole block of a query its element i is
-//   integers_at(p)   kLanes elements as floats, in their order
-//   spread<n>(p)     lane i = p[i / n]; may read up to p[kLanes - 1]
-//   powers_at(p)     lane i = 2^(p[i] - 127)
+//   add_words(sum, w, b)   adds the products of a block to integers that are in the lanes of `sum`
+//   add_half(sum, q, p, by)   of a block of half the size, whose query is in its order
+//   floats_of(sum)      those integers
+//   word_order(i)       where in a whole block of a query its element i is
+//   integers_at(p)      kLanes elements as floats, in their order
+//   spread<n>(p)        lane i = p[i / n]; may read up to p[kLanes - 1]
+//   powers_at(p)        lane i = 2^(p[i] - 127)
+//   shifts_at(p)        bits for words_of; 0 for p[i] over 31, which makes words 0
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// A row, and what its blocks are multiplied by, kStride floats from one block to the next.
+// A row, and how its blocks are shifted, kStride words from one block to the next.
 template <int kStride>
-struct ScaledRow {
+struct ShiftedRow {
   const MX8* at;
-  const float* scale;
+  const float* by;
 
   // d: a multiple of a block.
-  ScaledRow operator+(int d) const { return {at + d, scale + d / kMXBlock * kStride}; }
+  ShiftedRow operator+(int d) const { return {at + d, by + d / kMXBlock * kStride}; }
 };
 
-// Queries become integers of 16 bits: sums of their products with a block are exact.
+// Products of integers, without a rounding between them. All blocks of a key take the exponent of its largest
+// one, of whose last place they keep another kKeyBits; queries become integers of 14 bits. So kMaxHeadDim
+// products fit into eight lanes of 32 bits. An element loses at most 2^-13 of the largest one.
+inline constexpr int kKeyBits = 6, kMostShift = 13;
+inline constexpr float kQueryMost = 8191.0f;
 template <>
 struct Dot<MX8> {
   using Query = int16_t;
@@ -40,7 +46,7 @@ struct Dot<MX8> {
       most = size > most ? size : most;
       nothing += x - x;
     }
-    const float inverse = most > 1e-30f ? 32767.0f / most : 0.0f;
+    const float inverse = most > 1e-30f ? kQueryMost / most : 0.0f;
     for (int d = 0; d < n; d += kMXBlock) {
       const bool whole = d + kMXBlock <= n;
       for (int i = 0; i < (whole ? kMXBlock : n - d); ++i) {
@@ -50,29 +56,25 @@ struct Dot<MX8> {
             static_cast<int16_t>(static_cast<int32_t>(bits_of(x)) - 0x4b400000);
       }
     }
-    return most / 32767.0f + nothing;
+    return most / (kQueryMost * (1 << kKeyBits)) + nothing;
   }
 
-  struct Pair {
-    KeyBlock integers;
-    Vec scale;
-  };
+  using Pair = KeyBlock;
   static QueryBlock query_pair(const Query* q) { return words_at(q); }
   template <int kStride>
-  static Pair row_pair(const ScaledRow<kStride>& row) {
-    return {widen(row.at), set1(*row.scale)};
+  static Pair row_pair(const ShiftedRow<kStride>& row) {
+    return words_of(row.at, row.by);
   }
-  static Vec add(Vec sum, const QueryBlock& q, const Pair& k) {
-    return fma(products(q, k.integers), k.scale, sum);
-  }
+  static Vec add(Vec sum, const QueryBlock& q, const Pair& k) { return add_words(sum, q, k); }
   template <int kStride>
-  static Vec step(Vec sum, const Query* q, const ScaledRow<kStride>& row) {
+  static Vec step(Vec sum, const Query* q, const ShiftedRow<kStride>& row) {
     return add(sum, query_pair(q), row_pair(row));
   }
   template <int kStride>
-  static Vec tail(Vec sum, const Query* q, const ScaledRow<kStride>& row) {
-    return fma(half_products(q, row.at), set1(*row.scale), sum);
+  static Vec tail(Vec sum, const Query* q, const ShiftedRow<kStride>& row) {
+    return add_half(sum, q, row.at, row.by);
   }
+  static Vec total(Vec sum) { return floats_of(sum); }
 };
 
 // Weights are not rounded, and sums are in the order of the elements.
@@ -91,6 +93,12 @@ template <class T, int kTiles>
 struct TileScales {
   TileScales(const T* const*, int) {}
   const T* row(const T* tile, int row, int, int D) const { return tile + row * D; }
+  // Sums of products with keys from row t on, for kHeads heads in turn; and of a single one.
+  template <int kHeads>
+  Vec scores(Vec sums, int) const {
+    return sums;
+  }
+  float score(float sum, int) const { return sum; }
   static void fetch_of(const T*, int) {}  // of a tile, what is not in its rows
 };
 
@@ -107,43 +115,71 @@ inline void zip(Bytes* a, Bytes* b) {
 #endif
   *a = low;
 }
-inline void powers_of_two(Bytes exponents, float* to) {
-  uint8_t bytes[sizeof(Bytes)];
-  __builtin_memcpy(bytes, &exponents, sizeof(bytes));
-  for (int i = 0; i < kPage; i += kLanes) store(to + i, powers_at(bytes + i));
-}
 
 template <int kTiles>
 struct TileScales<MX8, kTiles> {
-  static constexpr int kStride = 2 * kPage * kTiles;
-  // [blocks of a row][2 * kPage][kTiles], and room to read a vector.
-  alignas(64) float scale[kMaxHeadDim / kMXBlock * kStride + kLanes];
+  static constexpr int kStride = kPage * kTiles, kBlocks = kMaxHeadDim / kMXBlock;
+  // Each [kPage][kTiles], and room to read a vector. Of keys: their factors, and the shifts of their blocks;
+  // of values the factors of their blocks.
+  alignas(64) float keys[kStride + kLanes];
+  alignas(64) float shifts[kBlocks * kStride];
+  alignas(64) float values[kBlocks * kStride + kLanes];
 
   TileScales(const MX8* const* tiles, int D) {
+    Bytes top[kTiles] = {};
     for (int b = 0; b < mx_blocks(D); ++b) {
-      for (int row = 0; row < 2 * kPage; row += kPage) {
-        Bytes of[kTiles];
-        for (int s = 0; s < kTiles; ++s)
-          __builtin_memcpy(&of[s], exponents_of(tiles[s], D) + b * 2 * kPage + row, sizeof(Bytes));
-        // Those of one row of all tiles come to lie side by side.
-        if constexpr (kTiles == 4) {
-          zip(&of[0], &of[2]);
-          zip(&of[1], &of[3]);
-          zip(&of[0], &of[1]);
-          zip(&of[2], &of[3]);
-        } else if constexpr (kTiles == 2) {
-          zip(&of[0], &of[1]);
-        }
-        float* to = scale + b * kStride + row * kTiles;
-        for (int s = 0; s < kTiles; ++s, to += kPage) powers_of_two(of[s], to);
+      for (int s = 0; s < kTiles; ++s) {
+        const Bytes of = exponents(tiles[s], D, b, 0);
+        top[s] = of > top[s] ? of : top[s];
       }
     }
+    for (int b = 0; b < mx_blocks(D); ++b) {
+      Bytes lower[kTiles], of[kTiles];
+      for (int s = 0; s < kTiles; ++s) {
+        // Of a key that is no number nothing is added up, so that 0 times infinity is left.
+        const Bytes shift = top[s] - exponents(tiles[s], D, b, 0);
+        lower[s] = (shift > kMostShift) | (top[s] == kNoNumbers) ? Bytes{} + 255 : shift;
+        of[s] = exponents(tiles[s], D, b, kPage);
+      }
+      in_turn(lower, shifts + b * kStride, [](const uint8_t* p) { return shifts_at(p); });
+      in_turn(of, values + b * kStride, [](const uint8_t* p) { return powers_at(p); });
+    }
+    in_turn(top, keys, [](const uint8_t* p) { return powers_at(p); });
   }
   // Row `row` of tile s, which is `tile`.
-  ScaledRow<kStride> row(const MX8* tile, int row, int s, int D) const {
-    return {tile + row * D, scale + row * kTiles + s};
+  ShiftedRow<kStride> row(const MX8* tile, int row, int s, int D) const {
+    return {tile + row * D, shifts + row * kTiles + s};
   }
+  template <int kHeads>
+  Vec scores(Vec sums, int t) const {
+    return mul(sums, spread<kHeads>(keys + t * kTiles));
+  }
+  float score(float sum, int t) const { return sum * keys[t * kTiles]; }
   static void fetch_of(const MX8* tile, int D) { fetch(exponents_of(tile, D), mx_blocks(D) * 2 * kPage); }
+
+ private:
+  static Bytes exponents(const MX8* tile, int D, int block, int row) {
+    Bytes of;
+    __builtin_memcpy(&of, exponents_of(tile, D) + block * 2 * kPage + row, sizeof(of));
+    return of;
+  }
+  // Those of one row of all tiles come to lie side by side.
+  template <class At>
+  static void in_turn(Bytes (&of)[kTiles], float* to, const At& at) {
+    if constexpr (kTiles == 4) {
+      zip(&of[0], &of[2]);
+      zip(&of[1], &of[3]);
+      zip(&of[0], &of[1]);
+      zip(&of[2], &of[3]);
+    } else if constexpr (kTiles == 2) {
+      zip(&of[0], &of[1]);
+    }
+    for (int s = 0; s < kTiles; ++s, to += kPage) {
+      uint8_t bytes[sizeof(Bytes)];
+      __builtin_memcpy(bytes, &of[s], sizeof(bytes));
+      for (int i = 0; i < kPage; i += kLanes) store(to + i, at(bytes + i));
+    }
+  }
 };
 
 }  // namespace

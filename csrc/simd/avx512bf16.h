@@ -29,6 +29,7 @@ struct Dot<BF16> {
   static Pair row_pair(const BF16* k) { return reinterpret_cast<Pair>(_mm512_loadu_si512(k)); }
   static Vec add(Vec sum, Pair q, Pair k) { return _mm512_dpbf16_ps(sum, q, k); }
   static Vec tail(Vec sum, const Query* q, const BF16* k) { return _mm512_dpbf16_ps(sum, half(q), half(k)); }
+  static Vec total(Vec sum) { return sum; }
 
  private:
   static __m512bh half(const BF16* p) {
@@ -47,18 +48,6 @@ inline ElementPair pair_for_all(const BF16* p) {
   return reinterpret_cast<ElementPair>(_mm512_set1_epi32(pair));
 }
 inline Vec add_products(Vec sum, ElementPair a, ElementPair b) { return _mm512_dpbf16_ps(sum, a, b); }
-
-// Which of 32 weights [rows][kAcross] goes where, for the weights of two rows to lie side by side.
-template <int kAcross>
-struct PairOrder {
-  alignas(64) uint16_t from[2 * kLanes];
-  constexpr PairOrder() : from() {
-    for (int i = 0; i < 2 * kLanes; ++i)
-      from[i] = static_cast<uint16_t>((i / 2 / kAcross * 2 + i % 2) * kAcross + i / 2 % kAcross);
-  }
-};
-template <int kAcross>
-inline constexpr PairOrder<kAcross> kPairOrder;
 
 // Mix (simd/mix.h) that multiplies bf16 as it lies in memory, two rows in one instruction. Weights are
 // rounded to bf16, by 2^-9 of each at most; sums are float32.

@@ -24,11 +24,13 @@ double share_of(const ForeignLoad& load, const Rates& rates, double hit_share, d
   const double metadata = static_cast<double>(load.metadata_bytes);
   const double hit = tiles * std::clamp(hit_share, 0.0, 1.0);
   const double read = seconds(tiles - hit, link) + seconds(hit, rates.hot);
-  const double device = std::max(read, seconds(metadata, rates.scan));
+  const double rank = seconds(metadata, rates.scan), device = std::max(read, rank);
+  // Nothing is read while the first task is ranked, and nothing is ranked while the last one is read.
+  const double apart = load.tasks > 0 ? std::min(read, rank) / load.tasks : 0.0;
   const double cpu = seconds(tiles + metadata, rates.cpu);
   const double alone = seconds(tiles + metadata + static_cast<double>(load.cpu_bytes), rates.cpu);
-  // T_gpu(f) = T_cpu(f): launch + f * device = alone - f * cpu.
-  const double share = (alone - launch_s) / (device + cpu);
+  // T_gpu(f) = T_cpu(f): launch + apart + f * device = alone - f * cpu.
+  const double share = (alone - launch_s - apart) / (device + cpu);
   return share > 0 ? std::min(share, 1.0) : 0.0;  // 0 for NaN, too
 }
 

@@ -18,9 +18,11 @@ struct Rates {
 
 // The share of the load that the device should take, in [0, 1]: the one that minimises
 //   max(T_cpu, T_gpu), T_cpu(f) = (cpu_bytes + (1 - f) * (tiles + metadata)) / cpu,
-//   T_gpu(f) = launch + f * max(missed / link + hit / hot, metadata / scan) for f > 0:
-// the dispatcher ranks the next tasks while the device attends to the last ones. hit_share: of the tile
-// bytes, those expected in hot slots. Tiles are read in place or staged, whichever leaves the device more.
+//   T_gpu(f) = launch + min(read, rank) / tasks + f * max(read, rank) for f > 0,
+//   read = missed / link + hit / hot, rank = metadata / scan:
+// the dispatcher ranks the next tasks while the device attends to the last ones, but for the first and the
+// last one (of how many, is left out where `tasks` is 0). hit_share: of the tile bytes, those expected in hot
+// slots. Tiles are read in place or staged, whichever leaves the device more.
 double device_share(const ForeignLoad& load, const Rates& rates, double hit_share);
 
 // ForeignLoad::bytes() up to which the share is 0, at most 2^62.

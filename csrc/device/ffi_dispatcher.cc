@@ -80,9 +80,10 @@ int64_t dispatcher_times(DispatcherRef ref, TensorView out) {
   return ref->dispatcher->times(reinterpret_cast<BatchTimes*>(data<int64_t>(out)), out.size(0));
 }
 
-double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, TensorView rates,
+double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, int64_t tasks, TensorView rates,
              double hit_share) {
   ForeignLoad load;
+  load.tasks = static_cast<int>(tasks);
   load.tile_bytes = tile_bytes;
   load.metadata_bytes = metadata_bytes;
   load.cpu_bytes = cpu_bytes;

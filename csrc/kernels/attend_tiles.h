@@ -133,11 +133,11 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
         sums[i] = Dot<T>::tail(sums[i], q + i % kHeads * D + d, row(i / kHeads, t, d));
       }
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::floats(sums[i]);
+    const Vec products = scales.template scores<kHeads>(reduce_rows(sums), t);
     // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
     // reaches the output.
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::total(sums[i]);
-    const Vec products = scales.template scores<kHeads>(reduce_rows(sums), t);
     const Vec x = min(set1(kMaxFloat), logits(products, factor, cap));
     store(scores + t * kTiles * kHeads, x);
     highest = max(x, highest);
@@ -278,11 +278,12 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
 #ifdef FLUXION_WORD_PRODUCTS
 // The same of MX8, by products of integers, two rows in one instruction. The weights take in what values are
 // multiplied by, and of a head and block they become integers of 15 bits, at most 2^-16 of the largest off.
+// Weights whose product with a power of two is under kLeast are lost.
 template <int kD, int kTiles, int kHeads, int kGap>
 inline void add_word_values(const float* weights, const TileRows<MX8, kTiles>& tiles,
                             const TileScales<MX8, kTiles>& scales, int head_dim, float* out) {
   constexpr int kScores = kPage * kTiles * kHeads, kPairs = kScores / 2;
-  constexpr float kMost = 32767.0f;
+  constexpr float kMost = 32767.0f, kLeast = 1e-34f;
   // As many sums as hide how long an addition takes, and as there are registers for.
   constexpr int kBlocks = smaller(4, kRegisters / (4 * kHeads));
   const int D = kD ? kD : head_dim;
@@ -298,8 +299,8 @@ inline void add_word_values(const float* weights, const TileRows<MX8, kTiles>& t
       store(scaled + i, x);
       most = max(x, most);
     }
-    // Where a value is no number all weights become 0, and their sum times infinity stays none.
-    most = max_by_period<kHeads>(most);
+    // Where a value is no number all weights become 0, and their sum times infinity is none, either.
+    most = scales.no_numbers[b] ? set1(-kNegInf) : max(max_by_period<kHeads>(most), set1(kLeast));
     store(units[b], mul(most, set1(1.0f / kMost)));
     const Vec inverse = div(set1(kMost), most);
     for (int i = 0; i < kScores; i += 2 * kLanes) {

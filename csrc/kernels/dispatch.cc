@@ -44,6 +44,7 @@ bool matrix_unit() {
   unsigned a, b, c, d = 0;
   constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24;  // of leaf 7, EDX
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBF16) == 0 || (d & kTile) == 0) return false;
+  if (!__builtin_cpu_supports("avx512vnni")) return false;
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else

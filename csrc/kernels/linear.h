@@ -3,7 +3,7 @@
 #include "kernels/rows.h"
 #include "kernels/table.h"
 
-// Linear layers of few rows: weights are read once, as they lie in memory, and multiplied with all rows.
+// Linear layers of few rows: weights are read from memory once, and multiplied with all rows.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -59,7 +59,7 @@ bool goes_straight(const LinearArgs& args, int rows) {
 // in memory, at the speed of a plain stream, if x stays in the nearest cache meanwhile; else a block of the
 // inputs after another, so that this block of x stays there.
 //
-// kOnce: nobody reads the weights again, so they need not go through all caches.
+// kOnce: this call reads the weights once, so they need not go through all caches.
 template <class T, int kX, int kSide, bool kOnce>
 class LinearUnits {
  public:
@@ -74,15 +74,17 @@ class LinearUnits {
   // sums[m * kLinearOutputs + i]: row m of x times row i of the weights. Each lane adds in the order of the
   // inputs, whatever kX, kSide and the blocks are: a row's sums do not depend on how many others there are.
   void run(float* sums) const {
-    Vec kept[kLinearOutputs * kX];
+    Vec kept[kLinearOutputs * kX];  // of blocks before the last
     const int units = blocks_ * steps_;
+    // What lies between rows that are far apart is not fetched.
+    const bool straight = blocks_ == 1 && stride_ <= in_ + in_ / 8;
     // Of a block, units are fetched as a whole: a loop that ends within one costs more than it gains.
     constexpr int kAhead = kLinearAhead / static_cast<int>(sizeof(T));
     const int skip = block_ < kAhead ? kAhead / block_ : 1;
     for (int u = 0; u < units; ++u) {
       const T* rows = begin_of(u);
       Fetch fetch{rows + kAhead, kLineElements, kSide};
-      if (blocks_ > 1) fetch = {begin_of(u + skip < units ? u + skip : u), stride_, 1};
+      if (!straight) fetch = {begin_of(u + skip < units ? u + skip : u), stride_, 1};
       multiply(u, rows, fetch, kept, sums);
     }
   }
@@ -208,35 +210,30 @@ void linear_group(const LinearArgs& args, int group, int64_t first, int count, T
   }
 }
 
-template <int kX>
-struct Across {
-  static constexpr int value = kX;
-};
-
 template <class T>
 void linear(const LinearArgs& args, int64_t first, int count, void* out) {
   for (int begin = 0; begin < count; begin += kLinearOutputs) {
     const int size = smaller(count - begin, kLinearOutputs);
     for (int group = 0; group < args.rows; group += kLinearRows) {
       T* to = static_cast<T*>(out) + begin;
-      const auto run = [&](auto across) {
+      const auto run = [&]<int kX>() {
         if (args.rows <= kLinearRows)
-          linear_group<T, across.value, true>(args, group, first + begin, size, to);
+          linear_group<T, kX, true>(args, group, first + begin, size, to);
         else  // the next group finds the weights in a cache
-          linear_group<T, across.value, false>(args, group, first + begin, size, to);
+          linear_group<T, kX, false>(args, group, first + begin, size, to);
       };
       switch (across_of(smaller(args.rows - group, kLinearRows))) {
         case 1:
-          run(Across<1>());
+          run.template operator()<1>();
           break;
         case 2:
-          run(Across<2>());
+          run.template operator()<2>();
           break;
         case 4:
-          run(Across<4>());
+          run.template operator()<4>();
           break;
         default:
-          run(Across<8>());
+          run.template operator()<8>();
       }
     }
   }

@@ -15,7 +15,7 @@
 //   integers_at(p)      kLanes elements as floats, in their order
 //   spread<n>(p)        lane i = p[i / n]; may read up to p[kLanes - 1]
 //   powers_at(p)        lane i = 2^(p[i] - 127)
-//   shifts_at(p)        bits for words_of; 0 for p[i] over 31, which makes words 0
+//   shifts_at(p)        bits for words_of, of p[i] up to kMostShift; 0 for 255, which makes words 0
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -32,8 +32,11 @@ struct ShiftedRow {
 // Products of integers, without a rounding between them. All blocks of a key take the exponent of its largest
 // one, of whose last place they keep another kKeyBits; queries become integers of 14 bits. So kMaxHeadDim
 // products fit into eight lanes of 32 bits. An element loses at most 2^-13 of the largest one.
-inline constexpr int kKeyBits = 6, kMostShift = 13;
-inline constexpr float kQueryMost = 8191.0f;
+inline constexpr int kKeyBits = 6;
+// The largest shift of which words_of has bits: a block that is further down is 0.
+inline constexpr int kMostShift = 13;
+inline constexpr int kQueryMost = 8191;
+static_assert(int64_t{kMaxHeadDim} / 8 * (128 << kKeyBits) * kQueryMost <= INT32_MAX);
 template <>
 struct Dot<MX8> {
   using Query = int16_t;
@@ -46,7 +49,7 @@ struct Dot<MX8> {
       most = size > most ? size : most;
       nothing += x - x;
     }
-    const float inverse = most > 1e-30f ? kQueryMost / most : 0.0f;
+    const float inverse = most > 1e-30f ? static_cast<float>(kQueryMost) / most : 0.0f;
     for (int d = 0; d < n; d += kMXBlock) {
       const bool whole = d + kMXBlock <= n;
       for (int i = 0; i < (whole ? kMXBlock : n - d); ++i) {
@@ -56,7 +59,7 @@ struct Dot<MX8> {
             static_cast<int16_t>(static_cast<int32_t>(bits_of(x)) - 0x4b400000);
       }
     }
-    return most / (kQueryMost * (1 << kKeyBits)) + nothing;
+    return most / static_cast<float>(kQueryMost << kKeyBits) + nothing;
   }
 
   using Pair = KeyBlock;
@@ -74,10 +77,11 @@ struct Dot<MX8> {
   static Vec tail(Vec sum, const Query* q, const ShiftedRow<kStride>& row) {
     return add_half(sum, q, row.at, row.by);
   }
-  static Vec total(Vec sum) { return floats_of(sum); }
+  static Vec floats(Vec sum) { return floats_of(sum); }
 };
 
-// Weights are not rounded, and sums are in the order of the elements.
+// Sums are in the order of the elements. Weights are divided by as they are: what add_word_values rounds is
+// off to both sides.
 template <>
 struct Mix<MX8> {
   static Vec rounded(Vec weights) { return weights; }
@@ -124,6 +128,7 @@ struct TileScales<MX8, kTiles> {
   alignas(64) float keys[kStride + kLanes];
   alignas(64) float shifts[kBlocks * kStride];
   alignas(64) float values[kBlocks * kStride + kLanes];
+  bool no_numbers[kBlocks];  // of the values of a block, some are none
 
   TileScales(const MX8* const* tiles, int D) {
     Bytes top[kTiles] = {};
@@ -134,13 +139,17 @@ struct TileScales<MX8, kTiles> {
       }
     }
     for (int b = 0; b < mx_blocks(D); ++b) {
-      Bytes lower[kTiles], of[kTiles];
+      Bytes lower[kTiles], of[kTiles], none = {};
       for (int s = 0; s < kTiles; ++s) {
         // Of a key that is no number nothing is added up, so that 0 times infinity is left.
         const Bytes shift = top[s] - exponents(tiles[s], D, b, 0);
         lower[s] = (shift > kMostShift) | (top[s] == kNoNumbers) ? Bytes{} + 255 : shift;
         of[s] = exponents(tiles[s], D, b, kPage);
+        none |= of[s] == kNoNumbers ? Bytes{} + 1 : Bytes{};
       }
+      uint64_t found[2];
+      __builtin_memcpy(found, &none, sizeof(found));
+      no_numbers[b] = (found[0] | found[1]) != 0;
       in_turn(lower, shifts + b * kStride, [](const uint8_t* p) { return shifts_at(p); });
       in_turn(of, values + b * kStride, [](const uint8_t* p) { return powers_at(p); });
     }

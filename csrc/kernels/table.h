@@ -160,8 +160,8 @@ struct KernelTable {
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(logit of q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
   // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
-  // unrounded. Of kMX8, the elements of q and of keys may be
-  // rounded by 2^-13 of the largest one.
+  // unrounded. Of kMX8, elements of q and of keys may be rounded by 2^-13 of the largest one, and weights by
+  // 2^-16 of the largest one of four pages.
   void (*attend)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kChunkBytes = 384 << 10;
 constexpr int kChunksOfWorker = 8;
 constexpr int64_t kLeastBytes = 32 << 10;
-constexpr int kLeastOutputs = 4;
+constexpr int kLeastOutputs = 4;  // of a chunk, which has a multiple of them: rows go two by two
 
 struct Job {
   const KernelTable& kernels;
@@ -34,8 +34,12 @@ struct Job {
 
 // Two thirds of a core's nearest cache. Such caches have 32 KiB at least.
 int64_t near_bytes() {
-  static const int64_t bytes = std::max(sysconf(_SC_LEVEL1_DCACHE_SIZE), 32L << 10) * 2 / 3;
-  return bytes;
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  static const int64_t nearest = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#else
+  constexpr int64_t nearest = 0;
+#endif
+  return std::max(nearest, int64_t{32} << 10) * 2 / 3;
 }
 
 }  // namespace
@@ -62,7 +66,8 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
   const int64_t share = all / (static_cast<int64_t>(workers.size()) * kChunksOfWorker);
   const int64_t bytes = std::clamp(share, kLeastBytes, kChunkBytes);
   const int64_t outputs = std::max<int64_t>(bytes / row, kLeastOutputs);
-  const int chunk = static_cast<int>(std::min<int64_t>(outputs / 4 * 4, layer.outputs));
+  const int chunk =
+      static_cast<int>(std::min<int64_t>(outputs / kLeastOutputs * kLeastOutputs, layer.outputs));
   Job job{kernels, layer, args, element, chunk, (layer.outputs + chunk - 1) / chunk};
   const auto body = [](void* ctx, int) { static_cast<Job*>(ctx)->run(); };
   if (job.count > 1 && workers.size() > 1 && workers.launch(body, &job)) return workers.join();

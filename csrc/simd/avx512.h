@@ -167,6 +167,7 @@ inline Vec spread(const float* p) {
 template <int kAcross>
 struct PairOrder {
   alignas(64) uint16_t from[2 * kLanes];
+  // each: numbers of 16 bits that a weight takes; the first one is wanted.
   constexpr explicit PairOrder(int each) : from() {
     for (int i = 0; i < 2 * kLanes; ++i)
       from[i] = static_cast<uint16_t>(each * ((i / 2 / kAcross * 2 + i % 2) * kAcross + i / 2 % kAcross));

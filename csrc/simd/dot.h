@@ -44,7 +44,7 @@ struct Dot {
   // The last elements of a row whose length is no multiple of a step: half of one.
   static Vec tail(Vec sum, const Query* q, const T* k) { return fma(load(q), load_one(k), sum); }
   // A sum as floats.
-  static Vec total(Vec sum) { return sum; }
+  static Vec floats(Vec sum) { return sum; }
 };
 
 }  // namespace

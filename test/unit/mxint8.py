@@ -49,6 +49,22 @@ def unpack(integers: Tensor, exponents: Tensor) -> Tensor:
     return x
 
 
+def multiplied_queries(q: Tensor) -> Tensor:
+    """bfloat16 [G, D] -> float64: what kernels of few heads multiply, integers of 14 bits in each head's own unit."""
+    most = q.float().abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 1e-30, torch.tensor(8191.0) / most, 0.0)
+    return (q.float() * inverse).round().double() * (most.double() / 8191)
+
+
+def multiplied_keys(keys: Tensor) -> Tensor:
+    """Stored keys [..., D] -> float64: with another 6 bits below the last place of a key's largest block, no more."""
+    integers, exponents = pack(keys)
+    top = exponents.amax(-1, keepdim=True).int()
+    shifts = (top - exponents.int()).repeat_interleave(BLOCK, -1)[..., : keys.shape[-1]]
+    words = (integers.int() * 256 * (8192 >> shifts.clamp(0, 13)) + 0x4000) >> 15
+    return torch.where(shifts > 13, 0, words).double() * torch.exp2(top.double() - 127 - 6)
+
+
 def stored(x: Tensor) -> Tensor:
     """What is read of what was appended: bfloat16, of the same shape."""
     return unpack(*pack(x))

@@ -26,7 +26,9 @@ RATES = st.builds(Rates, SPEED, SPEED, SPEED, SPEED, st.floats(0, 1e-2), st.just
 BYTES = st.integers(0, 1 << 36)
 
 
-def times(rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float) -> tuple[float, float]:
+def times(
+    rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float, tasks: int = 0
+) -> tuple[float, float]:
     """T_cpu and T_gpu of csrc/device/costs.h."""
     cpu = (cpu_bytes + (1 - share) * (tiles + metadata)) / rates.cpu
     if share == 0:
@@ -34,16 +36,20 @@ def times(rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int,
     ways = [(rates.launch_s, rates.link)]
     ways += [(max(rates.stage_s, rates.launch_s), rates.stage)] if rates.stage else []
     read = [(launch, tiles * (1 - hits) / link + tiles * hits / rates.hot) for launch, link in ways]
-    return cpu, min(launch + share * max(took, metadata / rates.scan) for launch, took in read)
+    rank = metadata / rates.scan
+    apart = [min(took, rank) / tasks if tasks else 0.0 for _, took in read]
+    return cpu, min(launch + more + share * max(took, rank) for (launch, took), more in zip(read, apart, strict=True))
 
 
-@given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1))
-def test_no_other_share_is_done_sooner(rates: Rates, tiles: int, metadata: int, cpu_bytes: int, hits: float) -> None:
-    share = rates.share(tiles, metadata, cpu_bytes, hits)
+@given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1), tasks=st.integers(0, 99))
+def test_no_other_share_is_done_sooner(
+    rates: Rates, tiles: int, metadata: int, cpu_bytes: int, hits: float, tasks: int
+) -> None:
+    share = rates.share(tiles, metadata, cpu_bytes, hits, tasks)
     assert 0 <= share <= 1
-    best = max(times(rates, share, tiles, metadata, cpu_bytes, hits))
+    best = max(times(rates, share, tiles, metadata, cpu_bytes, hits, tasks))
     for other in (i / 50 for i in range(51)):
-        assert best <= max(times(rates, other, tiles, metadata, cpu_bytes, hits)) * (1 + 1e-9) + 1e-15
+        assert best <= max(times(rates, other, tiles, metadata, cpu_bytes, hits, tasks)) * (1 + 1e-9) + 1e-15
 
 
 @given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1), factor=st.floats(1, 1e3))

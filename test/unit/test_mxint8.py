@@ -25,7 +25,7 @@ from kernel_calls import (
     k,
     seeds,
 )
-from mxint8 import MXINT8, NO_NUMBERS, pack_tiles, stored, unpack_tiles
+from mxint8 import MXINT8, NO_NUMBERS, multiplied_keys, multiplied_queries, pack_tiles, stored, unpack_tiles
 from native_world import NativeWorld
 from test_attend import draw_masks
 from torch import Tensor
@@ -64,17 +64,19 @@ def wanted_by(masks: Tensor | None, pages: Tensor, P: int) -> Tensor:
 def check(
     o: Tensor, lse: Tensor, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None, rough: float
 ) -> None:
-    """Queries and keys may be rounded by 2^-13 of their largest element; `rough`: what attention over bfloat16 may
-    lose."""
-    want_o, want_lse = reference.attend(q, scale, tiles, pages, masks)
-    k, v = tiles[pages.long()].double().abs().unbind(1)
-    size = q.double().abs()
-    # Of any score of a head.
-    slack = scale * 2.0**-13 * (size.amax(1) * k.sum(-1).max() + size.sum(1) * k.max())
-    assert ((lse.double() - want_lse).abs().nan_to_num() <= 1e-5 * (1 + want_lse.abs()) + slack).all()
-    assert (
-        (o.double() - want_o).norm(dim=1) <= 2 * rough * want_o.norm(dim=1) + 2 * slack * v.norm(dim=-1).max()
-    ).all()
+    """As attention over bfloat16, which may lose `rough`; or the same of queries and keys as integers. Weights may be
+    rounded by 2^-16 of the largest one."""
+    rounded = tiles.double()
+    rounded[:, 0] = multiplied_keys(tiles[:, 0])
+    slack = 2.0**-14 * tiles[pages.long(), 1].double().norm(dim=-1).max()
+
+    def fits(q: Tensor, tiles: Tensor) -> bool:
+        want_o, want_lse = reference.attend(q, scale, tiles, pages, masks)
+        close = ((lse.double() - want_lse).abs().nan_to_num() <= 1e-5 * (1 + want_lse.abs())).all()
+        near = ((o.double() - want_o).norm(dim=1) <= 2 * rough * want_o.norm(dim=1) + slack).all()
+        return bool(close and near)
+
+    assert fits(multiplied_queries(q), rounded) or fits(q, tiles)
 
 
 # ---- what is stored
@@ -202,6 +204,38 @@ def test_a_token_of_no_numbers_reaches_exactly_the_heads_that_attend_to_it(isa: 
     q[1, 5] = INF
     o, _ = attend(isa, q, 0.1, tiles_of(3, 64, 0.1), pages)
     assert o.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+@isas
+def test_a_value_of_no_numbers_counts_where_its_weight_is_nothing(isa: str) -> None:
+    """0 times infinity is no number, whatever multiplies it."""
+    tiles = torch.zeros(1, 2, 16, 64)
+    tiles[0, 0, 5], tiles[0, 1, 3, 40] = 100.0, NAN
+    o, lse = attend(isa, torch.ones(3, 64).to(BF16), 1.0, pack_tiles(tiles.to(BF16)), torch.zeros(1, dtype=torch.int32))
+    assert o[:, 32:].isnan().all() and not o[:, :32].isnan().any() and not lse.isnan().any()
+
+
+@isas
+@pytest.mark.parametrize("size", [1e-36, 1e-33, 1e-25, 1.0, 1e20])
+def test_values_of_any_size(isa: str, size: float) -> None:
+    tiles = torch.zeros(3, 2, 16, 64)
+    tiles[:, 1] = size * (1 + torch.rand(3, 16, 64))
+    packed, pages = pack_tiles(tiles.to(BF16)), torch.tensor([2, 0, 1], dtype=torch.int32)
+    o, _ = attend(isa, torch.ones(2, 64).to(BF16), 1.0, packed, pages)
+    want = unpack_tiles(packed, 64)[:, 1].double().mean((0, 1))
+    assert ((o.double() - want).abs() <= 2e-4 * want + 1e-36).all()
+
+
+@isas
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_integers_fit(isa: str, sign: int) -> None:
+    """Of the largest head dimension, where all products of a row have one sign."""
+    tiles = torch.zeros(2, 2, 16, 256)
+    tiles[:, 0], tiles[:, 1] = 127.0, 127.0
+    q = torch.full((4, 256), float(sign)).to(BF16)
+    o, lse = attend(isa, q, 2.0**-12, pack_tiles(tiles.to(BF16)), torch.tensor([1, 0], dtype=torch.int32))
+    torch.testing.assert_close(lse, torch.full((4,), math.log(32) + sign * 127 * 256 * 2.0**-12), rtol=1e-6, atol=0)
+    torch.testing.assert_close(o, torch.full((4, 256), 127.0), rtol=1e-4, atol=0)
 
 
 @isas

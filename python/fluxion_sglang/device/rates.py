@@ -34,7 +34,7 @@ TASKS = (1, 2, 4, 8, 16, 32)
 RUNS = 7
 TIMEOUT_S = 10.0
 CPU_BYTES = 256 << 20
-"""What the CPU reads to be timed: more than any cache of the workers has."""
+"""What the CPU reads to be timed, in an order of no use to a cache: more than caches of most machines have."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,17 @@ class Rates:
         """[7] float64, in the order of the attributes."""
         return torch.tensor(astuple(self), dtype=torch.float64)
 
-    def share(self, tile_bytes: int, metadata_bytes: int, cpu_bytes: int = 0, hits: float = 0.0) -> float:
+    def share(
+        self, tile_bytes: int, metadata_bytes: int, cpu_bytes: int = 0, hits: float = 0.0, tasks: int = 0
+    ) -> float:
         """The share of a layer's tasks that the device should take, in [0, 1] (`device_share`).
 
         Args:
             tile_bytes, metadata_bytes: of the tasks that either may do. cpu_bytes: of those that the CPU does in any
-                case. hits: share of the tile bytes that is in the device's memory.
+                case. hits: share of the tile bytes that is in the device's memory. tasks: how many either may do; 0:
+                so many that the first and the last one do not matter.
         """
-        return float(function("device_share")(tile_bytes, metadata_bytes, cpu_bytes, self.tensor(), hits))
+        return float(function("device_share")(tile_bytes, metadata_bytes, cpu_bytes, tasks, self.tensor(), hits))
 
 
 SIMULATED = Rates(cpu=1e9, link=1e9, hot=1e9, scan=1e10, launch_s=0.0, stage=0.0, stage_s=0.0)
@@ -165,8 +168,8 @@ def _cpu_rate(workers: Workers, isa: str, group: int, head_dim: int, dtype: torc
 
 def _scan_rate(isa: str, group: int, head_dim: int, dtype: torch.dtype) -> float:
     one = Workers(1)
-    entries = probe.host_memory(one, CPU_BYTES // 8).view(dtype).view(-1, 2, head_dim)
-    pieces = torch.arange(len(entries), dtype=torch.int32)
+    entries = probe.host_memory(one, CPU_BYTES).view(dtype).view(-1, 2, head_dim)
+    pieces = torch.randperm(len(entries), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tasks = probe.TaskList(pieces, torch.tensor([0, len(pieces)]))
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     ns = probe.score(one, isa, q, entries, tasks, torch.empty(group * len(pieces)), runs=3)

@@ -89,6 +89,7 @@ def asker(logs: Path) -> Iterator[Asker]:
         "policy": "taper",
         "predictor": tiny_predictor.build(logs / "tiny-predictor", model),
         "host_tokens": POOL,
+        "policy_state_gb": 1,  # all may run at once, which an eighth of this small pool would not do for lfps
         "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too
     }
     foreign = policy_example.install(logs / "taper")
@@ -154,7 +155,7 @@ def test_flush(asker: Asker, spec: str) -> None:
     asker.ask(OTHERS[0], spec)
     asker.server.flush()
     again = asker.ask(PROMPT, spec)
-    assert again.cached == 0 and again.tokens == want
+    assert again.cached == 0 and answers(again, want, spec)
 
 
 def test_the_servers_policy(asker: Asker) -> None:

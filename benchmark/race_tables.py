@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
@@ -160,7 +161,9 @@ def _model(data: dict[str, Any], model: str) -> str:
 
 
 def _note(data: dict[str, Any]) -> str:
-    rounds = 1 + max(row["round"] for row in data["rows"])
+    cells = Counter(tuple(row.get(key) for key in ("model", "system", "depth", "batch")) for row in data["rows"])
+    least, most = min(cells.values()), max(cells.values())
+    rounds = f"{most}" if least == most else f"{least} to {most}"
     return f"Medians of {rounds} round(s), each of {data['steps']} steps. {where(data)}"
 
 

@@ -111,6 +111,7 @@ def main() -> None:
             "canary.py",
             "speculation.py",
             "restart.py",
+            "first_token.py",
             "pool_scale.py",
         ):  # nothing to continue
             _run([sys.executable, str(HERE / script), *passed[: args.quick]])

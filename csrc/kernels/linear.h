@@ -32,16 +32,17 @@ void pack_linear(const void* x, int64_t x_stride, int rows, int in, void* packed
   for (int first = 0; first < rows; first += kLinearRows) {
     const int count = smaller(rows - first, kLinearRows), across = across_of(count);
     Query* group = static_cast<Query*>(packed) + static_cast<int64_t>(first) * size;
-    for (int r = 0; r < across; ++r) {
-      const T* row = static_cast<const T*>(x) + (first + r) * x_stride;
-      for (int k = 0; k < size; k += kPair) {
-        T rest[kPair] = {};
-        const T* from = row + k;
-        if (r >= count || k + kPair > in) {
-          if (r < count && k < in) __builtin_memcpy(rest, from, (in - k) * sizeof(T));
-          from = rest;
+    const T* row = static_cast<const T*>(x) + first * x_stride;
+    for (int k = 0; k < size; k += kPair, group += across * kPair) {
+      for (int r = 0; r < across; ++r) {
+        const T* from = row + r * x_stride + k;
+        if (r < count && k + kPair <= in) {
+          Dot<T>::pack(from, kPair, group + r * kPair);
+          continue;
         }
-        Dot<T>::pack(from, kPair, group + (static_cast<int64_t>(k) * across + r * kPair));
+        T rest[kPair] = {};
+        if (r < count && k < in) __builtin_memcpy(rest, from, (in - k) * sizeof(T));
+        Dot<T>::pack(rest, kPair, group + r * kPair);
       }
     }
   }

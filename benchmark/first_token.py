@@ -93,9 +93,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model and short prompts")
     parser.add_argument("--machine", default=common.machine_name(), help="folder of the results")
     args = parser.parse_args()
-    models, lengths, rounds = (
-        (QUICK_MODELS, QUICK_LENGTHS, QUICK_ROUNDS) if args.quick else (MODELS, LENGTHS, ROUNDS)
-    )
+    models, lengths, rounds = (QUICK_MODELS, QUICK_LENGTHS, QUICK_ROUNDS) if args.quick else (MODELS, LENGTHS, ROUNDS)
     result = common.header("first_token") | {"rounds": rounds, "flags": list(FLAGS)}
     result["rows"] = [row for model in models for row in measure(model, lengths, rounds)]
     common.save(common.RESULTS / args.machine / f"first_token{'_quick' if args.quick else ''}.json", result)

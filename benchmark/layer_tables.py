@@ -1,4 +1,4 @@
-"""Tables of linears.py, step_graphs.py and prefill.py: the model's other layers, and a prompt's attention."""
+"""Tables of linears.py, step_graphs.py, prefill.py and first_token.py: the model's other layers, and prompts."""
 
 from __future__ import annotations
 
@@ -89,6 +89,34 @@ def prompt_attention(results: Path) -> str:
     return "\n".join(out) or nothing("prefill.py")
 
 
+def first_token(results: Path) -> str:
+    """A line a model and prompt: seconds to its first token, without the flag and by budgets of the prefill."""
+    out = []
+    for path, data in result_files(results, "first_token.json"):
+        cells: dict[tuple[str, int], dict[str, float]] = {}
+        for row in data["rows"]:
+            cells.setdefault((row["model"], row["tokens"]), {})[row["way"]] = row["seconds"]
+        off, exact, *sparse = next(iter(cells.values()))
+        lines = [
+            [
+                model,
+                f"{tokens:,}",
+                *(f"{seconds:.2f}" for seconds in found.values()),
+                f"{found[off] / found[exact]:.1f}x",
+                *(f"{found[exact] / found[way]:.1f}x" for way in sparse),
+            ]
+            for (model, tokens), found in cells.items()
+        ]
+        head = ["model", "prompt", "without the flag (s)", "exact (s)", *(f"{way} (s)" for way in sparse)]
+        head += ["without / exact", *(f"exact / {way}" for way in sparse)]
+        note = (
+            f"Medians of {data['rounds']} rounds, in which the servers take turns. {where(data)} "
+            f"[Data]({link(path)}), `python benchmark/first_token.py`."
+        )
+        out.append(f"{table(head, lines, 'l' + 'r' * (len(head) - 1))}\n{note}\n")
+    return "\n".join(out) or nothing("first_token.py")
+
+
 def sparse_prefill(results: Path) -> str:
     """A line a task, a column a budget of the prefill: scores of `full`."""
     found: dict[tuple[Path, int], dict[float, dict[str, Any]]] = {}
@@ -112,5 +140,6 @@ LAYER_TABLES: dict[str, Callable[[Path], str]] = {
     "linears": linears,
     "step_graphs": step_graphs,
     "prompt_attention": prompt_attention,
+    "first_token": first_token,
     "sparse_prefill": sparse_prefill,
 }

@@ -10,6 +10,7 @@
 #include "kernels/block_mass.h"
 #include "kernels/extend.h"
 #include "kernels/features.h"
+#include "kernels/latents.h"
 #include "kernels/layers.h"
 #include "kernels/linear.h"
 #include "kernels/metadata.h"
@@ -71,6 +72,7 @@ constexpr KernelTable make_table() {
           rms_norm<M>,
           silu_mul<M>,
           rope<M>,
+          sizeof(T) == sizeof(MX8) ? nullptr : attend_latents<M>,
           read};
 }
 

@@ -77,9 +77,10 @@ struct Argument {
     return DType::kF32;
   }
 
-  // The size of the last axis.
-  int head_dim() const {
+  // The size of the last axis; latents: it may also be theirs.
+  int head_dim(bool latents = false) const {
     const int64_t D = tensor.ndim() > 0 ? tensor.size(-1) : 0;
+    if (latents && D == kLatent) return kLatent;
     if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) {
       TVM_FFI_THROW(ValueError) << name << " has head_dim " << D << "; pass a multiple of 16 from "
                                 << kMinHeadDim << " to " << kMaxHeadDim << ".";
@@ -142,9 +143,10 @@ struct Tiles {
   }
 };
 
-// One tile; D is not known from those of 8 bits.
+// One tile; D is not known from those of 8 bits. Of kLatent elements: one of latents.
 DType one_tile(const TensorView& tile, int D) {
   const Argument from{"tile", tile};
+  if (D == kLatent) return from.require(dl_dtype(from.kv_dtype()), {kPage, D}).kv_dtype();
   if (same(tile.dtype(), kUInt8)) {
     from.require(kUInt8, {2 * kPage * stored_bytes(DType::kMX8, D)});
     return DType::kMX8;
@@ -174,7 +176,7 @@ void k_score(const String& isa, TensorView q, TensorView entries, TensorView ind
              TensorView out) {
   const Argument queries{"q", q}, ids{"index", index};
   const DType dtype = queries.kv_dtype();
-  const int G = queries.group(kMaxHeads), D = queries.head_dim();
+  const int D = queries.head_dim(true), G = queries.group(D == kLatent ? kMaxGroup : kMaxHeads);
   queries.require(dl_dtype(dtype), {G, D});
   const int64_t N = Argument{"entries", entries}.require(dl_dtype(dtype), {-1, 2, D}).tensor.size(0);
   const int n = ids.ids(N);
@@ -386,9 +388,34 @@ void k_extend_blocks(const String& isa, TensorView q, double scale, TensorView t
   extend_list(isa, q, static_cast<float>(scale), tiles, pages, keys, 0, kNoWindow, nullptr, lse);
 }
 
+// The first `keys` tokens of the listed tiles.
+void k_attend_latents(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
+                      int64_t keys, TensorView o, TensorView lse) {
+  const Argument queries{"q", q}, ids{"pages", pages};
+  const DType dtype = queries.kv_dtype();
+  const int H = queries.group(kMaxLatentHeads);
+  queries.require(dl_dtype(dtype), {H, kLatent});
+  const Argument held{"tiles", tiles};
+  const int n = ids.ids(held.require(dl_dtype(dtype), {-1, kPage, kLatent}).tensor.size(0));
+  if (keys < 0 || keys > int64_t{n} * kPage || keys > INT32_MAX - kExtendKeys) {
+    TVM_FFI_THROW(ValueError) << "keys is " << keys << "; " << n << " pages have 0 to " << int64_t{n} * kPage
+                              << " tokens.";
+  }
+  Argument{"o", o}.require(kFloat32, {H, kLatentValues});
+  Argument{"lse", lse}.require(kFloat32, {H});
+  // What the kernel finds there is nothing that it may use.
+  std::vector<char> scratch(latent_scratch_bytes(H), static_cast<char>(0xff));
+  const LatentArgs args{
+      q.data_ptr(),          H, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
+      static_cast<int>(keys)};
+  table_of(isa, dtype)
+      .attend_latents(args, scratch.data(), static_cast<float*>(o.data_ptr()),
+                      static_cast<float*>(lse.data_ptr()));
+}
+
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
   const Argument to{"entry", entry};
-  const int D = to.head_dim();
+  const int D = to.head_dim(true);
   const DType stored = one_tile(tile, D);
   to.require(dl_dtype(kv_dtype(stored)), {2, D});
   table_of(isa, stored).page_minmax(tile.data_ptr(), D, entry.data_ptr());
@@ -469,6 +496,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend, k_extend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_tree, k_extend_tree);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_capped, k_attend_capped);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_blocks, k_extend_blocks);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_latents, k_attend_latents);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);

@@ -24,7 +24,7 @@ def attention(results: Path) -> str:
                 f"{row['gflop_per_s']:.0f}",
                 f"{row['of_matrix']:.0%}",
                 f"{row['torch_over_ours']:.1f}x" if "torch_over_ours" in row else "",
-                f"{row['error']:.0e}",
+                f"{row['error']:.1e}",
             ]
             for row in rows
         ]

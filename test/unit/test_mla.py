@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import reference
@@ -13,6 +15,13 @@ from kernel_calls import INF, NAN, OWN_ISAS, dtypes, error, few, isas, k, own_is
 from torch import Tensor
 
 from fluxion_sglang.native import Workers, probe
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
+
+import common
+import mla
+import tables
+from roofline import Arena, page_lists
 
 LATENT, VALUES, TILES = 576, 512, 40
 SCALE = 192**-0.5  # of DeepSeek: of a head's query before it is absorbed
@@ -181,3 +190,24 @@ def test_what_cannot_be_is_refused() -> None:
         q, tasks, o = torch.zeros(1, H, LATENT), probe.TaskList.of([listed]), torch.zeros(1, H, VALUES)
         with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
             probe.attend_latents(Workers(1), isa, q, SCALE, tiles, tasks, o, torch.zeros(1, H))
+
+
+def test_the_benchmark_measures_what_its_tables_show(tmp_path: Path) -> None:
+    arena = Arena.of(32 << 20, 1 << 20)
+    tasks = page_lists(arena, mla.TILE_BYTES, 1024, 0.5, 16)
+    rows = mla.measure(arena, "half of 1K", tasks, others=True, size=64, rounds=2)
+    assert {row["heads"] for row in rows} == set(mla.HEADS)
+    assert all(row["of_stream"] > 0 and row["of_matrix"] > 0 and 0 < row["error"] < 8e-3 for row in rows)
+    path = tmp_path / "box" / "mla.json"
+    common.save(path, {**common.header("mla"), "rounds": 2, "budget": mla.BUDGET, "rows": rows + mla.unions(16, 200)})
+    for name, text in (("attention", "| half of 1K |"), ("metadata", "\n| 128 |"), ("unions", "\n| 0.99 |")):
+        assert text in tables.TABLES[f"mla_{name}"](tmp_path)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_heads_that_are_alike_read_less(heads: int) -> None:
+    rows = mla.unions(heads, 1000, rounds=3)
+    read, found = ([row[key] for row in rows] for key in ("union", "shared"))
+    assert read == sorted(read, reverse=True) and found == sorted(found)
+    assert read[0] == pytest.approx(1 - (1 - mla.BUDGET) ** heads, abs=0.02), "heads that choose by chance"
+    assert mla.BUDGET <= read[-1] < 0.1 and found[-1] > 0.9

@@ -19,8 +19,8 @@ class Latents {
   static constexpr int kStrip = P::kRows;
   static constexpr int kWordKeys = kKeys / W::kElements;  // words of a row of weights
   static constexpr int kLines = kPage * kLatent * static_cast<int>(sizeof(T)) / kLine;  // of a tile
-  // Words of keys, and columns of values, that stay in the nearest cache. Words of a row in either layout,
-  // 288 or 576, are a multiple of the first, and that is one of a matrix unit's 16.
+  // A part, which stays in the nearest cache: words of the keys, columns of the values. A latent has a
+  // multiple of these words, be they 288 or 576, and a matrix unit takes 16 of them.
   static constexpr int kDepth = 96, kColumns = 64;
   static_assert(kLatentValues % kColumns == 0 && kDepth % 16 == 0);
 
@@ -102,7 +102,7 @@ class Latents {
   }
 
   // The tiles from `key` on are fetched while what is laid out is multiplied, a share with every strip:
-  // memory takes few requests at once. A line of each tile in turn, as memory gives most.
+  // memory takes few requests at once. A line of each tile in turn: so memory gives most.
   void begin_fetch(int key) {
     fetched_ = 0;
     lines_ = key < a_.keys ? kKeyTiles * kLines : 0;

@@ -13,7 +13,7 @@ from fluxion_quality import table as quality_table
 
 def headline(results: Path) -> str:
     """The number that README.md opens with: `fluxion` beside `full` at the longest prompt of the largest RULER run."""
-    for _, data in result_files(results, "quality_large.json"):
+    for path, data in result_files(results, "quality_large.json"):
         rows = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         length = max(length or 0 for length, _ in rows)
         kept, whole = rows[length, "fluxion"], rows[length, "full"]
@@ -21,7 +21,8 @@ def headline(results: Path) -> str:
             f"The bundled test model answers questions about documents of {length:,} tokens with a score of "
             f"**{kept['score']:.3f}** while each decode step reads **{kept['read_fraction']:.0%}** of what lies "
             "between the first 64 and the last 256 tokens. Reading all of it scores "
-            f"{whole['score']:.3f}. The model has 3 million parameters and a language of its own, so measure yours.\n"
+            f"{whole['score']:.3f} ({data['samples']} samples a task, [data]({link(path)})). The model has 3 million "
+            "parameters and a language of its own, so measure yours.\n"
         )
     return "Not measured yet: `fluxion bench quality --suite ruler`.\n"
 

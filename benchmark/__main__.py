@@ -96,7 +96,7 @@ def main() -> None:
     results = common.RESULTS / common.machine_name()
     if args.only != "quality":
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
-        for script in ("kernels.py", "attention.py", "one_batch.py", "schedulers.py"):
+        for script in ("kernels.py", "attention.py", "one_batch.py", "schedulers.py", "speculation.py"):
             _run([sys.executable, str(HERE / script), *passed])
         for script in ("attention.py", "one_batch.py"):
             _run([sys.executable, str(HERE / script), *rivals.speed_options(args.quick), *passed])
@@ -110,7 +110,6 @@ def main() -> None:
             "lfps_selection.py",
             "fairness.py",
             "canary.py",
-            "speculation.py",
             "restart.py",
             "first_token.py",
             "pool_scale.py",

@@ -344,7 +344,7 @@ def main() -> None:
     turns = min(args.turns, 3) if args.quick else args.turns
     path = common.result_path(args, f"attention_{args.name}" if args.name else "attention")
     settings = {"turns": turns, "policies": list(args.policies)}
-    data = common.resume(path, {**common.header("attention"), **settings}, (*common.SAME, *settings))
+    data = common.resume(path, {**common.header("attention"), **settings}, (*common.SAME, *settings), args.fresh)
     done = {(row["model"], row["length"], row["batch"]) for row in data["rows"]}
     with tqdm(total=len(args.models) * len(lengths) * len(args.batches), unit="cell") as bar:
         for model, length in itertools.product(args.models, lengths):

@@ -77,12 +77,27 @@ def result_path(args: Any, name: str) -> Path:
     return path
 
 
-def resume(path: Path, fresh: dict[str, Any], same: tuple[str, ...]) -> dict[str, Any]:
-    """The file at `path` if it measured the same (equal in the keys `same`), else `fresh` with no rows."""
-    old = load(path)
-    if old is not None and all(old.get(key) == fresh.get(key) for key in same):
-        return old
-    return {**fresh, "rows": []}
+def differing(old: dict[str, Any], header: dict[str, Any], same: tuple[str, ...]) -> list[str]:
+    """The keys of `same` in which two results are not equal, or which one of them lacks."""
+    return [key for key in same if key not in old or old[key] != header[key]]
+
+
+def resume(path: Path, header: dict[str, Any], same: tuple[str, ...], fresh: bool) -> dict[str, Any]:
+    """The file at `path`, to be continued; where there is none, or with `fresh`, `header` with no rows.
+
+    Raises:
+        SystemExit: it measured something else (`differing`), and the first row that is saved would replace it. Quick
+            results, which nobody publishes, are started over.
+    """
+    old = None if fresh else load(path)
+    if old is None:
+        return {**header, "rows": []}
+    others = differing(old, header, same)
+    if others and path.stem.endswith("_quick"):
+        return {**header, "rows": []}
+    if others:
+        raise SystemExit(f"error: {path} differs in {', '.join(others)}; start over with --fresh, or move it away.")
+    return old
 
 
 def relative(command: list[str]) -> list[str]:

@@ -49,8 +49,8 @@ def line(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def run(cells: list[Cell], path: Path, sizes: Sizes, header: dict[str, Any]) -> dict[str, Any]:
-    data = common.resume(path, header, (*common.SAME, "rounds"))
+def run(cells: list[Cell], path: Path, sizes: Sizes, header: dict[str, Any], fresh: bool) -> dict[str, Any]:
+    data = common.resume(path, header, (*common.SAME, "rounds"), fresh)
     done = {row["key"] for row in data["rows"]}
     missing = [cell for cell in cells if cell.key not in done]
     with tqdm(total=len(cells), initial=len(cells) - len(missing), unit="row") as bar:
@@ -99,6 +99,12 @@ def fell_out(rows: list[dict[str, Any]], held: dict[str, Any]) -> dict[str, str]
     return found
 
 
+def without_band(rows: list[dict[str, Any]], held: dict[str, Any]) -> list[str]:
+    """Keys of the rows that nothing is compared with."""
+    limits = {row["key"]: row for row in held["rows"]}
+    return [row["key"] for row in rows if not row["judged"].keys() & limits.get(row["key"], {}).keys()]
+
+
 def check(data: dict[str, Any], held: dict[str, Any], cells: list[Cell], sizes: Sizes) -> list[str]:
     """Sentences about rows that are out of their bands in these results and in each of TRIES further measurements."""
     out = fell_out(data["rows"], held)
@@ -137,15 +143,20 @@ def main() -> None:
         path.unlink(missing_ok=True)
     cells = [cell for cell in (quick_cells() if args.quick else default_cells()) if args.only in cell.key]
     sizes = Sizes.quick() if args.quick else Sizes(rounds=args.rounds)
-    data = run(cells, path, sizes, {**common.header("kernels"), "rounds": sizes.rounds})
+    data = run(cells, path, sizes, {**common.header("kernels"), "rounds": sizes.rounds}, args.fresh)
     judged = [row for row in data["rows"] if row["bars"]]
     print(f"{sum(row['met'] for row in judged)} of {len(judged)} rows with a bar meet it.")
     if args.check:
         assert held is not None
-        path.unlink()
+        path.unlink(missing_ok=True)
+        without = without_band(data["rows"], held)
+        if without:
+            print(f"Without a band: {', '.join(without)}.")
+        if len(without) == len(data["rows"]):
+            sys.exit(f"No row that was measured has a band in {banded}: nothing was checked.")
         if out := check(data, held, cells, sizes):
             sys.exit("\n".join(out))
-        print("Every row is within its band.")
+        print("Every other row is within its band." if without else "Every row is within its band.")
         return
     print(f"{path.relative_to(common.ROOT)}: {len(data['rows'])} rows. Now: python benchmark/tables.py")
 

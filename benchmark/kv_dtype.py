@@ -57,7 +57,6 @@ def measure(model: str, length: int, turns: int) -> list[dict[str, Any]]:
                 for name, seconds in taken.items() if index else ():  # the first step of a turn warms up
                     times[name].append(seconds)
         ratios = sorted(a / b for a, b in zip(times["bfloat16"], times["mxint8"], strict=True))
-        counted = {name: bench.engine.stats()["tile_bytes"] for name, bench in benches.items()}
         rows.append(
             {
                 "model": model,
@@ -67,7 +66,6 @@ def measure(model: str, length: int, turns: int) -> list[dict[str, Any]]:
                 **{f"{name}_ms": round(median(t) * 1e3 / layers, 4) for name, t in times.items()},
                 "faster": round(median(ratios), 3),
                 "quartiles": [round(ratios[len(ratios) * i // 4], 3) for i in (1, 3)],
-                "tile_bytes_ratio": round(counted["bfloat16"] / max(counted["mxint8"], 1), 3),
                 **{f"{name}_error": float(f"{error:.3g}") for name, error in errors.items()},
                 "steps": len(ratios),
                 "load": round(os.getloadavg()[0], 2),
@@ -87,7 +85,8 @@ def main() -> None:
     args = parser.parse_args()
     length, turns = (2048, 2) if args.quick else (args.length, args.turns)
     path = common.result_path(args, "kv_dtype")
-    data = common.resume(path, {**common.header("kv_dtype"), "turns": turns}, (*common.SAME, "turns"))
+    settings = {"turns": turns, "length": length}
+    data = common.resume(path, {**common.header("kv_dtype"), **settings}, (*common.SAME, *settings), args.fresh)
     for model in args.models:
         if any(row["model"] == model for row in data["rows"]):
             continue

@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--only", choices=["overlap", "times"], help="one half; the other stays, if it is of this code")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--fresh", action="store_true", help="start over; with --only, too")
     args = parser.parse_args()
     if args.quick:
         args.lengths, args.length, args.samples, args.steps = "2048,4096", 2048, 1, 12
@@ -338,7 +339,7 @@ def main() -> None:
     data = {**common.header("lfps_selection"), "model": {"id": described.id, "sha256": described.sha256()}}
     data |= {"budget": BUDGET, "steps": args.steps, "length": args.length, "samples": args.samples}
     out = common.RESULTS / common.machine_name() / f"lfps_selection{'_quick' if args.quick else ''}.json"
-    data = {"overlap": [], **common.resume(out, data, common.SAME)}
+    data = {"overlap": [], **common.resume(out, data, common.SAME, args.fresh or args.only is None)}
     if args.only != "times":
         data["overlap"] = overlap_rows(args.model, args.length, args.samples, args.steps)
         common.save(out, data)

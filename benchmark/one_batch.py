@@ -6,9 +6,10 @@
 
 A cell is one process of one_batch: one model and one length, with the flag or without it. With it, all policies decode
 on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json in benchmark/results/<machine>, or with
---name to one_batch_NAME.json, cell by cell; an interrupted run continues there, unless commit, versions, machine,
-policies or batches have changed. Where passes run on a device, rows say how long it waited for the CPU, and the layers
-of the longest prompt's last steps go to one_batch_NAME_timeline.json, drawn beside it (timeline.py).
+--name to one_batch_NAME.json, cell by cell; an interrupted run continues there. A file that differs in commit,
+versions, machine, device, configuration, policies or batches is refused, unless --fresh starts it over. Where passes
+run on a device, rows say how long it waited for the CPU, and the layers of the longest prompt's last steps go to
+one_batch_NAME_timeline.json, drawn beside it (timeline.py).
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ def run(model: str, args: argparse.Namespace) -> None:
     """Every cell of a model that its result file does not have yet."""
     path = common.result_path(args, f"one_batch_{args.name or model}")
     policies = [policy for policy in args.policies if serves(model, policy)]
-    settings = {"policies": policies, "batches": list(args.batches)} | ({"config": args.config} if args.config else {})
-    data = common.resume(path, {**common.header("one_batch"), **settings}, (*common.SAME, *settings))
+    settings = {"policies": policies, "batches": list(args.batches), "device": args.device, "config": args.config}
+    data = common.resume(path, {**common.header("one_batch"), **settings}, (*common.SAME, *settings), args.fresh)
     sides = [side for side in ([OFF] if OFF in policies else [], [p for p in policies if p != OFF]) if side]
     done = {(row["length"], row["round"], row["policy"]) for row in data["rows"]}
     cells = [

@@ -130,12 +130,8 @@ class Race:
     def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.args, self.path = args, path
         settings = {"batches": list(args.batches), "steps": args.steps}
-        fresh = {**common.header("race"), **settings}
-        self.data = common.resume(path, fresh, (*common.SAME, *settings))
-        if not self.data["rows"] and path.exists() and not args.fresh:
-            raise SystemExit(
-                f"error: {path} is of other code, versions, batches or steps; start over with --fresh, or move it away."
-            )
+        header = {**common.header("race"), **settings}
+        self.data = common.resume(path, header, (*common.SAME, *settings), args.fresh)
         if args.retry:
             self.data["rows"] = [row for row in self.data["rows"] if "failed" not in row]
         self.data.setdefault("systems", {})

@@ -37,6 +37,8 @@ FLAGS = (
 )
 TOKENS = 131072
 """Of each host pool: all prompts fit in."""
+PATIENCE_S = 120
+"""Until a prompt's files are written."""
 
 
 def prompts(length: int, count: int) -> list[list[int]]:
@@ -56,12 +58,24 @@ def start(stack: ExitStack, folder: Path | None) -> Server:
     return stack.enter_context(running_server(command, port, what=f"a server with{'' if folder else 'out'} disk"))
 
 
-def settle(folder: Path) -> int:
-    """Wait until no more files come; how many bytes they have."""
-    before, now = -1, 0
-    while now != before:
+def size_of(folder: Path) -> int:
+    """Bytes of its files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def settle(folder: Path, past: int) -> int:
+    """Wait until the folder has more than `past` bytes, for writing begins late, and no more come; how many it has.
+
+    Raises:
+        SystemExit: that took too long.
+    """
+    until = time.monotonic() + PATIENCE_S
+    before, now = -1, size_of(folder)
+    while now <= past or now != before:
+        if time.monotonic() > until:
+            raise SystemExit(f"error: files are still not written after {PATIENCE_S} s: {past} bytes before, {now} now")
         time.sleep(1)
-        before, now = now, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        before, now = now, size_of(folder)
     return now
 
 
@@ -89,16 +103,18 @@ def measure(lengths: Sequence[int], count: int) -> list[dict[str, Any]]:
         folder = Path(name)
         with ExitStack() as stack:
             plain, kept = start(stack, None), start(stack, folder)
+            size = size_of(folder)
             for server in plain, kept:
                 ask(server, prompts(512, 1)[0])  # what the first request of all pays for
+            size = settle(folder, size)
             for length in lengths:
-                size = settle(folder)
+                before = size
                 for ids in tqdm(asked[length], desc=f"{length} tokens", disable=None):
                     note("plain", plain, length, ids)
                     note("cold", kept, length, ids)
-                    settle(folder)
+                    size = settle(folder, size)
                     note("again", kept, length, ids)
-                sizes[length] = (settle(folder) - size) // count
+                sizes[length] = (size - before) // count
         with ExitStack() as stack:
             server = start(stack, folder)
             ask(server, prompts(512, 1)[0])

@@ -178,7 +178,7 @@ def main() -> None:
     args = parser.parse_args()
     workloads = QUICK_WORKLOADS if args.quick else WORKLOADS
     path = common.result_path(args, "schedulers")
-    data = common.resume(path, common.header("schedulers"), common.SAME)
+    data = common.resume(path, common.header("schedulers"), common.SAME, args.fresh)
     done = {(row["round"], row["workload"]) for row in data["rows"]}
     rounds = range(args.rounds or (1 if args.quick else 10))
     cells = [cell for cell in itertools.product(rounds, workloads) if cell not in done]

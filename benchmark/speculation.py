@@ -110,8 +110,8 @@ def main() -> None:
     lengths, batches = (QUICK_LENGTHS, QUICK_BATCHES) if args.quick else (LENGTHS, BATCHES)
     rounds = QUICK_ROUNDS if args.quick else ROUNDS
     flags = {way: [*FLAGS, *more] for way, more in WAYS.items()}
-    fresh = {**common.header("speculation"), "model": "needle", "new_tokens": NEW, "rounds": rounds, "flags": flags}
-    result = common.resume(path, fresh, (*common.SAME, "new_tokens", "rounds", "flags"))
+    header = {**common.header("speculation"), "model": "needle", "new_tokens": NEW, "rounds": rounds, "flags": flags}
+    result = common.resume(path, header, (*common.SAME, "new_tokens", "rounds", "flags"), args.fresh)
     cells = [cell for cell in itertools.product(lengths, batches) if cell not in _done(result)]
     with ExitStack() as stack:
         servers = {}

@@ -246,8 +246,8 @@ def main() -> None:
     if args.fresh:
         for old in (path, *(found for pattern, *_ in MEASURED for found in results.glob(pattern))):
             old.unlink(missing_ok=True)
-    fresh = {**common.header("gpu_day"), "simulated": args.simulated}
-    data = common.resume(path, fresh, ("versions", "simulated"))
+    header = {**common.header("gpu_day"), "simulated": args.simulated}
+    data = common.resume(path, header, ("versions", "simulated"), args.fresh)
     # By its sources too: of code that was never committed, or without git, the commit says nothing.
     now = (common.commit(), provenance.sources())
     passed = {row["step"] for row in data["rows"] if row["passed"] and (row["commit"], row.get("sources")) == now}

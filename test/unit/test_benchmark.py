@@ -19,6 +19,7 @@ import common  # noqa: E402
 import decode_tables  # noqa: E402
 import one_batch  # noqa: E402
 import plot  # noqa: E402
+import restart  # noqa: E402
 import rivals  # noqa: E402
 import tables  # noqa: E402
 from states import capture  # noqa: E402
@@ -307,7 +308,26 @@ def test_saved_results_are_json_with_a_row_a_line(tmp_path: Path) -> None:
 
 
 def test_a_result_file_is_continued_only_when_it_measured_the_same(tmp_path: Path) -> None:
-    write(tmp_path, "r.json", [row("off", 1.0)])
-    path = tmp_path / "box" / "r.json"
-    assert common.resume(path, HEADER, ("commit", "machine"))["rows"] == [row("off", 1.0)]
-    assert common.resume(path, {**HEADER, "commit": "def"}, ("commit", "machine"))["rows"] == []
+    for name in "r.json", "r_quick.json":
+        write(tmp_path, name, [row("off", 1.0)])
+    path, quick = tmp_path / "box" / "r.json", tmp_path / "box" / "r_quick.json"
+    same = ("commit", "machine")
+    assert common.resume(tmp_path / "none.json", HEADER, same, False) == {**HEADER, "rows": []}
+    assert common.resume(path, HEADER, same, False)["rows"] == [row("off", 1.0)]
+    other = {**HEADER, "commit": "def"}
+    with pytest.raises(SystemExit, match=r"r.json differs in commit; start over with --fresh"):
+        common.resume(path, other, same, False)
+    assert common.resume(path, other, same, True) == common.resume(quick, other, same, False) == {**other, "rows": []}
+    with pytest.raises(SystemExit, match=r"differs in config;"):  # which the file does not have at all
+        common.resume(path, {**HEADER, "config": None}, (*same, "config"), False)
+
+
+def test_files_that_are_waited_for_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"1234")
+    steps = iter([lambda: None, lambda: None, lambda: new.write_bytes(b"5"), lambda: new.write_bytes(b"567")])
+    monkeypatch.setattr(restart.time, "sleep", lambda _: next(steps, lambda: None)())
+    assert restart.settle(tmp_path, 4) == 7
+    monkeypatch.setattr(restart, "PATIENCE_S", 0)
+    with pytest.raises(SystemExit, match="not written"):
+        restart.settle(tmp_path, 7)

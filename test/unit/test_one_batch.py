@@ -262,6 +262,8 @@ def test_a_named_list_of_policies_has_a_file_of_its_own(tmp_path: Path, monkeypa
     assert len(measured) == 2, "it has every cell"
     one_batch.run("needle", Options(name="rivals", policies=["full", "lfps"]))
     assert len(measured) == 3, "another list is measured anew"
+    one_batch.run("needle", Options(name="rivals", policies=["full", "lfps"], device="sim"))
+    assert len(measured) == 4, "and on another device"
     monkeypatch.setattr(sys, "argv", ["one_batch.py", "--name", "rivals"])
     with pytest.raises(SystemExit):
         one_batch.main()

@@ -270,6 +270,7 @@ def test_a_digest_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.Monk
     shutil.copytree(Path(provenance.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
     found = SimpleNamespace(submodule_search_locations=[str(folder)])
     monkeypatch.setattr(provenance, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: found)))
+    monkeypatch.setattr(provenance, "CHECKOUT", False)
     first = provenance.sources.__wrapped__()
     assert first == provenance.sources.__wrapped__()
     (folder / "notes.txt").write_text("nothing that runs")
@@ -280,7 +281,15 @@ def test_a_digest_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "deep" / "native.so").write_bytes(b"library")
     third = provenance.sources.__wrapped__()
     (folder / "deep" / "native.so").rename(folder / "deep" / "other.so")
-    assert len({first, second, third, provenance.sources.__wrapped__()}) == 4
+    fourth = provenance.sources.__wrapped__()
+    monkeypatch.setattr(provenance, "CHECKOUT", True)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.sources.__wrapped__() == fourth, "a checkout without benchmarks"
+    (tmp_path / "benchmark" / "racers").mkdir(parents=True)
+    (tmp_path / "benchmark" / "racers" / "driver.py").write_text("WARM = 3\n")
+    fifth = provenance.sources.__wrapped__()
+    (tmp_path / "benchmark" / "racers" / "driver.py").write_text("WARM = 4\n")
+    assert len({first, second, third, fourth, fifth, provenance.sources.__wrapped__()}) == 6
 
 
 @pytest.mark.parametrize(

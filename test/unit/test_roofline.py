@@ -112,6 +112,24 @@ def test_a_row_that_fell_out_of_its_band_is_named() -> None:
     assert kernels.bands(data, wider) == wider, "the worst counts, in any order"
 
 
+def test_a_check_that_compared_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [Cell("attend"), Cell("attend", group=8)]
+    known, new = (cell.key for cell in cells)
+    common.save(tmp_path / "box" / "kernels_bands.json", kernels.bands({**HEADER, "rows": [kernel_row(known, 0.9)]}))
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(kernels, "measure", lambda cell, _: kernel_row(cell.key, 0.9))
+    monkeypatch.setattr(kernels, "default_cells", lambda: cells)
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--check", "--machine", "box"])
+    kernels.main()
+    assert f"Without a band: {new}.\nEvery other row is within its band." in capsys.readouterr().out
+    for only in new, "nothing of this name":
+        monkeypatch.setattr(sys, "argv", ["kernels.py", "--check", "--machine", "box", "--only", only])
+        with pytest.raises(SystemExit, match="nothing was checked"):
+            kernels.main()
+
+
 def test_a_row_is_out_only_when_it_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [Cell("attend"), Cell("attend", group=8)]
     fine, bad = (cell.key for cell in cells)

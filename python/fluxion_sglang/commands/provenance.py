@@ -78,13 +78,18 @@ def commit(paths: Sequence[str] = MEASURED) -> str:
 
 @functools.cache
 def sources(packages: tuple[str, ...] = CODE) -> str:
-    """Digest of the code that runs, wherever it is installed: Python files and native libraries of packages."""
+    """Digest of the code that runs: Python files and native libraries of packages, wherever they are installed.
+
+    In a checkout those of the benchmarks, too: they say what is measured, and are no package.
+    """
     digest = hashlib.sha256()
+    folders = [("benchmark", ROOT / "benchmark")] if CHECKOUT else []
     for package in packages:
         spec = importlib.util.find_spec(package)
-        for folder in map(Path, (spec.submodule_search_locations if spec else None) or ()):
-            for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.so")]):
-                digest.update(f"{package}/{file.relative_to(folder)}\0".encode() + file.read_bytes())
+        folders += [(package, Path(path)) for path in (spec.submodule_search_locations if spec else None) or ()]
+    for name, folder in folders:
+        for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.so")]):
+            digest.update(f"{name}/{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -111,8 +111,8 @@ def cell_rows(entry: Entry, cell: dict[str, Any], said: dict[str, Any]) -> list[
             "decode_ms": round(median(found["decode_s"]) * 1e3, 4),
             "least_ms": round(min(found["decode_s"]) * 1e3, 4),
             "steps": len(found["decode_s"]),
-            "rss_gb": cell["rss_gb"],
-            **({"step_cpu_ms": round(found["step_cpu_s"] * 1e3, 4)} if "step_cpu_s" in found else {}),
+            "peak_gb": cell["peak_gb"],
+            **({"cpu_median_ms": round(median(found["step_cpu_s"]) * 1e3, 4)} if "step_cpu_s" in found else {}),
         }
         for found in cell["decode"]
     ]
@@ -145,10 +145,19 @@ class Race:
         return [depth for depth in sorted(self.args.depths) if depth not in done]
 
     def reference(self, model: str, folder: Path) -> list[int]:
-        """What the model says to the probe in float32."""
+        """What the model says to the probe in float32.
+
+        Raises:
+            SystemExit: it said nothing. That is no entry's failure, and without it no entry's tokens can be judged.
+        """
         path = folder / "says.json"
         if not path.is_file():
-            first = next(self._events(REFERENCE, model, folder, []))
+            try:
+                first = next(self._events(REFERENCE, model, folder, []), None)
+            except Failed as error:
+                raise SystemExit(f"error: {model} in float32: {error}; see {self._log(REFERENCE)}") from None
+            if first is None:
+                raise SystemExit(f"error: {model} in float32 said nothing; see {self._log(REFERENCE)}")
             path.write_text(json.dumps(first["says"]))
         said: list[int] = json.loads(path.read_text())
         return said
@@ -166,8 +175,8 @@ class Race:
         said = {"model": model, "round": turn, "load_before": round(os.getloadavg()[0], 2)}
         facts = self.data["systems"].setdefault(entry.name, {})
         waiting = list(depths)
+        expected = self.reference(model, folder)
         try:
-            expected = self.reference(model, folder)
             interpreter = entries.python(entry, self.args.peers)
             facts["versions"] = entries.versions(entry, interpreter)
             for event in self._events(entry, model, folder, depths):

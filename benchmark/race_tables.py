@@ -39,10 +39,14 @@ def cells(rows: Iterable[dict[str, Any]]) -> Cells:
     return found
 
 
-def middle(rows: list[dict[str, Any]], value: str) -> float | None:
-    """The median over rounds; None where every round failed."""
-    values = [row[value] for row in rows if value in row]
-    return median(values) if values else None
+def growth(rows: Iterable[dict[str, Any]]) -> float | None:
+    """The median of the slopes within rounds, which a drifting machine changes least; None where their signs differ."""
+    rounds: dict[int, dict[int, float]] = {}
+    for row in rows:
+        if "failed" not in row:
+            rounds.setdefault(row["round"], {})[row["depth"]] = row["decode_ms"]
+    slopes = [each for points in rounds.values() if (each := slope(points)) is not None]
+    return median(slopes) if len({each > 0 for each in slopes}) == 1 else None
 
 
 def shown(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], digits: int) -> str:
@@ -68,20 +72,18 @@ def _decode(data: dict[str, Any], model: str, batch: int) -> str:
     lines = []
 
     def timed(at: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        return [row for row in at.get(depths[-1], []) if "step_cpu_ms" in row]
+        return [row for row in at.get(depths[-1], []) if "cpu_median_ms" in row]
 
     told = any(timed(at) for at in found.values())
     for system, at in found.items():
-        medians = {depth: middle(at.get(depth, []), "decode_ms") for depth in depths}
-        points = {depth: ms for depth, ms in medians.items() if ms is not None}
-        grows = slope(points)
+        grows = growth(row for rows in at.values() for row in rows)
         speed = gb_per_s(grows, batch, data["models"][model]["kv_bytes"])
         lines.append(
             [
                 system,
                 *(shown(at.get(depth, []), lambda row: row["decode_ms"], 1) for depth in depths),
                 ratio(at.get(depths[-1], []), ours.get(depths[-1], []), "decode_ms"),
-                *([shown(timed(at), lambda row: row["step_cpu_ms"], 1)] if told else []),
+                *([shown(timed(at), lambda row: row["cpu_median_ms"], 1)] if told else []),
                 "" if grows is None else f"{grows:.3f}",
                 "" if speed is None else f"{speed:.1f}",
             ]
@@ -107,7 +109,7 @@ def decode(results: Path) -> str:
 
 
 def prefill(results: Path) -> str:
-    """Tokens a second of a prompt that runs alone, the time to its first token, and the memory at the end."""
+    """Tokens a second of a prompt that runs alone, the time to its first token, and peak memory if rows have it."""
     out = []
     for path, data in result_files(results, "race.json"):
         least = min(data["batches"])
@@ -115,27 +117,29 @@ def prefill(results: Path) -> str:
             rows = [row for row in data["rows"] if row["model"] == model and row.get("batch", least) == least]
             depths, found = sorted({row["depth"] for row in rows}), cells(rows)
             ours = found.get(OURS, {}).get(depths[-1], [])
+            told = any("peak_gb" in row for row in rows)
             lines = [
                 [
                     system.removesuffix(" `full`"),
                     *(shown(at.get(depth, []), lambda row: row["depth"] / row["prefill_s"], 0) for depth in depths),
                     shown(at.get(depths[-1], []), lambda row: row["prefill_s"], 1),
                     ratio(at.get(depths[-1], []), ours, "prefill_s"),
-                    _largest(at),
+                    *([_largest(at)] if told else []),
                 ]
                 for system, at in found.items()
                 if not system.startswith("Fluxion") or system == OURS
             ]
             last = f"{depths[-1]:,}"
             head = ["", *(f"{depth:,} (tokens/s)" for depth in depths), f"first token at {last} (s)", "of Fluxion's"]
-            grid = table([*head, "peak memory (GB)"], lines, "l" + "r" * (len(depths) + 3))
+            head += ["peak memory (GB)"] if told else []
+            grid = table(head, lines, "l" + "r" * (len(head) - 1))
             out.append(f"{_model(data, model)}\n\n{grid}")
         out.append(f"{_note(data)} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("race.py")
 
 
 def _largest(at: dict[int, list[dict[str, Any]]]) -> str:
-    found = [row["rss_gb"] for rows in at.values() for row in rows if "rss_gb" in row]
+    found = [row["peak_gb"] for rows in at.values() for row in rows if "peak_gb" in row]
     return f"{max(found):.1f}" if found else ""
 
 

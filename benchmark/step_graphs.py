@@ -15,12 +15,19 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import checkpoints
 import common
+
+from fluxion_sglang import openmp
+
+if __name__ == "__main__":
+    openmp.wait_passively()  # before torch is loaded, here and in the processes started from here
+
+import checkpoints
 from racers import driver
 from tqdm import tqdm
 
@@ -30,7 +37,7 @@ CACHE = Path.home() / ".cache" / "fluxion-race" / "checkpoints"
 POLICY = "full"
 
 
-def turns_of(model: str, turns: int, depth: int, say: Any) -> None:
+def turns_of(say: Any, model: str, turns: int, depth: int) -> None:
     """The rows of one model, in a process of its own."""
     sys.path.insert(0, str(Path(driver.__file__).parent))  # as the drivers of the race find each other
     from run_sglang import Sglang
@@ -54,7 +61,7 @@ def turns_of(model: str, turns: int, depth: int, say: Any) -> None:
             for way, forward in ways.items():
                 backbone.forward = forward
                 spent[way].append(median(racer.decode(POLICY, batch, STEPS)[1:]) * 1e3)
-        say.put(
+        say.send(
             {
                 "model": model,
                 "layers": layers,
@@ -64,10 +71,27 @@ def turns_of(model: str, turns: int, depth: int, say: Any) -> None:
                 "ratio": round(median(a / b for a, b in zip(*spent.values(), strict=True)), 4),
             }
         )
-    say.put(None)
-    say.close()
-    say.join_thread()
     os._exit(0)
+
+
+def rows_of(start: Any, measure: Callable[..., None], *args: Any) -> Iterator[dict[str, Any]]:
+    """What `measure(say, *args)` sends to `say` in a process of its own. start: the context of multiprocessing.
+
+    Raises:
+        SystemExit: the process failed; what it sent before came.
+    """
+    said, say = start.Pipe(duplex=False)
+    process = start.Process(target=measure, args=(say, *args))
+    process.start()
+    say.close()  # the other end is the only one then: when the process is gone, however, the pipe ends
+    with said:
+        try:
+            while True:
+                yield said.recv()
+        except EOFError:
+            process.join()
+    if process.exitcode:
+        raise SystemExit(f"error: the process that measured {args[0]} ended with exit code {process.exitcode}")
 
 
 def main() -> None:
@@ -83,13 +107,9 @@ def main() -> None:
     data = {**common.header("step_graphs"), "turns": turns, "steps": STEPS - 1, "policy": POLICY, "rows": []}
     spawn = multiprocessing.get_context("spawn")
     for model in tqdm(args.models):
-        rows = spawn.Queue()
-        process = spawn.Process(target=turns_of, args=(model, turns, args.depth, rows))
-        process.start()
-        for row in iter(rows.get, None):
+        for row in rows_of(spawn, turns_of, model, turns, args.depth):
             data["rows"].append(row)
             print(json.dumps(row))
-        process.join()
     path = common.result_path(args, "step_graphs")
     common.save(path, data)
     print(f"{path.relative_to(common.ROOT)}: now python benchmark/tables.py")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 WARM = 3
@@ -84,27 +85,33 @@ class Racer(ABC):
 
 
 class Timed(list[float]):
-    """Seconds of each of some steps in one go. cpu_s: CPU time of the process's threads in one of them."""
+    """Seconds of each of some steps in one go. cpu_s: CPU time of the process's threads in each."""
 
-    cpu_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.cpu_s: list[float] = []
 
 
 def timed_steps(step: Any, steps: int) -> Timed:
     """Of `steps` calls."""
     found = Timed()
-    cpu = time.process_time()
     for _ in range(steps):
-        start = time.perf_counter()
+        cpu, start = time.process_time(), time.perf_counter()
         step()
         found.append(time.perf_counter() - start)
-    found.cpu_s = (time.process_time() - cpu) / max(steps, 1)
+        found.cpu_s.append(time.process_time() - cpu)
     return found
 
 
-def peak_rss_gb() -> float:
-    """Of this process and the largest of its children so far, in GB (10^9 bytes)."""
-    kib = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return round(kib * 1024 / 1e9, 3)
+def peak_gb() -> float:
+    """The most memory that this process has had resident, in GB (10^9 bytes).
+
+    Of no other process, because every driver runs its model in its own. Not from `getrusage`: what it counts includes
+    the process as it was before it became this program.
+    """
+    kib = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert kib is not None
+    return round(int(kib[1]) * 1024 / 1e9, 3)
 
 
 def run(racer: Racer) -> None:
@@ -119,7 +126,7 @@ def run(racer: Racer) -> None:
     settings = racer.load(plan)
     load_s = time.perf_counter() - start
     said = racer.generate(plan.probe, plan.says)
-    say("loaded", settings=settings, load_s=round(load_s, 2), rss_gb=peak_rss_gb(), says=said)
+    say("loaded", settings=settings, load_s=round(load_s, 2), says=said)
     for depth in plan.depths:
         say("begin", depth=depth)
         prompts = plan.prompts(depth)
@@ -132,7 +139,7 @@ def run(racer: Racer) -> None:
                 timed = racer.decode(variant, batch, WARM + plan.steps)
                 row = {"batch": batch, "variant": variant, "decode_s": [round(s, 7) for s in timed[WARM:]]}
                 if isinstance(timed, Timed):  # of the others, CPU time is of more than steps
-                    row["step_cpu_s"] = round(timed.cpu_s, 7)
+                    row["step_cpu_s"] = [round(s, 7) for s in timed.cpu_s[WARM:]]
                 found.append(row)
         racer.clear()
         say(
@@ -140,7 +147,7 @@ def run(racer: Racer) -> None:
             depth=depth,
             prefill_s=round(prefill_s, 4),
             prefill_cpu_s=round(cpu, 3),
-            rss_gb=peak_rss_gb(),
+            peak_gb=peak_gb(),
             decode=found,
         )
     # What an implementation does at its end, such as waiting for its threads, is no part of the race.

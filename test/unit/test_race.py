@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ import checkpoints  # noqa: E402
 import common  # noqa: E402
 import race  # noqa: E402
 import race_tables  # noqa: E402
-from racers.driver import Plan  # noqa: E402
+import step_graphs  # noqa: E402
+from racers.driver import Plan, timed_steps  # noqa: E402
 from racers.entries import ENTRIES, PEERS, Entry  # noqa: E402
 
 
@@ -47,6 +51,19 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert race_tables.ratio(theirs, ours, "decode_ms") == "2.00x"
 
 
+def test_slopes_are_taken_within_rounds() -> None:
+    def rows(*rounds: dict[int, float]) -> list[dict[str, Any]]:
+        return [
+            {"round": turn, "depth": 1024 * depth, "decode_ms": ms}
+            for turn, points in enumerate(rounds)
+            for depth, ms in points.items()
+        ]
+
+    assert race_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 18.0}, {4: 90.0})) == pytest.approx(1.5)
+    assert race_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 9.0})) is None, "up or down?"
+    assert race_tables.growth(rows({4: 1.0}, {8: 5.0})) is None, "no round has two"
+
+
 def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
     said = {"model": "llama-111m", "round": 0}
     entry = Entry("other", "x")
@@ -71,12 +88,62 @@ def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
     assert "| other | 4.0 | over the limit |  |  |  |  |" in decode
     assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x | 1.5 |" in prefill
     assert "not installed: no wheel" in systems
+    # Rows of another meaning have other names, and are not shown.
+    for row in rows:
+        row["rss_gb"], row["step_cpu_ms"] = row.pop("peak_gb", 0), row.pop("cpu_median_ms", 0)
+    common.save(tmp_path / "box" / "race.json", data)
+    decode, prefill, _ = (table(tmp_path) for table in race_tables.RACE_TABLES.values())
+    assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 1.000 | 4.2 |" in decode
+    assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x |\n" in prefill
+
+
+def test_no_entry_answers_for_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise race.Failed("over the limit")
+        yield
+
+    monkeypatch.setattr(race.checkpoints, "made", lambda model, folder: tmp_path)
+    monkeypatch.setattr(race, "events", fails)
+    args = argparse.Namespace(
+        batches=[1], steps=2, fresh=False, retry=False, cache=tmp_path, peers=tmp_path, limit=1, depths=[64]
+    )
+    found = race.Race(tmp_path / "race.json", args)
+    with pytest.raises(SystemExit, match=r"llama-111m in float32: over the limit; see .*reference\.log"):
+        found.run(ENTRIES[0], "llama-111m", 0, [64])
+    assert found.data["rows"] == []
+
+
+def test_the_first_steps_are_no_part_of_a_median() -> None:
+    timed = timed_steps(lambda: None, 5)
+    assert len(timed) == len(timed.cpu_s) == 5
+    cell = _cell(4096, "")
+    cell["decode"][0]["step_cpu_s"] = [0.001, 0.002, 0.9]
+    assert race.cell_rows(Entry("other", "x"), cell, {})[0]["cpu_median_ms"] == 2.0
+
+
+def test_peak_memory_is_not_that_of_whoever_started_the_process() -> None:
+    ask = "import driver; print(driver.peak_gb())"
+    out = subprocess.check_output([sys.executable, "-c", ask], cwd=ROOT / "benchmark" / "racers", text=True)
+    assert 0 < float(out) < 0.1, "this process, which has loaded torch, has more"
+
+
+def test_a_process_that_dies_ends_the_measurement() -> None:
+    def measure(say: Any, code: int) -> None:
+        say.send({"a": 1})
+        os._exit(code)
+
+    start = multiprocessing.get_context("fork")
+    assert list(step_graphs.rows_of(start, measure, 0)) == [{"a": 1}]
+    rows = step_graphs.rows_of(start, measure, 3)
+    assert next(rows) == {"a": 1}
+    with pytest.raises(SystemExit, match="exit code 3"):
+        next(rows)
 
 
 def _cell(depth: int, variant: str) -> dict[str, Any]:
     seconds = [depth * 1e-6 / 1.024] * 3
-    decode = [{"batch": batch, "variant": variant, "decode_s": seconds, "step_cpu_s": 0.01} for batch in (4, 1)]
-    return {"depth": depth, "prefill_s": depth / 2048, "prefill_cpu_s": 1.0, "rss_gb": 1.5, "decode": decode}
+    decode = [{"batch": batch, "variant": variant, "decode_s": seconds, "step_cpu_s": [0.01]} for batch in (4, 1)]
+    return {"depth": depth, "prefill_s": depth / 2048, "prefill_cpu_s": 1.0, "peak_gb": 1.5, "decode": decode}
 
 
 def test_prompts_share_no_beginning_and_stay_in_the_vocabulary() -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -93,21 +94,18 @@ def prometheus(server: Server, logs: Path) -> Iterator[str]:
         yield url
 
 
-class served:
+@contextmanager
+def served(command: list[str], ready: str, log: Path) -> Iterator[None]:
     """A program that listens, from when it is ready until the end of the block."""
-
-    def __init__(self, command: list[str], ready: str, log: Path) -> None:
-        self.command, self.ready, self.log = command, ready, log
-
-    def __enter__(self) -> None:
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
-        until(lambda: self.process.poll() is not None or answers(self.ready), f"{self.command[0]} is not ready")
-        assert self.process.poll() is None, self.log.read_text()[-3000:]
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=PATIENCE_S)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: process.poll() is not None or answers(ready), f"{command[0]} is not ready")
+        assert process.poll() is None, log.read_text()[-3000:]
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
 
 
 def answers(url: str) -> bool:

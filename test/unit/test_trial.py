@@ -35,18 +35,25 @@ class FakeServer(Server):
 
     Args:
         refuses: policies that it ends requests of. forgets: policies that answer wrongly.
+        breaks: batches that it answers, before `end` is raised.
     """
 
-    def __init__(self, refuses: Sequence[str] = (), forgets: Sequence[str] = (), breaks: int | None = None) -> None:
+    def __init__(
+        self,
+        refuses: Sequence[str] = (),
+        forgets: Sequence[str] = (),
+        breaks: int | None = None,
+        end: type[BaseException] = KeyboardInterrupt,
+    ) -> None:
         super().__init__("")
-        self.refuses, self.forgets, self.breaks = refuses, forgets, breaks
+        self.refuses, self.forgets, self.breaks, self.end = refuses, forgets, breaks, end
         self.steps = 0.0
         self.batches = 0
 
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Iterator[Piece]:
         self.batches += 1
         if self.breaks is not None and self.batches > self.breaks:
-            raise KeyboardInterrupt
+            raise self.end
         policy = sampling.get("custom_params", {}).get("fluxion_policy", "off")
         if policy in self.refuses:
             raise RequestRefused(f"policy {policy!r} is not for you.")
@@ -209,6 +216,13 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "Interrupted" in numbers["stopped"]
     assert "Interrupted" in page
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_signal_that_ends_the_command_leaves_a_report_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):  # what serving.exits_at_signals makes of it
+        trial(tmp_path, Machine(breaks=30, end=SystemExit))
+    assert "Interrupted" in json.loads((tmp_path / "numbers.json").read_text())["stopped"]
+    assert "Interrupted" in (tmp_path / "report.html").read_text()
 
 
 def test_lengths_that_the_model_does_not_hold_are_said_to_be_shorter(tmp_path: Path) -> None:

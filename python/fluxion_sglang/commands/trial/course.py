@@ -50,6 +50,16 @@ _STOP_S = 5.0
 _LEAST_SHARE = 0.4  # of the time, for measuring
 _OFF_PATIENCE = 1.5  # how far the part without the flag may run past the time
 
+_MODEL = "both servers serve the MODEL of `fluxion try MODEL`; name it there"
+_OURS: Final = {
+    "--model-path": _MODEL,
+    "--model": _MODEL,
+    "--port": "each server gets a port that is free; leave it out",
+    "--host": "both servers are asked on this machine alone; leave it out",
+    "--dtype": "the trial sizes its pool by it; give it to `fluxion try` itself",
+}
+"""Options of a server that the trial sets: why, and what to do instead of giving them in `--server-args`."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -117,7 +127,7 @@ class Course:
             self.results.stopped = "" if self.results.refusal else str(error)
         except RequestRefused as error:
             self.results.stopped = f"The server ended a request: {error}"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a signal that ends the process (`exits_at_signals`)
             self.results.stopped = "Interrupted: what was measured before is here."
             raise
         finally:
@@ -348,7 +358,7 @@ def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     The size of the host pool is the trial's to choose.
 
     Raises:
-        TrialError: the options cannot be read.
+        TrialError: the options cannot be read, or one of them is the trial's own.
     """
     flags: list[str] = []
     config: dict[str, Any] = {}
@@ -365,6 +375,10 @@ def flags_and_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                     'one such as {"predictor": "/models/llama/fluxion"}.'
                 ) from None
         elif word != "--enable-fluxion":
+            # SGLang takes options that are cut short, and of an option that comes twice the last.
+            for option, reason in _OURS.items():
+                if len(name) > len("--") and option.startswith(name):
+                    raise TrialError(f"--server-args has {word!r}, but {reason}.")
             flags.append(word)
     return flags, {
         key: value for key, value in config.items() if key not in ("policy", "host_tokens", "host_memory_gb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -47,8 +48,22 @@ def speed(results: Path) -> str:
                 rows.append([str(batch), f"{length:,}", *shown, f"{ms['full'] / ms['fluxion']:.1f}x"])
         head = ["batch", "prompt (tokens)", "`off` (ms)", "`full` (ms)", "`fluxion` (ms)", "`full` / `fluxion`"]
         note = f"Medians of {min(row['steps'] for row in data['rows'])} steps. {where(data)}"
-        out.append(f"{table(head, rows, 'rrrrrr')}\n{note} [Data]({link(path)}).\n")
+        out.append(f"{table(head, rows, 'rrrrrr')}\n{note} [Data]({link(path)}).{first_token(path.parent)}\n")
     return "\n".join(out) or nothing("one_batch.py")
+
+
+def first_token(machine: Path) -> str:
+    """A sentence about the longest prompt of the bundled model, if the machine has measured it."""
+    path = machine / "first_token.json"
+    if not path.exists():
+        return ""
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["model"] == "needle"]
+    longest = max(row["tokens"] for row in rows)
+    seconds = {row["way"]: row["seconds"] for row in rows if row["tokens"] == longest}
+    return (
+        f" The first token of {longest:,} comes after {seconds['budget 1']:.1f} s, without the flag after "
+        f"{seconds['off']:.0f} s ([data]({link(path)}))."
+    )
 
 
 def answers(results: Path) -> str:

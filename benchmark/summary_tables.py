@@ -61,7 +61,7 @@ def first_token(machine: Path) -> str:
     longest = max(row["tokens"] for row in rows)
     seconds = {row["way"]: row["seconds"] for row in rows if row["tokens"] == longest}
     return (
-        f" The first token of {longest:,} comes after {seconds['budget 1']:.1f} s, without the flag after "
+        f" The first token after a prompt of {longest:,} takes {seconds['budget 1']:.1f} s, without the flag "
         f"{seconds['off']:.0f} s ([data]({link(path)}))."
     )
 

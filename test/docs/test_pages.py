@@ -54,7 +54,7 @@ RUN_ELSEWHERE = {
 }
 """Commands that are too heavy for this file, as patterns, and the tests that run them for real: FILE or FILE::NAME."""
 
-_FILTERS = {"grep", "head", "tail", "cat", "cd"}
+_FILTERS = {"grep", "head", "tail", "cat", "cd", "source"}
 
 
 def page_id(page: Path) -> str:

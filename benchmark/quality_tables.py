@@ -9,9 +9,11 @@ from statistics import mean
 from typing import Any
 
 import common
+import numpy as np
 from rendering import link, result_files, table, where
 from rivals import rivals
 
+from fluxion_quality import stats
 from fluxion_quality import table as quality_table
 from fluxion_sglang.training.report import calibration_table, metrics_table
 from fluxion_sglang.training.tau import verdict
@@ -103,6 +105,42 @@ def extraction(results: Path) -> str:
     return _quality(results, lambda data: quality_table.averages(data), "quality_extraction.json")
 
 
+def kv_dtype(results: Path) -> str:
+    """What storing KV in 8 bits costs: a line a suite and length, and the interval of the difference."""
+    out = []
+    stored = dict(result_files(results, "quality_kv*_mxint8.json"))
+    for folder in dict.fromkeys(path.parent for path in stored):
+        lines, sources = [], []
+        for path, packed in stored.items():
+            whole = json.loads(path.with_name(path.name.replace("mxint8", "auto")).read_text())
+            if path.parent != folder:
+                continue
+            for length in dict.fromkeys(row["length"] for row in packed["rows"]):
+                scores, low, high = _between(packed, whole, length)
+                delta = f"{scores[0] - scores[1]:+.3f} [{low:+.3f}, {high:+.3f}]"
+                suite = {"ruler": "RULER"}.get(packed["suite"], packed["suite"])
+                lines.append(
+                    [suite, f"{length:,}", str(packed["samples"]), f"{scores[1]:.3f}", f"{scores[0]:.3f}", delta]
+                )
+            sources.append(f"[{path.stem}]({link(path)})")
+            note = where(packed)
+        head = ["suite", "prompt", "samples a task", "bfloat16", "mxint8", "delta"]
+        out.append(f"{table(head, lines, 'lrrrrr')}\nPolicy `full`. {note} Data: {', '.join(sources)}.\n")
+    return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
+
+
+def _between(one: dict[str, Any], other: dict[str, Any], length: int) -> tuple[list[float], float, float]:
+    """Mean scores of two runs on the same questions over the tasks, and the interval of their difference."""
+    rows = [{row["task"]: row for row in data["rows"] if row["length"] == length} for data in (one, other)]
+    assert all(rows[1][task]["prompts"] == row["prompts"] for task, row in rows[0].items()), "other questions"
+    deltas = [
+        stats.resampled_deltas(row["samples"], rows[1][task]["samples"], row["documents"], row["measure"], seed=i)
+        for i, (task, row) in enumerate(rows[0].items())
+    ]
+    low, high = stats.interval(np.mean(deltas, axis=0))
+    return [mean(row["score"] for row in of.values()) for of in rows], low, high
+
+
 def perplexity(results: Path) -> str:
     """By task: a mean over them would say nothing."""
     return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_perplexity.json")
@@ -165,6 +203,7 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "psa": psa,
     "far": far,
     "extraction": extraction,
+    "kv_quality": kv_dtype,
     "perplexity": perplexity,
     "needle_heads": needle_heads,
     "predictor": predictor,

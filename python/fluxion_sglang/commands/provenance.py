@@ -24,6 +24,7 @@ PACKAGES = ("fluxion-sglang", "sglang", "torch", "transformers", "apache-tvm-ffi
 CODE = ("fluxion_sglang",)
 MEASURED = ("python", "csrc", "models", "CMakeLists.txt")
 _ENVIRONMENT = ("OMP_", "MKL_", "GOMP_", "FLUXION_ISA", "SGLANG_")
+_DRAWS = re.compile(r"^(.*tables|__main__|plot|overview|rendering)\.py$")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 
@@ -80,7 +81,8 @@ def commit(paths: Sequence[str] = MEASURED) -> str:
 def sources(packages: tuple[str, ...] = CODE) -> str:
     """Digest of the code that runs: Python files and native libraries of packages, wherever they are installed.
 
-    In a checkout those of the benchmarks, too: they say what is measured, and are no package.
+    In a checkout those of the benchmarks, too: they say what is measured, and are no package. Not those that draw
+    what was measured.
     """
     digest = hashlib.sha256()
     folders = [("benchmark", ROOT / "benchmark")] if CHECKOUT else []
@@ -89,7 +91,8 @@ def sources(packages: tuple[str, ...] = CODE) -> str:
         folders += [(package, Path(path)) for path in (spec.submodule_search_locations if spec else None) or ()]
     for name, folder in folders:
         for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.so")]):
-            digest.update(f"{name}/{file.relative_to(folder)}\0".encode() + file.read_bytes())
+            if not (name == "benchmark" and _DRAWS.search(file.name)):
+                digest.update(f"{name}/{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

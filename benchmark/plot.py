@@ -1,10 +1,13 @@
 """Draws TPOT, and attention time, against prompt length, a panel a model and batch size; and kernels against ceilings.
 
-python benchmark/plot.py    # an svg beside each file of one_batch.py, attention.py and kernels.py; needs matplotlib
+python benchmark/plot.py          # an svg beside each result file whose plot a page shows; needs matplotlib
+python benchmark/plot.py FILE     # beside this one
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,9 +95,11 @@ def draw_selection(data: dict[str, Any], path: Path) -> None:
 
 
 def draw_race(data: dict[str, Any], path: Path) -> None:
-    """A decode step's time against depth, a panel a model and batch, a line an implementation."""
+    """A decode step's time against depth, a panel a model of several depths and batch, a line an implementation."""
     plt = pyplot()
     rows = [row for row in data["rows"] if "decode_ms" in row]
+    depths_of = {model: {row["depth"] for row in rows if row["model"] == model} for model in data["models"]}
+    rows = [row for row in rows if len(depths_of[row["model"]]) > 1]
     panels = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
     panels.sort(key=lambda panel: panel[1])
     names = list(dict.fromkeys(row["system"] for row in rows))
@@ -120,11 +125,22 @@ def draw_race(data: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def shown() -> set[Path]:
+    """The plots that README.md and the documentation show."""
+    pages = [common.ROOT / "README.md", *common.ROOT.glob("docs/*.md")]
+    found = {path for page in pages for path in re.findall(r"benchmark/results/[\w./-]+\.svg", page.read_text())}
+    return {common.ROOT / path for path in found}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="result files to draw; default: those that a page shows")
+    args = parser.parse_args()
+    wanted = {path.resolve().with_suffix(".svg") for path in args.files} or shown()
     drawn = {**dict.fromkeys(FILES, draw), "kernels.json": draw_roofline, "lfps_selection.json": draw_selection}
     drawn["race.json"] = draw_race
     for path, how in ((path, how) for name, how in drawn.items() for path in sorted(common.RESULTS.glob(f"*/{name}"))):
-        if path.stem.endswith("_quick"):
+        if path.with_suffix(".svg") not in wanted:
             continue
         data = common.load(path)
         if data and data["rows"]:

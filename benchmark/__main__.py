@@ -35,13 +35,13 @@ PSA = ",".join(
 GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
+RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
     "kv_far": ["--suite", "ruler", "--lengths", "31k", "--samples", "12"],
     "kv_extraction": ["--suite", "extraction", "--lengths", "4k,8k", "--samples", "24"],
 }
-RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
 # Result file: options of `fluxion bench quality`. In float32 where nothing is said: differences are the policies', not
 # of rounding. A sparse prefill is compared in the type that it is for.
 QUALITY = {

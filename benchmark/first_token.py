@@ -12,7 +12,6 @@ go to first_token.json in benchmark/results/<machine>.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
@@ -56,10 +55,8 @@ def name_of(budget: float | None) -> str:
 
 def ask(server: Server, ids: Sequence[int]) -> float:
     """Seconds to the first token."""
-    begin = time.perf_counter()
-    for _ in server.stream([ids], {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}):
-        break
-    return time.perf_counter() - begin
+    first, *_ = server.stream([ids], {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
+    return first.after
 
 
 def measure(model: str, lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:

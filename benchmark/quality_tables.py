@@ -112,20 +112,17 @@ def kv_dtype(results: Path) -> str:
     for folder in dict.fromkeys(path.parent for path in stored):
         lines, sources = [], []
         for path, packed in stored.items():
-            whole = json.loads(path.with_name(path.name.replace("mxint8", "auto")).read_text())
-            if path.parent != folder:
+            whole = common.load(path.with_name(path.name.replace("mxint8", "auto")))
+            if path.parent != folder or whole is None:
                 continue
             for length in dict.fromkeys(row["length"] for row in packed["rows"]):
                 scores, low, high = _between(packed, whole, length)
                 delta = f"{scores[0] - scores[1]:+.3f} [{low:+.3f}, {high:+.3f}]"
-                suite = {"ruler": "RULER"}.get(packed["suite"], packed["suite"])
-                lines.append(
-                    [suite, f"{length:,}", str(packed["samples"]), f"{scores[1]:.3f}", f"{scores[0]:.3f}", delta]
-                )
-            sources.append(f"[{path.stem}]({link(path)})")
-            note = where(packed)
+                cells = [packed["suite"], f"{length:,}", str(packed["samples"])]
+                lines.append([*cells, f"{scores[1]:.3f}", f"{scores[0]:.3f}", delta])
+            sources.append(f"[{path.stem}]({link(path)}), commit {packed['commit']}")
         head = ["suite", "prompt", "samples a task", "bfloat16", "mxint8", "delta"]
-        out.append(f"{table(head, lines, 'lrrrrr')}\nPolicy `full`. {note} Data: {', '.join(sources)}.\n")
+        out.append(f"{table(head, lines, 'lrrrrr')}\nPolicy `full`. {where(packed)} Data: {'; '.join(sources)}.\n")
     return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
 
 

@@ -83,7 +83,7 @@ QUALITY = {
             *("--fluxion-config", f'{{"kv_dtype": "{dtype}"}}'),
         ]
         for name, options in STORED.items()
-        for dtype in ("auto", "mxint8")
+        for dtype in ("auto", "int8")
     },
     "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
 }

@@ -169,9 +169,9 @@ class Clock:
 class Bench:
     """A batch of `batch` requests in a pool, windows and an engine, as a server with default options has them."""
 
-    def __init__(self, requests: Requests, batch: int, mxint8: bool = False) -> None:
+    def __init__(self, requests: Requests, batch: int, int8: bool = False) -> None:
         self.requests, self.batch = requests, batch
-        config, shape = FluxionConfig(), replace(requests.shape, mxint8=mxint8)
+        config, shape = FluxionConfig(), replace(requests.shape, int8=int8)
         pages = -(-(requests.length + requests.steps) // PAGE)
         self.pool = HostPool(
             shape, batch * pages * PAGE, Placement(config.sinks, config.window), create_workers(config)

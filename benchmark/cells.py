@@ -80,7 +80,7 @@ def default_cells() -> list[Cell]:
     cells.append(replace(attend, group=16))
     cells += [replace(attend, group=1), replace(attend, head_dim=64), replace(attend, dtype="f32")]
     cells += [replace(attend, budget=budget) for budget in (0.02, 0.10, 0.25)]
-    packed = replace(attend, dtype="mxint8")
+    packed = replace(attend, dtype="int8")
     cells += [replace(packed, context=context, blk=blk) for context in (32768, LONG) for blk in (16, 128, 0)]
     cells += [replace(packed, group=1), replace(packed, group=8), replace(packed, head_dim=64)]
     cells += [replace(attend, threads=1), replace(attend, threads=1, blk=0)]

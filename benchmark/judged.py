@@ -92,7 +92,7 @@ def measure(cell: Cell, sizes: Sizes) -> dict[str, Any] | None:
     return row
 
 
-MXINT8 = "mxint8"
+INT8 = "int8"
 PACKED_TILES = 4099
 """That differ: a number of which the tiles of a list are no multiple."""
 
@@ -108,7 +108,7 @@ def packed_pool(head_dim: int) -> NativePool:
         pages=pages,
         head_dim=head_dim,
         dtype=torch.bfloat16,
-        mxint8=True,
+        int8=True,
         sink_pages=0,
     )
     size, random = (PACKED_TILES * PAGE, 1, head_dim), torch.Generator().manual_seed(0)
@@ -137,7 +137,7 @@ class Groups:
 
     @classmethod
     def of(cls, cell: Cell, sizes: Sizes, *shape: int, spread: float = 1.0) -> Groups:
-        if cell.dtype == MXINT8:
+        if cell.dtype == INT8:
             arena, dtype = packed_arena_of(sizes.memory, sizes.read, cell.head_dim), torch.bfloat16
             pieces = arena.pieces(packed_pool(cell.head_dim).tensor("tiles", 0).shape[-1], dtype=torch.uint8)
         else:
@@ -173,7 +173,7 @@ def attend(cell: Cell, sizes: Sizes) -> dict[str, Any]:
     row = groups.judged(cell, sizes, lambda of: probe.attend(pool, isa, q, scale, tiles, of, o, lse)[0])
     errors = []
     for i in (0, tasks.tasks - 1):
-        if cell.dtype == MXINT8:
+        if cell.dtype == INT8:
             listed = tasks.pieces[int(tasks.first[i]) : int(tasks.first[i + 1])] % PACKED_TILES + 1
             k, v = (part[0] for part in packed_pool(cell.head_dim).gather(0, listed))
         else:

@@ -3,7 +3,7 @@
     python benchmark/kv_dtype.py            # 32K, four requests; a few minutes on two cores
     python benchmark/kv_dtype.py --quick
 
-Both pools hold the same requests, one in bfloat16 and one in mxint8; every step is taken over one and then over the
+Both pools hold the same requests, one in bfloat16 and one in int8; every step is taken over one and then over the
 other, so a machine that drifts drifts for both. Errors are those of the attention of each pool against exact attention
 over what was appended, in float64. Results go to kv_dtype.json in benchmark/results/<machine>.
 """
@@ -42,7 +42,7 @@ def step_seconds(bench: Bench, policy: Policy, index: int) -> float:
 def measure(model: str, length: int, turns: int) -> list[dict[str, Any]]:
     """A row a policy: ms a layer of either pool, and the median over steps of what one takes over the other."""
     requests = SOURCES[model](length, BATCH)
-    benches = {name: Bench(requests, BATCH, name == "mxint8") for name in ("bfloat16", "mxint8")}
+    benches = {name: Bench(requests, BATCH, name == "int8") for name in ("bfloat16", "int8")}
     exact, layers = benches["bfloat16"].exact(), requests.shape.layers
     rows = []
     for spec in tqdm(POLICIES, desc=f"{model} {length}"):
@@ -56,7 +56,7 @@ def measure(model: str, length: int, turns: int) -> list[dict[str, Any]]:
                 taken = {name: step_seconds(bench, policy, index) for name, bench in benches.items()}
                 for name, seconds in taken.items() if index else ():  # the first step of a turn warms up
                     times[name].append(seconds)
-        ratios = sorted(a / b for a, b in zip(times["bfloat16"], times["mxint8"], strict=True))
+        ratios = sorted(a / b for a, b in zip(times["bfloat16"], times["int8"], strict=True))
         rows.append(
             {
                 "model": model,
@@ -95,7 +95,7 @@ def main() -> None:
     for row in data["rows"]:
         print(
             f"{row['model']} {row['length']:,} x{row['batch']} {row['policy']:15} "
-            f"bfloat16 {row['bfloat16_ms']:.3f} ms, mxint8 {row['mxint8_ms']:.3f} ms: {row['faster']:.2f} times as fast"
+            f"bfloat16 {row['bfloat16_ms']:.3f} ms, int8 {row['int8_ms']:.3f} ms: {row['faster']:.2f} times as fast"
         )
 
 

@@ -108,11 +108,11 @@ def extraction(results: Path) -> str:
 def kv_dtype(results: Path) -> str:
     """What storing KV in 8 bits costs: a line a suite and length, and the interval of the difference."""
     out = []
-    stored = dict(result_files(results, "quality_kv*_mxint8.json"))
+    stored = dict(result_files(results, "quality_kv*_int8.json"))
     for folder in dict.fromkeys(path.parent for path in stored):
         lines, sources = [], []
         for path, packed in stored.items():
-            whole = common.load(path.with_name(path.name.replace("mxint8", "auto")))
+            whole = common.load(path.with_name(path.name.replace("int8", "auto")))
             if path.parent != folder or whole is None:
                 continue
             for length in dict.fromkeys(row["length"] for row in packed["rows"]):
@@ -121,7 +121,7 @@ def kv_dtype(results: Path) -> str:
                 cells = [packed["suite"], f"{length:,}", str(packed["samples"])]
                 lines.append([*cells, f"{scores[1]:.3f}", f"{scores[0]:.3f}", delta])
             sources.append(f"[{path.stem}]({link(path)}), commit {packed['commit']}")
-        head = ["suite", "prompt", "samples a task", "bfloat16", "mxint8", "delta"]
+        head = ["suite", "prompt", "samples a task", "bfloat16", "int8", "delta"]
         out.append(f"{table(head, lines, 'lrrrrr')}\nPolicy `full`. {where(packed)} Data: {'; '.join(sources)}.\n")
     return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
 

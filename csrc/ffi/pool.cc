@@ -18,7 +18,7 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 28;
+constexpr int64_t kAbiVersion = 29;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
@@ -114,7 +114,7 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
     const HostMemory& memory = pool.memory();
     return view(memory.data(), {round_up(memory.bytes(), kSmallPage)}, DLDataType{kDLUInt, 8, 1});
   }
-  if (name == "tiles" && s.dtype == DType::kMX8)
+  if (name == "tiles" && s.dtype == DType::kInt8)
     return view(pool.tiles_base(l), {s.kv_heads, s.pages, s.tile_bytes()}, DLDataType{kDLUInt, 8, 1});
   if (name == "tiles")
     return view(pool.tiles_base(l), {s.kv_heads, s.pages, 2, kPage, s.head_dim}, kv_type(pool));

@@ -314,7 +314,7 @@ template <class Way, class T>
 bool attend_by(const BF16* q, int G, int D, Scale scale, const T* tiles, const int32_t* pages,
                const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
   for (int64_t i = 0; page_lse && i < static_cast<int64_t>(n) * G; ++i) page_lse[i] = kNegInf;
-  if constexpr (sizeof(T) == sizeof(MX8)) {
+  if constexpr (sizeof(T) == sizeof(Int8)) {
     // So many heads wait for arithmetic: a tile is unpacked once for all of them.
     constexpr int kMost = 8;
     Unpacked<kMost> room(D);

@@ -44,16 +44,15 @@ inline void add_listed_values(const float* weights, const T* values, int D, cons
   store(out + d, x);
 }
 
-// The same of MX8.
-inline void add_listed_values(const float* weights, const MX8* tile, const TileScales<MX8, 1>& scales, int D,
-                              const uint8_t* tokens, int count, float* out) {
-  const MX8* values = tile + kPage * D;
+// The same of Int8.
+inline void add_listed_values(const float* weights, const Int8* tile, const TileScales<Int8, 1>& scales,
+                              int D, const uint8_t* tokens, int count, float* out) {
+  const Int8* values = tile + kPage * D;
   for (int d = 0; d < D; d += kLanes) {
-    const float* scale = scales.values + d / kMXBlock * scales.kStride;
     Vec x = load(out + d);
     for (int i = 0; i < count; ++i) {
       const int t = tokens[i];
-      x = fma(set1(weights[t] * scale[t]), integers_at(values + t * D + d), x);
+      x = fma(set1(weights[t] * scales.values[t]), integers_at(values + t * D + d), x);
     }
     store(out + d, x);
   }
@@ -68,11 +67,11 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, const Ti
     for (int t = 0; t < kPage; t += kLanes) store(scores + t, set1(0.0f));
     for (int bits = mask; bits; bits &= bits - 1) {
       const int t = __builtin_ctz(bits);
-      scores[t] = scales.score(dot_row<T>(q, scales.row(tile, t, 0, D), D), t);
+      scores[t] = scales.score(dot_row<T>(q, tile + t * D, D), t);
     }
   } else {
     for (int t = 0; t < kPage; t += kLanes) {
-      const auto rows = [&](int i) { return scales.row(tile, t + i, 0, D); };
+      const StridedRows<T> rows{tile + t * D, D};
       store(scores + t, scales.template scores<1>(dot_rows<T>(q, rows, D), t));
     }
   }
@@ -124,7 +123,7 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
     for (int bits = masks[h]; bits; bits &= bits - 1)
       tokens[listed++] = static_cast<uint8_t>(__builtin_ctz(bits));
     if (listed == 0) continue;
-    if constexpr (sizeof(T) == sizeof(MX8)) {
+    if constexpr (sizeof(T) == sizeof(Int8)) {
       add_listed_values(scores[h], tile, scales, D, tokens, listed, state.out + h * D);
     } else {
       add_listed_values<T, Values>(scores[h], tile + kPage * D, D, tokens, listed, state.out + h * D);

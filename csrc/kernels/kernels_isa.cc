@@ -72,7 +72,7 @@ constexpr KernelTable make_table() {
           rms_norm<M>,
           silu_mul<M>,
           rope<M>,
-          sizeof(T) == sizeof(MX8) ? nullptr : attend_latents<M>,
+          sizeof(T) == sizeof(Int8) ? nullptr : attend_latents<M>,
           read};
 }
 
@@ -80,6 +80,6 @@ constexpr KernelTable make_table() {
 
 // Indexed by DType.
 extern const KernelTable kTables[3];
-const KernelTable kTables[3] = {make_table<float>(), make_table<BF16>(), make_table<MX8>()};
+const KernelTable kTables[3] = {make_table<float>(), make_table<BF16>(), make_table<Int8>()};
 
 }  // namespace fluxion::FLUXION_ISA

@@ -6,23 +6,41 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// A minimum of KV-dtype numbers is one of them, so storing it back in the KV dtype is exact.
+// The bfloat16 number next to x on its side, at most x or at least x; x itself if it is one.
+inline void round_away(Vec x, bool down, BF16* to) {
+  float each[kLanes];
+  store(each, x);
+  for (int i = 0; i < kLanes; ++i) {
+    const uint32_t bits = bits_of(each[i]), larger = (bits >> 31 != 0) == down ? 0xffffu : 0u;
+    to[i].bits = static_cast<uint16_t>((bits + larger) >> 16);
+  }
+}
+
+// A minimum of KV-dtype numbers is one of them, so storing it back in the KV dtype is exact. Products with
+// scales are none: the nearest one might not be a bound.
 template <class T>
 void page_minmax(const void* tile, int D, void* entry) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
-    Unpacked<1> room(D);
-    room.take(0, static_cast<const MX8*>(tile), 0, kPage);
-    return page_minmax<BF16>(room.tiles(), D, entry);
-  } else {
-    const T* keys = static_cast<const T*>(tile);
-    T* out = static_cast<T*>(entry);
-    for (int d = 0; d < D; d += kLanes) {
-      Vec low = load_one(keys + d), high = low;
-      for (int t = 1; t < kPage; ++t) {
-        const Vec k = load_one(keys + t * D + d);
-        low = min(low, k);
-        high = max(high, k);
+  constexpr bool kScaled = sizeof(T) == sizeof(Int8);
+  const T* keys = static_cast<const T*>(tile);
+  Model<T>* out = static_cast<Model<T>*>(entry);
+  for (int d = 0; d < D; d += kLanes) {
+    const auto key = [&](int t) {
+      if constexpr (kScaled) {
+        return mul(integers_at(keys + t * D + d), set1(to_float(scales_of(keys, D)[t])));
+      } else {
+        return load_one(keys + t * D + d);
       }
+    };
+    Vec low = key(0), high = low;
+    for (int t = 1; t < kPage; ++t) {
+      const Vec k = key(t);
+      low = min(low, k);
+      high = max(high, k);
+    }
+    if constexpr (kScaled) {
+      round_away(low, true, out + d);
+      round_away(high, false, out + D + d);
+    } else {
       store_one(out + d, low);
       store_one(out + D + d, high);
     }
@@ -68,9 +86,9 @@ void half_moments(const T* rows, int D, double* sums, double* norms) {
 
 template <class T>
 void page_moments(const void* tile, int D, double* sums) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
+  if constexpr (sizeof(T) == sizeof(Int8)) {
     Unpacked<1> room(D);
-    room.take(0, static_cast<const MX8*>(tile), 0, 2 * kPage);
+    room.take(0, static_cast<const Int8*>(tile), 0, 2 * kPage);
     return page_moments<BF16>(room.tiles(), D, sums);
   } else {
     const T* keys = static_cast<const T*>(tile);

@@ -216,11 +216,11 @@ void score(const void* q, int G, int D, const void* entries, const int32_t* inde
 template <class T>
 void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t* pages, int n, float* out,
                   int64_t out_stride) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
+  if constexpr (sizeof(T) == sizeof(Int8)) {
     constexpr int kMost = 4;
     Unpacked<kMost> room(D);
     by_parts<kMost>(n, [&](int first, int count) {
-      for (int i = 0; i < count; ++i) room.take(i, tile_at<MX8>(tiles, pages[first + i], D), 0, kPage);
+      for (int i = 0; i < count; ++i) room.take(i, tile_at<Int8>(tiles, pages[first + i], D), 0, kPage);
       score_tokens<BF16>(q, G, D, room.tiles(), room.pages(), count, out + first * kPage, out_stride);
     });
     return;
@@ -248,7 +248,7 @@ void score_tokens(const void* q, int G, int D, const void* tiles, const int32_t*
 template <class T>
 void score_rows(const void* q, int G, int D, const void* tiles, const int32_t* tokens, int n, float* out,
                 int64_t out_stride) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
+  if constexpr (sizeof(T) == sizeof(Int8)) {
     constexpr int kMost = 4;
     Unpacked<kMost> room(D);
     int32_t order[kMost * kPage];
@@ -256,7 +256,7 @@ void score_rows(const void* q, int G, int D, const void* tiles, const int32_t* t
     by_parts<kMost * kPage>(n, [&](int first, int count) {
       for (int i = 0; i < count; ++i) {
         const int32_t token = tokens[first + i];
-        unpack_row(tile_at<MX8>(tiles, token / kPage, D), token % kPage, D,
+        unpack_row(tile_at<Int8>(tiles, token / kPage, D), token % kPage, D,
                    room.tile(i / kPage) + i % kPage * D);
       }
       score_rows<BF16>(q, G, D, room.tiles(), order, count, out + first, out_stride);

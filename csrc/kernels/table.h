@@ -22,26 +22,21 @@ inline constexpr int kMaxLatentHeads = 128;
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
 
-// What keys and values are stored as. All else of a model that stores kMX8 is bfloat16: queries, outputs,
+// What keys and values are stored as. All else of a model that stores kInt8 is bfloat16: queries, outputs,
 // metadata, windows; that is its KV dtype.
 //
-// kMX8: 8 bits an element, in blocks of kMXBlock elements of one key or value (the last one of a row perhaps
-// half as long) that share a power of two; the numbers of OCP's MXINT8. A tile has the elements as a plain
-// tile has them, [2][16][D] int8; then the exponents, [blocks of a row][2][16] bytes: that of the k-th block
-// of every key, then of every value. An element stands for its integer times 2^(exponent - 127), which is a
-// bfloat16 number: nothing is rounded when a tile is read, whoever reads it. Exponent 255: of a block that
-// had something not finite, all of which reads as NaN.
-enum class DType : int { kF32 = 0, kBF16 = 1, kMX8 = 2 };
+// kInt8: integers of 8 bits, and a scale for every key and every value. A tile has the integers as a plain
+// tile has its elements, [2][16][D] int8; then the scales, [2][16] bfloat16. An element stands for its
+// integer times the scale of its row: `attend` for few heads multiplies with exactly that, whatever else
+// reads tiles rounds it to bfloat16. A scale is NaN where the row had something not finite.
+enum class DType : int { kF32 = 0, kBF16 = 1, kInt8 = 2 };
 
-inline constexpr int kMXBlock = 32;
-
-inline constexpr DType kv_dtype(DType stored) { return stored == DType::kMX8 ? DType::kBF16 : stored; }
+inline constexpr DType kv_dtype(DType stored) { return stored == DType::kInt8 ? DType::kBF16 : stored; }
 inline constexpr int element_bytes(DType stored) { return stored == DType::kF32 ? 4 : 2; }  // KV dtype
 inline constexpr int64_t kMaxTileBytes = 2 * kPage * kMaxHeadDim * 4;
-inline constexpr int mx_blocks(int D) { return (D + kMXBlock - 1) / kMXBlock; }
 // Of a key or a value of D elements, as it is stored.
 inline constexpr int64_t stored_bytes(DType stored, int D) {
-  return stored == DType::kMX8 ? D + mx_blocks(D) : int64_t{D} * element_bytes(stored);
+  return stored == DType::kInt8 ? D + 2 : int64_t{D} * element_bytes(stored);
 }
 
 // What `features` reads and writes, of B = batch requests. Rows of the three anchor tensors belong to
@@ -113,7 +108,7 @@ struct LinearArgs {
 };
 
 // The kernels of one instruction set for what is stored as one DType. A tile is K[16][D] then V[16][D],
-// contiguous, but for kMX8, and has 32 * stored_bytes(). Pointers need no alignment. No function allocates,
+// contiguous, but for kInt8, and has 32 * stored_bytes(). Pointers need no alignment. No function allocates,
 // locks or throws; the callers have checked every size and id.
 struct KernelTable {
   const char* isa;
@@ -174,8 +169,8 @@ struct KernelTable {
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(logit of q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
   // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
-  // unrounded. Of kMX8, elements of q and of keys may be rounded by 2^-13 of the largest one, and weights by
-  // 2^-16 of the largest one of four pages.
+  // unrounded. Of kInt8, elements of q may be rounded by 2^-16 of the largest one, and weights by 2^-16 of
+  // the largest one of four pages.
   void (*attend)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 
@@ -271,7 +266,7 @@ struct KernelTable {
   // A prototype (docs/mla.md): attention of all heads to the latents of a list of tokens, each of which is
   // read once. o: float32 [H][kLatentValues], normalised; lse: [H]. Without tokens o = 0 and lse = -inf. What
   // tiles hold behind the last token is not used. Weights are rounded as `extend` rounds them. scratch:
-  // latent_scratch_bytes(). Of kMX8: nullptr.
+  // latent_scratch_bytes(). Of kInt8: nullptr.
   void (*attend_latents)(const LatentArgs& args, void* scratch, float* o, float* lse);
 
   // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.

@@ -3,7 +3,7 @@
 #include "kernels/rows.h"
 
 // How tiles lie in memory (DType, kernels/table.h), and how they are written and read whole. What reads rows
-// where they lie, because it waits for memory, is in attend_*.h; whatever else reads tiles of MX8 unpacks
+// where they lie, because it waits for memory, is in attend_*.h; whatever else reads tiles of Int8 unpacks
 // them first, and does the same as with tiles of bfloat16.
 namespace fluxion::FLUXION_ISA {
 namespace {
@@ -14,8 +14,8 @@ struct TileOf {
   static constexpr int64_t size(int D) { return 2 * kPage * static_cast<int64_t>(D); }
 };
 template <>
-struct TileOf<MX8> {
-  static constexpr int64_t size(int D) { return 2 * kPage * stored_bytes(DType::kMX8, D); }
+struct TileOf<Int8> {
+  static constexpr int64_t size(int D) { return 2 * kPage * stored_bytes(DType::kInt8, D); }
 };
 
 template <class T>
@@ -23,70 +23,63 @@ inline const T* tile_at(const void* tiles, int page, int D) {
   return static_cast<const T*>(tiles) + page * TileOf<T>::size(D);
 }
 
-// The exponents of a tile: [blocks][2 * kPage].
-inline const uint8_t* exponents_of(const MX8* tile, int D) {
-  return reinterpret_cast<const uint8_t*>(tile + 2 * kPage * D);
+// The scales of a tile: [2 * kPage].
+inline BF16* scales_of(Int8* tile, int D) { return reinterpret_cast<BF16*>(tile + 2 * kPage * D); }
+inline const BF16* scales_of(const Int8* tile, int D) {
+  return reinterpret_cast<const BF16*>(tile + 2 * kPage * D);
 }
 
-// Exponents stay where every number of a block is a normal bfloat16 number.
-inline constexpr int kLeastExponent = 1, kMostExponent = 248, kNoNumbers = 255;
-// Integers are up to 127 and those of a block's largest number at least 64.
-inline constexpr int kIntegerBits = 6;
+inline constexpr float kMostInteger = 127.0f;
+// Of a row of smaller numbers; its inverse is a number, too.
+inline constexpr float kLeastScale = 1e-37f;
 
-inline float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent) << 23); }
-
-// One block of up to kMXBlock elements; returns its exponent. Plain loops, the same on every ISA: products
-// with powers of two are exact, and so is the rounding to the nearest.
-inline uint8_t pack_block(const BF16* from, int count, MX8* to) {
+// One row; returns its scale. Plain loops without sums of products, the same on every ISA. No element is off
+// by more than half a scale: rounding the scale moves the largest integer, which is 127, by a quarter.
+inline BF16 pack_row(const BF16* from, int D, Int8* to) {
   uint32_t largest = 0;  // of the absolute values, whose order is that of their bits
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < D; ++i) {
     const uint32_t bits = from[i].bits & 0x7fffu;
     largest = bits > largest ? bits : largest;
   }
   if (largest >= 0x7f80) {
-    for (int i = 0; i < count; ++i) to[i].bits = 0;
-    return kNoNumbers;
+    for (int i = 0; i < D; ++i) to[i].bits = 0;
+    return {0x7fc0};
   }
-  int exponent = static_cast<int>(largest >> 7) - kIntegerBits;
-  exponent = exponent < kLeastExponent ? kLeastExponent : exponent > kMostExponent ? kMostExponent : exponent;
-  const float inverse = power_of_two(254 - exponent);
+  const float exact = float_of(largest << 16) / kMostInteger;
+  BF16 scale;
+  round_to(exact < kLeastScale ? kLeastScale : exact, &scale);
+  const float inverse = 1.0f / to_float(scale);
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the nearest integer
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < D; ++i) {
     const float x = to_float(from[i]) * inverse;
-    const float inside = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
+    const float inside = x > kMostInteger ? kMostInteger : x < -kMostInteger ? -kMostInteger : x;
     to[i].bits = static_cast<int8_t>(static_cast<int32_t>(bits_of(inside + kRound)) - 0x4b400000);
   }
-  return static_cast<uint8_t>(exponent);
+  return scale;
 }
 
-inline void unpack_block(const MX8* from, uint8_t exponent, int count, BF16* to) {
-  const float factor = power_of_two(exponent);
-  for (int i = 0; i < count; ++i)
-    to[i].bits = static_cast<uint16_t>(bits_of(static_cast<float>(from[i].bits) * factor) >> 16);
+// Row `row` of the 2 * kPage of a tile, rounded.
+inline void unpack_row(const Int8* tile, int row, int D, BF16* to) {
+  const float scale = to_float(scales_of(tile, D)[row]);
+  const Int8* from = tile + row * D;
+  for (int i = 0; i < D; ++i) {
+    const uint32_t bits = bits_of(static_cast<float>(from[i].bits) * scale);
+    to[i].bits = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
 }
-
-// Row `row` of the 2 * kPage of a tile.
-inline void unpack_row(const MX8* tile, int row, int D, BF16* to) {
-  const uint8_t* exponents = exponents_of(tile, D) + row;
-  for (int d = 0; d < D; d += kMXBlock, exponents += 2 * kPage)
-    unpack_block(tile + row * D + d, *exponents, smaller(D - d, kMXBlock), to + d);
-}
-inline void unpack_rows(const MX8* tile, int first, int count, int D, BF16* to) {
+inline void unpack_rows(const Int8* tile, int first, int count, int D, BF16* to) {
   for (int i = 0; i < count; ++i) unpack_row(tile, first + i, D, to + i * static_cast<int64_t>(D));
 }
 
 template <class T>
 void write_token(const void* k, const void* v, int D, int offset, void* tile) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
-    MX8* elements = static_cast<MX8*>(tile);
-    uint8_t* exponents = static_cast<uint8_t*>(tile) + 2 * kPage * D;
+  if constexpr (sizeof(T) == sizeof(Int8)) {
+    Int8* elements = static_cast<Int8*>(tile);
+    BF16* scales = scales_of(elements, D);
     const void* const parts[] = {k, v};
     for (int part = 0; part < 2; ++part) {
       const int row = part * kPage + offset;
-      const BF16* from = static_cast<const BF16*>(parts[part]);
-      for (int d = 0; d < D; d += kMXBlock)
-        exponents[d / kMXBlock * 2 * kPage + row] =
-            pack_block(from + d, smaller(D - d, kMXBlock), elements + row * D + d);
+      scales[row] = pack_row(static_cast<const BF16*>(parts[part]), D, elements + row * D);
     }
   } else {
     T* elements = static_cast<T*>(tile);
@@ -97,8 +90,8 @@ void write_token(const void* k, const void* v, int D, int offset, void* tile) {
 
 template <class T>
 void read_tile(const void* tile, int D, int tokens, void* out) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
-    const MX8* from = static_cast<const MX8*>(tile);
+  if constexpr (sizeof(T) == sizeof(Int8)) {
+    const Int8* from = static_cast<const Int8*>(tile);
     BF16* to = static_cast<BF16*>(out);
     unpack_rows(from, 0, tokens, D, to);
     unpack_rows(from, kPage, tokens, D, to + kPage * D);
@@ -111,15 +104,15 @@ template <class T>
 void read_token(const void* tile, int D, int offset, void* out) {
   Model<T>* to = static_cast<Model<T>*>(out);
   for (int row = offset; row < 2 * kPage; row += kPage) {
-    if constexpr (sizeof(T) == sizeof(MX8)) {
-      unpack_row(static_cast<const MX8*>(tile), row, D, to + row * D);
+    if constexpr (sizeof(T) == sizeof(Int8)) {
+      unpack_row(static_cast<const Int8*>(tile), row, D, to + row * D);
     } else {
       __builtin_memcpy(to + row * D, static_cast<const T*>(tile) + row * D, D * sizeof(T));
     }
   }
 }
 
-// Tiles of bfloat16 that tiles of MX8 are unpacked into, a few at a time: their numbers are 0, 1, 2, ...
+// Tiles of bfloat16 that tiles of Int8 are unpacked into, a few at a time: their numbers are 0, 1, 2, ...
 template <int kTiles>
 class Unpacked {
  public:
@@ -129,7 +122,7 @@ class Unpacked {
   const BF16* tiles() const { return tiles_; }
   const int32_t* pages() const { return kOrder.number; }
   // Rows first..first + count - 1 of a tile, as those of tile i.
-  void take(int i, const MX8* from, int first, int count) {
+  void take(int i, const Int8* from, int first, int count) {
     unpack_rows(from, first, count, D_, tile(i) + first * D_);
   }
 

@@ -41,11 +41,11 @@ template <class T>
 void page_values(const float* scores, int64_t stride, int G, int D, float scale, const float* lse,
                  const void* tiles, const int32_t* pages, int n, float* weights, float* out,
                  int64_t out_stride) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
+  if constexpr (sizeof(T) == sizeof(Int8)) {
     constexpr int kMost = 4;
     Unpacked<kMost> room(D);
     by_parts<kMost>(n, [&](int first, int count) {
-      for (int i = 0; i < count; ++i) room.take(i, tile_at<MX8>(tiles, pages[first + i], D), kPage, kPage);
+      for (int i = 0; i < count; ++i) room.take(i, tile_at<Int8>(tiles, pages[first + i], D), kPage, kPage);
       page_values<BF16>(scores + first * kPage, stride, G, D, scale, lse, room.tiles(), room.pages(), count,
                         weights + first * kPage, out + first * static_cast<int64_t>(D), out_stride);
     });
@@ -94,9 +94,9 @@ inline float add_rows(const float* rows, int n, float weight, const float* targe
 
 template <class T>
 float add_value(const void* tile, int token, float weight, const float* target, int D, float* sum) {
-  if constexpr (sizeof(T) == sizeof(MX8)) {
+  if constexpr (sizeof(T) == sizeof(Int8)) {
     Unpacked<1> room(D);
-    room.take(0, static_cast<const MX8*>(tile), kPage + token, 1);
+    room.take(0, static_cast<const Int8*>(tile), kPage + token, 1);
     return add_value<BF16>(room.tiles(), token, weight, target, D, sum);
   } else {
     const T* v = static_cast<const T*>(tile) + (kPage + token) * D;

@@ -562,7 +562,7 @@ void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, 
   if (walk.open == 0) return;
   const float* weights = &s->weights[int64_t{g} * tokens];
   const float* o = &o_[int64_t{state} * D_];
-  const int64_t row_bytes = shape_.dtype == DType::kMX8 ? D_ : shape_.token_bytes();
+  const int64_t row_bytes = shape_.dtype == DType::kInt8 ? D_ : shape_.token_bytes();
   Order order(&s->scores[int64_t{g} * tokens], tokens, s->keys.get());
   const auto tile = [&](int token) { return pool_.tile(args_.layer, head, pages[token / kPage]); };
   for (int count = 1; count < tokens && walk.open != 0; ++count) {

@@ -135,7 +135,7 @@ void probe_attend(Workers workers, ffi::String isa, TensorView q, double scale, 
   const int64_t G = q.size(1), D = q.size(2);
   // Of 8 bits: [., bytes] uint8.
   const bool packed = dtype == DType::kBF16 && same(tiles.dtype(), DLDataType{kDLUInt, 8, 1});
-  const DType stored = packed ? DType::kMX8 : dtype;
+  const DType stored = packed ? DType::kInt8 : dtype;
   if (packed) {
     expect(tiles, "tiles", tiles.dtype(), {-1, 2 * kPage * stored_bytes(stored, static_cast<int>(D))}, 2);
   } else {

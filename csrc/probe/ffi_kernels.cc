@@ -134,7 +134,7 @@ struct Tiles {
   Tiles(const TensorView& tiles, DType dtype, int D) : stored(dtype) {
     const Argument argument{"tiles", tiles};
     if (dtype == DType::kBF16 && same(tiles.dtype(), kUInt8)) {
-      stored = DType::kMX8;
+      stored = DType::kInt8;
       argument.require(kUInt8, {-1, 2 * kPage * stored_bytes(stored, D)});
     } else {
       argument.require(dl_dtype(dtype), {-1, 2, kPage, D});
@@ -148,8 +148,8 @@ DType one_tile(const TensorView& tile, int D) {
   const Argument from{"tile", tile};
   if (D == kLatent) return from.require(dl_dtype(from.kv_dtype()), {kPage, D}).kv_dtype();
   if (same(tile.dtype(), kUInt8)) {
-    from.require(kUInt8, {2 * kPage * stored_bytes(DType::kMX8, D)});
-    return DType::kMX8;
+    from.require(kUInt8, {2 * kPage * stored_bytes(DType::kInt8, D)});
+    return DType::kInt8;
   }
   from.require(dl_dtype(from.kv_dtype()), {2, kPage, D});
   return from.kv_dtype();

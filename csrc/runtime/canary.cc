@@ -68,7 +68,7 @@ uint64_t& Canary::entry_sum(int layer, int head, int level, int page) const {
 uint64_t Canary::sum_of(int layer, int head, int page, int offset, const char* tile) const {
   Sums sums(place(layer, head, page, offset));
   const int D = shape_.head_dim;
-  const bool plain = shape_.dtype != DType::kMX8;
+  const bool plain = shape_.dtype != DType::kInt8;
   const int64_t bytes = plain ? shape_.token_bytes() : D;
   const char* k = tile + offset * bytes;
   if (plain || bytes % kSumBytes == 0) {
@@ -76,16 +76,18 @@ uint64_t Canary::sum_of(int layer, int head, int page, int offset, const char* t
     sums.add(k + kPage * bytes, bytes);
     if (plain) return sums.take();
   }
-  // What is no multiple of that, and the exponents, which lie apart.
-  alignas(8) char rest[round_up(2 * (kMaxHeadDim + kMaxHeadDim / kMXBlock), kSumBytes)] = {};
+  // What is no multiple of that, and the scales, which lie apart.
+  constexpr int kScale = 2;  // bytes
+  alignas(8) char rest[round_up(2 * (kMaxHeadDim + kScale), kSumBytes)] = {};
   char* to = rest;
   if (bytes % kSumBytes != 0) {
     std::memcpy(to, k, bytes);
     std::memcpy(to + bytes, k + kPage * bytes, bytes);
     to += 2 * bytes;
   }
-  const char* exponents = tile + 2 * kPage * D;
-  for (int row = offset; row < mx_blocks(D) * 2 * kPage; row += kPage) *to++ = exponents[row];
+  const char* scales = tile + 2 * kPage * D;
+  for (int row = offset; row < 2 * kPage; row += kPage, to += kScale)
+    std::memcpy(to, scales + row * kScale, kScale);
   sums.add(rest, round_up(to - rest, kSumBytes));
   return sums.take();
 }

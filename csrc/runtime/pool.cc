@@ -46,8 +46,8 @@ void check_shape(const PoolShape& s) {
     refuse("head_dim is " + std::to_string(s.head_dim) +
            "; the kernels serve multiples of 16 from 32 to 256.");
   }
-  if (s.dtype != DType::kF32 && s.dtype != DType::kBF16 && s.dtype != DType::kMX8) {
-    refuse("What is stored must be 0 (float32), 1 (bfloat16) or 2 (mxint8), not " +
+  if (s.dtype != DType::kF32 && s.dtype != DType::kBF16 && s.dtype != DType::kInt8) {
+    refuse("What is stored must be 0 (float32), 1 (bfloat16) or 2 (int8), not " +
            std::to_string(static_cast<int>(s.dtype)) + ".");
   }
   // Tiles are more than half of it; in floating point, because the number may be more than an int64_t holds.

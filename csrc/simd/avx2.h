@@ -146,16 +146,15 @@ inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
   store(p + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-// For kernels/mx8.h: the even elements of a block and the odd ones.
+// For kernels/int8.h: the even elements of a block and the odd ones.
 struct KeyBlock {
   __m256i even, odd;
 };
 using QueryBlock = KeyBlock;
-inline KeyBlock words_of(const MX8* p, const float* by) {
+inline KeyBlock words_of(const Int8* p) {
   const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i factor = _mm256_castps_si256(set1(*by));
-  __m256i even = _mm256_mulhrs_epi16(_mm256_slli_epi16(both, 8), factor);
-  __m256i odd = _mm256_mulhrs_epi16(_mm256_and_si256(both, _mm256_set1_epi16(-256)), factor);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
+  __m256i odd = _mm256_srai_epi16(both, 8);
   asm("" : "+x"(even), "+x"(odd));
   return {even, odd};
 }
@@ -169,23 +168,14 @@ inline Vec add_words(Vec sum, const QueryBlock& w, const KeyBlock& b) {
       _mm256_add_epi32(_mm256_madd_epi16(b.even, w.even), _mm256_madd_epi16(b.odd, w.odd));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), of_block));
 }
-inline Vec add_half(Vec sum, const int16_t* q, const MX8* p, const float* by) {
-  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i half = _mm256_mulhrs_epi16(_mm256_slli_epi16(wide, 8), _mm256_castps_si256(set1(*by)));
+inline Vec add_half(Vec sum, const int16_t* q, const Int8* p) {
+  const __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m256i of_half = _mm256_madd_epi16(half, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), of_half));
 }
 inline Vec floats_of(Vec sum) { return _mm256_cvtepi32_ps(_mm256_castps_si256(sum)); }
-inline Vec integers_at(const MX8* p) {
+inline Vec integers_at(const Int8* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
-inline Vec powers_at(const uint8_t* p) {
-  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 23));
-}
-inline Vec shifts_at(const uint8_t* p) {
-  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_srlv_epi32(_mm256_set1_epi32(0x20002000), wide));
 }
 template <int kEach>
 inline Vec spread(const float* p) {

@@ -120,12 +120,11 @@ inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
   store(p + kLanes, _mm512_permutex2var_ps(even, high, odd));
 }
 
-// For kernels/mx8.h.
+// For kernels/int8.h.
 using KeyBlock = __m512i;
 using QueryBlock = __m512i;
-inline KeyBlock words_of(const MX8* p, const float* by) {
-  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_mulhrs_epi16(_mm512_slli_epi16(wide, 8), _mm512_castps_si512(set1(*by)));
+inline KeyBlock words_of(const Int8* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline QueryBlock words_at(const int16_t* q) { return _mm512_loadu_si512(q); }
 inline constexpr int word_order(int i) { return i; }
@@ -138,24 +137,14 @@ inline Vec add_words(Vec sum, __m512i a, __m512i b) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_madd_epi16(a, b)));
 #endif
 }
-inline Vec add_half(Vec sum, const int16_t* q, const MX8* p, const float* by) {
-  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i factor = _mm512_castsi512_si256(_mm512_castps_si512(set1(*by)));
-  const __m256i half = _mm256_mulhrs_epi16(_mm256_slli_epi16(wide, 8), factor);
+inline Vec add_half(Vec sum, const int16_t* q, const Int8* p) {
+  const __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
   return add_words(sum, _mm512_zextsi256_si512(half), _mm512_zextsi256_si512(words));
 }
 inline Vec floats_of(Vec sum) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sum)); }
-inline Vec integers_at(const MX8* p) {
+inline Vec integers_at(const Int8* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-inline Vec powers_at(const uint8_t* p) {
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 23));
-}
-inline Vec shifts_at(const uint8_t* p) {
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_castsi512_ps(_mm512_srlv_epi32(_mm512_set1_epi32(0x20002000), wide));
 }
 template <int kEach>
 inline Vec spread(const float* p) {
@@ -191,12 +180,12 @@ inline Vec add_words(Vec sum, __m512i a, Vec b) { return add_words(sum, a, _mm51
 struct RowPairs {
   __m512i low, high;
 };
-inline RowPairs pairs_of(const MX8* p, const MX8* q) {
+inline RowPairs pairs_of(const Int8* p, const Int8* q) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
   return {_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(x, y)), _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(x, y))};
 }
-inline __m512i half_pairs_of(const MX8* p, const MX8* q) {
+inline __m512i half_pairs_of(const Int8* p, const Int8* q) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
   return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));

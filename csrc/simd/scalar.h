@@ -80,31 +80,22 @@ inline void store_pair(float* p, Vec a, Vec b) {
   p[1] = b;
 }
 
-// For kernels/mx8.h.
-struct KeyBlock {
-  const MX8* at;
-  int factor;
-};
+// For kernels/int8.h.
+using KeyBlock = const Int8*;
 using QueryBlock = const int16_t*;
-inline KeyBlock words_of(const MX8* p, const float* by) {
-  return {p, static_cast<int>(bits_of(*by) & 0xffffu)};
-}
+inline KeyBlock words_of(const Int8* p) { return p; }
 inline QueryBlock words_at(const int16_t* q) { return q; }
 inline constexpr int word_order(int i) { return i; }
 // One lane has no room for the integers of a row: they become floats block by block.
-inline Vec add_some(Vec sum, const int16_t* q, const KeyBlock& k, int count) {
+inline Vec add_some(Vec sum, const int16_t* q, const Int8* k, int count) {
   int64_t of_block = 0;
-  for (int i = 0; i < count; ++i) of_block += q[i] * ((k.at[i].bits * 256 * k.factor + 0x4000) >> 15);
+  for (int i = 0; i < count; ++i) of_block += q[i] * k[i].bits;
   return sum + static_cast<float>(of_block);
 }
-inline Vec add_words(Vec sum, QueryBlock w, const KeyBlock& b) { return add_some(sum, w, b, 32); }
-inline Vec add_half(Vec sum, const int16_t* q, const MX8* p, const float* by) {
-  return add_some(sum, q, words_of(p, by), 16);
-}
+inline Vec add_words(Vec sum, QueryBlock w, KeyBlock b) { return add_some(sum, w, b, 32); }
+inline Vec add_half(Vec sum, const int16_t* q, const Int8* p) { return add_some(sum, q, p, 16); }
 inline Vec floats_of(Vec sum) { return sum; }
-inline Vec integers_at(const MX8* p) { return p->bits; }
-inline Vec powers_at(const uint8_t* p) { return float_of(static_cast<uint32_t>(*p) << 23); }
-inline Vec shifts_at(const uint8_t* p) { return float_of(*p > 31 ? 0 : 0x20002000u >> *p); }
+inline Vec integers_at(const Int8* p) { return p->bits; }
 template <int kEach>
 inline Vec spread(const float* p) {
   return *p;

@@ -12,8 +12,8 @@ namespace {
 struct BF16 {
   uint16_t bits;
 };
-// An element of a tile of DType::kMX8, without its exponent.
-struct MX8 {
+// An element of a tile of DType::kInt8, without its scale.
+struct Int8 {
   int8_t bits;
 };
 
@@ -23,7 +23,7 @@ struct ModelOf {
   using Type = T;
 };
 template <>
-struct ModelOf<MX8> {
+struct ModelOf<Int8> {
   using Type = BF16;
 };
 template <class T>

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
-KV_DTYPES = ("auto", "mxint8")
+KV_DTYPES = ("auto", "int8")
 GPU_KERNELS = ("flashinfer", "fluxion")
 SCHEDULERS = ("priority", "none", "uniform", "length")
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
@@ -133,10 +133,10 @@ class FluxionConfig:
     )
     kv_dtype: str = _option(
         "auto",
-        "What the host pool stores keys and values as: auto, the model's dtype; or mxint8, 8 bits an element in blocks "
-        "of 32 that share a power of two, at about half the bytes read and rounded once. For models in bfloat16, where "
-        "the CPU is the device.",
-        '"mxint8"',
+        "What the host pool stores keys and values as: auto, the model's dtype; or int8, 8 bits an element with a "
+        "scale for every token and head, at about half the bytes read. For models in bfloat16, where the CPU is the "
+        "device.",
+        '"int8"',
         lambda word: word in KV_DTYPES,
         _one_of(KV_DTYPES),
     )
@@ -328,9 +328,9 @@ class FluxionConfig:
                 f"guard does not work with executors {self.executors!r}, because only the CPU's own tasks are given "
                 'what a guard estimates by; use executors "cpu" or leave guard out.'
             )
-        if self.mxint8 and self.executors not in ("auto", "cpu"):
+        if self.int8 and self.executors not in ("auto", "cpu"):
             raise ConfigError(
-                f"kv_dtype mxint8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
+                f"kv_dtype int8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
                 'read such tiles; use executors "cpu" or leave kv_dtype out.'
             )
         if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu":
@@ -344,8 +344,8 @@ class FluxionConfig:
         return self
 
     @property
-    def mxint8(self) -> bool:
-        return self.kv_dtype == "mxint8"
+    def int8(self) -> bool:
+        return self.kv_dtype == "int8"
 
     def path(self, key: str) -> Path | None:
         """The file or folder that a key names; None where it is not set."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import reference
 import torch
-from mxint8 import MXINT8, stored
+from int8 import INT8, stored
 
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -125,7 +125,7 @@ class NativeWorld:
     group: int = 2
     dim: int = 32
     spread: float = 1.0
-    dtype: torch.dtype = torch.float32  # MXINT8: bfloat16, stored in 8 bits
+    dtype: torch.dtype = torch.float32  # INT8: bfloat16, stored in 8 bits
     pages: int = 256
     rows: int = 6
     workers: int = 2
@@ -143,8 +143,8 @@ class NativeWorld:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.scale = self.dim**-0.5
-        self.mxint8 = self.dtype == MXINT8
-        if self.mxint8:
+        self.int8 = self.dtype == INT8
+        if self.int8:
             self.dtype = torch.bfloat16
         pool_workers = Workers(self.workers, torch.tensor(self.cores, dtype=torch.int32))
         self.pool = NativePool(
@@ -154,7 +154,7 @@ class NativeWorld:
             pages=self.pages,
             head_dim=self.dim,
             dtype=self.dtype,
-            mxint8=self.mxint8,
+            int8=self.int8,
             sink_pages=self.placement.sink_pages,
             spread=self.spread,
             isa=self.isa,
@@ -189,7 +189,7 @@ class NativeWorld:
     def kept(self, x: torch.Tensor) -> torch.Tensor:
         """As the pool keeps it."""
         x = x.to(self.dtype)
-        return stored(x) if self.mxint8 else x
+        return stored(x) if self.int8 else x
 
     def add(
         self,

@@ -29,11 +29,11 @@ class World:
     """A pool with its linker; `restart` gives another one with the same folder."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, mxint8: bool = False, weights: str = "a", canary: float = 0.0
+        self, folder: Path, dtype: torch.dtype, int8: bool = False, weights: str = "a", canary: float = 0.0
     ) -> None:
-        self.folder, self.dtype, self.mxint8 = folder, dtype, mxint8
+        self.folder, self.dtype, self.int8 = folder, dtype, int8
         config = FluxionConfig(disk=str(folder), disk_gb=0.1, workers=2, canary=canary)
-        shape = KVShape(LAYERS, HEADS, DIM, dtype, mxint8)
+        shape = KVShape(LAYERS, HEADS, DIM, dtype, int8)
         self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, config, "cpu", 0, 0, 1)
         self.host.memory.fill_(255)  # NaN, and the tag of nothing
         self.weights = weights
@@ -50,7 +50,7 @@ class World:
 
     def restart(self) -> World:
         self.linker.close()
-        return World(self.folder, self.dtype, self.mxint8)
+        return World(self.folder, self.dtype, self.int8)
 
     def fill(self, pages: list[int], seed: int, upto: int | None = None, chunk: int = 100) -> None:
         """A prompt of so many pages, the first `upto` of them appended in chunks."""
@@ -100,13 +100,13 @@ def transfer(names: Any, pages: list[int]) -> PoolTransfer:
     return PoolTransfer(PoolName.KV, device_indices=slots, keys=[f"{i:064x}" for i in names])
 
 
-@pytest.mark.parametrize(("dtype", "mxint8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 @settings(deadline=None, max_examples=examples(15))
 @given(data=st.data())
 def test_a_prompt_comes_back_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, mxint8: bool, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, int8: bool, data: st.DataObject
 ) -> None:
-    first = World(tmp_path_factory.mktemp("disk"), dtype, mxint8)
+    first = World(tmp_path_factory.mktemp("disk"), dtype, int8)
     count = data.draw(st.integers(1, 36), label="pages")
     there = data.draw(st.integers(0, count - 1), label="pages of it that the tree has")
     seed = data.draw(st.integers(0, 99))
@@ -121,7 +121,7 @@ def test_a_prompt_comes_back_byte_for_byte(
     again.fill(new, seed, there)
     assert again.load(new[there:], there)
     again.linker.begin(ids(new), count * PAGE, count * PAGE)
-    wanted = World(tmp_path_factory.mktemp("wanted"), dtype, mxint8)
+    wanted = World(tmp_path_factory.mktemp("wanted"), dtype, int8)
     wanted.fill(new, seed)
     for mine, theirs in zip(again.path(new), wanted.path(new), strict=True):
         assert torch.equal(mine, theirs)

@@ -11,7 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mxint8 import MXINT8, pair_bytes
+from int8 import INT8, pair_bytes
 from native_world import NativeWorld, Plan, Request, attention, block_bounds, layer_begin
 from world import World
 
@@ -21,7 +21,7 @@ from fluxion_sglang.lab.torch_executor import block_pages, blocks_to_read
 from fluxion_sglang.native import topology
 
 ISAS: list[str] = topology()["isas"]
-DTYPES = [torch.float32, torch.bfloat16, MXINT8]
+DTYPES = [torch.float32, torch.bfloat16, INT8]
 LENGTHS = [300, 607, 1000, 143]
 TINY, HUGE = 1e-9, 1e9
 Chosen = dict[tuple[int, int], list[set[int]]]

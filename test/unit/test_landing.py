@@ -286,8 +286,8 @@ HEADS, DIM, LAYERS, PAGES = 2, 32, 2, 40
 class World:
     """A host pool whose row 1 has a request, and what SGLang has around it."""
 
-    def __init__(self, dtype: torch.dtype, mxint8: bool, pages: list[int], stop: int) -> None:
-        shape = KVShape(LAYERS, HEADS, DIM, dtype, mxint8)
+    def __init__(self, dtype: torch.dtype, int8: bool, pages: list[int], stop: int) -> None:
+        shape = KVShape(LAYERS, HEADS, DIM, dtype, int8)
         self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, FluxionConfig(workers=2), "cpu", 0, 0, 1)
         self.pool.host.memory.fill_(255)  # NaN, and the tag of nothing
         self.zone = self.pool.zone = LandingZone(shape, PAGES)
@@ -329,17 +329,17 @@ class World:
 DTYPES = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
 
-@pytest.mark.parametrize(("dtype", "mxint8"), DTYPES)
+@pytest.mark.parametrize(("dtype", "int8"), DTYPES)
 @settings(deadline=None, max_examples=examples(20))
 @given(data=st.data())
 def test_what_lands_is_byte_for_byte_what_a_prefill_makes(
-    dtype: torch.dtype, mxint8: bool, data: st.DataObject
+    dtype: torch.dtype, int8: bool, data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, 30), label="pages")
     stop = count * PAGE - data.draw(st.integers(0, PAGE - 1), label="tokens that the last page lacks")
     there = data.draw(st.integers(0, count - 1), label="pages of a cached prefix")
     pages = data.draw(st.permutations(range(1, PAGES)), label="numbers")[:count]
-    want, got = (World(dtype, mxint8, pages, stop) for _ in range(2))
+    want, got = (World(dtype, int8, pages, stop) for _ in range(2))
     want.append(0, stop)
     got.append(0, there * PAGE)
     with pytest.MonkeyPatch.context() as patch:
@@ -365,19 +365,19 @@ def test_a_request_that_nobody_prefills_has_numbers() -> None:
     assert torch.equal(there.host.tiles(0)[:, 3], before), "a prefix of the radix tree is not its own"
 
 
-@pytest.mark.parametrize(("dtype", "mxint8"), DTYPES)
-def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, mxint8: bool) -> None:
+@pytest.mark.parametrize(("dtype", "int8"), DTYPES)
+def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, int8: bool) -> None:
     stop, before, after = 333, list(range(1, 22)), list(range(39, 18, -1))
-    first, want = World(dtype, mxint8, before, stop), World(dtype, mxint8, after, stop)
+    first, want = World(dtype, int8, before, stop), World(dtype, int8, after, stop)
     first.append(0, stop)
     want.append(0, stop)
     of = [world.scheduler.req_to_token_pool.req_to_token[1, :stop] for world in (first, want)]
     kept = first.pool.get_cpu_copy(of[0])
-    got = World(dtype, mxint8, after, stop)
+    got = World(dtype, int8, after, stop)
     got.pool.load_cpu_copy(kept, of[1])
     last = slice(0, stop % PAGE)
     for layer in range(LAYERS):
-        if not mxint8:
+        if not int8:
             one, other = (world.host.tiles(layer)[:, after[-1], :, last] for world in (got, want))
             assert torch.equal(one, other)
         for name in ("meta0", "moments"):

@@ -9,14 +9,14 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mxint8 import MXINT8
+from int8 import INT8
 from native_world import NativeWorld, Plan, Request, attention, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import library, topology
 
 ISAS: list[str] = topology()["isas"]
-DTYPES = [torch.float32, torch.bfloat16, MXINT8]
+DTYPES = [torch.float32, torch.bfloat16, INT8]
 # Lengths before the step around every boundary of sinks 32 and window 48.
 LENGTHS = [0, 1, 15, 16, 30, 31, 32, 33, 47, 48, 63, 79, 80, 95, 96, 111, 127, 250, 255, 511, 607]
 NOTHING = torch.tensor([-math.inf, -math.inf, 0, 0, 0])

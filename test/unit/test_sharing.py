@@ -13,7 +13,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mxint8 import MXINT8, entry_bytes, pair_bytes
+from int8 import INT8, entry_bytes, pair_bytes
 from native_world import NativeWorld, Plan, Request
 from world import World
 
@@ -22,7 +22,7 @@ from fluxion_sglang.native import topology
 from fluxion_sglang.policy import parse_spec
 
 ISAS: list[str] = topology()["isas"]
-DTYPES = [torch.float32, torch.bfloat16, MXINT8]
+DTYPES = [torch.float32, torch.bfloat16, INT8]
 MOST_HEADS = 64
 CPU, ANY = 0, 3
 

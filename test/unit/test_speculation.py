@@ -264,8 +264,8 @@ class Moved:
 
     PATH = (0, 2, 5)
 
-    def __init__(self, dtype: torch.dtype, mxint8: bool) -> None:
-        self.pool = HostPool(KVShape(2, 2, 32, dtype, mxint8), 640, Placement(32, 48), Workers(1), canary=1.0)
+    def __init__(self, dtype: torch.dtype, int8: bool) -> None:
+        self.pool = HostPool(KVShape(2, 2, 32, dtype, int8), 640, Placement(32, 48), Workers(1), canary=1.0)
         self.starts, self.pages = [30, 45], torch.arange(1, 9, dtype=torch.int32).view(2, 4)
         for b, start in enumerate(self.starts):
             for layer in range(2):
@@ -290,9 +290,9 @@ class Moved:
         speculation.move_accepted(None, batch, index, torch.tensor([2, 2]), allocator)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("dtype", "mxint8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_accepted_tokens_are_moved_as_they_are_stored(dtype: torch.dtype, mxint8: bool) -> None:
-    moved = Moved(dtype, mxint8)
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_accepted_tokens_are_moved_as_they_are_stored(dtype: torch.dtype, int8: bool) -> None:
+    moved = Moved(dtype, int8)
     want = [moved.tokens(b, moved.PATH) for b in range(2)]
     moved.move()
     for b in range(2):

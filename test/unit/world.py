@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from mxint8 import MXINT8, stored
+from int8 import INT8, stored
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.dispatcher import DispatcherOptions, GpuExecutor
@@ -41,7 +41,7 @@ class World:
     heads: int = 2
     group: int = 4
     dim: int = 64
-    dtype: torch.dtype = torch.float32  # MXINT8: bfloat16, stored in 8 bits
+    dtype: torch.dtype = torch.float32  # INT8: bfloat16, stored in 8 bits
     tokens: int = 8192
     rows: int = 5
     workers: int = 2
@@ -62,10 +62,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
-        self.mxint8 = self.dtype == MXINT8
-        if self.mxint8:
+        self.int8 = self.dtype == INT8
+        if self.int8:
             self.dtype = torch.bfloat16
-        shape = KVShape(self.layers, self.heads, self.dim, self.dtype, self.mxint8)
+        shape = KVShape(self.layers, self.heads, self.dim, self.dtype, self.int8)
         self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers), self.spread)
         self.windows = Windows(self.pool, self.rows, "cpu")
         foreign: list[Executor] = []
@@ -100,7 +100,7 @@ class World:
         if self.whole:
             return torch.randint(-2, 3, size, generator=self.random).to(self.dtype)
         x = torch.randn(*size, generator=self.random).to(self.dtype)
-        return stored(x) if self.mxint8 else x
+        return stored(x) if self.int8 else x
 
     def page_list(self, row: int, tokens: int) -> torch.Tensor:
         """The row's pages, grown to hold `tokens`."""

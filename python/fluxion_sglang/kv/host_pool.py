@@ -30,23 +30,23 @@ class KVShape:
         kv_heads: KV heads of this process (its tensor-parallel share).
         head_dim: elements of a key, and of a value.
         dtype: torch.bfloat16 or torch.float32.
-        mxint8: the host pool stores keys and values in 8 bits (`NativePool`); device windows have dtype.
+        int8: the host pool stores keys and values in 8 bits (`NativePool`); device windows have dtype.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    mxint8: bool = False
+    int8: bool = False
 
     @property
     def token_bytes(self) -> int:
         """Of a token's keys and values in the host pool, one layer."""
-        return 2 * self.kv_heads * row_bytes(self.head_dim, self.dtype, self.mxint8)
+        return 2 * self.kv_heads * row_bytes(self.head_dim, self.dtype, self.int8)
 
     def pool_bytes(self, tokens: int) -> int:
         """Host bytes of a pool of `tokens` tokens: tiles, metadata of all levels, tags and moments."""
-        return pool_bytes(self.layers, self.kv_heads, tokens // PAGE + 1, self.head_dim, self.dtype, self.mxint8)
+        return pool_bytes(self.layers, self.kv_heads, tokens // PAGE + 1, self.head_dim, self.dtype, self.int8)
 
     def window_bytes(self, placement: Placement) -> int:
         """Device bytes of one request row."""
@@ -81,7 +81,7 @@ class HostPool(NativePool):
             pages=self.pages,
             head_dim=shape.head_dim,
             dtype=shape.dtype,
-            mxint8=shape.mxint8,
+            int8=shape.int8,
             sink_pages=placement.sink_pages,
             spread=spread,
             canary=canary,
@@ -100,7 +100,7 @@ class HostPool(NativePool):
     def stored(self) -> torch.Tensor:
         """[layers, H, P, bytes] uint8: view of every tile, in whatever way it is stored; no copy."""
         shape = self.shape
-        tile = 2 * PAGE * row_bytes(shape.head_dim, shape.dtype, shape.mxint8)
+        tile = 2 * PAGE * row_bytes(shape.head_dim, shape.dtype, shape.int8)
         first, second = (self.tiles(layer).data_ptr() for layer in (0, min(1, shape.layers - 1)))
         # Every layer has as many bytes as any other, with its metadata behind its tiles.
         return self.memory.as_strided(
@@ -110,7 +110,7 @@ class HostPool(NativePool):
         )
 
     def tiles(self, layer: int) -> torch.Tensor:
-        """View of a layer's tiles, [H, P, 2, 16, D], or of mxint8 [H, P, bytes] uint8; no copy."""
+        """View of a layer's tiles, [H, P, 2, 16, D], or of int8 [H, P, bytes] uint8; no copy."""
         return self.tensor("tiles", layer)
 
     def page_metadata(self, layer: int) -> torch.Tensor:

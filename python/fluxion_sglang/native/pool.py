@@ -16,30 +16,30 @@ class CorruptMemory(RuntimeError):
 
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_MXINT8 = 2
-_BLOCK = 32  # kMXBlock of kernels/table.h
+_INT8 = 2
+_SCALE = 2  # bytes
 
 
-def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype, mxint8: bool = False) -> int:
+def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype, int8: bool = False) -> int:
     """Bytes of host memory that a NativePool of this shape maps; `pages` counts page 0.
 
     Raises:
         ValueError: a shape or dtype that the kernels do not serve.
     """
-    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _stored_id(dtype, mxint8)))
+    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _stored_id(dtype, int8)))
 
 
-def row_bytes(head_dim: int, dtype: torch.dtype, mxint8: bool = False) -> int:
+def row_bytes(head_dim: int, dtype: torch.dtype, int8: bool = False) -> int:
     """Of a key, or a value, as the pool stores it; a tile has 32."""
-    return head_dim + -(-head_dim // _BLOCK) if mxint8 else head_dim * dtype.itemsize
+    return head_dim + _SCALE if int8 else head_dim * dtype.itemsize
 
 
-def _stored_id(dtype: torch.dtype, mxint8: bool) -> int:
+def _stored_id(dtype: torch.dtype, int8: bool) -> int:
     if dtype not in _DTYPES:
         raise ValueError(f"The KV dtype is {dtype}; the kernels serve torch.bfloat16 and torch.float32.")
-    if mxint8 and dtype != torch.bfloat16:
-        raise ValueError(f"The KV dtype is {dtype}; what is stored as mxint8 is read as torch.bfloat16.")
-    return _MXINT8 if mxint8 else _DTYPES[dtype]
+    if int8 and dtype != torch.bfloat16:
+        raise ValueError(f"The KV dtype is {dtype}; what is stored as int8 is read as torch.bfloat16.")
+    return _INT8 if int8 else _DTYPES[dtype]
 
 
 class Workers:
@@ -76,9 +76,9 @@ class NativePool:
     Args:
         pages: page ids 0..pages-1; page 0 is padding.
         dtype: torch.bfloat16 or torch.float32: of queries, metadata and windows, and of keys and values.
-        mxint8: keys and values are stored in 8 bits instead, as integers in blocks of 32 that share a power of two
-            (OCP's MXINT8). They are rounded once, when they are appended; whatever reads them reads the same
-            bfloat16 numbers. dtype is torch.bfloat16 then.
+        int8: keys and values are stored in 8 bits instead, as integers with a scale for every token and head. They are
+            rounded when they are appended. Decode multiplies with what is stored; whatever else reads it gets it
+            rounded to bfloat16. dtype is torch.bfloat16 then.
         sink_pages: logical pages below this number count into no coarse entry and no moments.
         spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
@@ -101,7 +101,7 @@ class NativePool:
         pages: int,
         head_dim: int,
         dtype: torch.dtype,
-        mxint8: bool = False,
+        int8: bool = False,
         sink_pages: int,
         spread: float = 1.0,
         isa: str | None = None,
@@ -116,7 +116,7 @@ class NativePool:
             kv_heads,
             pages,
             head_dim,
-            _stored_id(dtype, mxint8),
+            _stored_id(dtype, int8),
             sink_pages,
             spread,
             isa or "",
@@ -139,7 +139,7 @@ class NativePool:
         """A view of a layer's memory, which stays mapped as long as the view lives.
 
         Args (H KV heads, P pages, D head_dim):
-            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page. Of mxint8 [H, P, bytes] uint8
+            name: "tiles" [H, P, 2, 16, D], KV dtype: K, then V, of a page. Of int8 [H, P, bytes] uint8
                 (`DType` in csrc/kernels/table.h).
                 "meta0".."meta3" [H, ceil(P / 2^j), 2, D], KV dtype: {min, max} over the keys of a block of
                 2^j pages; coarse levels live at [last page >> j].

@@ -57,7 +57,7 @@ def manifest(runner: ModelRunner, pool: FluxionKVPool) -> dict[str, Any]:
         "architecture": (config.hf_config.architectures or ["unknown"])[0],
         "config": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest(),
         "weights": weights_digest(runner.model),
-        "stored": "mxint8" if shape.mxint8 else str(shape.dtype),
+        "stored": "int8" if shape.int8 else str(shape.dtype),
         "layers": [pool.start_layer, pool.start_layer + shape.layers],
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,

@@ -156,7 +156,7 @@ def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
         kv_heads=model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size),
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
-        mxint8=config.mxint8,
+        int8=config.int8,
     )
 
 

@@ -141,7 +141,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
         kv_heads=model.get_num_kv_heads(view.tp_size),
         head_dim=model.head_dim,
         dtype=model.dtype,
-        mxint8=config.mxint8,
+        int8=config.int8,
     )
     capacity.plan_tokens(config, shape, capacity.available_bytes(view))
 

@@ -167,9 +167,9 @@ def check_model(model: ModelConfig, args: Any) -> None:
 
 def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
     """Refuse to store in 8 bits what a model in float32 attends to. Raises ConfigError."""
-    if config.mxint8 and model.dtype != torch.bfloat16:
+    if config.int8 and model.dtype != torch.bfloat16:
         raise ConfigError(
-            f"kv_dtype mxint8 does not work with a model in {model.dtype}, because what is stored reads as bfloat16; "
+            f"kv_dtype int8 does not work with a model in {model.dtype}, because what is stored reads as bfloat16; "
             "add --dtype bfloat16 or leave kv_dtype out."
         )
 

@@ -81,7 +81,7 @@ OPTIONS = {
     "kv_cache_dtype": Refusal(
         _other_than("auto", "bf16", "bfloat16"),
         "what the host pool stores is an option of its own",
-        'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "mxint8"}\'',
+        'use --kv-cache-dtype auto, and for KV in 8 bits --fluxion-config \'{"kv_dtype": "int8"}\'',
     ),
     "dtype": Refusal(
         _other_than("auto", "bfloat16", "float", "float32"),
@@ -243,9 +243,9 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"prefill_budget is {config.prefill_budget:g}, but a sparse prefill runs on a CPU alone, and SGLang would "
             f"use {device}; leave the key out."
         )
-    if config.mxint8 and (device != "cpu" or maker_of(device) is not None):
+    if config.int8 and (device != "cpu" or maker_of(device) is not None):
         raise ConfigError(
-            "kv_dtype is mxint8, but only the CPU reads KV of 8 bits, and the model would run beside it on a device; "
+            "kv_dtype is int8, but only the CPU reads KV of 8 bits, and the model would run beside it on a device; "
             "leave the key out."
         )
     if config.canary > 0 and device != "cpu":

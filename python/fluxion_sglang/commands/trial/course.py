@@ -149,8 +149,8 @@ class Course:
                 "are too long, and may differ from one run to the next."
             )
         request = self.request
-        mxint8 = request.config.get("kv_dtype") == "mxint8" and request.served_dtype == "bfloat16"
-        self.results.fit = facts.fit(request.model, request.served_dtype, request.on_cpu, mxint8)
+        int8 = request.config.get("kv_dtype") == "int8" and request.served_dtype == "bfloat16"
+        self.results.fit = facts.fit(request.model, request.served_dtype, request.on_cpu, int8)
         self._part_done()
 
     def _with_the_flag(self) -> None:

@@ -36,9 +36,9 @@ def wrong(got: list[Completion], questions: list[tuple[list[int], list[int]]]) -
 class TestAServer:
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:
-        config = {"policy": "full", "host_tokens": 65536, "kv_dtype": "mxint8", "canary": 1.0}
+        config = {"policy": "full", "host_tokens": 65536, "kv_dtype": "int8", "canary": 1.0}
         with Server(
-            "--chunked-prefill-size", "1024", fluxion=json.dumps(config), dtype="bfloat16", log=logs / "mxint8.log"
+            "--chunked-prefill-size", "1024", fluxion=json.dumps(config), dtype="bfloat16", log=logs / "int8.log"
         ) as server:
             yield server
             server.assert_clean()
@@ -76,10 +76,10 @@ class TestPressure:
 
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:
-        config = {"policy": "full", "host_tokens": 2400, "kv_dtype": "mxint8", "canary": 1.0}
+        config = {"policy": "full", "host_tokens": 2400, "kv_dtype": "int8", "canary": 1.0}
         with Server(
             "--chunked-prefill-size", "256", "--enable-mixed-chunk", fluxion=json.dumps(config), dtype="bfloat16",
-            env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "mxint8-pressure.log",
+            env={"SGLANG_TEST_RETRACT": "1"}, log=logs / "int8-pressure.log",
         ) as server:  # fmt: skip
             yield server
             server.assert_clean()

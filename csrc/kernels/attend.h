@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/attend_int8.h"
 #include "kernels/attend_part.h"
 #include "kernels/attend_tiles.h"
 #ifdef FLUXION_MATRIX_UNIT
@@ -25,6 +26,8 @@ inline constexpr int kMaxTurnPages = 32;
 template <class T, class Values, int kD>
 struct Attention {
   using Query = typename Dot<T>::Query;
+  // Whether a token can be read without the others of its tile.
+  static constexpr bool kByTokens = sizeof(T) != sizeof(Int8);
   static constexpr int kMaxParties = kMaxHeads;
   static constexpr int kMaxPlaces = 2 * kMaxHeads;  // fewer than half of a party's heads are idle
 
@@ -140,7 +143,7 @@ struct Attention {
     with_heads(party[0].heads, [&]<int kHeads>() {
       constexpr int kTiles = kTilesTogether<kHeads>;
       const int ahead = rows_ahead<kTiles>(dim());
-      for (int s = 0; s < smaller(kTiles, n); ++s) TileScales<T, 1>::fetch_of(tile(s), dim());
+      for (int s = 0; s < smaller(kTiles, n); ++s) fetch_scales(tile(s));
       for (int row = 0; row < ahead; ++row) {
         for (int s = 0; s < smaller(kTiles, n); ++s) fetch_row(tile(s) + row * dim());
       }
@@ -155,7 +158,7 @@ struct Attention {
             rows.now[s] = tile(i + s);
             rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
           }
-          attend_tiles<T, Values, kD, kTiles, kHeads, kGap>(queries, rows, D, state(0), note);
+          add_tiles<kTiles, kHeads, kGap>(queries, rows, state(0), note);
         }
       };
       if (near) {
@@ -165,11 +168,35 @@ struct Attention {
       }
       for (int i = steps * kTiles; i < n; ++i) {
         const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
-        attend_tiles<T, Values, kD, 1, kHeads>(queries, rows, D, state(0), {{alone(0, i)}, G});
+        add_tiles<1, kHeads>(queries, rows, state(0), {{alone(0, i)}, G});
       }
     });
   }
 
+  // Every token of tiles side by side.
+  template <int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
+  void add_tiles(const Query* q, const TileRows<T, kTiles>& rows, const HeadStates& to, const PageLse& note) {
+    if constexpr (kByTokens) {
+      attend_tiles<T, Values, kD, kTiles, kHeads, kGap>(q, rows, D, to, note);
+    } else {
+      attend_int8<kD, kTiles, kHeads, false, kGap>(q, rows, nullptr, kHeads, D, to, note);
+    }
+  }
+
+  // Of a tile, what each head wants.
+  template <int kHeads>
+  void add_part(const Query* q, const T* tile, const uint16_t* mask, int count, const HeadStates& to,
+                const PageLse& note) {
+    if constexpr (kByTokens) {
+      attend_part<T, Values, kHeads>(q, tile, mask, count, dim(), to, note);
+    } else {
+      attend_int8<kD, 1, kHeads, true>(q, {{tile}, {nullptr}, 0}, mask, count, D, to, note);
+    }
+  }
+
+  void fetch_scales(const T* tile) const {
+    if constexpr (!kByTokens) fetch(scales_of(tile, dim()), kScaleBytes);
+  }
   void fetch_row(const T* row) const { fetch(row, dim() * static_cast<int>(sizeof(T))); }
 
   int turn_pages() const {
@@ -182,7 +209,7 @@ struct Attention {
     Ahead ahead;
     look_ahead(first, end, masks, &ahead);
     for (const T* next; (next = ahead.take()) != nullptr;) {
-      TileScales<T, 1>::fetch_of(next, dim());
+      fetch_scales(next);
       for (int row = 0; row < 2 * kPage; ++row) fetch_row(next + row * dim());
     }
     for (int i = first; i < end; i += turn_pages()) {
@@ -211,11 +238,10 @@ struct Attention {
     for (int i = first; i < smaller(first + turn_pages(), end); ++i) {
       int any = masks ? 0 : kAllTokens;
       for (int g = 0; masks && g < G; ++g) any |= masks[static_cast<int64_t>(i) * G + g];
-      if (__builtin_popcount(any) > kSparseTokens) {
+      if (__builtin_popcount(any) > (kByTokens ? kSparseTokens : 0)) {
         to->tiles[to->count++] = tile(i);
         continue;
       }
-      if (any) TileScales<T, 1>::fetch_of(tile(i), dim());
       for (int bits = any; bits; bits &= bits - 1) {
         const T* row = tile(i) + __builtin_ctz(bits) * dim();
         fetch_row(row);
@@ -241,8 +267,7 @@ struct Attention {
       if (all == kAllTokens) {
         whole[count++] = i;
       } else if (any) {
-        attend_part<T, Values, kHeads>(q, tile(i), mask, party[p].count, dim(), states,
-                                       {{alone(p, i)}, party[p].count});
+        add_part<kHeads>(q, tile(i), mask, party[p].count, states, {{alone(p, i)}, party[p].count});
       }
     }
     const auto add = [&]<int kSide>(int i) {
@@ -254,7 +279,7 @@ struct Attention {
         rows.now[s] = tile(whole[i + s]);
         rows.next[s] = ahead->take();
       }
-      attend_tiles<T, Values, kD, kSide, kHeads>(q, rows, D, states, note);
+      add_tiles<kSide, kHeads>(q, rows, states, note);
     };
     int i = 0;
     for (; i + kTiles <= count; i += kTiles) add.template operator()<kTiles>(i);

@@ -44,35 +44,21 @@ inline void add_listed_values(const float* weights, const T* values, int D, cons
   store(out + d, x);
 }
 
-// The same of Int8.
-inline void add_listed_values(const float* weights, const Int8* tile, const TileScales<Int8, 1>& scales,
-                              int D, const uint8_t* tokens, int count, float* out) {
-  const Int8* values = tile + kPage * D;
-  for (int d = 0; d < D; d += kLanes) {
-    Vec x = load(out + d);
-    for (int i = 0; i < count; ++i) {
-      const int t = tokens[i];
-      x = fma(set1(weights[t] * scales.values[t]), integers_at(values + t * D + d), x);
-    }
-    store(out + d, x);
-  }
-}
-
 // Scores of the tokens of the mask, scaled, and -inf for the others, which are not read; at least `top`,
 // their maximum.
 template <class T>
-inline float score_part(const typename Dot<T>::Query* q, const T* tile, const TileScales<T, 1>& scales,
-                        int mask, int D, const Scale& scale, float top, float* scores) {
+inline float score_part(const typename Dot<T>::Query* q, const T* tile, int mask, int D, const Scale& scale,
+                        float top, float* scores) {
   if (__builtin_popcount(mask) <= kSparseTokens) {
     for (int t = 0; t < kPage; t += kLanes) store(scores + t, set1(0.0f));
     for (int bits = mask; bits; bits &= bits - 1) {
       const int t = __builtin_ctz(bits);
-      scores[t] = scales.score(dot_row<T>(q, tile + t * D, D), t);
+      scores[t] = dot_row<T>(q, tile + t * D, D);
     }
   } else {
     for (int t = 0; t < kPage; t += kLanes) {
       const StridedRows<T> rows{tile + t * D, D};
-      store(scores + t, scales.template scores<1>(dot_rows<T>(q, rows, D), t));
+      store(scores + t, dot_rows<T>(q, rows, D));
     }
   }
   Vec highest = set1(top);
@@ -90,14 +76,13 @@ inline float score_part(const typename Dot<T>::Query* q, const T* tile, const Ti
 template <class T, class Values, int kHeads>
 void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t* masks, int count, int D,
                  const HeadStates& state, const PageLse& page_lse) {
-  const TileScales<T, 1> scales(&tile, D);
   alignas(64) float scores[kHeads][kPage];
   alignas(64) float next[kLanes];
   store(next, load(state.top));
   for (int h = 0; h < count; ++h) {
     if (masks[h] == 0) continue;
-    const float top = score_part<T>(q + h * D, tile, scales, masks[h], D, {state.factor[h], state.cap},
-                                    state.top[h], scores[h]);
+    const float top =
+        score_part<T>(q + h * D, tile, masks[h], D, {state.factor[h], state.cap}, state.top[h], scores[h]);
     for (int i = h; i < kLanes; i += kHeads) next[i] = top;
   }
   raise_tops(load(next), D, state);
@@ -123,11 +108,7 @@ void attend_part(const typename Dot<T>::Query* q, const T* tile, const uint16_t*
     for (int bits = masks[h]; bits; bits &= bits - 1)
       tokens[listed++] = static_cast<uint8_t>(__builtin_ctz(bits));
     if (listed == 0) continue;
-    if constexpr (sizeof(T) == sizeof(Int8)) {
-      add_listed_values(scores[h], tile, scales, D, tokens, listed, state.out + h * D);
-    } else {
-      add_listed_values<T, Values>(scores[h], tile + kPage * D, D, tokens, listed, state.out + h * D);
-    }
+    add_listed_values<T, Values>(scores[h], tile + kPage * D, D, tokens, listed, state.out + h * D);
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "kernels/int8.h"
 #include "kernels/logits.h"
+#include "kernels/rows.h"
 #include "kernels/throttle.h"
 
 // Online softmax in float32 over tiles of which every token counts, several tiles side by side: a row of each
@@ -81,9 +81,8 @@ struct TileRows {
 // scores[(t * kTiles + s) * kHeads + h] = q_h . key t of tile s, scaled. Returns by lane the maximum of these
 // and of `highest`.
 template <class T, int kD, int kTiles, int kHeads, int kGap>
-inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles,
-                       const TileScales<T, kTiles>& scales, int head_dim, Vec factor, float cap,
-                       float* scores, Vec highest) {
+inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int head_dim,
+                       Vec factor, float cap, float* scores, Vec highest) {
   constexpr int kRows = kLanes / (kTiles * kHeads), kPair = Dot<T>::kStep;
   static_assert(kRows * kTiles * kHeads == kLanes);
   constexpr int kBytes = kPair * static_cast<int>(sizeof(T));
@@ -131,9 +130,7 @@ inline Vec score_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles
         sums[i] = Dot<T>::tail(sums[i], q + i % kHeads * D + d, row(i / kHeads, t, d));
       }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::floats(sums[i]);
-    const Vec products = scales.template scores<kHeads>(reduce_rows(sums), t);
+    const Vec products = reduce_rows(sums);
     // Bounded, an overflow to +inf stays a number; NaN stays NaN and is passed over by the maximum, and so
     // reaches the output.
     const Vec x = min(set1(kMaxFloat), logits(products, factor, cap));
@@ -273,168 +270,13 @@ inline void add_values_by_rows(const float* words, const TileRows<T, kTiles>& ti
   }
 }
 
-#ifdef FLUXION_WORD_PRODUCTS
-// The same of Int8, by products of integers, two rows in one instruction. The weights take in the scales of
-// the values, and those of a head become integers of 15 bits, at most 2^-16 of the largest off. Weights whose
-// product with a scale is under kLeast are lost.
-template <int kD, int kTiles, int kHeads, int kGap>
-inline void add_word_values(const float* weights, const TileRows<Int8, kTiles>& tiles,
-                            const TileScales<Int8, kTiles>& scales, int head_dim, float* out) {
-  constexpr int kScores = kPage * kTiles * kHeads, kPairs = kScores / 2;
-  constexpr float kMost = 32767.0f, kLeast = 1e-34f;
-  // As many sums as hide how long an addition takes, and as there are registers for.
-  constexpr int kBlocks = smaller(4, kRegisters / (4 * kHeads));
-  const int D = kD ? kD : head_dim;
-  // [kPage / 2][kTiles][kHeads], and by lanes what the sums of a head are multiplied by.
-  alignas(64) float words[kPairs + kLanes], units[kLanes], scaled[kScores];
-  Vec most = set1(0.0f);
-  for (int i = 0; i < kScores; i += kLanes) {
-    const Vec x = mul(load(weights + i), spread<kHeads>(scales.values + i / kHeads));
-    store(scaled + i, x);
-    most = max(x, most);
-  }
-  // Where a value is no number all weights become 0, and their sum times infinity is none, either.
-  most = scales.no_numbers ? set1(-kNegInf) : max(max_by_period<kHeads>(most), set1(kLeast));
-  store(units, mul(most, set1(1.0f / kMost)));
-  const Vec inverse = div(set1(kMost), most);
-  for (int i = 0; i < kScores; i += 2 * kLanes) {
-    const Vec x = mul(load(scaled + i), inverse);
-    const Vec y = i + kLanes < kScores ? mul(load(scaled + i + kLanes), inverse) : set1(0.0f);
-    store(words + i / 2, word_pairs<kTiles * kHeads>(x, y));
-  }
-  Spaced spaced;
-  int fetched = 0;  // rows of what is ahead
-  const auto fetch_until = [&](int d) {
-    // The same share of it for every part of the outputs.
-    for (const int to = kPage * d / D; fetched < to; ++fetched) {
-      const typename TileRows<Int8, kTiles>::Stretch ahead(tiles, kPage + fetched, D);
-      for (int b = 0; b < D; b += kLine) ahead.template fetch<kLine, kGap>(b, &spaced);
-    }
-  };
-  const auto add_at = [&]<int kCount>(int d) {
-    fetch_until(d + kCount * kWordBlock);
-    Vec low[kHeads][kCount], high[kHeads][kCount];
-#pragma GCC unroll 16
-    for (int i = 0; i < kHeads * kCount; ++i)
-      low[i / kCount][i % kCount] = high[i / kCount][i % kCount] = set1(0.0f);
-    const float* row_words = words;
-    for (int t = 0; t < kPage; t += 2) {
-#pragma GCC unroll 4
-      for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
-        const Int8* at = tiles.now[s] + (kPage + t) * D + d;
-#pragma GCC unroll 4
-        for (int j = 0; j < kCount; ++j) {
-          const RowPairs pairs = pairs_of(at + j * kWordBlock, at + j * kWordBlock + D);
-#pragma GCC unroll 16
-          for (int h = 0; h < kHeads; ++h) {
-            const Vec word = set1(row_words[h]);
-            low[h][j] = add_words(low[h][j], pairs.low, word);
-            high[h][j] = add_words(high[h][j], pairs.high, word);
-          }
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) {
-      const Vec unit = set1(units[h]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kCount; ++j) {
-        float* to = out + h * D + d + j * kWordBlock;
-        store(to, fma(floats_of(first_of(low[h][j], high[h][j])), unit, load(to)));
-        store(to + kLanes, fma(floats_of(last_of(low[h][j], high[h][j])), unit, load(to + kLanes)));
-      }
-    }
-  };
-  int d = 0;
-  for (; d + kBlocks * kWordBlock <= D; d += kBlocks * kWordBlock) add_at.template operator()<kBlocks>(d);
-  for (; d + kWordBlock <= D; d += kWordBlock) add_at.template operator()<1>(d);
-  if (d == D) return;
-  fetch_until(D);
-  Vec sums[kHeads];
-#pragma GCC unroll 16
-  for (int h = 0; h < kHeads; ++h) sums[h] = set1(0.0f);
-  const float* row_words = words;
-  for (int t = 0; t < kPage; t += 2) {
-    for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
-      const Int8* at = tiles.now[s] + (kPage + t) * D + d;
-      const auto pairs = half_pairs_of(at, at + D);
-#pragma GCC unroll 16
-      for (int h = 0; h < kHeads; ++h) sums[h] = add_words(sums[h], pairs, set1(row_words[h]));
-    }
-  }
-#pragma GCC unroll 16
-  for (int h = 0; h < kHeads; ++h) {
-    float* to = out + h * D + d;
-    store(to, fma(floats_of(sums[h]), set1(units[h]), load(to)));
-  }
-}
-#else
-// The same of Int8. The weights take in the scales of the values, and the sums of all heads stay in registers
-// over all rows.
-template <int kD, int kTiles, int kHeads, int kGap>
-inline void add_scaled_values(const float* weights, const TileRows<Int8, kTiles>& tiles,
-                              const TileScales<Int8, kTiles>& scales, int head_dim, float* out) {
-  constexpr int kScores = kPage * kTiles * kHeads;
-  // As many sums as hide how long an addition takes, and as there are registers for.
-  constexpr int kVecs = kRegisters / (2 * kHeads);
-  const int D = kD ? kD : head_dim;
-  alignas(64) float words[kScores];
-  for (int i = 0; i < kScores; i += kLanes)
-    store(words + i, mul(load(weights + i), spread<kHeads>(scales.values + i / kHeads)));
-  Spaced spaced;
-  int fetched = 0;  // rows of what is ahead
-  const auto add_at = [&]<int kCount>(int d) {
-    // The same share of it for every part of the outputs.
-    for (const int to = kPage * (d + kCount * kLanes) / D; fetched < to; ++fetched) {
-      const typename TileRows<Int8, kTiles>::Stretch ahead(tiles, kPage + fetched, D);
-      for (int b = 0; b < D; b += kLine) ahead.template fetch<kLine, kGap>(b, &spaced);
-    }
-    Vec sums[kHeads][kCount];
-#pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) {
-#pragma GCC unroll 16
-      for (int j = 0; j < kCount; ++j) sums[h][j] = load(out + h * D + d + j * kLanes);
-    }
-    const float* row_words = words;
-    for (int t = 0; t < kPage; ++t) {
-#pragma GCC unroll 4
-      for (int s = 0; s < kTiles; ++s, row_words += kHeads) {
-        const Int8* at = tiles.now[s] + (kPage + t) * D + d;
-        Vec values[kCount];
-#pragma GCC unroll 16
-        for (int j = 0; j < kCount; ++j) values[j] = integers_at(at + j * kLanes);
-#pragma GCC unroll 16
-        for (int h = 0; h < kHeads; ++h) {
-          const Vec weight = set1(row_words[h]);
-#pragma GCC unroll 16
-          for (int j = 0; j < kCount; ++j) sums[h][j] = fma(weight, values[j], sums[h][j]);
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) {
-#pragma GCC unroll 16
-      for (int j = 0; j < kCount; ++j) store(out + h * D + d + j * kLanes, sums[h][j]);
-    }
-  };
-  int d = 0;
-  for (; d + kVecs * kLanes <= D; d += kVecs * kLanes) add_at.template operator()<kVecs>(d);
-  for (; d < D; d += kLanes) add_at.template operator()<1>(d);
-}
-
-#endif
-
 template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace<kTiles>::kGaps[0]>
 [[gnu::noinline]] void attend_tiles(const typename Dot<T>::Query* q, const TileRows<T, kTiles>& tiles, int D,
                                     const HeadStates& state, const PageLse& page_lse) {
   constexpr int kScores = kPage * kTiles * kHeads;
   alignas(64) float weights[kScores];
-  const TileScales<T, kTiles> scales(tiles.now, kD ? kD : D);
-  for (int s = 0; s < kTiles; ++s) {
-    if (tiles.next[s] != nullptr) scales.fetch_of(tiles.next[s], kD ? kD : D);
-  }
-  const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, scales, D, load(state.factor),
-                                                               state.cap, weights, load(state.top));
+  const Vec highest = score_tiles<T, kD, kTiles, kHeads, kGap>(q, tiles, D, load(state.factor), state.cap,
+                                                               weights, load(state.top));
   raise_tops(max_by_period<kHeads>(highest), kD ? kD : D, state);
   const Vec base = reference(load(state.top));
   Vec sum = set1(0.0f);
@@ -457,20 +299,12 @@ template <class T, class Values, int kD, int kTiles, int kHeads, int kGap = Pace
       }
     }
   }
-  if constexpr (sizeof(T) == sizeof(Int8)) {
-#ifdef FLUXION_WORD_PRODUCTS
-    add_word_values<kD, kTiles, kHeads, kGap>(weights, tiles, scales, D, state.out);
-#else
-    add_scaled_values<kD, kTiles, kHeads, kGap>(weights, tiles, scales, D, state.out);
-#endif
-    return;
-  } else
-    // Fewer heads than four would wait for one addition after the other.
-    if constexpr (kRegisters < 32 && kHeads == 4) {
-      add_values_by_rows<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
-    } else {
-      add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
-    }
+  // Fewer heads than four would wait for one addition after the other.
+  if constexpr (kRegisters < 32 && kHeads == 4) {
+    add_values_by_rows<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+  } else {
+    add_values<T, Values, kD, kTiles, kHeads, kGap>(weights, tiles, D, state.out);
+  }
 }
 
 }  // namespace

@@ -6,41 +6,44 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// The bfloat16 number next to x on its side, at most x or at least x; x itself if it is one.
-inline void round_away(Vec x, bool down, BF16* to) {
-  float each[kLanes];
-  store(each, x);
-  for (int i = 0; i < kLanes; ++i) {
-    const uint32_t bits = bits_of(each[i]), larger = (bits >> 31 != 0) == down ? 0xffffu : 0u;
-    to[i].bits = static_cast<uint16_t>((bits + larger) >> 16);
-  }
+// The bfloat16 number next to x on one side, at most x or at least x; x itself if it is one.
+inline BF16 round_down(float x) {
+  const uint32_t bits = bits_of(x);
+  return {static_cast<uint16_t>((bits + (bits >> 31 ? 0xffffu : 0u)) >> 16)};
+}
+inline BF16 round_up(float x) {
+  const uint32_t bits = bits_of(x);
+  return {static_cast<uint16_t>((bits + (bits >> 31 ? 0u : 0xffffu)) >> 16)};
 }
 
-// A minimum of KV-dtype numbers is one of them, so storing it back in the KV dtype is exact. Products with
-// scales are none: the nearest one might not be a bound.
 template <class T>
 void page_minmax(const void* tile, int D, void* entry) {
-  constexpr bool kScaled = sizeof(T) == sizeof(Int8);
   const T* keys = static_cast<const T*>(tile);
   Model<T>* out = static_cast<Model<T>*>(entry);
-  for (int d = 0; d < D; d += kLanes) {
-    const auto key = [&](int t) {
-      if constexpr (kScaled) {
-        return mul(integers_at(keys + t * D + d), set1(to_float(scales_of(keys, D)[t])));
-      } else {
-        return load_one(keys + t * D + d);
+  if constexpr (sizeof(T) == sizeof(Int8)) {
+    // Rounded to the nearest, a product with a scale might be no bound.
+    float scale[kPage];
+    for (int t = 0; t < kPage; ++t) scale[t] = to_float(scales_of(keys, D)[t]);
+    for (int d = 0; d < D; ++d) {
+      const auto key = [&](int t) { return static_cast<float>(keys[int8_at(t, d, D)].bits) * scale[t]; };
+      float low = key(0), high = low;
+      for (int t = 1; t < kPage; ++t) {
+        const float k = key(t);
+        low = low < k ? low : k;
+        high = high > k ? high : k;
       }
-    };
-    Vec low = key(0), high = low;
-    for (int t = 1; t < kPage; ++t) {
-      const Vec k = key(t);
-      low = min(low, k);
-      high = max(high, k);
+      out[d] = round_down(low);
+      out[D + d] = round_up(high);
     }
-    if constexpr (kScaled) {
-      round_away(low, true, out + d);
-      round_away(high, false, out + D + d);
-    } else {
+  } else {
+    // A minimum of KV-dtype numbers is one of them, so storing it back in the KV dtype is exact.
+    for (int d = 0; d < D; d += kLanes) {
+      Vec low = load_one(keys + d), high = low;
+      for (int t = 1; t < kPage; ++t) {
+        const Vec k = load_one(keys + t * D + d);
+        low = min(low, k);
+        high = max(high, k);
+      }
       store_one(out + d, low);
       store_one(out + D + d, high);
     }

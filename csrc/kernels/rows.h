@@ -83,8 +83,6 @@ inline Vec dot_rows(const typename Dot<T>::Query* q, const Rows& rows, int n) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::tail(sums[i], q + d, rows(i) + d);
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) sums[i] = Dot<T>::floats(sums[i]);
   return reduce_rows(sums);
 }
 
@@ -95,7 +93,7 @@ inline float dot_row(const typename Dot<T>::Query* q, const Row& row, int n) {
   int d = 0;
   for (; d + kStep <= n; d += kStep) sum = Dot<T>::step(sum, q + d, row + d);
   if (d < n) sum = Dot<T>::tail(sum, q + d, row + d);
-  return reduce_add(Dot<T>::floats(sum));
+  return reduce_add(sum);
 }
 
 }  // namespace

@@ -25,15 +25,21 @@ inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of
 // What keys and values are stored as. All else of a model that stores kInt8 is bfloat16: queries, outputs,
 // metadata, windows; that is its KV dtype.
 //
-// kInt8: integers of 8 bits, and a scale for every key and every value. A tile has the integers as a plain
-// tile has its elements, [2][16][D] int8; then the scales, [2][16] bfloat16. An element stands for its
-// integer times the scale of its row: `attend` for few heads multiplies with exactly that, whatever else
-// reads tiles rounds it to bfloat16. A scale is NaN where the row had something not finite.
+// kInt8: integers of 8 bits, and a scale for every key and every value. A tile has pairs of integers in the
+// order in which they are multiplied: keys [D / 2][16 tokens][2 elements], values [16 / 2][D][2 tokens],
+// int8; then the scales, keys [16] and values [16], bfloat16. An element stands for its integer times the
+// scale of its row: `attend` for few heads multiplies with exactly that, whatever else reads tiles rounds it
+// to bfloat16. A scale is NaN where the row had something not finite.
 enum class DType : int { kF32 = 0, kBF16 = 1, kInt8 = 2 };
 
 inline constexpr DType kv_dtype(DType stored) { return stored == DType::kInt8 ? DType::kBF16 : stored; }
 inline constexpr int element_bytes(DType stored) { return stored == DType::kF32 ? 4 : 2; }  // KV dtype
 inline constexpr int64_t kMaxTileBytes = 2 * kPage * kMaxHeadDim * 4;
+// Where element d of key or value `row`, of the 2 * kPage of a tile of kInt8, has its integer.
+inline constexpr int int8_at(int row, int d, int D) {
+  return row < kPage ? d / 2 * 2 * kPage + 2 * row + d % 2 : row / 2 * 2 * D + 2 * d + row % 2;
+}
+inline constexpr int kScaleBytes = 2 * kPage * 2;  // of a tile of kInt8
 // Of a key or a value of D elements, as it is stored.
 inline constexpr int64_t stored_bytes(DType stored, int D) {
   return stored == DType::kInt8 ? D + 2 : int64_t{D} * element_bytes(stored);

@@ -29,46 +29,121 @@ inline const BF16* scales_of(const Int8* tile, int D) {
   return reinterpret_cast<const BF16*>(tile + 2 * kPage * D);
 }
 
+// The bits of the largest absolute value, whose order is that of the values.
+inline uint32_t largest_bits(const BF16* x, int n) {
+  uint32_t largest = 0;
+  for (int i = 0; i < n; ++i) {
+    const uint32_t bits = x[i].bits & 0x7fffu;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+inline constexpr uint32_t kNotFinite = 0x7f80;  // such bits, or more
+// For |x| up to 2^22.
+inline int32_t nearest_integer(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the integer
+  return static_cast<int32_t>(bits_of(x + kRound)) - 0x4b400000;
+}
+
 inline constexpr float kMostInteger = 127.0f;
 // Of a row of smaller numbers; its inverse is a number, too.
 inline constexpr float kLeastScale = 1e-37f;
 
 // One row; returns its scale. Plain loops without sums of products, the same on every ISA. No element is off
 // by more than half a scale: rounding the scale moves the largest integer, which is 127, by a quarter.
-inline BF16 pack_row(const BF16* from, int D, Int8* to) {
-  uint32_t largest = 0;  // of the absolute values, whose order is that of their bits
-  for (int i = 0; i < D; ++i) {
-    const uint32_t bits = from[i].bits & 0x7fffu;
-    largest = bits > largest ? bits : largest;
-  }
-  if (largest >= 0x7f80) {
-    for (int i = 0; i < D; ++i) to[i].bits = 0;
+inline BF16 pack_row(const BF16* from, int row, int D, Int8* tile) {
+  const uint32_t largest = largest_bits(from, D);
+  if (largest >= kNotFinite) {
+    for (int i = 0; i < D; ++i) tile[int8_at(row, i, D)].bits = 0;
     return {0x7fc0};
   }
   const float exact = float_of(largest << 16) / kMostInteger;
   BF16 scale;
   round_to(exact < kLeastScale ? kLeastScale : exact, &scale);
   const float inverse = 1.0f / to_float(scale);
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the nearest integer
   for (int i = 0; i < D; ++i) {
     const float x = to_float(from[i]) * inverse;
     const float inside = x > kMostInteger ? kMostInteger : x < -kMostInteger ? -kMostInteger : x;
-    to[i].bits = static_cast<int8_t>(static_cast<int32_t>(bits_of(inside + kRound)) - 0x4b400000);
+    tile[int8_at(row, i, D)].bits = static_cast<int8_t>(nearest_integer(inside));
   }
   return scale;
+}
+
+// The nearest bfloat16 number; NaN stays NaN.
+inline uint32_t rounded_bits(float x) {
+  const uint32_t bits = bits_of(x);
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
 // Row `row` of the 2 * kPage of a tile, rounded.
 inline void unpack_row(const Int8* tile, int row, int D, BF16* to) {
   const float scale = to_float(scales_of(tile, D)[row]);
-  const Int8* from = tile + row * D;
-  for (int i = 0; i < D; ++i) {
-    const uint32_t bits = bits_of(static_cast<float>(from[i].bits) * scale);
-    to[i].bits = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  for (int d = 0; d < D; ++d)
+    to[d].bits =
+        static_cast<uint16_t>(rounded_bits(static_cast<float>(tile[int8_at(row, d, D)].bits) * scale));
+}
+
+using Four = uint32_t __attribute__((vector_size(16)));
+// Elements of a and b in turn: the first two of each, or the last two.
+inline Four zipped(Four a, Four b, bool last) {
+#if defined(__clang__)
+  return last ? __builtin_shufflevector(a, b, 2, 6, 3, 7) : __builtin_shufflevector(a, b, 0, 4, 1, 5);
+#else
+  return last ? __builtin_shuffle(a, b, Four{2, 6, 3, 7}) : __builtin_shuffle(a, b, Four{0, 4, 1, 5});
+#endif
+}
+
+// All keys of a tile: [kPage][D].
+inline void unpack_keys(const Int8* tile, int D, BF16* to) {
+  constexpr int kSide = 4;  // pairs of elements, and tokens, of a square that is turned over
+  float scale[kPage];
+  for (int t = 0; t < kPage; ++t) scale[t] = to_float(scales_of(tile, D)[t]);
+  for (int d = 0; d < D; d += 2 * kSide) {
+    alignas(64) uint32_t pairs[kSide][kPage];
+    for (int i = 0; i < kSide; ++i) {
+      const Int8* from = tile + (d / 2 + i) * 2 * kPage;
+      for (int t = 0; t < kPage; ++t) {
+        const uint32_t a = rounded_bits(static_cast<float>(from[2 * t].bits) * scale[t]);
+        const uint32_t b = rounded_bits(static_cast<float>(from[2 * t + 1].bits) * scale[t]);
+        pairs[i][t] = a | b << 16;
+      }
+    }
+    for (int t = 0; t < kPage; t += kSide) {
+      Four row[kSide], half[kSide];
+      for (int i = 0; i < kSide; ++i) __builtin_memcpy(&row[i], pairs[i] + t, sizeof(Four));
+      for (int i = 0; i < kSide; ++i) half[i] = zipped(row[i % 2], row[i % 2 + 2], i / 2 == 1);
+      for (int i = 0; i < kSide; ++i) {
+        const Four turned = zipped(half[i / 2 * 2], half[i / 2 * 2 + 1], i % 2 == 1);
+        __builtin_memcpy(to + (t + i) * D + d, &turned, sizeof(Four));
+      }
+    }
   }
 }
+
+// All values of a tile: [kPage][D].
+inline void unpack_values(const Int8* tile, int D, BF16* to) {
+  for (int t = 0; t < kPage; t += 2) {
+    const Int8* from = tile + (kPage + t) * D;
+    const float a = to_float(scales_of(tile, D)[kPage + t]), b = to_float(scales_of(tile, D)[kPage + t + 1]);
+    BF16 *first = to + t * D, *second = first + D;
+    for (int d = 0; d < D; ++d) {
+      first[d].bits = static_cast<uint16_t>(rounded_bits(static_cast<float>(from[2 * d].bits) * a));
+      second[d].bits = static_cast<uint16_t>(rounded_bits(static_cast<float>(from[2 * d + 1].bits) * b));
+    }
+  }
+}
+
 inline void unpack_rows(const Int8* tile, int first, int count, int D, BF16* to) {
-  for (int i = 0; i < count; ++i) unpack_row(tile, first + i, D, to + i * static_cast<int64_t>(D));
+  for (int row = first; row < first + count;) {
+    BF16* at = to + (row - first) * static_cast<int64_t>(D);
+    if (row % kPage == 0 && row + kPage <= first + count) {
+      row < kPage ? unpack_keys(tile, D, at) : unpack_values(tile, D, at);
+      row += kPage;
+    } else {
+      unpack_row(tile, row, D, at);
+      row += 1;
+    }
+  }
 }
 
 template <class T>
@@ -79,7 +154,7 @@ void write_token(const void* k, const void* v, int D, int offset, void* tile) {
     const void* const parts[] = {k, v};
     for (int part = 0; part < 2; ++part) {
       const int row = part * kPage + offset;
-      scales[row] = pack_row(static_cast<const BF16*>(parts[part]), D, elements + row * D);
+      scales[row] = pack_row(static_cast<const BF16*>(parts[part]), row, D, elements);
     }
   } else {
     T* elements = static_cast<T*>(tile);

@@ -67,28 +67,21 @@ uint64_t& Canary::entry_sum(int layer, int head, int level, int page) const {
 
 uint64_t Canary::sum_of(int layer, int head, int page, int offset, const char* tile) const {
   Sums sums(place(layer, head, page, offset));
+  if (shape_.dtype != DType::kInt8) {
+    const int64_t bytes = shape_.token_bytes();
+    sums.add(tile + offset * bytes, bytes);
+    sums.add(tile + (kPage + offset) * bytes, bytes);
+    return sums.take();
+  }
+  // Integers of a token lie apart, and so do its scales.
   const int D = shape_.head_dim;
-  const bool plain = shape_.dtype != DType::kInt8;
-  const int64_t bytes = plain ? shape_.token_bytes() : D;
-  const char* k = tile + offset * bytes;
-  if (plain || bytes % kSumBytes == 0) {
-    sums.add(k, bytes);
-    sums.add(k + kPage * bytes, bytes);
-    if (plain) return sums.take();
+  alignas(8) char all[round_up(2 * stored_bytes(DType::kInt8, kMaxHeadDim), kSumBytes)] = {};
+  char* to = all;
+  for (int row = offset; row < 2 * kPage; row += kPage) {
+    for (int d = 0; d < D; ++d) *to++ = tile[int8_at(row, d, D)];
+    for (int b = 0; b < 2; ++b) *to++ = tile[2 * kPage * D + 2 * row + b];
   }
-  // What is no multiple of that, and the scales, which lie apart.
-  constexpr int kScale = 2;  // bytes
-  alignas(8) char rest[round_up(2 * (kMaxHeadDim + kScale), kSumBytes)] = {};
-  char* to = rest;
-  if (bytes % kSumBytes != 0) {
-    std::memcpy(to, k, bytes);
-    std::memcpy(to + bytes, k + kPage * bytes, bytes);
-    to += 2 * bytes;
-  }
-  const char* scales = tile + 2 * kPage * D;
-  for (int row = offset; row < 2 * kPage; row += kPage, to += kScale)
-    std::memcpy(to, scales + row * kScale, kScale);
-  sums.add(rest, round_up(to - rest, kSumBytes));
+  sums.add(all, round_up(to - all, kSumBytes));
   return sums.take();
 }
 

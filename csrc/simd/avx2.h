@@ -105,6 +105,15 @@ inline Vec max_by_period(Vec x) {
   if constexpr (kPeriod == 1) x = max(x, _mm256_permute_ps(x, 0xb1));
   return x;
 }
+// All lanes of a and b, kPeriod lanes of each in turn.
+template <int kPeriod>
+inline void take_turns(Vec& a, Vec& b) {
+  const Vec x = a, y = b;
+  const __m256d p = _mm256_castps_pd(x), q = _mm256_castps_pd(y);
+  static_assert(kPeriod <= 2);
+  a = kPeriod == 1 ? _mm256_unpacklo_ps(x, y) : _mm256_castpd_ps(_mm256_unpacklo_pd(p, q));
+  b = kPeriod == 1 ? _mm256_unpackhi_ps(x, y) : _mm256_castpd_ps(_mm256_unpackhi_pd(p, q));
+}
 // Not by horizontal additions, each of which is several instructions inside.
 inline Vec fold(Vec a, Vec b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
 inline Vec fold_pairs(Vec a, Vec b) {
@@ -146,41 +155,19 @@ inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
   store(p + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-// For kernels/int8.h: the even elements of a block and the odd ones.
-struct KeyBlock {
-  __m256i even, odd;
-};
-using QueryBlock = KeyBlock;
-inline KeyBlock words_of(const Int8* p) {
-  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
-  __m256i odd = _mm256_srai_epi16(both, 8);
-  asm("" : "+x"(even), "+x"(odd));
-  return {even, odd};
+// For kernels/int8.h.
+inline Vec words_at(const Int8* p) {
+  return _mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
-inline QueryBlock words_at(const int16_t* q) {
-  const __m256i* at = reinterpret_cast<const __m256i*>(q);
-  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
-}
-inline constexpr int word_order(int i) { return i % 2 * 16 + i / 2; }
-inline Vec add_words(Vec sum, const QueryBlock& w, const KeyBlock& b) {
-  const __m256i of_block =
-      _mm256_add_epi32(_mm256_madd_epi16(b.even, w.even), _mm256_madd_epi16(b.odd, w.odd));
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), of_block));
-}
-inline Vec add_half(Vec sum, const int16_t* q, const Int8* p) {
-  const __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i of_half = _mm256_madd_epi16(half, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), of_half));
+inline Vec add_words(Vec sum, Vec a, Vec b) {
+  const __m256i products = _mm256_madd_epi16(_mm256_castps_si256(a), _mm256_castps_si256(b));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), products));
 }
 inline Vec floats_of(Vec sum) { return _mm256_cvtepi32_ps(_mm256_castps_si256(sum)); }
-inline Vec integers_at(const Int8* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
-template <int kEach>
-inline Vec spread(const float* p) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_permutevar8x32_ps(load(p), _mm256_srli_epi32(lane, __builtin_ctz(kEach)));
+inline void store_words(Vec x, int16_t* to) {
+  const __m256i wide = _mm256_cvtps_epi32(x);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(wide, wide), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
 }
 
 inline void store_one(float* p, Vec x) { store(p, x); }

@@ -22,7 +22,6 @@ inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
@@ -66,6 +65,23 @@ inline Vec max_by_period(Vec x) {
   if constexpr (kPeriod <= 2) x = max(x, _mm512_permute_ps(x, 0x4e));
   if constexpr (kPeriod == 1) x = max(x, _mm512_permute_ps(x, 0xb1));
   return x;
+}
+// All lanes of a and b, kPeriod lanes of each in turn.
+template <int kPeriod>
+inline void take_turns(Vec& a, Vec& b) {
+  const Vec x = a, y = b;
+  const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
+  if constexpr (kPeriod == 1) {
+    a = _mm512_unpacklo_ps(x, y);
+    b = _mm512_unpackhi_ps(x, y);
+  } else if constexpr (kPeriod == 2) {
+    a = _mm512_castpd_ps(_mm512_unpacklo_pd(p, q));
+    b = _mm512_castpd_ps(_mm512_unpackhi_pd(p, q));
+  } else {
+    static_assert(kPeriod == 4);
+    a = _mm512_castpd_ps(_mm512_permutex2var_pd(p, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), q));
+    b = _mm512_castpd_ps(_mm512_permutex2var_pd(p, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), q));
+  }
 }
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
   // Each step adds two halves of two vectors and so halves their number; the last order of lanes is the order
@@ -121,35 +137,22 @@ inline void store_pair<BF16>(float* p, Vec even, Vec odd) {
 }
 
 // For kernels/int8.h.
-using KeyBlock = __m512i;
-using QueryBlock = __m512i;
-inline KeyBlock words_of(const Int8* p) {
-  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+inline Vec words_at(const Int8* p) {
+  return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 }
-inline QueryBlock words_at(const int16_t* q) { return _mm512_loadu_si512(q); }
-inline constexpr int word_order(int i) { return i; }
-inline Vec add_words(Vec sum, __m512i a, __m512i b) {
+inline Vec add_words(Vec sum, Vec a, Vec b) {
 #ifdef __AVX512VNNI__
   // Not the intrinsic: around it GCC copies every sum twice.
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b));
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 #else
-  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_madd_epi16(a, b)));
+  const __m512i products = _mm512_madd_epi16(_mm512_castps_si512(a), _mm512_castps_si512(b));
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), products));
 #endif
 }
-inline Vec add_half(Vec sum, const int16_t* q, const Int8* p) {
-  const __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
-  return add_words(sum, _mm512_zextsi256_si512(half), _mm512_zextsi256_si512(words));
-}
 inline Vec floats_of(Vec sum) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sum)); }
-inline Vec integers_at(const Int8* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-template <int kEach>
-inline Vec spread(const float* p) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(lane, __builtin_ctz(kEach)), load(p));
+inline void store_words(Vec x, int16_t* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 
 // Which of 32 weights [rows][kAcross] goes where, for the weights of two rows to lie side by side.
@@ -164,36 +167,6 @@ struct PairOrder {
 };
 template <int kAcross>
 inline constexpr PairOrder<kAcross> kPairOrder(1);
-template <int kAcross>
-inline constexpr PairOrder<kAcross> kWordOrder(2);
-
-// Products of weights with two rows of values at once, for attend_tiles.h.
-#define FLUXION_WORD_PRODUCTS
-// 32 weights [rows][kAcross] as integers of 16 bits, those of two rows side by side.
-template <int kAcross>
-inline Vec word_pairs(Vec a, Vec b) {
-  const __m512i order = _mm512_load_si512(kWordOrder<kAcross>.from);
-  return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_cvtps_epi32(a), order, _mm512_cvtps_epi32(b)));
-}
-inline Vec add_words(Vec sum, __m512i a, Vec b) { return add_words(sum, a, _mm512_castps_si512(b)); }
-// The elements of a block of two rows in turn: 0..7 and 16..23 of the rows, and the others.
-struct RowPairs {
-  __m512i low, high;
-};
-inline RowPairs pairs_of(const Int8* p, const Int8* q) {
-  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
-  return {_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(x, y)), _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(x, y))};
-}
-inline __m512i half_pairs_of(const Int8* p, const Int8* q) {
-  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
-  return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
-}
-// Of sums of such pairs the first and the last kLanes elements.
-inline Vec first_of(Vec low, Vec high) { return _mm512_shuffle_f32x4(low, high, 0x44); }
-inline Vec last_of(Vec low, Vec high) { return _mm512_shuffle_f32x4(low, high, 0xee); }
-
 inline void store_one(float* p, Vec x) { store(p, x); }
 inline void store_one(BF16* p, Vec x) {
   const __m512i bits = _mm512_castps_si512(x);

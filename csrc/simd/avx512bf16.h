@@ -29,7 +29,6 @@ struct Dot<BF16> {
   static Pair row_pair(const BF16* k) { return reinterpret_cast<Pair>(_mm512_loadu_si512(k)); }
   static Vec add(Vec sum, Pair q, Pair k) { return _mm512_dpbf16_ps(sum, q, k); }
   static Vec tail(Vec sum, const Query* q, const BF16* k) { return _mm512_dpbf16_ps(sum, half(q), half(k)); }
-  static Vec floats(Vec sum) { return sum; }
 
  private:
   static __m512bh half(const BF16* p) {

@@ -43,8 +43,6 @@ struct Dot {
   static Vec add(Vec sum, const Pair& q, const Pair& k) { return fma(q.a, k.a, fma(q.b, k.b, sum)); }
   // The last elements of a row whose length is no multiple of a step: half of one.
   static Vec tail(Vec sum, const Query* q, const T* k) { return fma(load(q), load_one(k), sum); }
-  // A sum as floats.
-  static Vec floats(Vec sum) { return sum; }
 };
 
 }  // namespace

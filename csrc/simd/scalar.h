@@ -60,6 +60,9 @@ template <int kPeriod>
 inline Vec max_by_period(Vec x) {
   return x;
 }
+// A single lane is of a single vector.
+template <int kPeriod>
+inline void take_turns(Vec&, Vec&) {}
 // Lane i = sum of the lanes of rows[i].
 inline Vec reduce_rows(const Vec (&rows)[kLanes]) { return rows[0]; }
 
@@ -80,25 +83,18 @@ inline void store_pair(float* p, Vec a, Vec b) {
   p[1] = b;
 }
 
-// For kernels/int8.h.
-using KeyBlock = const Int8*;
-using QueryBlock = const int16_t*;
-inline KeyBlock words_of(const Int8* p) { return p; }
-inline QueryBlock words_at(const int16_t* q) { return q; }
-inline constexpr int word_order(int i) { return i; }
-// One lane has no room for the integers of a row: they become floats block by block.
-inline Vec add_some(Vec sum, const int16_t* q, const Int8* k, int count) {
-  int64_t of_block = 0;
-  for (int i = 0; i < count; ++i) of_block += q[i] * k[i].bits;
-  return sum + static_cast<float>(of_block);
+// For kernels/int8.h. A word is half of the bits of a float.
+inline Vec words_at(const Int8* p) {
+  return float_of(static_cast<uint16_t>(p[0].bits) | static_cast<uint32_t>(p[1].bits) << 16);
 }
-inline Vec add_words(Vec sum, QueryBlock w, KeyBlock b) { return add_some(sum, w, b, 32); }
-inline Vec add_half(Vec sum, const int16_t* q, const Int8* p) { return add_some(sum, q, p, 16); }
-inline Vec floats_of(Vec sum) { return sum; }
-inline Vec integers_at(const Int8* p) { return p->bits; }
-template <int kEach>
-inline Vec spread(const float* p) {
-  return *p;
+inline Vec add_words(Vec sum, Vec a, Vec b) {
+  const auto low = [](Vec x) { return int32_t{static_cast<int16_t>(bits_of(x))}; };
+  const auto high = [](Vec x) { return int32_t{static_cast<int16_t>(bits_of(x) >> 16)}; };
+  return float_of(bits_of(sum) + static_cast<uint32_t>(low(a) * low(b) + high(a) * high(b)));
+}
+inline Vec floats_of(Vec sum) { return static_cast<float>(static_cast<int32_t>(bits_of(sum))); }
+inline void store_words(Vec x, int16_t* to) {
+  *to = static_cast<int16_t>(static_cast<int32_t>(bits_of(x + 12582912.0f)) - 0x4b400000);
 }
 
 inline void store_one(float* p, Vec x) { *p = x; }

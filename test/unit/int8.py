@@ -55,12 +55,31 @@ def stored(x: Tensor) -> Tensor:
 def pack_tiles(tiles: Tensor) -> Tensor:
     """bfloat16 [P, 2, 16, D] -> [P, bytes] uint8."""
     integers, scales = pack(tiles)
-    last = scales.flatten(1).contiguous().view(torch.uint8)
-    return torch.cat([integers.view(torch.uint8).flatten(1), last], 1).contiguous()
+    P, D = len(tiles), tiles.shape[-1]
+    keys = integers[:, 0].view(P, 16, D // 2, 2).transpose(1, 2)
+    values = integers[:, 1].view(P, 8, 2, D).transpose(2, 3)
+    parts = (keys, values, scales)
+    return torch.cat([part.reshape(P, -1).contiguous().view(torch.uint8) for part in parts], 1).contiguous()
 
 
 def unpack_tiles(packed: Tensor, D: int) -> Tensor:
     """The inverse, exactly: [P, 2, 16, D] float32."""
-    integers = packed[:, : 32 * D].view(torch.int8).unflatten(1, (2, 16, D))
-    scales = packed[:, 32 * D :].contiguous().view(torch.bfloat16).unflatten(1, (2, 16))
-    return unpack(integers, scales)
+    P = len(packed)
+    integers, last = packed[:, : 32 * D].view(torch.int8), packed[:, 32 * D :]
+    keys = integers[:, : 16 * D].view(P, D // 2, 16, 2).transpose(1, 2).reshape(P, 16, D)
+    values = integers[:, 16 * D :].view(P, 8, D, 2).transpose(2, 3).reshape(P, 16, D)
+    scales = last.contiguous().view(torch.bfloat16).view(P, 2, 16)
+    return unpack(torch.stack([keys, values], 1), scales)
+
+
+def bytes_of_rows(rows: Tensor, D: int) -> Tensor:
+    """[..., 32] -> [..., bytes of a tile]: for each byte, what is said of the key or the value that it belongs to."""
+    keys, values = rows[..., :16], rows[..., 16:]
+    return torch.cat(
+        [
+            keys.repeat_interleave(2, -1).repeat(*[1] * (rows.dim() - 1), D // 2),
+            values.unflatten(-1, (8, 2)).repeat_interleave(D, -2).flatten(-2),
+            rows.repeat_interleave(SCALE, -1),
+        ],
+        -1,
+    )

@@ -25,7 +25,7 @@ from kernel_calls import (
     k,
     seeds,
 )
-from int8 import INT8, SCALE, multiplied_queries, pack_tiles, stored, unpack_tiles
+from int8 import INT8, bytes_of_rows, multiplied_queries, pack_tiles, stored, unpack_tiles
 from native_world import NativeWorld
 from test_attend import draw_masks
 from torch import Tensor
@@ -48,7 +48,7 @@ def tiles_of(P: int, D: int, size: float = 1.0) -> Tensor:
 def poison(packed: Tensor, D: int, wanted: Tensor) -> Tensor:
     """Anything in the tokens that nobody wants, [P, 16] bool, "no number" included."""
     rows = wanted[:, None, :].expand(-1, 2, -1).flatten(1)
-    kept = torch.cat([rows.repeat_interleave(D, 1), rows.repeat_interleave(SCALE, 1)], 1)
+    kept = bytes_of_rows(rows, D)
     noise = torch.randint(0, 256, packed.shape, dtype=torch.uint8)
     scales = torch.where(torch.rand(len(packed), 32) < 0.5, NAN, 100.0).to(BF16)
     noise[:, 32 * D :] = scales.view(torch.uint8)
@@ -100,7 +100,7 @@ def test_a_token_is_stored_and_read_as_the_reference_says(isa: str, data: st.Dat
     mine = torch.zeros(1, 16, dtype=torch.bool)
     mine[0, offset] = True
     rows = mine[:, None, :].expand(-1, 2, -1).flatten()
-    changed = torch.cat([rows.repeat_interleave(D), rows.repeat_interleave(SCALE)])
+    changed = bytes_of_rows(rows, D)
     assert torch.equal(tile[~changed], before[~changed]), "nothing but the token was written"
     whole = torch.zeros(1, 2, 16, D, dtype=BF16)
     whole[0, :, offset] = torch.stack([k_row, v_row])
@@ -313,11 +313,12 @@ def test_every_byte_of_a_tile_is_watched(dim: int) -> None:
     page = request.pages[7]
     tile = world.pool.tensor("tiles", 0)[0, page]
     assert world.pool.sweep()[1] == []
+    tokens = bytes_of_rows(torch.arange(32) % 16, dim)
     for byte in range(len(tile)):
         tile[byte] ^= 1 << byte % 8
         _, found = world.pool.sweep()
-        row = byte // dim if byte < 32 * dim else (byte - 32 * dim) // SCALE
-        assert len(found) == 1 and f"page {page}, token {row % 16})" in found[0]
+        token = tokens[byte].item()
+        assert len(found) == 1 and f"page {page}, token {token})" in found[0]
         tile[byte] ^= 1 << byte % 8
     assert world.pool.sweep()[1] == []
 

@@ -332,9 +332,7 @@ DTYPES = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True
 @pytest.mark.parametrize(("dtype", "int8"), DTYPES)
 @settings(deadline=None, max_examples=examples(20))
 @given(data=st.data())
-def test_what_lands_is_byte_for_byte_what_a_prefill_makes(
-    dtype: torch.dtype, int8: bool, data: st.DataObject
-) -> None:
+def test_what_lands_is_byte_for_byte_what_a_prefill_makes(dtype: torch.dtype, int8: bool, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 30), label="pages")
     stop = count * PAGE - data.draw(st.integers(0, PAGE - 1), label="tokens that the last page lacks")
     there = data.draw(st.integers(0, count - 1), label="pages of a cached prefix")

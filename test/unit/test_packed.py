@@ -135,6 +135,17 @@ def test_others_stay_in_rows(modules: list[nn.Module]) -> None:
     assert not any(isinstance(module.weight, PackedWeight) for module in modules)
 
 
+def test_tensors_without_memory_are_no_hindrance() -> None:
+    module, other = weighted(), nn.Module()
+    other.sparse = torch.eye(3).to_sparse()
+    other.packed, other.elsewhere = (
+        PackedWeight(packed.PackedMemory(random(2, 32), packed.Packer(LAYERS))),
+        torch.empty(3, device="meta"),
+    )
+    install(module, other)
+    assert packs(module)
+
+
 def test_nothing_is_packed_where_torch_compiles() -> None:
     module = weighted()
     install(module, pack=False)
@@ -157,7 +168,7 @@ METHODS = pytest.mark.parametrize("build", [weighted, head])
 
 @METHODS
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (8,), (layers.MAX_ROWS,), (layers.MAX_ROWS + 1,), (2, 3), ()])
+@pytest.mark.parametrize("shape", [(1,), (8,), (layers.MAX_ROWS,), (layers.MAX_PACKED_ROWS + 1,), (2, 3), ()])
 def test_a_packed_layer_gives_what_it_gave(build: Callable[[], nn.Module], bias: bool, shape: tuple[int, ...]) -> None:
     module = build()
     install(module, pack=False)
@@ -173,11 +184,23 @@ def test_a_packed_layer_gives_what_it_gave(build: Callable[[], nn.Module], bias:
 
 
 @METHODS
+@pytest.mark.parametrize("rows", [layers.MAX_ROWS + 1, layers.MAX_PACKED_ROWS])
+def test_more_rows_are_the_workers_while_it_is_packed(build: Callable[[], nn.Module], rows: int) -> None:
+    module, x = build(), random(rows, IN)
+    weight = module.weight.detach().clone()
+    install(module)
+    assert torch.equal(module.quant_method.apply(module, x), LAYERS.linear(x, weight)) and packs(module)
+    module.weight[0].sum()
+    assert torch.equal(module.quant_method.apply(module, x), F.linear(x, weight))
+
+
+@METHODS
 def test_many_rows_of_a_large_weight_go_in_slices(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build()
-    rows, x, bias = module.weight.detach().clone(), random(50, IN), random(OUT)
+    rows, bias = module.weight.detach().clone(), random(OUT)
+    x = random(layers.MAX_PACKED_ROWS + 9, IN)
     install(module)
     monkeypatch.setattr(packed, "_SLICE", 2 * LAYERS.panel * IN * 2 + 1)
     assert [(first, len(part)) for first, part in module.weight.memory.slices()] == [(0, 48), (48, 48), (96, 4)]

@@ -33,6 +33,8 @@ from fluxion_sglang.sglang.packed import PackedWeight, Packer, owners
 
 MAX_ROWS = 32
 """The most rows that were measured; PyTorch is slower up to there (`benchmark/linears.py`)."""
+MAX_PACKED_ROWS = 256
+"""The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -109,9 +111,10 @@ def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.T
     """What the layer makes of x, or None where that is SGLang's to compute."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
+    packed = isinstance(weight, PackedWeight) and weight.memory.packed
     few = (
         x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < x.shape[0] <= (MAX_PACKED_ROWS if packed else MAX_ROWS)
         and x.dtype is weight.dtype
         and x.stride(1) == 1
         and weight.stride(1) == 1

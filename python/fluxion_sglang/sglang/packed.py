@@ -21,7 +21,7 @@ from fluxion_sglang.native import NativeLayers
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 64 << 20
+_SLICE = 256 << 20
 """Bytes of a weight that are copied into rows at a time, to be multiplied with many rows of x."""
 
 T = TypeVar("T")
@@ -82,29 +82,29 @@ class PackedMemory:
 
     Attributes:
         inner: [outputs, in] bfloat16, contiguous; packed where `order` says so.
-        order: [1] int32, as `NativeLayers.linear` takes it.
+        packed: whether it is. order: the same for the kernels, as `NativeLayers.linear` takes it: graphs look into it.
     """
 
     def __init__(self, inner: torch.Tensor, packer: Packer) -> None:
-        self.inner, self._packer = inner, packer
+        self.inner, self._packer, self.packed = inner, packer, False
         with torch.inference_mode(False):
             self.order = torch.zeros(1, dtype=torch.int32)
         self._known: dict[Callable[[torch.Tensor], Any], Any] = {}
 
     def pack(self) -> None:
         self._packer.layers.repack(self.inner)
-        self.order.fill_(1)
+        self._say(True)
 
-    @property
-    def packed(self) -> bool:
-        return bool(self.order)
+    def _say(self, packed: bool) -> None:
+        self.packed = packed
+        self.order.fill_(packed)
 
     def rows(self, operation: str) -> torch.Tensor:
         """`inner`, in rows for good."""
         if self.packed:
             self._packer.tell(operation, self.inner.shape)
             self._packer.layers.repack(self.inner, unpack=True)
-            self.order.zero_()
+            self._say(False)
             self._known.clear()
         return self.inner
 
@@ -210,4 +210,9 @@ def owners(model: nn.Module) -> Counter[int]:
     """By address, how many attributes of modules have a tensor in this memory."""
     tables = [table for m in model.modules() for table in (m._parameters, m._buffers, vars(m))]
     tensors = [tensor for table in tables for tensor in table.values() if isinstance(tensor, torch.Tensor)]
-    return Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    return Counter(t.untyped_storage().data_ptr() for t in tensors if _is_plain(t))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own, which no subclass or sparse layout has."""
+    return tensor.layout is torch.strided and type(tensor.data) is torch.Tensor

@@ -3,8 +3,9 @@
     python benchmark/linears.py            # about three minutes; needs nothing beyond what SGLang brings
     python benchmark/linears.py --quick
 
-Weights are bfloat16, in memory that torch allocated and in huge pages, as a server with the flag has them, and larger
-than all caches: a run goes over several copies. The stream reads as much in the way that is fastest (`probe.PLANS`).
+Weights are bfloat16, in memory that torch allocated and in huge pages, as a server with the flag has them, ours packed
+where it packs them, and larger than all caches: a run goes over several copies. The stream reads as much in the way
+that is fastest (`probe.PLANS`).
 Peers multiply the same rows: torch's linear, oneDNN with weights that it has packed beforehand, and ggml_mul_mat of
 llama.cpp where llama-cpp-python is installed. Results go to linears.json in benchmark/results/<machine>.
 """
@@ -42,11 +43,28 @@ QUICK_SHAPES, QUICK_ROWS = ((1024, 512),), (1, 4)
 Layer = Callable[[], Tensor]
 
 
-def layers(weights: Sequence[Tensor], x: Tensor) -> dict[str, list[Layer]]:
-    """Who computes x weights^T, once for every copy of the weights."""
-    native = NativeLayers(workers(0))
+def copies_of(weight: Tensor, count: int) -> list[Tensor]:
+    found = [weight.clone() for _ in range(count)]
+    for copy in found:
+        NativeLayers.into_huge_pages(copy)
+    return found
+
+
+def packed(native: NativeLayers, weights: list[Tensor]) -> list[Tensor]:
+    """Copies of the weights, packed, or the same ones if a server leaves them in rows."""
+    if not native.gains_from_packing(weights[0]):
+        return weights
+    found = copies_of(weights[0], len(weights))
+    for copy in found:
+        native.repack(copy)
+    return found
+
+
+def layers(native: NativeLayers, own: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor) -> dict[str, list[Layer]]:
+    """Who computes x weights^T, once for every copy of the weights, of which we have `own`."""
+    order = None if own is weights else torch.ones(1, dtype=torch.int32)
     found: dict[str, list[Layer]] = {
-        "ours": [partial(native.linear, x, w) for w in weights],
+        "ours": [partial(native.linear, x, w, order=order) for w in own],
         "torch": [partial(F.linear, x, w) for w in weights],
     }
     if hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -70,15 +88,15 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
     random = torch.Generator().manual_seed(outputs + inputs)
     copies = -(-least // (outputs * inputs * 2))
     weight = torch.randn(outputs, inputs, generator=random).to(torch.bfloat16)
-    weights = [weight.clone() for _ in range(copies)]
-    for copy in weights:
-        NativeLayers.into_huge_pages(copy)
+    weights = copies_of(weight, copies)
+    native = NativeLayers(workers(0))
+    own = packed(native, weights)
     # A plan's own, so that no stream finds in a cache what the one before it has read.
     memories = {plan: probe.host_memory(workers(0), least).fill_(1) for plan in probe.PLANS}
     found = []
     for count in rows:
         x = torch.randn(count, inputs, generator=random).to(torch.bfloat16)
-        every = layers(weights, x)
+        every = layers(native, own, weights, x)
         exact = x.double() @ weight[:4096].double().T
         errors = {name: error(calls[0]()[:, :4096], exact) for name, calls in every.items()}
         contenders = {name: partial(run_all, calls) for name, calls in every.items()}
@@ -96,7 +114,11 @@ def measure(outputs: int, inputs: int, rows: Sequence[int], rounds: int, least: 
                     "us": round(median(times[name]) / copies / 1e3, 1),
                     "over_ours": round(ratio(times[name], times["ours"]), 3),
                     "error": errors[name],
-                    **(ours if name == "ours" else {"gb_per_s": round(nbytes / median(times[name]), 2)}),
+                    **(
+                        {**ours, "packed": own is not weights}
+                        if name == "ours"
+                        else {"gb_per_s": round(nbytes / median(times[name]), 2)}
+                    ),
                 }
             )
     return found

@@ -15,6 +15,7 @@
 #include "kernels/linear.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
+#include "kernels/panels.h"
 #include "kernels/patterns.h"
 #include "kernels/probe.h"
 #include "kernels/score.h"
@@ -36,6 +37,15 @@ constexpr int matrix_depth() {
   if (sizeof(Model<T>) == sizeof(BF16)) return kMatrixDepth;
 #endif
   return 0;
+}
+
+// Where no weights are packed, no kernel for them is compiled.
+template <class T>
+constexpr LinearPanels linear_panels_of() {
+  if constexpr (kPacks<T>)
+    return {kPanel, sizeof(typename Dot<T>::Query), pack_panel<T>, unpack_panel<T>, linear_panels<T>};
+  else
+    return {};
 }
 
 template <class T>
@@ -69,6 +79,7 @@ constexpr KernelTable make_table() {
           dense,
           pack_linear<M>,
           linear<M>,
+          linear_panels_of<T>(),
           rms_norm<M>,
           silu_mul<M>,
           rope<M>,

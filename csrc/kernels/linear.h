@@ -56,6 +56,79 @@ bool goes_straight(const LinearArgs& args, int rows) {
          static_cast<int64_t>(sizeof(typename Dot<T>::Query)) * rows * args.in <= args.near_bytes;
 }
 
+// Adds the products of a pair of inputs of kSide rows of weights, from element k of each on, with kX rows of
+// x.
+template <class T, int kX, int kSide>
+inline void add_pair(const typename Dot<T>::Query* x, const T* const* rows, int k, Vec (&total)[kSide * kX]) {
+  typename Dot<T>::Pair w[kSide];
+#pragma GCC unroll 4
+  for (int s = 0; s < kSide; ++s) w[s] = Dot<T>::row_pair(rows[s] + k);
+#pragma GCC unroll 8
+  for (int m = 0; m < kX; ++m) {
+    const auto q = Dot<T>::query_pair(x + m * 2 * kLanes);
+#pragma GCC unroll 4
+    for (int s = 0; s < kSide; ++s) total[s * kX + m] = Dot<T>::add(total[s * kX + m], q, w[s]);
+  }
+}
+
+// What `reduce_sums` writes for kCount sums.
+template <int kCount>
+inline constexpr int padded_sums = (kCount + kLanes - 1) / kLanes * kLanes;
+
+// each[i]: the sum of the lanes of total[i].
+template <int kCount>
+inline void reduce_sums(const Vec* total, float* each) {
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; i += kLanes) {
+    Vec rows[kLanes];
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) rows[j] = i + j < kCount ? total[i + j] : set1(0.0f);
+    store(each + i, reduce_rows(rows));
+  }
+}
+
+// Writes `count` outputs, from `first` on, of a group of up to kX rows, whose sums are `sums[kLinearOutputs]`
+// each.
+template <class T, int kX>
+void store_sums(const LinearArgs& args, int group, int64_t first, int count, const float* sums, T* out) {
+  const T* bias = static_cast<const T*>(args.bias);
+  for (int m = 0; m < kX && group + m < args.rows; ++m) {
+    const float* from = sums + m * kLinearOutputs;
+    T* to = out + (group + m) * args.out_stride;
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      const Vec y = load(from + i);
+      store_one(to + i, bias ? add(y, load_one(bias + first + i)) : y);
+    }
+    for (; i < count; ++i) round_to(bias ? from[i] + to_float(bias[first + i]) : from[i], to + i);
+  }
+}
+
+// body<kX, kOnce>(first row) for every group of rows of x; kX: what they are padded to; kOnce: whether it is
+// the only group, or the next one finds the weights in a cache.
+template <class Body>
+void for_groups(const LinearArgs& args, Body body) {
+  for (int group = 0; group < args.rows; group += kLinearRows) {
+    const auto run = [&]<int kX>() {
+      args.rows <= kLinearRows ? body.template operator()<kX, true>(group)
+                               : body.template operator()<kX, false>(group);
+    };
+    switch (across_of(smaller(args.rows - group, kLinearRows))) {
+      case 1:
+        run.template operator()<1>();
+        break;
+      case 2:
+        run.template operator()<2>();
+        break;
+      case 4:
+        run.template operator()<4>();
+        break;
+      default:
+        run.template operator()<8>();
+    }
+  }
+}
+
 // Multiplies `steps` times kSide rows of weights with a group of kX rows of x: in the order in which they lie
 // in memory, at the speed of a plain stream, if x stays in the nearest cache meanwhile; else a block of the
 // inputs after another, so that this block of x stays there.
@@ -131,7 +204,7 @@ class LinearUnits {
           for (int b = 0; b < kBytes; b += kLine) kOnce ? prefetch_once(line + b) : prefetch(line + b);
         }
       }
-      add_pair(x + static_cast<int64_t>(k) * kX, rows, k, total);
+      add_pair<T, kX, kSide>(x + static_cast<int64_t>(k) * kX, rows, k, total);
     }
     if (whole < size) {
       T rest[kSide][kPair] = {};
@@ -140,39 +213,17 @@ class LinearUnits {
         __builtin_memcpy(rest[s], rows[s] + whole, (size - whole) * sizeof(T));
         ends[s] = rest[s];
       }
-      add_pair(x + static_cast<int64_t>(whole) * kX, ends, 0, total);
+      add_pair<T, kX, kSide>(x + static_cast<int64_t>(whole) * kX, ends, 0, total);
     }
     if (block + 1 < blocks_) {
 #pragma GCC unroll 32
       for (int i = 0; i < kCount; ++i) mine[i] = total[i];
       return;
     }
-    float each[(kCount + kLanes - 1) / kLanes * kLanes];
-    reduce(total, each);
+    float each[padded_sums<kCount>];
+    reduce_sums<kCount>(total, each);
 #pragma GCC unroll 32
     for (int i = 0; i < kCount; ++i) sums[i % kX * kLinearOutputs + row + i / kX] = each[i];
-  }
-
-  static void add_pair(const typename Dot<T>::Query* x, const T* const* rows, int k, Vec (&total)[kCount]) {
-    typename Dot<T>::Pair w[kSide];
-#pragma GCC unroll 4
-    for (int s = 0; s < kSide; ++s) w[s] = Dot<T>::row_pair(rows[s] + k);
-#pragma GCC unroll 8
-    for (int m = 0; m < kX; ++m) {
-      const auto q = Dot<T>::query_pair(x + m * kPair);
-#pragma GCC unroll 4
-      for (int s = 0; s < kSide; ++s) total[s * kX + m] = Dot<T>::add(total[s * kX + m], q, w[s]);
-    }
-  }
-
-  static void reduce(const Vec (&total)[kCount], float* each) {
-#pragma GCC unroll 32
-    for (int i = 0; i < kCount; i += kLanes) {
-      Vec rows[kLanes];
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) rows[j] = i + j < kCount ? total[i + j] : set1(0.0f);
-      store(each + i, reduce_rows(rows));
-    }
   }
 
   const typename Dot<T>::Query* x_;
@@ -198,45 +249,16 @@ void linear_group(const LinearArgs& args, int group, int64_t first, int count, T
   }
   if (done < count)
     LinearUnits<T, kX, 1, kOnce>(args, x, weights + done * args.stride, count - done).run(sums + done);
-  const T* bias = static_cast<const T*>(args.bias);
-  for (int m = 0; m < kX && group + m < args.rows; ++m) {
-    const float* from = sums + m * kLinearOutputs;
-    T* to = out + (group + m) * args.out_stride;
-    int i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      const Vec y = load(from + i);
-      store_one(to + i, bias ? add(y, load_one(bias + first + i)) : y);
-    }
-    for (; i < count; ++i) round_to(bias ? from[i] + to_float(bias[first + i]) : from[i], to + i);
-  }
+  store_sums<T, kX>(args, group, first, count, sums, out);
 }
 
 template <class T>
 void linear(const LinearArgs& args, int64_t first, int count, void* out) {
   for (int begin = 0; begin < count; begin += kLinearOutputs) {
     const int size = smaller(count - begin, kLinearOutputs);
-    for (int group = 0; group < args.rows; group += kLinearRows) {
-      T* to = static_cast<T*>(out) + begin;
-      const auto run = [&]<int kX>() {
-        if (args.rows <= kLinearRows)
-          linear_group<T, kX, true>(args, group, first + begin, size, to);
-        else  // the next group finds the weights in a cache
-          linear_group<T, kX, false>(args, group, first + begin, size, to);
-      };
-      switch (across_of(smaller(args.rows - group, kLinearRows))) {
-        case 1:
-          run.template operator()<1>();
-          break;
-        case 2:
-          run.template operator()<2>();
-          break;
-        case 4:
-          run.template operator()<4>();
-          break;
-        default:
-          run.template operator()<8>();
-      }
-    }
+    for_groups(args, [&]<int kX, bool kOnce>(int group) {
+      linear_group<T, kX, kOnce>(args, group, first + begin, size, static_cast<T*>(out) + begin);
+    });
   }
 }
 

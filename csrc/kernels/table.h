@@ -113,6 +113,19 @@ struct LinearArgs {
   int64_t near_bytes;   // of x that a core's nearest cache holds while weights pass through it
 };
 
+// Linear layers whose weights are packed in panels of `outputs` rows, in the order in which they are used. A
+// panel takes the memory that its rows took, one after the other; inputs are a multiple of kLinearPad.
+// outputs is 0, and nothing else is there, where an instruction set or a dtype has no such order.
+struct LinearPanels {
+  int outputs;
+  int x_bytes;  // of an element of x, as `pack_linear` writes it
+  void (*pack)(const void* rows, int in, void* panel);
+  void (*unpack)(const void* panel, int in, void* rows);
+  // `linear`, with the same bits, of panels: args.stride is not used; first and count are multiples of
+  // `outputs`.
+  void (*linear)(const LinearArgs& args, int64_t first, int count, void* out);
+};
+
 // The kernels of one instruction set for what is stored as one DType. A tile is K[16][D] then V[16][D],
 // contiguous, but for kInt8, and has 32 * stored_bytes(). Pointers need no alignment. No function allocates,
 // locks or throws; the callers have checked every size and id.
@@ -254,6 +267,8 @@ struct KernelTable {
   // Weights are read once for every eight rows, sums are float32 and rounded once. An output depends on its
   // row and its weights alone, not on what else is multiplied.
   void (*linear)(const LinearArgs& args, int64_t first, int count, void* out);
+
+  LinearPanels panels;
 
   // What lies between linear layers, of one row each. Rows may not overlap.
   //

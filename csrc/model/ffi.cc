@@ -57,7 +57,6 @@ DType dtype_of(const TensorView& x) {
 }
 
 DLDataType type_of(DType dtype) { return dtype == DType::kBF16 ? kBFloat16 : kFloat32; }
-int64_t element_of(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 
 int int_size(int64_t size, const char* name) {
   if (size > INT32_MAX / 4)
@@ -65,8 +64,20 @@ int int_size(int64_t size, const char* name) {
   return static_cast<int>(size);
 }
 
-auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> bias,
-                 TensorView out) {
+// What may be packed: [outputs][in], contiguous, of a dtype and with inputs that the layers have panels for.
+DType expect_panels(const LayersObj& layers, const TensorView& weights) {
+  const DType dtype = dtype_of(weights);
+  expect(weights, "weights", type_of(dtype), {-1, -1}, 2);
+  if (layers.kernels(dtype).panels.outputs == 0)
+    Raise("ValueError") << "No weights of this dtype are packed for this instruction set.";
+  if (weights.size(1) < 1 || weights.size(1) % kLinearPad != 0)
+    Raise("ValueError") << "weights has " << weights.size(1) << " columns; packed ones have a multiple of "
+                        << kLinearPad << ".";
+  return dtype;
+}
+
+auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> order,
+                 ffi::Optional<TensorView> bias, TensorView out) {
   const DType dtype = dtype_of(x);
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
@@ -81,6 +92,12 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
   layer.outputs = int_size(weights.size(0), "weights");
   layer.weights = data<char>(weights);
   layer.stride = weights.stride(0);
+  layer.order = nullptr;
+  if (order.has_value()) {
+    expect_panels(*layers.get(), weights);
+    expect(order.value(), "order", kInt32, {1}, 1);
+    layer.order = data<int32_t>(order.value());
+  }
   layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
   layer.out = data<char>(out);
   layer.out_stride = out.stride(0);
@@ -88,16 +105,39 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
   return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
 }
 
+int64_t layers_panel(Layers layers) { return layers->kernels(DType::kBF16).panels.outputs; }
+
+bool layers_gain_from_packing(Layers layers, TensorView weights) {
+  const DType dtype = dtype_of(weights);
+  expect(weights, "weights", type_of(dtype), {-1, -1}, 1);
+  const KernelTable& kernels = layers->kernels(dtype);
+  return gains_from_packing(kernels, weights.size(1)) && weights.size(0) >= kernels.panels.outputs &&
+         weights.stride(0) == weights.size(1);
+}
+
+void layers_repack(Layers layers, TensorView weights, TensorView out, bool unpack) {
+  const DType dtype = expect_panels(*layers.get(), weights);
+  expect(out, "out", type_of(dtype), {weights.size(0), weights.size(1)}, 2);
+  const char *from = data<char>(weights), *to = data<char>(out);
+  const int64_t bytes = weights.numel() * element_bytes(dtype);
+  if (from != to && from < to + bytes && to < from + bytes)
+    Raise("ValueError") << "out overlaps with weights; give the same tensor, or another one.";
+  guarded([&] {
+    repack(*layers->workers, layers->kernels(dtype).panels, dtype, from, weights.size(0),
+           int_size(weights.size(1), "weights"), unpack, data<char>(out));
+  });
+}
+
 void layers_into_huge_pages(TensorView weights) {
   expect(weights, "weights", type_of(dtype_of(weights)), {-1, -1}, 1);
   char* first = data<char>(weights);
-  const int64_t rows = weights.size(0), size = weights.size(1) * element_of(dtype_of(weights));
+  const int64_t rows = weights.size(0), size = weights.size(1) * element_bytes(dtype_of(weights));
   if (rows > 0)
-    into_huge_pages(first, first + (rows - 1) * weights.stride(0) * element_of(dtype_of(weights)) + size);
+    into_huge_pages(first, first + (rows - 1) * weights.stride(0) * element_bytes(dtype_of(weights)) + size);
 }
 
 Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
-  return {data<char>(t) + column * element_of(dtype), t.stride(0) * element_of(dtype)};
+  return {data<char>(t) + column * element_bytes(dtype), t.stride(0) * element_bytes(dtype)};
 }
 
 auto norm_step(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight,
@@ -220,6 +260,9 @@ void program_run(Program program, int64_t first, int64_t last) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_create, fluxion::layers_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_into_huge_pages, fluxion::layers_into_huge_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_panel, fluxion::layers_panel);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_gain_from_packing, fluxion::layers_gain_from_packing);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_repack, fluxion::layers_repack);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_create, fluxion::program_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, fluxion::program_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::Layer<fluxion::linear_step>::run);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 namespace fluxion {
 namespace {
@@ -19,6 +20,7 @@ struct Job {
   const LinearLayer& layer;
   const LinearArgs& args;
   int64_t element;
+  int packed;  // outputs whose weights are in panels, the first ones
   int chunk, count;
   alignas(64) std::atomic<int> next{0};
 
@@ -26,10 +28,14 @@ struct Job {
     for (int i = next.fetch_add(1, std::memory_order_relaxed); i < count;
          i = next.fetch_add(1, std::memory_order_relaxed)) {
       const int64_t first = static_cast<int64_t>(i) * chunk;
-      const auto outputs = static_cast<int>(std::min<int64_t>(chunk, layer.outputs - first));
-      kernels.linear(args, first, outputs, static_cast<char*>(layer.out) + first * element);
+      const auto end = std::min<int64_t>(first + chunk, layer.outputs);
+      const auto rows = std::clamp<int64_t>(packed, first, end);  // where they begin
+      if (first < rows) kernels.panels.linear(args, first, static_cast<int>(rows - first), out(first));
+      if (rows < end) kernels.linear(args, rows, static_cast<int>(end - rows), out(rows));
     }
   }
+
+  void* out(int64_t output) const { return static_cast<char*>(layer.out) + output * element; }
 };
 
 // Two thirds of a core's nearest cache. Such caches have 32 KiB at least.
@@ -57,7 +63,7 @@ void* LinearScratch::reserve(int64_t bytes) {
 void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const LinearLayer& layer,
             LinearScratch* scratch) {
   if (layer.rows == 0 || layer.outputs == 0) return;
-  const int64_t element = dtype == DType::kBF16 ? 2 : 4;
+  const int64_t element = element_bytes(dtype);
   void* packed = scratch->reserve(linear_pack_bytes(layer.rows, layer.in));
   kernels.pack_linear(layer.x, layer.x_stride, layer.rows, layer.in, packed);
   const LinearArgs args{packed,       layer.rows, layer.in,         layer.weights,
@@ -65,13 +71,52 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
   const int64_t row = std::max<int64_t>(layer.in * element, 1), all = row * layer.outputs;
   const int64_t share = all / (static_cast<int64_t>(workers.size()) * kChunksOfWorker);
   const int64_t bytes = std::clamp(share, kLeastBytes, kChunkBytes);
-  const int64_t outputs = std::max<int64_t>(bytes / row, kLeastOutputs);
-  const int chunk =
-      static_cast<int>(std::min<int64_t>(outputs / kLeastOutputs * kLeastOutputs, layer.outputs));
-  Job job{kernels, layer, args, element, chunk, (layer.outputs + chunk - 1) / chunk};
+  const bool panels = layer.order != nullptr && *layer.order == kPackedOrder;
+  const int least = panels ? kernels.panels.outputs : kLeastOutputs;
+  const int64_t outputs = std::max<int64_t>(bytes / row, least);
+  const int chunk = static_cast<int>(std::min<int64_t>(outputs / least * least, layer.outputs));
+  Job job{kernels,
+          layer,
+          args,
+          element,
+          panels ? layer.outputs / least * least : 0,
+          chunk,
+          (layer.outputs + chunk - 1) / chunk};
   const auto body = [](void* ctx, int) { static_cast<Job*>(ctx)->run(); };
   if (job.count > 1 && workers.size() > 1 && workers.launch(body, &job)) return workers.join();
   job.run();
+}
+
+bool gains_from_packing(const KernelTable& kernels, int64_t in) {
+  constexpr int kRows = 8;
+  const LinearPanels& panels = kernels.panels;
+  return panels.outputs > 0 && in % kLinearPad == 0 && in * panels.x_bytes * kRows > near_bytes();
+}
+
+void repack(WorkerPool& workers, const LinearPanels& panels, DType dtype, const void* from, int64_t outputs,
+            int in, bool unpack, void* to) {
+  const int64_t bytes = panels.outputs * in * element_bytes(dtype), count = outputs / panels.outputs;
+  // All that may fail comes first: weights of which some are packed would be lost.
+  const std::unique_ptr<char[]> copies(from == to ? new char[workers.size() * bytes] : nullptr);
+  const auto move = unpack ? panels.unpack : panels.pack;
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int worker) {
+    for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < count;
+         i = next.fetch_add(1, std::memory_order_relaxed)) {
+      const char* panel = static_cast<const char*>(from) + i * bytes;
+      if (copies != nullptr)
+        panel = static_cast<const char*>(std::memcpy(copies.get() + worker * bytes, panel, bytes));
+      move(panel, in, static_cast<char*>(to) + i * bytes);
+    }
+  };
+  const auto body = [](void* ctx, int worker) { (*static_cast<decltype(&work)>(ctx))(worker); };
+  if (workers.size() > 1 && workers.launch(body, const_cast<void*>(static_cast<const void*>(&work))))
+    workers.join();
+  else
+    work(0);
+  const int64_t done = count * bytes, all = outputs * in * element_bytes(dtype);
+  if (from != to)
+    std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, all - done);
 }
 
 }  // namespace fluxion

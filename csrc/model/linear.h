@@ -11,16 +11,23 @@ namespace fluxion {
 
 // x [rows][in], weights [outputs][in], bias [outputs] or nullptr, out [rows][outputs], all of one dtype. Rows
 // may be apart by any stride, in elements.
+//
+// order: nullptr, or whether the weights are packed (kPackedOrder) when the layer is computed. Those that may
+// be are contiguous, of a dtype that has panels, and have a multiple of kLinearPad inputs.
 struct LinearLayer {
   const void* x;
   int64_t x_stride;
   int rows, in, outputs;
   const void* weights;
   int64_t stride;
+  const int32_t* order;
   const void* bias;
   void* out;
   int64_t out_stride;
 };
+
+// Of `LinearLayer::order`; anything else: the weights are rows.
+inline constexpr int32_t kPackedOrder = 1;
 
 // Memory for what every layer needs while it runs. It grows to the largest layer that has come.
 class LinearScratch {
@@ -36,5 +43,15 @@ class LinearScratch {
 // out = x weights^T + bias. On the calling thread alone where the workers are busy or not worth waking.
 void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const LinearLayer& layer,
             LinearScratch* scratch);
+
+// Whether weights with so many inputs are read faster if they are packed: where eight rows of x have no room
+// in the nearest cache.
+bool gains_from_packing(const KernelTable& kernels, int64_t in);
+
+// Packs all whole panels of `outputs` rows of weights, [in] each, and leaves the rows that remain as they
+// are; unpack: the other way. to: as many bytes, which may be those of `from`. If it
+// throws, nothing is done.
+void repack(WorkerPool& workers, const LinearPanels& panels, DType dtype, const void* from, int64_t outputs,
+            int in, bool unpack, void* to);
 
 }  // namespace fluxion

@@ -97,6 +97,9 @@ BY_TRANSFORMERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 """Families whose attention plain SGLang does not have on a CPU: the reference is transformers' own."""
 
+WIDE = {"llama-wide": _of("LlamaConfig", hidden_size=4160, intermediate_size=512)}
+"""So many inputs that weights are packed."""
+
 EMBEDDINGS = {"olmo2": 1.0, "gemma2": 0.001, "gemma3": 0.001}
 """Of families where norms follow attention: small ones would be lost beside what it adds. Those that are also the last
 layer of a family would repeat the last token if they were large.
@@ -106,7 +109,7 @@ layer of a family would repeat the last token if they were large.
 def build(family: str, folder: Path) -> str:
     """Write a model of the family to `folder`, float32, weights from seed 0, and return its path."""
     torch.manual_seed(0)
-    config = (FAMILIES | BY_TRANSFORMERS)[family]()
+    config = (FAMILIES | BY_TRANSFORMERS | WIDE)[family]()
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():

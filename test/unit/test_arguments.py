@@ -94,7 +94,7 @@ class Rig:
         step, sinks = [self.rows, self.lengths], torch.randn(HQ)
         groups = B * HEADS
         layers = {
-            "linear": [torch.randn(3, 64), torch.randn(48, 64), torch.randn(48), torch.empty(3, 48)],
+            "linear": [torch.randn(3, 64), torch.randn(48, 64), None, torch.randn(48), torch.empty(3, 48)],
             "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None],
             "silu_mul": [torch.randn(3, 64), torch.empty(3, 32)],
             "rope": [
@@ -178,6 +178,8 @@ class Rig:
             "lfps_counts": [lfps, torch.empty(4, dtype=torch.int64)],
             "layers_create": [self.workers.handle, ""],
             "layers_into_huge_pages": [torch.randn(64, 64)],
+            "layers_gain_from_packing": [self.layers, torch.randn(64, 64)],
+            "layers_repack": [self.layers, *torch.randn(2, 64, 64).bfloat16(), False],
             "program_create": [self.layers],
             "program_run": [self.program, 0, 1],
         }  # fmt: skip
@@ -239,7 +241,7 @@ OTHERS = {
     "abi_version": "no arguments", "isas": "no arguments", "best_isa": "no arguments",
     "engine_stat_names": "no arguments", "workers_cores": "an object alone", "pool_isa": "an object alone",
     "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone",
-    "engine_layer_finish": "an object alone",
+    "engine_layer_finish": "an object alone", "layers_panel": "an object alone",
     "predictor_create": "test_predictor_network.py", "predictor_forward": "test_predictor_network.py",
     "measure": "test_measure.py", "measure_reach": "test_reach.py", "hgca_lists": "test_hgca.py",
     "lfps_plan": "test_lfps_tables.py", "lfps_update": "test_lfps_tables.py",

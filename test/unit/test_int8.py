@@ -10,6 +10,7 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from int8 import INT8, bytes_of_rows, multiplied_queries, pack_tiles, stored, unpack_tiles
 from kernel_calls import (
     EVERY,
     HEAD_DIMS,
@@ -25,7 +26,6 @@ from kernel_calls import (
     k,
     seeds,
 )
-from int8 import INT8, bytes_of_rows, multiplied_queries, pack_tiles, stored, unpack_tiles
 from native_world import NativeWorld
 from test_attend import draw_masks
 from torch import Tensor
@@ -65,8 +65,8 @@ def wanted_by(masks: Tensor | None, pages: Tensor, P: int) -> Tensor:
 def check(
     o: Tensor, lse: Tensor, q: Tensor, scale: float, tiles: Tensor, pages: Tensor, masks: Tensor | None, rough: float
 ) -> None:
-    """As attention over what is stored, of queries as integers; or as over its bfloat16, which may lose `rough`. Weights
-    may be rounded by 2^-16 of the largest one."""
+    """As attention over what is stored, of queries as integers; or as over its bfloat16, which may lose `rough`.
+    Weights may be rounded by 2^-16 of the largest one."""
     slack = 2.0**-13 * tiles[pages.long(), 1].double().norm(dim=-1).max()
 
     def fits(q: Tensor, tiles: Tensor) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import DTYPES, dtypes, few, own_isas, seeds
+from kernel_calls import DTYPES, OWN_ISAS, dtypes, few, own_isas, seeds
 
 from fluxion_sglang.native import NativeLayers, NativeProgram, Workers
 
@@ -173,6 +173,148 @@ def test_many_rows_are_divided() -> None:
     assert torch.equal(layers.norm(left, weight, 1e-6)[5:6], layers.norm(left[5:6], weight, 1e-6))
 
 
+# --- Packed weights ---
+
+PACKING = [isa for isa in OWN_ISAS if NativeLayers(WORKERS, isa).panel]
+packing_isas = pytest.mark.parametrize("isa", PACKING)
+outputs = st.one_of(st.integers(1, 80), st.sampled_from([24, 48, 96, 257]))
+inputs = st.sampled_from([32, 64, 480, 512, 544, 1024, 1056, 2048, 2272])
+
+
+def bits(generator: torch.Generator, *size: int) -> torch.Tensor:
+    """Any bfloat16 numbers, infinities and NaN included: they compare as integers."""
+    return torch.randint(-(2**15), 2**15, size, generator=generator, dtype=torch.int16).view(torch.bfloat16)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@few
+@packing_isas
+@given(n=outputs, k=inputs, seed=seeds)
+def test_packed_weights_come_back(isa: str, n: int, k: int, seed: int) -> None:
+    layers = NativeLayers(WORKERS, isa)
+    weights = bits(torch.Generator().manual_seed(seed), n, k)
+    rows, packed, unpacked = weights.clone(), torch.empty_like(weights), torch.empty_like(weights)
+    layers.repack(weights, packed)
+    assert same_bits(weights, rows)
+    whole = n // layers.panel * layers.panel
+    assert same_bits(packed[whole:], rows[whole:])
+    assert k == 32 or whole == 0 or not same_bits(packed[:whole], rows[:whole])
+    layers.repack(packed, unpacked, unpack=True)
+    assert same_bits(unpacked, rows)
+    layers.repack(weights)
+    assert same_bits(weights, packed)
+    layers.repack(weights, unpack=True)
+    assert same_bits(weights, rows)
+
+
+@packing_isas
+def test_panels_are_packed_by_themselves(isa: str) -> None:
+    """Some of a weight's can be unpacked without the others; whoever packs them, they are the same."""
+    layers, one = NativeLayers(WORKERS, isa), NativeLayers(Workers(1), isa)
+    weights = bits(torch.Generator().manual_seed(0), 5 * layers.panel + 7, 1056)
+    packed, part = weights.clone(), slice(2 * layers.panel, 4 * layers.panel)
+    one.repack(packed)
+    rows = torch.empty_like(weights[part])
+    layers.repack(packed[part], rows, unpack=True)
+    assert same_bits(rows, weights[part])
+
+
+@few
+@packing_isas
+@given(m=st.integers(1, 40), n=outputs, k=inputs, gap=st.sampled_from([0, 7]), bias=st.booleans(), seed=seeds)
+def test_packed_weights_give_the_same_bits(isa: str, m: int, n: int, k: int, gap: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layers = NativeLayers(WORKERS, isa)
+    x, w = strided(generator, m, k, gap, torch.bfloat16), torch.randn(n, k, generator=generator).to(torch.bfloat16)
+    b = torch.randn(n, generator=generator).to(torch.bfloat16) if bias else None
+    want = layers.linear(x, w, b)
+    whole = torch.full((m + 2, n + gap), math.nan, dtype=torch.bfloat16)
+    order = torch.zeros(1, dtype=torch.int32)
+    assert same_bits(layers.linear(x, w, b, order=order), want)
+    layers.repack(w)
+    order.fill_(1)
+    got = layers.linear(x, w, b, whole[1:-1, :n], order)
+    assert same_bits(got, want)
+    assert whole[:, n:].isnan().all() and whole[[0, -1]].isnan().all(), "wrote beyond its outputs"
+
+
+@packing_isas
+@pytest.mark.parametrize(("n", "k"), [(1000, 4096), (130, 14336)])
+def test_large_packed_layers_give_the_same_bits(isa: str, n: int, k: int) -> None:
+    """With every number of rows that the kernels treat in another way, and of workers."""
+    generator = torch.Generator().manual_seed(n)
+    x, w = (torch.randn(count, k, generator=generator).to(torch.bfloat16) for count in (40, n))
+    layers, one = NativeLayers(WORKERS, isa), NativeLayers(Workers(1), isa)
+    assert layers.gains_from_packing(w)
+    want, order = layers.linear(x, w), torch.ones(1, dtype=torch.int32)
+    layers.repack(w)
+    for count in range(1, 41):
+        assert same_bits(layers.linear(x[:count], w, order=order), want[:count])
+    assert same_bits(one.linear(x, w, order=order), want)
+
+
+@packing_isas
+def test_a_program_looks_up_the_order_when_it_runs(isa: str) -> None:
+    layers = NativeLayers(WORKERS, isa)
+    program, order = NativeProgram(layers), torch.zeros(1, dtype=torch.int32)
+    x, w = (torch.randn(count, 2112).to(torch.bfloat16) for count in (5, 100))
+    want, out = layers.linear(x, w), torch.empty(5, 100, dtype=torch.bfloat16)
+    program.add("linear", x, w, order, None, out)
+    for packed in (0, 1, 1, 0):
+        if packed != int(order):
+            layers.repack(w, unpack=not packed)
+            order.fill_(packed)
+        out.fill_(math.nan)
+        program.run(0, 1)
+        assert same_bits(out, want)
+
+
+@own_isas
+@dtypes
+def test_what_gains_from_being_packed(isa: str, dtype: torch.dtype) -> None:
+    """Only what eight rows of x are too large for the nearest cache with, on an ISA with registers enough."""
+    layers = NativeLayers(WORKERS, isa)
+    packs = bool(layers.panel) and dtype == torch.bfloat16
+    assert layers.gains_from_packing(torch.empty(100, 1 << 16, dtype=dtype)) == packs
+    for rows, columns in ((100, 512), (layers.panel - 1, 1 << 16), (100, (1 << 16) + 16)):
+        assert not layers.gains_from_packing(torch.empty(max(rows, 0), columns, dtype=dtype))
+    assert not layers.gains_from_packing(torch.empty(100, 1 << 17, dtype=dtype)[:, : 1 << 16])
+
+
+@own_isas
+def test_bad_arguments_of_packing(isa: str) -> None:
+    layers, w = NativeLayers(WORKERS, isa), torch.zeros(48, 64, dtype=torch.bfloat16)
+    x, order = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="No weights of this dtype are packed"):
+        layers.repack(w.float())
+    if not layers.panel:
+        with pytest.raises(ValueError, match="No weights of this dtype are packed"):
+            layers.repack(w)
+        with pytest.raises(ValueError, match="No weights of this dtype are packed"):
+            layers.linear(x, w, order=order)
+        return
+    with pytest.raises(ValueError, match="weights has 48 columns; packed ones have a multiple of 32"):
+        layers.repack(torch.zeros(48, 48, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="columns"):
+        layers.repack(w[:, :0].contiguous())
+    with pytest.raises(ValueError, match="must be contiguous"):
+        layers.repack(torch.zeros(48, 96, dtype=torch.bfloat16)[:, :64])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        layers.linear(x, torch.zeros(48, 96, dtype=torch.bfloat16)[:, :64], order=order)
+    with pytest.raises(ValueError, match="out has the shape"):
+        layers.repack(w, w[1:])
+    with pytest.raises(ValueError, match="out overlaps"):
+        layers.repack(w[1:], w[:-1])
+    with pytest.raises(ValueError, match="order has the dtype"):
+        layers.linear(x, w, order=order.long())
+    with pytest.raises(ValueError, match="order has the shape"):
+        layers.linear(x, w, order=torch.zeros(2, dtype=torch.int32))
+    layers.repack(w[:0])
+
+
 def test_bad_arguments() -> None:
     layers = NativeLayers(WORKERS)
     x, w = torch.zeros(2, 16), torch.zeros(4, 16)
@@ -207,7 +349,7 @@ def test_a_program_computes_its_layers_again() -> None:
     layers = NativeLayers(WORKERS)
     program = NativeProgram(layers)
     x, w, h, out = torch.randn(2, 16), torch.randn(32, 16), torch.empty(2, 32), torch.empty(2, 16)
-    program.add("linear", x, w, None, h)
+    program.add("linear", x, w, None, None, h)
     program.add("silu_mul", h, out)
     assert len(program) == 2
     for _ in range(3):
@@ -227,7 +369,7 @@ def test_a_program_takes_what_layers_take() -> None:
     program = NativeProgram(NativeLayers(WORKERS))
     x, table, positions = torch.zeros(1, 16), torch.ones(4, 8), torch.tensor([3])
     with pytest.raises(ValueError, match="weights has the shape"):
-        program.add("linear", x, torch.zeros(4, 8), None, torch.zeros(1, 4))
+        program.add("linear", x, torch.zeros(4, 8), None, None, torch.zeros(1, 4))
     assert len(program) == 0
     program.add("rope", positions, x, x, table, 8, True, torch.zeros(1, 16), torch.zeros(1, 16))
     program.run(0, 1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -43,6 +43,7 @@ _BLOCKING = frozenset(
         "layers_into_huge_pages",
         "layers_linear",
         "layers_norm",
+        "layers_repack",
         "layers_rope",
         "program_run",
         "layers_silu_mul",

@@ -31,6 +31,30 @@ class NativeLayers:
         """One of `WRITTEN` by its arguments in the native library, those that it writes last."""
         self._layers[layer](self.handle, *arguments)
 
+    @property
+    def panel(self) -> int:
+        """Outputs whose weights are packed together (`repack`)."""
+        return int(function("layers_panel")(self.handle))
+
+    def gains_from_packing(self, weights: torch.Tensor) -> bool:
+        """Whether a decode step of several rows reads weights [outputs, in] faster if they are packed (`repack`)."""
+        return bool(function("layers_gain_from_packing")(self.handle, weights))
+
+    def repack(self, weights: torch.Tensor, out: torch.Tensor | None = None, unpack: bool = False) -> None:
+        """Write weights in the order in which the kernels of these layers read them fastest, or back in rows.
+
+        Every `panel` rows are packed in the memory of as many rows; the rows that remain stay as they are. Nothing is
+        done if it fails.
+
+        Args:
+            weights: [outputs, in], bfloat16, contiguous; `in` is a multiple of 32.
+            out: as weights are; None: weights.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit, or instructions that nothing is packed for.
+        """
+        function("layers_repack")(self.handle, weights, weights if out is None else out, unpack)
+
     @staticmethod
     def into_huge_pages(weights: torch.Tensor) -> None:
         """Have the kernel move weights into huge pages, where they are: reading them takes fewer address translations.
@@ -46,20 +70,27 @@ class NativeLayers:
         function("layers_into_huge_pages")(weights)
 
     def linear(
-        self, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x weights^T + bias, in float32 rounded once; [rows, outputs]. An output depends on its row of x alone.
 
         Args:
             x: [rows, in], weights: [outputs, in], bias: [outputs], out: [rows, outputs] or None for a new one;
                 bfloat16 or float32, the same for all. Rows may be apart by any stride, each is contiguous.
+            order: [1] int32, 1 where the weights are packed (`repack`) when the layer is computed, else 0; the result
+                is the same, to the bit. None: they are not.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit.
         """
         if out is None:
             out = x.new_empty(x.shape[0], weights.shape[0])
-        self.compute("linear", x, weights, bias, out)
+        self.compute("linear", x, weights, order, bias, out)
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -154,7 +154,7 @@ class FluxionAttnBackend(AttentionBackend):
         """Have the native workers compute the model's other layers; the graphs of its decode steps, if it has them."""
         pool = self.token_to_kv_pool
         native = Contained(NativeLayers(pool.host.workers), self.failures.run)
-        count = install(runner.model, native)
+        count = install(runner.model, native, pack=not runner.server_args.enable_torch_compile)
         logger.info("Fluxion: %d linear layers run on the native workers", count)
         if not pool.config.step_graphs:
             return None

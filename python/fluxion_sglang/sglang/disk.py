@@ -29,6 +29,7 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_store import BadPage, PageStore
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.sglang.packed import of_rows
 from fluxion_sglang.sglang.pools import FluxionKVPool
 
 if TYPE_CHECKING:
@@ -70,18 +71,31 @@ def weights_digest(model: torch.nn.Module, whole: bool = True) -> str:
     """Of a sample of every parameter and, if `whole`, its sum: a model that differs in any one number has another."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
-        flat = weight.detach()
-        flat = flat.view(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,))
-        count = min(_SAMPLES, flat.numel())
-        places = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
-        sample = flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8)
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(of_rows(weight, _sample))
         if whole:
-            words = flat.view(torch.uint8)
-            if words.numel() % 8 == 0 == words.storage_offset() % 8:
-                words = words.view(torch.int64)
-            digest.update(f"{int(words.sum(dtype=torch.int64))}".encode())  # it may go round, which is as good
+            digest.update(of_rows(weight, _sum))
     return digest.hexdigest()
+
+
+def _flat(weight: torch.Tensor) -> torch.Tensor:
+    flat = weight.detach()
+    return flat.view(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,))
+
+
+def _sample(weight: torch.Tensor) -> bytes:
+    flat = _flat(weight)
+    count = min(_SAMPLES, flat.numel())
+    places = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
+    sample = flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8)
+    return bytes(sample.numpy().tobytes())
+
+
+def _sum(weight: torch.Tensor) -> bytes:
+    words = _flat(weight).view(torch.uint8)
+    if words.numel() % 8 == 0 == words.storage_offset() % 8:
+        words = words.view(torch.int64)
+    return f"{int(words.sum(dtype=torch.int64))}".encode()  # it may go round, which is as good
 
 
 class DiskLinker(UnifiedCacheLinker):

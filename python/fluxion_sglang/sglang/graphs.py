@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from fluxion_sglang.native import NativeProgram
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.layers import MAX_ROWS, Contained
+from fluxion_sglang.sglang.packed import pieces
 from fluxion_sglang.sglang.tracing import Home, Kind, Op, Ref, Trace, TracedLayers, Tracer, is_ref
 
 logger = logging.getLogger(__name__)
@@ -240,7 +241,8 @@ class StepGraphs:
             before.append(trace)
 
     def _weights(self) -> Iterable[torch.Tensor]:
-        return (tensor for table in self._tables for tensor in table.values() if tensor is not None)
+        held = (tensor for table in self._tables for tensor in table.values() if tensor is not None)
+        return (piece for tensor in held for piece in pieces(tensor))
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:

@@ -6,6 +6,8 @@ SGLang's: few rows go to the workers, and everything else goes to SGLang's metho
 linear layers takes PyTorch many passes over its tensors; SGLang lets a platform bring functions of its own for these
 operations, and ours take one pass.
 
+Weights that have many inputs are packed (`packed.py`).
+
 What fails here fails the pass, as attention does (`failures.py`): SGLang's method computes the layer in its place.
 """
 
@@ -22,13 +24,17 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.platforms import current_platform
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers
+from fluxion_sglang.sglang.packed import PackedWeight, Packer, owners
 
 MAX_ROWS = 32
 """The most rows that were measured; PyTorch is slower up to there (`benchmark/linears.py`)."""
+MAX_PACKED_ROWS = 256
+"""The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -54,15 +60,19 @@ class Contained:
         return result
 
 
-def install(model: nn.Module, native: Contained) -> int:
+def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
     """Have the workers compute the model's layers; returns how many of them are linear.
 
     What is quantised or of another dtype stays as it is. Of a layer with adapters (LoRA) the base is computed here, and
     what adapters add is SGLang's.
+
+    Args:
+        pack: whether weights may be packed. One that several modules have, or an embedding, stays as it is.
     """
     _register_operations(model, native)
     linear, head = _Linear(native), _Head(native)
     heads = _rounds_logits_once(model)
+    packer, holders = Packer(native.layers), owners(model)
     count = 0
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -80,6 +90,9 @@ def install(model: nn.Module, native: Contained) -> int:
             continue
         if weight.stride(1) == 1:
             native.layers.into_huge_pages(weight.data)
+            alone = holders[weight.untyped_storage().data_ptr()] == 1
+            if pack and alone and (module.quant_method is linear or isinstance(module, ParallelLMHead)):
+                packer.pack(weight)
         count += 1
     return count
 
@@ -98,15 +111,42 @@ def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.T
     """What the layer makes of x, or None where that is SGLang's to compute."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
+    packed = isinstance(weight, PackedWeight) and weight.memory.packed
     few = (
         x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < x.shape[0] <= (MAX_PACKED_ROWS if packed else MAX_ROWS)
         and x.dtype is weight.dtype
         and x.stride(1) == 1
         and weight.stride(1) == 1
         and not torch.compiler.is_compiling()
     )
-    return native(lambda layers: layers.linear(x, weight, bias)) if few else None
+    if not few:
+        return None
+    if not isinstance(weight, PackedWeight):
+        return native(lambda layers: layers.linear(x, weight, bias))
+    memory = weight.memory
+    return native(lambda layers: layers.linear(x, memory.inner, bias, order=memory.order))
+
+
+class _InRows:
+    """A layer with another weight."""
+
+    def __init__(self, layer: nn.Module, weight: torch.Tensor) -> None:
+        self._layer, self.weight = layer, weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
+    """What SGLang's method makes of x; a packed weight stays so."""
+    if not isinstance(layer.weight, PackedWeight):
+        return method(layer, x, bias)
+    parts = [
+        method(_InRows(layer, rows), x, None if bias is None else bias[first : first + len(rows)])
+        for first, rows in layer.weight.memory.slices()
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 class _Linear(UnquantizedLinearMethod):
@@ -116,7 +156,7 @@ class _Linear(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = _product(self._native, layer, x, bias)
-        return super().apply(layer, x, bias) if out is None else out
+        return _by_sglang(super().apply, layer, x, bias) if out is None else out
 
 
 class _Head(UnquantizedEmbeddingMethod):
@@ -130,7 +170,7 @@ class _Head(UnquantizedEmbeddingMethod):
         assert isinstance(layer.weight, torch.Tensor)
         x = x.to(layer.weight.dtype)  # as SGLang does before its own product
         out = _product(self._native, layer, x, bias)
-        return super().apply(layer, x, bias) if out is None else out
+        return _by_sglang(super().apply, layer, x, bias) if out is None else out
 
 
 # --- What lies between them ---

@@ -1,0 +1,37 @@
+"""A server whose weights are packed, and that gets other ones: whoever looks finds rows, and every answer is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zoo
+from program import MARK
+
+from fluxion_sglang.native import NativeLayers, Workers
+
+pytestmark = pytest.mark.full
+
+PROGRAM = Path(__file__).with_name("updates.py")
+NEEDED = "needs them in rows"
+
+
+@pytest.mark.skipif(
+    not NativeLayers(Workers(1)).panel, reason="this CPU has no instructions that weights are packed for"
+)
+def test_weights_that_are_read_and_updated(tmp_path: Path) -> None:
+    """The kernels give the same bits of packed weights and of rows: no answer differs until the weights do."""
+    folder = zoo.build("llama-wide", tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), folder], capture_output=True, text=True, timeout=1800, check=False
+    )
+    assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.split(MARK)[1].splitlines()[0])
+    log = done.stdout + done.stderr
+    assert log.count(NEEDED) == 1 and found.pop("as it was loaded")
+    other, packed = found.pop("other weights"), found.pop("packed")
+    assert other != packed
+    assert all(answers == packed for answers in found.values()), [name for name in found if found[name] != packed]

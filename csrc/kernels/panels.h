@@ -92,13 +92,14 @@ void panel_group(const LinearArgs& args, int group, int64_t first, T* out) {
   store_sums<T, kX>(args, group, first, kPanel, sums, out);
 }
 
+// A group of rows of x stays in a cache while all panels go by, and panels, which a call has few of, for the
+// next group.
 template <class T>
 void linear_panels(const LinearArgs& args, int64_t first, int count, void* out) {
-  for (int begin = 0; begin < count; begin += kPanel) {
-    for_groups(args, [&]<int kX, bool kOnce>(int group) {
+  for_groups(args, [&]<int kX, bool kOnce>(int group) {
+    for (int begin = 0; begin < count; begin += kPanel)
       panel_group<T, kX, kOnce>(args, group, first + begin, static_cast<T*>(out) + begin);
-    });
-  }
+  });
 }
 
 }  // namespace

@@ -28,6 +28,9 @@ struct Attention {
   using Query = typename Dot<T>::Query;
   // Whether a token can be read without the others of its tile.
   static constexpr bool kByTokens = sizeof(T) != sizeof(Int8);
+  // Tiles that lie side by side for kHeads heads.
+  template <int kHeads>
+  static constexpr int kSide = kByTokens || kRegisters < 32 ? kTilesTogether<kHeads> : 4;
   static constexpr int kMaxParties = kMaxHeads;
   static constexpr int kMaxPlaces = 2 * kMaxHeads;  // fewer than half of a party's heads are idle
 
@@ -141,7 +144,7 @@ struct Attention {
   // All of the first n pages, for a single party. near: a cache has them.
   void add_pages(int n, bool near) {
     with_heads(party[0].heads, [&]<int kHeads>() {
-      constexpr int kTiles = kTilesTogether<kHeads>;
+      constexpr int kTiles = kSide<kHeads>;
       const int ahead = rows_ahead<kTiles>(dim());
       for (int s = 0; s < smaller(kTiles, n); ++s) fetch_scales(tile(s));
       for (int row = 0; row < ahead; ++row) {
@@ -252,7 +255,7 @@ struct Attention {
 
   template <int kHeads>
   void add_turn(int p, int first, int end, const uint16_t* masks, Ahead* ahead) {
-    constexpr int kTiles = kTilesTogether<kHeads>;
+    constexpr int kTiles = kSide<kHeads>;
     const Query* q = queries + party[p].place * dim();
     const HeadStates states = state(p);
     int whole[kMaxTurnPages], count = 0;
@@ -270,16 +273,16 @@ struct Attention {
         add_part<kHeads>(q, tile(i), mask, party[p].count, states, {{alone(p, i)}, party[p].count});
       }
     }
-    const auto add = [&]<int kSide>(int i) {
-      TileRows<T, kSide> rows;
+    const auto add = [&]<int kTogether>(int i) {
+      TileRows<T, kTogether> rows;
       rows.ahead = 2 * kPage;
       PageLse note{{}, party[p].count};
-      for (int s = 0; s < kSide; ++s) {
+      for (int s = 0; s < kTogether; ++s) {
         note.of[s] = alone(p, whole[i + s]);
         rows.now[s] = tile(whole[i + s]);
         rows.next[s] = ahead->take();
       }
-      add_tiles<kSide, kHeads>(q, rows, states, note);
+      add_tiles<kTogether, kHeads>(q, rows, states, note);
     };
     int i = 0;
     for (; i + kTiles <= count; i += kTiles) add.template operator()<kTiles>(i);

@@ -79,7 +79,7 @@ inline void score_words(const int16_t* q, const TileRows<Int8, kTiles>& tiles, i
 }
 
 // Of the bytes of a tile, what is fetched between keys and values.
-inline constexpr int kSoftmaxRows = 8;
+inline constexpr int kSoftmaxRows = 4;
 
 // out_h += units[h] * sum over tokens and tiles of word * value; words[(s * kHeads + h) * kPage + t].
 template <int kD, int kTiles, int kHeads, int kGap>

@@ -22,7 +22,8 @@ inline constexpr int kMaxTurnPages = 32;
 // Heads go through a tile in parties of a power of two, which idle heads may fill up: a tile is read from
 // memory for the first party, and the less often the others take turns the better. Where every head of a
 // party wants all tokens of a tile, the party attends to it as a whole (attend_tiles.h), elsewhere each head
-// to its own tokens (attend_part.h). Values: how these are summed up (simd/mix.h).
+// to its own tokens (attend_part.h); of Int8 both are in attend_int8.h. Values: how these are summed up
+// (simd/mix.h).
 template <class T, class Values, int kD>
 struct Attention {
   using Query = typename Dot<T>::Query;

@@ -27,7 +27,7 @@ struct HeadStates {
   float* top;    // [kLanes] running maximum of the scores, in every lane of its head
   float* total;  // [kLanes] running sum of the weights, spread over the lanes of its head
   float* used;   // [kLanes] the same of the weights as they are rounded for values
-  float* out;    // [rows][D] output so far, not normalised, pair layout; row r is of head r % kHeads
+  float* out;    // [rows][D] output so far, not normalised, in Mix's order; row r is of head r % kHeads
   int rows;
   const float* factor;  // [kLanes] what products of queries and keys are multiplied by to be scores
   float cap;            // of logits (Scale)

@@ -13,6 +13,7 @@ inline constexpr int kPanel = 24;
 static_assert(kPanel <= kLinearOutputs);
 // Rows of weights that are multiplied together: times eight rows of x, as many sums as registers hold.
 inline constexpr int kPanelSide = 3;
+static_assert(kPanel % kPanelSide == 0);
 // Inputs that are multiplied at a time: of eight rows of x, so many stay in the nearest cache.
 template <class T>
 inline constexpr int kPanelInputs =

@@ -188,8 +188,8 @@ struct KernelTable {
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(logit of q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
   // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
-  // unrounded. Of kInt8, elements of q may be rounded by 2^-16 of the largest one, and weights by 2^-16 of
-  // the largest one of four pages.
+  // unrounded. Of kInt8, elements of q may be rounded by 2^-16 of the largest one, and weights times the
+  // scales of their values by 2^-16 of the largest such product of up to four pages.
   void (*attend)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 

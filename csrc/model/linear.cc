@@ -95,7 +95,7 @@ bool gains_from_packing(const KernelTable& kernels, int64_t in) {
 
 void repack(WorkerPool& workers, const LinearPanels& panels, DType dtype, const void* from, int64_t outputs,
             int in, bool unpack, void* to) {
-  const int64_t bytes = panels.outputs * in * element_bytes(dtype), count = outputs / panels.outputs;
+  const int64_t bytes = int64_t{panels.outputs} * in * element_bytes(dtype), count = outputs / panels.outputs;
   // All that may fail comes first: weights of which some are packed would be lost.
   const std::unique_ptr<char[]> copies(from == to ? new char[workers.size() * bytes] : nullptr);
   const auto move = unpack ? panels.unpack : panels.pack;

@@ -49,8 +49,7 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
 bool gains_from_packing(const KernelTable& kernels, int64_t in);
 
 // Packs all whole panels of `outputs` rows of weights, [in] each, and leaves the rows that remain as they
-// are; unpack: the other way. to: as many bytes, which may be those of `from`. If it
-// throws, nothing is done.
+// are; unpack: the other way. to: as many bytes, which may be those of `from`. If it throws, nothing is done.
 void repack(WorkerPool& workers, const LinearPanels& panels, DType dtype, const void* from, int64_t outputs,
             int in, bool unpack, void* to);
 

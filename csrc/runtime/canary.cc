@@ -1,7 +1,6 @@
 #include "runtime/canary.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "runtime/failure.h"
 #include "runtime/pool.h"

@@ -159,14 +159,14 @@ inline void store_words(Vec x, int16_t* to) {
 template <int kAcross>
 struct PairOrder {
   alignas(64) uint16_t from[2 * kLanes];
-  // each: numbers of 16 bits that a weight takes; the first one is wanted.
-  constexpr explicit PairOrder(int each) : from() {
+  constexpr PairOrder() : from() {
     for (int i = 0; i < 2 * kLanes; ++i)
-      from[i] = static_cast<uint16_t>(each * ((i / 2 / kAcross * 2 + i % 2) * kAcross + i / 2 % kAcross));
+      from[i] = static_cast<uint16_t>((i / 2 / kAcross * 2 + i % 2) * kAcross + i / 2 % kAcross);
   }
 };
 template <int kAcross>
-inline constexpr PairOrder<kAcross> kPairOrder(1);
+inline constexpr PairOrder<kAcross> kPairOrder;
+
 inline void store_one(float* p, Vec x) { store(p, x); }
 inline void store_one(BF16* p, Vec x) {
   const __m512i bits = _mm512_castps_si512(x);

@@ -303,7 +303,7 @@ def test_a_layer_that_fails_fails_its_pass_and_sglang_computes_it(
         "silu_mul": lambda: registered(SiluAndMul)(activation, x),
     }
 
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Memory ran out.")
 
     for name, step in steps.items():

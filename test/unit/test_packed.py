@@ -6,6 +6,8 @@ import copy
 import io
 import logging
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -158,6 +160,32 @@ def test_a_parameter_that_cannot_be_replaced_stays(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO):
         install(module)
     assert reference() is module.weight and not packs(module) and "stay in rows" in caplog.text
+
+
+def test_a_weight_that_cannot_be_packed_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = weighted()
+    rows = module.weight.detach().clone()
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("Memory ran out.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LAYERS, "repack", broken)
+        install(module)
+    assert not packs(module) and torch.equal(module.weight + 0, rows)
+    assert "stay in rows, because Memory ran out." in caplog.text
+    x = random(3, IN)
+    torch.testing.assert_close(module.quant_method.apply(module, x), F.linear(x, rows), atol=2e-2, rtol=2e-2)
+
+
+def test_what_sglang_has_packed_is_left_alone() -> None:
+    module = weighted()
+    module.use_intel_amx_backend = True
+    method = module.quant_method
+    install(module)
+    assert module.quant_method is method and not packs(module)
 
 
 # --- What the layer computes ---
@@ -373,6 +401,35 @@ def test_a_weight_that_is_updated(update: Callable[..., None], mode: Any, rows: 
         install(plain, pack=False)
         for _ in range(2):
             assert torch.equal(module.quant_method.apply(module, x), plain.quant_method.apply(plain, x))
+
+
+def test_two_loaders_put_a_weight_into_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loads its half, on a thread of its own."""
+    module, _ = made()
+    repack, calls = LAYERS.repack, []
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        time.sleep(0.2)  # the other thread comes meanwhile
+        repack(*args, **kwargs)
+
+    monkeypatch.setattr(LAYERS, "repack", slow)
+    new, half = random(OUT, IN), OUT // 2
+    threads = [
+        threading.Thread(target=lambda part=part: module.weight.data.narrow(0, *part).copy_(new.narrow(0, *part)))
+        for part in ((0, half), (half, OUT - half))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and torch.equal(module.weight.memory.inner, new)
+
+
+def test_an_alias_keeps_its_form_to_itself() -> None:
+    module, rows = made()
+    module.weight.data.t_()
+    assert module.weight.shape == rows.shape and torch.equal(module.weight + 0, rows)
 
 
 def test_data_of_another_form_is_refused() -> None:

@@ -81,6 +81,8 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
             continue
         if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
+        if getattr(module, "use_intel_amx_backend", False):  # SGLang has packed it for kernels of its own
+            continue
         # Exactly these: a subclass does something else.
         if type(method) is UnquantizedLinearMethod:
             module.quant_method = linear
@@ -111,21 +113,21 @@ def _product(native: Contained, layer: nn.Module, x: torch.Tensor, bias: torch.T
     """What the layer makes of x, or None where that is SGLang's to compute."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
-    packed = isinstance(weight, PackedWeight) and weight.memory.packed
+    order, most = None, MAX_ROWS
+    if isinstance(weight, PackedWeight):
+        memory = weight.memory
+        weight, order = memory.inner, memory.order
+        if memory.packed:
+            most = MAX_PACKED_ROWS
     few = (
         x.dim() == 2
-        and 0 < x.shape[0] <= (MAX_PACKED_ROWS if packed else MAX_ROWS)
+        and 0 < x.shape[0] <= most
         and x.dtype is weight.dtype
         and x.stride(1) == 1
         and weight.stride(1) == 1
         and not torch.compiler.is_compiling()
     )
-    if not few:
-        return None
-    if not isinstance(weight, PackedWeight):
-        return native(lambda layers: layers.linear(x, weight, bias))
-    memory = weight.memory
-    return native(lambda layers: layers.linear(x, memory.inner, bias, order=memory.order))
+    return native(lambda layers: layers.linear(x, weight, bias, order=order)) if few else None
 
 
 class _InRows:
@@ -142,6 +144,8 @@ def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.T
     """What SGLang's method makes of x; a packed weight stays so."""
     if not isinstance(layer.weight, PackedWeight):
         return method(layer, x, bias)
+    if x.numel() == 0:
+        return x.new_empty(*x.shape[:-1], len(layer.weight))
     parts = [
         method(_InRows(layer, rows), x, None if bias is None else bias[first : first + len(rows)])
         for first, rows in layer.weight.memory.slices()

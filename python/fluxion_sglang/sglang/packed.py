@@ -9,6 +9,7 @@ saves, compares or shares them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from fluxion_sglang.native import NativeLayers
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 256 << 20
+_SLICE = 64 << 20
 """Bytes of a weight that are copied into rows at a time, to be multiplied with many rows of x."""
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class Packer:
 
     def __init__(self, layers: NativeLayers) -> None:
         self.layers = layers
+        self.lock = threading.Lock()  # of the order of all weights: loaders may work on several threads
         self._memory = torch.empty(0, dtype=torch.bfloat16)
         self._told = False
 
@@ -45,7 +47,8 @@ class Packer:
         Nobody else may have the memory.
         """
         plain = weight.data
-        if weight.requires_grad or not self.layers.gains_from_packing(plain):
+        # A subclass would lose its class.
+        if type(weight) is not nn.Parameter or weight.requires_grad or not self.layers.gains_from_packing(plain):
             return
         memory = PackedMemory(plain, self)
         stand_in = nn.Parameter(PackedWeight(memory), requires_grad=False)
@@ -55,7 +58,10 @@ class Packer:
         except RuntimeError as error:  # something in C++ holds it
             logger.info("Fluxion: weights of the shape %s stay in rows, because %s", tuple(weight.shape), error)
             return
-        memory.pack()
+        try:
+            memory.pack()
+        except Exception as error:  # it is in rows still
+            logger.warning("Fluxion: weights of the shape %s stay in rows, because %s", tuple(weight.shape), error)
 
     def tell(self, operation: str, shape: torch.Size) -> None:
         """A weight is unpacked for this operation."""
@@ -72,6 +78,7 @@ class Packer:
     def room(self, rows: torch.Tensor) -> torch.Tensor:
         """Memory for as many rows, until the next call."""
         if self._memory.numel() < rows.numel():
+            self._memory = self._memory[:0].clone()  # the old one is not needed meanwhile
             with torch.inference_mode(False):
                 self._memory = torch.empty(rows.numel(), dtype=rows.dtype)
         return self._memory[: rows.numel()].view(rows.shape)
@@ -101,11 +108,12 @@ class PackedMemory:
 
     def rows(self, operation: str) -> torch.Tensor:
         """`inner`, in rows for good."""
-        if self.packed:
-            self._packer.tell(operation, self.inner.shape)
-            self._packer.layers.repack(self.inner, unpack=True)
-            self._say(False)
-            self._known.clear()
+        with self._packer.lock:
+            if self.packed:
+                self._packer.tell(operation, self.inner.shape)
+                self._packer.layers.repack(self.inner, unpack=True)
+                self._say(False)
+                self._known.clear()
         return self.inner
 
     def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -169,7 +177,11 @@ class PackedWeight(torch.Tensor):
             return cls(args[0].memory)
 
         def in_rows(leaf: Any) -> Any:
-            return leaf.memory.rows(getattr(func, "__name__", str(func))) if isinstance(leaf, cls) else leaf
+            if not isinstance(leaf, cls):
+                return leaf
+            rows = leaf.memory.rows(getattr(func, "__name__", str(func)))
+            # Not the tensor itself: what turns it over, or gives it other memory, is about the one it is called on.
+            return rows if func == _SET_DATA else rows.detach()
 
         return func(*tree_map(in_rows, args), **tree_map(in_rows, kwargs or {}))
 

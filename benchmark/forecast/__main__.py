@@ -75,12 +75,22 @@ def measured(args: argparse.Namespace) -> None:
     )
 
 
-def rates_of(machine: str) -> Rates:
+def foretold(machine: str) -> dict[str, Any]:
+    """What was measured on a machine, if it foretells that machine's own steps."""
+    from forecast.measure import BATCHES, CHECKED, SPECS
+
     path = common.RESULTS / machine / "forecast.json"
     data = common.load(path)
     if data is None:
         sys.exit(f"error: {path} does not exist; measure first: python benchmark/forecast measure")
-    return Rates.from_json(data["rates"])
+    whole = len(CHECKED) * len(SPECS) * len(BATCHES)
+    worst = max((abs(row["error"]) for row in data["rows"]), default=1.0)
+    if len(data["rows"]) < whole or worst > BOUND:
+        sys.exit(
+            f"error: {path} has {len(data['rows'])} of {whole} steps, forecast with errors up to {worst:.0%}, where "
+            f"{BOUND:.0%} is allowed; measure again: python benchmark/forecast measure"
+        )
+    return data
 
 
 def one(model: Model, machine: hardware.Machine, rates: Rates, ranks: int, batch: int, context: int, spec: str) -> dict:
@@ -100,7 +110,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def machines(args: argparse.Namespace) -> None:
-    rates, model = rates_of(args.machine), Model.read(common.MODELS / MODEL)
+    data, model = foretold(args.machine), Model.read(common.MODELS / MODEL)
+    rates = Rates.from_json(data["rates"])
     rows = []
     for machine in hardware.machines().values():
         for (batch, context), spec in ((asked, spec) for asked in ASKED for spec in POLICIES):
@@ -110,7 +121,8 @@ def machines(args: argparse.Namespace) -> None:
                 rows.append(one(model, machine, rates, ranks, batch, context, spec))
                 print(line(rows[-1]), flush=True)
     path = common.RESULTS / args.machine / "forecast_machines.json"
-    common.save(path, {**common.header("forecast_machines"), "model": MODEL, "rows": rows})
+    of_rates = {key: data[key] for key in ("machine", "versions", "commit", "date") if key in data}
+    common.save(path, {**common.header("forecast_machines"), **of_rates, "model": MODEL, "rows": rows})
     print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
 
 
@@ -118,9 +130,14 @@ def ask(args: argparse.Namespace) -> None:
     known = hardware.machines(args.machines)
     if args.server not in known:
         sys.exit(f"error: no machine {args.server!r} in {args.machines}; it has {', '.join(known)}")
-    model = Model.read(args.model)
+    machine, rates = known[args.server], Rates.from_json(foretold(args.machine)["rates"])
     try:
-        row = one(model, known[args.server], rates_of(args.machine), args.ranks, args.batch, args.context, args.policy)
+        if min(args.ranks, args.batch, args.context) < 1:
+            raise ValueError("--ranks, --batch and --context are 1 or more")
+        model = Model.read(args.model)
+        if (pool := model.pool_bytes(args.batch * args.context)) > machine.memory_gib * 2**30:
+            raise ValueError(f"the KV takes {pool / 2**30:,.0f} GiB, and {machine.name} has {machine.memory_gib:,}")
+        row = one(model, machine, rates, args.ranks, args.batch, args.context, args.policy)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(line(row))

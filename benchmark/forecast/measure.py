@@ -124,25 +124,30 @@ def linear(rounds: int, launch_us: float, streamed: float) -> dict[int, Kernel]:
     outputs, inputs = FAR_SHAPE
     copies = -(-beyond_caches(1 << 28) // (outputs * inputs * 2))
     weights = [torch.randn(FAR_SHAPE).to(torch.bfloat16) for _ in range(copies)]
+    small = torch.randn(NEAR_SHAPE).to(torch.bfloat16)
     for weight in weights:
         NativeLayers.into_huge_pages(weight)
-    small = torch.randn(NEAR_SHAPE).to(torch.bfloat16)
+        if native.gains_from_packing(weight):  # as a server keeps it
+            native.repack(weight)
+    order = torch.ones(1, dtype=torch.int32) if native.gains_from_packing(weights[0]) else None
 
-    def timed(x: torch.Tensor, those: Sequence[torch.Tensor]) -> int:
+    def timed(x: torch.Tensor, those: Sequence[torch.Tensor], order: torch.Tensor | None = None) -> int:
         start = time.perf_counter_ns()
         for weight in those:
-            native.linear(x, weight)
+            native.linear(x, weight, order=order)
         return time.perf_counter_ns() - start
 
     calls = {}
     for rows in LINEAR_ROWS:
         x, y = (torch.randn(rows, size).to(torch.bfloat16) for size in (inputs, NEAR_SHAPE[1]))
-        calls |= {f"far {rows}": partial(timed, x, weights), f"near {rows}": partial(timed, y, [small] * 64)}
+        calls |= {f"far {rows}": partial(timed, x, weights, order), f"near {rows}": partial(timed, y, [small] * 64)}
     times = {name: median(ns) for name, ns in interleave(calls, rounds).items()}
     found = {}
     for rows in LINEAR_ROWS:
-        far = copies * weights[0].nbytes / (times[f"far {rows}"] - copies * launch_us * 1e3)
-        near = 64 * small.nbytes / (times[f"near {rows}"] - 64 * launch_us * 1e3)
+        spent = {kind: times[f"{kind} {rows}"] - n * launch_us * 1e3 for kind, n in (("far", copies), ("near", 64))}
+        if min(spent.values()) <= 0:
+            raise SystemExit("error: products took no longer than nothing; the machine is too busy to measure")
+        far, near = copies * weights[0].nbytes / spent["far"], 64 * small.nbytes / spent["near"]
         found[rows] = kernel_of(max(near, far * 1.01) / count, streamed / count, streamed / count, far / count)
     return found
 
@@ -170,12 +175,15 @@ def reduce_us(small: int = 8, large: int = 512) -> tuple[float, float]:
 
     spawn = multiprocessing.get_context("spawn")
     say, port = spawn.Queue(), free_port()
-    ranks = [spawn.Process(target=_reduce, args=(rank, port, (small, large), say)) for rank in range(2)]
+    ranks = [spawn.Process(target=_reduce, args=(rank, port, (small, large), say), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    first, second = say.get(timeout=120)
-    for rank in ranks:
-        rank.join()
+    try:
+        first, second = say.get(timeout=120)
+    finally:  # the one that is left waits for the other
+        for rank in ranks:
+            rank.join(timeout=10)
+            rank.kill()
     each = max((second - first) / (large - small), 0.0)
     return round(first - small * each, 2), round(each, 4)
 
@@ -185,12 +193,14 @@ class Seen:
     """Decode steps of a model.
 
     Attributes:
+        depth: tokens of a prompt. context: of a request, on average over the steps.
         ms: the median of their times. tiles: the share of them that a group read.
         memory, cores: how fast these were beside the steps, of what they were when rates were measured.
     """
 
     model: str
     depth: int
+    context: int
     batch: int
     spec: str
     ms: float
@@ -212,21 +222,25 @@ def _decode(model: str, depth: int, specs: Sequence[str], say: Any, go: Any) -> 
     racer.load(plan)
     racer.prefill(plan.prompts(depth))
     engine = racer._runner.torch_runner.attn_backend.engine
+    now, turn = depth, driver.WARM + STEPS
     for batch in BATCHES:  # the larger one first: requests leave a batch, and do not come back
         seconds: dict[str, list[float]] = {spec: [] for spec in specs}
-        tiles = dict.fromkeys(specs, 0)
+        tiles, contexts = dict.fromkeys(specs, 0), {spec: [] for spec in specs}
         for _ in range(TURNS):
             say.put(PAUSE)
             go.get()
             for spec in specs:
                 before = engine.stats()["tile_bytes"]
-                seconds[spec] += racer.decode(spec, batch, driver.WARM + STEPS)[driver.WARM :]
+                seconds[spec] += racer.decode(spec, batch, turn)[driver.WARM :]
                 tiles[spec] += engine.stats()["tile_bytes"] - before
-        groups = steps * shape.layers * batch * shape.kv_heads
-        whole = groups * max(depth - SINKS - WINDOW, 1) * shape.token_bytes
+                contexts[spec] += range(now + 1, now + turn + 1)
+                now += turn
         for spec in specs:
+            context = round(sum(contexts[spec]) / len(contexts[spec]))
+            groups = steps * shape.layers * batch * shape.kv_heads
+            whole = groups * max(context - SINKS - WINDOW, 1) * shape.token_bytes
             ms = median(seconds[spec]) * 1e3
-            say.put(Seen(model, depth, batch, spec, ms, min(tiles[spec] / whole, 1.0)))
+            say.put(Seen(model, depth, context, batch, spec, ms, min(tiles[spec] / whole, 1.0)))
     say.put(None)
     say.close()
     say.join_thread()
@@ -275,7 +289,7 @@ def expected(rates: Rates, seen: Seen) -> float:
     which is the queries' and no matter of speed."""
     reading = Reading(0, 1.0) if seen.spec == "full" else Reading(int(seen.spec.split(":")[1]), seen.tiles)
     rates = rates.at(seen.memory, seen.cores)
-    return forecast(shape_of(seen.model), rates.here, rates, seen.batch, seen.depth, reading).ms
+    return forecast(shape_of(seen.model), rates.here, rates, seen.batch, seen.context, reading).ms
 
 
 def around(without: Rates, seen: Sequence[Seen]) -> Mapping[str, tuple[float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ class Model:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Model:
-        """Of a config.json."""
+        """Of a config.json.
+
+        Raises:
+            ValueError: the model has experts.
+        """
+        if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise ValueError("models with experts cannot be forecast: each token reads other weights")
         heads = config["num_attention_heads"]
         return cls(
             layers=config["num_hidden_layers"],
@@ -113,9 +120,10 @@ class Reading:
         if name == "full" and not rest:
             return cls(0, 1.0)
         if name == "fixed" and len(rest) == 2:
-            blk, share = int(rest[0]), float(rest[1])
-            if blk in (16, 32, 64, 128) and 0 < share <= 1:
-                return cls(blk, 1 - (1 - share) ** group)
+            with suppress(ValueError):
+                blk, share = int(rest[0]), float(rest[1])
+                if blk in (16, 32, 64, 128) and 0 < share <= 1:
+                    return cls(blk, 1 - (1 - share) ** group)
         raise ValueError(f"the policy {spec!r} cannot be forecast; say full or fixed:BLK:SHARE, such as fixed:16:0.05")
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--policies",
         default="oracle,fixed:16:0.05",
-        help="policy specs; full is always among them; oracle alone takes the budgets of the others; off is SGLang "
+        help="policy specs; full is always among them; oracle alone takes the budgets of fixed; off is SGLang "
         "without the flag (default: %(default)s)",
     )
     option("--model", type=Path, help="folder of a model, not its name; default: models/needle of the checkout")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab.audit_file import SPEC_BYTES
@@ -18,6 +18,9 @@ from . import suite_named
 from .base import Codec, MissingData, Sample, Task
 from .model import SPARE, Model
 from .record import SAME, header, load
+
+if TYPE_CHECKING:
+    from fluxion_sglang.policy import Policy
 
 FULL: Final = "full"
 ORACLE_BUDGET: Final = "0.05"
@@ -139,6 +142,11 @@ def _make(settings: Settings) -> Plan:
                 f"A prompt and its answer of {length:,} tokens do not fit the {model.positions:,} positions of "
                 f"{model.id}, of which SGLang leaves {SPARE} empty; give 1 to {model.room:,}."
             )
+    folder = _predictor(settings)
+    if any(spec.split(":")[0] == "fluxion" for spec in policies) and _digest(folder) is None:
+        raise BadInput(
+            f"Policy 'fluxion' needs a predictor, and {folder} has none; train one, or leave the policy out."
+        )
     lengths: tuple[int | None, ...] = (settings.lengths or (4096,)) if suite.lengths else (None,)
     codec = model.codec()
     tasks = suite.tasks(codec, settings.data)
@@ -152,13 +160,20 @@ def _make(settings: Settings) -> Plan:
     cells = tuple(Cell(task, length) for task in chosen for length in lengths)
     results = _results(settings, model, policies)
     needs = _needs(cells, settings, codec, model, results)
-    return Plan(settings, model, codec, policies, off, cells, needs, results)
+    plan = Plan(settings, model, codec, policies, off, cells, needs, results)
+    learning = [spec for spec in policies if _policy(spec, lambda policy: policy.learns)]
+    if results["rows"] and learning and plan.pending(policies):
+        raise BadInput(
+            f"{settings.out} has a part of this run, which cannot continue: what {learning[0]!r} reads depends on all "
+            "that was asked before; give --fresh to start over, or another --out."
+        )
+    return plan
 
 
 def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """The policies to serve, `full` first and each once; and whether `off` was among them.
 
-    A bare `oracle` stands for one oracle at every budget of the others: exact selection for the same share of tokens.
+    A bare `oracle` stands for one oracle at every budget of a `fixed`: exact selection for the same share of tokens.
 
     Raises:
         ValueError: one sentence: a spec that no policy has.
@@ -185,6 +200,20 @@ def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
                 "tells policies apart; run one of them, or write its numbers shorter."
             )
     return policies, OFF in specs
+
+
+def hears(spec: str) -> bool:
+    """Whether a policy looks at more of a prompt than a hit in the radix tree leaves to prefill."""
+    return _policy(spec, lambda policy: policy.prefill_rows > 1)
+
+
+def _policy(spec: str, says: Callable[[Policy], bool]) -> bool:
+    from fluxion_sglang.policy import parse_spec
+
+    try:
+        return says(parse_spec(spec))
+    except ValueError:  # it lacks its predictor, so it is `fluxion`
+        return False
 
 
 def groups(samples: Sequence[Sample]) -> list[list[int]]:
@@ -222,9 +251,13 @@ def fingerprint(samples: Sequence[Sample]) -> str:
     return hashlib.sha256(str(asked).encode()).hexdigest()[:12]
 
 
-def _digest(settings: Settings) -> str | None:
-    """Of the predictor that the server will find; None: there is none."""
-    folder = settings.predictor or settings.model / "fluxion"
+def _predictor(settings: Settings) -> Path:
+    """Where the server looks for it."""
+    return settings.predictor or settings.model / "fluxion"
+
+
+def _digest(folder: Path) -> str | None:
+    """Of the predictor there; None: there is none."""
     files = sorted(folder.glob("predictor*")) if folder.is_dir() else []
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12] if files else None
 
@@ -308,7 +341,7 @@ def _results(settings: Settings, model: Model, policies: tuple[str, ...]) -> dic
         "dtype": settings.dtype,
         "batch": settings.batch,
         "device": settings.device,
-        "predictor": _digest(settings),
+        "predictor": _digest(_predictor(settings)),
         "config": dict(settings.config),
         "rows": [],
     }

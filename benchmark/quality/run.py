@@ -18,7 +18,7 @@ from fluxion_sglang.scoring.serve import OFF, Reply, Request, RequestFailed, Ser
 
 from . import record, stats
 from .base import Codec, Sample, Task
-from .plan import FULL, Cell, Plan, counted, fingerprint, groups, targets
+from .plan import FULL, Cell, Plan, counted, fingerprint, groups, hears, targets
 
 
 def run(plan: Plan, start: Start) -> dict[str, Any]:
@@ -55,13 +55,19 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
     # The distributions of an answer are large: no more of them at a time than keep the engine busy.
     size = max(1, 2 * plan.settings.batch // len(policies))
     members = groups(samples)
+    hearing = [policy for policy in policies if hears(policy)]
     for group in members:
-        # Brings the document in, for all questions under all policies. One token: there is no decode step.
-        server.generate([Request(_prompt(samples[group[0]]), policies[0], 1)])
         for first in range(0, len(group), size):
             part = group[first : first + size]
-            asked = [(i, policy) for i in part for policy in policies]
+            if first == 0 or hearing:
+                # Brings the document in, for all questions under all policies. One token: there is no decode step.
+                server.generate([Request(_prompt(samples[part[0]]), policies[0], 1)])
+            asked = [(i, policy) for i in part for policy in policies if policy not in hearing]
             replies = server.generate([_request(samples[i], policy) for i, policy in asked])
+            for i, policy in [(i, policy) for policy in hearing for i in part]:
+                server.forget()
+                asked.append((i, policy))
+                replies += server.generate([_request(samples[i], policy)])
             by = dict(zip(asked, replies, strict=True))
             for i, policy in asked:
                 found[policy].add(i, by[i, policy], by.get((i, FULL)))

@@ -136,7 +136,7 @@ def pareto(data: dict[str, Any]) -> str:
 
 def family(policy: str) -> str:
     """What is left of a spec without the numbers that set how much it reads: "fixed:32" of "fixed:32:0.05"."""
-    return ":".join(part for part in policy.split(":") if part in _BLOCKS or not part[:1].isdigit())
+    return ":".join(part for part in policy.split(":") if part in _BLOCKS or not part.lstrip(".")[:1].isdigit())
 
 
 def least_reads(data: dict[str, Any], share: float) -> str:

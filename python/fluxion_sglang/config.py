@@ -251,7 +251,7 @@ class FluxionConfig:
         group=GPU,
     )
     cuda_graphs: bool = _option(
-        False, "Decode steps are recorded as CUDA graphs and replayed. No GPU has run this yet.", "true", group=GPU
+        False, "Decode steps are recorded as CUDA graphs and replayed. One H200 has run this.", "true", group=GPU
     )
     scheduler: str = _option(
         SCHEDULERS[0],

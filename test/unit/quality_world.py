@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,11 @@ class FakeEngine:
         self.closed = False
         self.interrupt_at: int | None = None
         self.records: list[NDArray[Any]] = []
+        self.forgotten: list[int] = []  # batches before each flush
+
+    def flush_cache(self) -> SimpleNamespace:
+        self.forgotten.append(len(self.batches))
+        return SimpleNamespace(success=True)
 
     def generate(
         self,

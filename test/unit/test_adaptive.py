@@ -149,7 +149,9 @@ def test_which_tokens_of_a_prompt_are_measured(chunks: list[int]) -> None:
         length += chunk
         assert bool((prompt.queries[:, 0, 0] + 1 == prompt.lengths).all())
     assert int(prompt.lengths[-1]) == length
-    assert len(prompt.lengths) <= NEWEST + SPREAD
+    assert min(sum(chunks), NEWEST) <= len(prompt.lengths) <= NEWEST + SPREAD
+    assert len(prompt.lengths.unique()) == len(prompt.lengths)
+    assert prompt.lengths[-NEWEST:].tolist() == list(range(max(length - NEWEST, 0) + 1, length + 1))
     if max(chunks) >= 4 * (NEWEST + SPREAD):
         longest = [i for i, chunk in enumerate(chunks) if chunk >= 4 * (NEWEST + SPREAD)][-1]
         spread = prompt.lengths[:SPREAD] - sum(chunks[:longest])

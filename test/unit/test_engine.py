@@ -161,6 +161,8 @@ def check_selection(
         count = blocks_bought(budget, len(middle), blk, len(blocks))
         best = sorted(bounds.values(), reverse=True)
         slack = 1e-4 * max(1.0, *map(abs, best))
+        if world.int8:  # bounds of 8 bits are rounded to bfloat16, away from the keys
+            slack += 2.0**-7 * float(query.double().abs() @ request.keys[0][middle, h].double().abs().amax(0))
         must = {i for i, bound in bounds.items() if bound > best[count - 1] + slack}
         may = {i for i, bound in bounds.items() if bound >= best[count - 1] - slack}
         got = {position // blk for position in chosen[g]}

@@ -146,7 +146,7 @@ def test_rates_come_back_from_a_file() -> None:
 
 
 def test_a_slower_moment_is_slower_and_half_as_fast_twice_as_slow() -> None:
-    usual = Seen("llama-111m", 4096, 4, "full", 0.0, 1.0)
+    usual = Seen("llama-111m", 4096, 4096, 4, "full", 0.0, 1.0)
     ms = measure.expected(RATES, usual)
     for slow in (replace(usual, memory=0.5), replace(usual, cores=0.5)):
         assert ms < measure.expected(RATES, slow) < 2.001 * ms
@@ -164,7 +164,15 @@ def test_medians_go_through_every_number() -> None:
 def test_what_is_around_matrices_and_attention_is_told_apart() -> None:
     """Steps that were made of known parts."""
     seen = [
-        Seen(name, 512, n, "full", forecast(measure.shape_of(name), RATES.here, RATES, n, 512, Reading(0, 1.0)).ms, 1.0)
+        Seen(
+            name,
+            512,
+            600,
+            n,
+            "full",
+            forecast(measure.shape_of(name), RATES.here, RATES, n, 600, Reading(0, 1.0)).ms,
+            1.0,
+        )
         for name in measure.CALIBRATED
         for n in measure.BATCHES
     ]

@@ -24,7 +24,16 @@ from fluxion_quality.record import SAME
 from fluxion_sglang.commands import provenance
 from fluxion_sglang.scoring import serve
 from fluxion_sglang.scoring.forced import NOTES
-from fluxion_sglang.scoring.serve import EngineFailed, Needs, Reply, Request, RequestFailed, Server, options
+from fluxion_sglang.scoring.serve import (
+    STATE_GB,
+    EngineFailed,
+    Needs,
+    Reply,
+    Request,
+    RequestFailed,
+    Server,
+    options,
+)
 
 POLICIES = ("streaming", "fixed:16:0.05", "oracle")
 
@@ -86,6 +95,27 @@ def test_many_questions_are_asked_in_parts(settings: Settings, monkeypatch: pyte
     data = measure(dataclasses.replace(settings, tasks=("echo",), lengths=(64,), batch=4), start)
     assert [len(batch) for batch in start.engines[0].batches] == [1, 8, 8, 8]
     assert rows_of(data)["echo", 64, "full"]["documents"] == [0] * 6
+
+
+def test_policies_that_hear_of_a_prompt_are_not_given_it_by_the_tree(settings: Settings) -> None:
+    start = Starter()
+    hearing = dataclasses.replace(settings, policies=("lfps:0.10", "streaming", "adaptive"))
+    measure(dataclasses.replace(hearing, tasks=("echo",), lengths=(64,)), start)
+    (engine,) = start.engines
+    asked = [[request["custom_params"]["fluxion_policy"] for request in batch] for batch in engine.batches]
+    one = [["full"], ["full", "streaming"] * 2, *([policy] for policy in ("lfps:0.10", "adaptive") for _ in range(2))]
+    assert asked == one * 3
+    assert engine.forgotten == [at + 6 * document for document in range(3) for at in range(2, 6)]
+
+
+def test_a_policy_that_learns_is_measured_in_one_run(settings: Settings) -> None:
+    learning = dataclasses.replace(settings, policies=("adaptive",), lengths=(64,))
+    done = measure(dataclasses.replace(learning, tasks=("echo",)))
+    assert measure(dataclasses.replace(learning, tasks=("echo",)), start := Starter()) == done
+    assert not start.engines
+    with pytest.raises(BadInput, match=r"part of this run.*'adaptive'.*--fresh"):
+        measure(learning)
+    measure(dataclasses.replace(learning, fresh=True))
 
 
 def test_perplexity_is_of_forced_tokens_without_the_first(settings: Settings) -> None:
@@ -414,7 +444,8 @@ def test_the_engine_has_room_for_a_document_and_as_many_answers_as_run(settings:
 def test_engine_options(tmp_path: Path) -> None:
     with_flag = options(tmp_path, "float32", "cpu", Needs(5001, 4, True), tmp_path / "audit", {"spread": 0.5})
     config = json.loads(with_flag["fluxion_config"])
-    assert config == {"policy": "full", "host_tokens": 5008, "audit": str(tmp_path / "audit"), "spread": 0.5}
+    audit = str(tmp_path / "audit")
+    assert config == {"policy": "full", "host_tokens": 5008, "audit": audit, "spread": 0.5, "policy_state_gb": STATE_GB}
     assert with_flag["enable_fluxion"] and with_flag["enable_custom_logit_processor"]
     assert with_flag["disable_overlap_schedule"]
     without = options(tmp_path, "auto", None, Needs(5001, 4, False), None, {})

@@ -31,13 +31,21 @@ class TestBootstrap:
         assert stats.resampled_deltas([0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [4, 4, 4], "score", 0) is None
 
     def test_two_documents_have_three_outcomes(self) -> None:
-        # Drawn: twice the first (-1), twice the second (0), or both; a quarter, a quarter, a half.
+        # Drawn: twice the first (-1), twice the second (0), or both; a quarter, a quarter, a half. The spread is made
+        # larger, by sqrt(2).
         deltas = stats.resampled_deltas([0.0, 1.0], [1.0, 1.0], [0, 1], "score", 0)
         assert deltas is not None
         values, counts = np.unique(deltas, return_counts=True)
-        assert values.tolist() == [-1.0, -0.5, 0.0]
+        assert values == pytest.approx([-0.5 - 0.5**0.5, -0.5, -0.5 + 0.5**0.5])
         assert counts / 10_000 == pytest.approx([0.25, 0.5, 0.25], abs=0.02)
-        assert stats.interval(deltas) == (-1.0, 0.0)
+        assert stats.interval(deltas) == pytest.approx((values[0], values[-1]))
+
+    def test_means_of_few_documents_spread_as_means_of_new_ones(self) -> None:
+        gaps = np.random.default_rng(2).normal(0.0, 1.0, 6)
+        deltas = stats.resampled_deltas(gaps.tolist(), [0.0] * 6, range(6), "score", 3)
+        assert deltas is not None
+        assert deltas.std() == pytest.approx(gaps.std(ddof=1) / 6**0.5, rel=0.03)
+        assert deltas.mean() == pytest.approx(gaps.mean(), abs=0.02)
 
     def test_documents_are_drawn_whole(self) -> None:
         # Questions of a document fail together: drawn singly, 20 of them would look four times as certain.
@@ -45,14 +53,14 @@ class TestBootstrap:
         whole = stats.resampled_deltas(policy, full, [0] * 10 + [1] * 10, "score", 0)
         single = stats.resampled_deltas(policy, full, list(range(20)), "score", 0)
         assert whole is not None and single is not None
-        assert stats.interval(whole) == (-1.0, 0.0)
+        assert stats.interval(whole) == pytest.approx((-0.5 - 0.5**0.5, -0.5 + 0.5**0.5))
         low, high = stats.interval(single)
         assert low == pytest.approx(-0.7, abs=0.06) and high == pytest.approx(-0.3, abs=0.06)
 
     def test_documents_of_different_sizes_weigh_by_their_questions(self) -> None:
         deltas = stats.resampled_deltas([0.0, 1.0, 1.0, 1.0], [1.0] * 4, [0, 1, 1, 1], "score", 0)
         assert deltas is not None
-        assert np.unique(deltas).tolist() == [-1.0, -0.25, 0.0]
+        assert np.unique(deltas) == pytest.approx([-0.25 - 0.75 * 2**0.5, -0.25, -0.25 + 0.25 * 2**0.5])
 
     def test_it_agrees_with_the_normal_approximation(self) -> None:
         rng = np.random.default_rng(5)

@@ -92,7 +92,9 @@ class TokenizerCodec(Codec):
     def chat(self, user: str, answer_prefix: str = "") -> list[int]:
         if getattr(self._tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": user}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            # A model that thinks first would not come to its answer within the tokens that a task allows.
+            how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+            text = self._tokenizer.apply_chat_template(turns, **how)
             # The template writes bos itself, if the model wants one.
             return self.encode(text + answer_prefix)
         return self.plain(user + answer_prefix)

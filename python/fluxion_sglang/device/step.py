@@ -69,9 +69,7 @@ class StreamDevice(Device):
         self._scale = scale
         self._mailbox = Mailbox(MailboxShape(max_requests, q_heads, shape.kv_heads, shape.head_dim, shape.dtype))
         self._server = LayerServer(engine, self._mailbox)
-        self._pinned: Pinned | None = None
-        atexit.register(self.close)
-        self._pinned = Pinned(library, self._mailbox.arena)
+        self._pinned: Pinned | None = Pinned(library, self._mailbox.arena)
         self._port = library.port_create(
             self._mailbox.arena,
             max_requests=max_requests,
@@ -122,6 +120,7 @@ class StreamDevice(Device):
         self._muted = False
         self._requests: Sequence[ExtendRequest] = ()
         self._pages: list[torch.Tensor] = []
+        atexit.register(self.close)  # after that of what is pinned, and so called before it
 
     @property
     def description(self) -> str:  # type: ignore[override]

@@ -82,6 +82,7 @@ class AdaptivePolicy(Policy):
     forms: ClassVar[tuple[str, ...]] = ("adaptive[:TAU]",)
     needs = Needs.RESIDENTS
     prefill_rows = 1 << 30
+    learns = True
 
     def __init__(self, criterion: Criterion) -> None:
         self.criterion = criterion
@@ -181,7 +182,7 @@ class AdaptivePolicy(Policy):
 
 
 class _Prompt:
-    """Queries of a request's prompt that are worth a measurement.
+    """Queries of a request's prompt that are worth a measurement, each of another token.
 
     Attributes:
         lengths: [n] int32, tokens of the request when each was the last. queries: [n, Hq, D].
@@ -195,20 +196,22 @@ class _Prompt:
         """Of the chunk's last tokens, of which the last is number `length`."""
         tokens = len(queries)
         numbers = torch.arange(length - tokens + 1, length + 1, dtype=torch.int32)
-        if tokens >= 4 * (NEWEST + SPREAD) or self._spread is None:
-            at = torch.linspace(0, max(tokens - NEWEST - 1, 0), min(SPREAD, tokens)).long()
+        others = tokens - NEWEST
+        if tokens >= 4 * (NEWEST + SPREAD) or (self._spread is None and others > 0):
+            at = torch.linspace(0, others - 1, min(SPREAD, others)).long()
             self._spread = numbers[at], queries[at].clone()
-        self._newest = numbers[-NEWEST:].clone(), queries[-NEWEST:].clone()
+        newest = numbers[-NEWEST:], queries[-NEWEST:]
+        if self._newest is not None:  # a last chunk may be short
+            newest = torch.cat([self._newest[0], newest[0]]), torch.cat([self._newest[1], newest[1]])
+        self._newest = newest[0][-NEWEST:].clone(), newest[1][-NEWEST:].clone()
 
     @property
     def lengths(self) -> torch.Tensor:
-        assert self._spread is not None and self._newest is not None
-        return torch.cat([self._spread[0], self._newest[0]])
+        return torch.cat([part[0] for part in (self._spread, self._newest) if part])
 
     @property
     def queries(self) -> torch.Tensor:
-        assert self._spread is not None and self._newest is not None
-        return torch.cat([self._spread[1], self._newest[1]])
+        return torch.cat([part[1] for part in (self._spread, self._newest) if part])
 
     @property
     def nbytes(self) -> int:

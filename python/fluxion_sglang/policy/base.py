@@ -276,6 +276,7 @@ class Policy(ABC):
         yardstick: it reads every key to decide: to measure by, not to serve with.
         exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
         prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
+        learns: what it reads of a request depends on what others asked before.
         world: what it was bound to.
     """
 
@@ -286,6 +287,7 @@ class Policy(ABC):
     yardstick: bool = False
     exact: bool = False
     prefill_rows: int = 0
+    learns: bool = False
     world: World | None = None
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ from fluxion_sglang.sglang.offline import engine_options, start_engine
 
 OFF: Final = "off"
 """The policy that is none: SGLang without the flag."""
+
+IDLE_S: Final = 30
+"""How soon after its last answer an engine has nothing to do."""
+
+STATE_GB: Final = 64
+"""What policies may remember in at most."""
 
 
 class EngineFailed(Exception):
@@ -123,6 +130,14 @@ class Server:
         os.truncate(self._audit, 0)
         return list(arrays)
 
+    def forget(self) -> None:
+        """Leave nothing in the radix tree, for the next request to prefill its whole prompt."""
+        until = time.monotonic() + IDLE_S
+        while not self._engine.flush_cache().success:
+            if time.monotonic() > until:
+                raise RequestFailed("The engine did not flush its radix tree.")
+            time.sleep(0.01)
+
     def close(self) -> None:
         self._engine.shutdown()
         if self._audit is not None:
@@ -212,7 +227,8 @@ def options(
     }
     if audit is None:
         return engine_options(str(model), dtype, device, None, max_total_tokens=tokens, **more)
-    flag = {**config, "policy": "full", "host_tokens": tokens, "audit": str(audit)}
+    # Requests are few, and what their policies remember of long ones may be more than a share of so small a pool.
+    flag = {"policy_state_gb": STATE_GB, **config, "policy": "full", "host_tokens": tokens, "audit": str(audit)}
     return engine_options(str(model), dtype, device, flag, **more)
 
 

@@ -3,9 +3,9 @@
 #include "kernels/attend_tiles.h"
 #include "kernels/int8.h"
 
-// The same softmax over tiles of Int8, by products of integers: one instruction multiplies pairs of elements
-// of kLanes tokens, or of kLanes elements of two tokens, as they lie in a tile (DType, kernels/table.h). So
-// no sum is taken across lanes, and nothing is brought into another order.
+// The same softmax over tiles of Int8, by products of integers: one instruction multiplies two elements of
+// kLanes keys, or kLanes elements of four values, as they lie in a tile (DType, kernels/table.h). So no sum
+// is taken across lanes, and nothing is brought into another order.
 namespace fluxion::FLUXION_ISA {
 namespace {
 
@@ -62,7 +62,7 @@ inline void score_words(const int16_t* q, const TileRows<Int8, kTiles>& tiles, i
       for (int step = 0; step < kSteps; ++step) {
         Vec query[kHeads];
 #pragma GCC unroll 16
-        for (int h = 0; h < kHeads; ++h) query[h] = in_register(words_for_all(q + h * D + d + 2 * step));
+        for (int h = 0; h < kHeads; ++h) query[h] = in_register(for_all_lanes(q + h * D + d + 2 * step));
 #pragma GCC unroll 16
         for (int i = 0; i < kTogether; ++i) {
           const int s = (first + i) / kTokenVecs, v = (first + i) % kTokenVecs;
@@ -81,10 +81,11 @@ inline void score_words(const int16_t* q, const TileRows<Int8, kTiles>& tiles, i
 // Of the bytes of a tile, what is fetched between keys and values.
 inline constexpr int kSoftmaxRows = 4;
 
-// out_h += units[h] * sum over tokens and tiles of word * value; words[(s * kHeads + h) * kPage + t].
+// out_h += units[h] * sum over tokens and tiles of weight * value; weights[(s * kHeads + h) * kPage + t].
 template <int kD, int kTiles, int kHeads, int kGap>
-inline void add_words_of_values(const int16_t* words, const float* units, const TileRows<Int8, kTiles>& tiles,
-                                int head_dim, Int8Fetch<kTiles, kGap>* ahead, float* out) {
+inline void add_weighted(const uint8_t* weights, const float* units, const TileRows<Int8, kTiles>& tiles,
+                         int head_dim, Int8Fetch<kTiles, kGap>* ahead, float* out) {
+  constexpr int kTokens = 4;
   constexpr int kMost = kWordSums / kHeads;
   const int D = kD ? kD : head_dim;
   const int read = (kPage + kSoftmaxRows) * D / kLine * kLine;  // and what is in the softmax
@@ -92,21 +93,21 @@ inline void add_words_of_values(const int16_t* words, const float* units, const 
     Vec total[kHeads * kVecs];
 #pragma GCC unroll 16
     for (int i = 0; i < kHeads * kVecs; ++i) total[i] = set1(0.0f);
-    for (int t = 0; t < kPage; t += 2) {
-      const int at = (kPage + t) * D + 2 * first;
+    for (int t = 0; t < kPage; t += kTokens) {
+      const int at = (kPage + t) * D + kTokens * first;
       ahead->until(read +
                    (first * kPage + t * kVecs * kLanes) / kPage * (kPage - kSoftmaxRows) / kLine * kLine);
 #pragma GCC unroll 4
       for (int s = 0; s < kTiles; ++s) {
         Vec value[kVecs];
 #pragma GCC unroll 16
-        for (int v = 0; v < kVecs; ++v) value[v] = in_register(words_at(tiles.now[s] + at + v * 2 * kLanes));
+        for (int v = 0; v < kVecs; ++v) value[v] = in_register(bytes_at(tiles.now[s] + at + v * 4 * kLanes));
 #pragma GCC unroll 16
         for (int h = 0; h < kHeads; ++h) {
-          const Vec word = in_register(words_for_all(words + (s * kHeads + h) * kPage + t));
+          const Vec weight = in_register(for_all_lanes(weights + (s * kHeads + h) * kPage + t));
 #pragma GCC unroll 16
           for (int v = 0; v < kVecs; ++v)
-            total[h * kVecs + v] = add_words(total[h * kVecs + v], word, value[v]);
+            total[h * kVecs + v] = add_bytes(total[h * kVecs + v], weight, value[v]);
         }
       }
     }
@@ -166,9 +167,9 @@ template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<
                                    const uint16_t* masks, int count, int head_dim, const HeadStates& state,
                                    const PageLse& page_lse) {
   constexpr int kVecs = kTiles * kTokenVecs;
-  // Weights become integers of 15 bits, at most 2^-16 of the largest off. Those whose product with a scale is
-  // under kLeast are lost.
-  constexpr float kMost = 32767.0f, kLeast = 1e-34f;
+  // Weights, times the scales of values, become integers of 8 bits: at most 1/510 of the largest of these
+  // tiles off. Those under kLeast are lost.
+  constexpr float kMost = 255.0f, kLeast = 1e-35f;
   const auto larger = [](Vec a, Vec b) { return max(a, b); };
   const auto sum_of = [](Vec a, Vec b) { return add(a, b); };
   const int D = kD ? kD : head_dim;
@@ -243,16 +244,16 @@ template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<
   for (int h = 0; no_numbers != 0 && h < kHeads; ++h) {
     if (no_numbers >> h & 1) units[h] = -kNegInf, inverse[h] = 0.0f;
   }
-  alignas(64) int16_t words[kTiles * kHeads * kPage];
+  alignas(64) uint8_t weights[kTiles * kHeads * kPage];
 #pragma GCC unroll 8
   for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 16
     for (int i = 0; i < kVecs; ++i) {
-      int16_t* to = words + (i / kTokenVecs * kHeads + h) * kPage + i % kTokenVecs * kLanes;
-      store_words(mul(scores[i * kHeads + h], set1(inverse[h])), to);
+      uint8_t* to = weights + (i / kTokenVecs * kHeads + h) * kPage + i % kTokenVecs * kLanes;
+      store_bytes(mul(scores[i * kHeads + h], set1(inverse[h])), to);
     }
   }
-  add_words_of_values<kD, kTiles, kHeads, kGap>(words, units, tiles, D, &ahead, state.out);
+  add_weighted<kD, kTiles, kHeads, kGap>(weights, units, tiles, D, &ahead, state.out);
   ahead.until(2 * kPage * D);
 }
 

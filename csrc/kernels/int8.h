@@ -7,15 +7,18 @@
 //   words_at(p)            2 * kLanes integers as words of 16 bits, two in every lane
 //   add_words(sum, a, b)   adds the products of the words to the integers that are in the lanes of `sum`
 //   floats_of(sum)         those integers
-//   store_words(x, to)     kLanes floats, rounded to words
+//   bytes_at(p)            4 * kLanes integers as they are, four in every lane
+//   add_bytes(sum, a, b)   adds the products of the bytes, those of a without sign, to the integers
+//   store_bytes(x, to)     kLanes floats from 0 to 255, rounded to bytes without sign
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// The two words at p in every lane.
-inline Vec words_for_all(const int16_t* p) {
-  float both;
-  __builtin_memcpy(&both, p, sizeof(both));
-  return set1(both);
+// The two words, or the four bytes, at p in every lane.
+template <class Part>
+inline Vec for_all_lanes(const Part* p) {
+  float parts;
+  __builtin_memcpy(&parts, p, sizeof(parts));
+  return set1(parts);
 }
 
 // Queries become integers of 16 bits, which loses at most 2^-16 of their largest element: products need no

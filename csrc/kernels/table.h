@@ -25,8 +25,8 @@ inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of
 // What keys and values are stored as. All else of a model that stores kInt8 is bfloat16: queries, outputs,
 // metadata, windows; that is its KV dtype.
 //
-// kInt8: integers of 8 bits, and a scale for every key and every value. A tile has pairs of integers in the
-// order in which they are multiplied: keys [D / 2][16 tokens][2 elements], values [16 / 2][D][2 tokens],
+// kInt8: integers of 8 bits, and a scale for every key and every value. A tile has integers in the
+// order in which they are multiplied: keys [D / 2][16 tokens][2 elements], values [16 / 4][D][4 tokens],
 // int8; then the scales, keys [16] and values [16], bfloat16. An element stands for its integer times the
 // scale of its row: `attend` for few heads multiplies with exactly that, whatever else reads tiles rounds it
 // to bfloat16. A scale is NaN where the row had something not finite.
@@ -37,7 +37,7 @@ inline constexpr int element_bytes(DType stored) { return stored == DType::kF32 
 inline constexpr int64_t kMaxTileBytes = 2 * kPage * kMaxHeadDim * 4;
 // Where element d of key or value `row`, of the 2 * kPage of a tile of kInt8, has its integer.
 inline constexpr int int8_at(int row, int d, int D) {
-  return row < kPage ? d / 2 * 2 * kPage + 2 * row + d % 2 : row / 2 * 2 * D + 2 * d + row % 2;
+  return row < kPage ? d / 2 * 2 * kPage + 2 * row + d % 2 : row / 4 * 4 * D + 4 * d + row % 4;
 }
 inline constexpr int kScaleBytes = 2 * kPage * 2;  // of a tile of kInt8
 // Of a key or a value of D elements, as it is stored.

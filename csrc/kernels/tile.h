@@ -122,14 +122,12 @@ inline void unpack_keys(const Int8* tile, int D, BF16* to) {
 
 // All values of a tile: [kPage][D].
 inline void unpack_values(const Int8* tile, int D, BF16* to) {
-  for (int t = 0; t < kPage; t += 2) {
-    const Int8* from = tile + (kPage + t) * D;
-    const float a = to_float(scales_of(tile, D)[kPage + t]), b = to_float(scales_of(tile, D)[kPage + t + 1]);
-    BF16 *first = to + t * D, *second = first + D;
-    for (int d = 0; d < D; ++d) {
-      first[d].bits = static_cast<uint16_t>(rounded_bits(static_cast<float>(from[2 * d].bits) * a));
-      second[d].bits = static_cast<uint16_t>(rounded_bits(static_cast<float>(from[2 * d + 1].bits) * b));
-    }
+  for (int t = 0; t < kPage; ++t) {
+    const Int8* from = tile + int8_at(kPage + t, 0, D);
+    const float scale = to_float(scales_of(tile, D)[kPage + t]);
+    BF16* row = to + t * D;
+    for (int d = 0; d < D; ++d)
+      row[d].bits = static_cast<uint16_t>(rounded_bits(static_cast<float>(from[4 * d].bits) * scale));
   }
 }
 

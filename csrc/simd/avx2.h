@@ -164,10 +164,21 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), products));
 }
 inline Vec floats_of(Vec sum) { return _mm256_cvtepi32_ps(_mm256_castps_si256(sum)); }
-inline void store_words(Vec x, int16_t* to) {
+inline Vec bytes_at(const Int8* p) { return load(reinterpret_cast<const float*>(p)); }
+// Products of bytes would not fit into the words in which AVX2 adds them: the first and third of four bytes
+// become words, then the others.
+inline Vec add_bytes(Vec sum, Vec a, Vec b) {
+  const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), _mm256_add_epi32(even, odd)));
+}
+inline void store_bytes(Vec x, uint8_t* to) {
   const __m256i wide = _mm256_cvtps_epi32(x);
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(wide, wide), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(wide, wide), 0x08);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_castsi256_si128(words));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
 }
 
 inline void store_one(float* p, Vec x) { store(p, x); }

@@ -151,8 +151,23 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
 #endif
 }
 inline Vec floats_of(Vec sum) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sum)); }
-inline void store_words(Vec x, int16_t* to) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+inline Vec bytes_at(const Int8* p) { return load(reinterpret_cast<const float*>(p)); }
+inline Vec add_bytes(Vec sum, Vec a, Vec b) {
+#ifdef __AVX512VNNI__
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+#else
+  // Products of bytes would not fit into words: the first and third of four bytes become words, then the
+  // others.
+  const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0xff)),
+                                         _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(x, 8), _mm512_srai_epi16(y, 8));
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_add_epi32(even, odd)));
+#endif
+}
+inline void store_bytes(Vec x, uint8_t* to) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
 // Which of 32 weights [rows][kAcross] goes where, for the weights of two rows to lie side by side.

@@ -83,7 +83,7 @@ inline void store_pair(float* p, Vec a, Vec b) {
   p[1] = b;
 }
 
-// For kernels/int8.h. A word is half of the bits of a float.
+// For kernels/int8.h. A word is half of the bits of a float, a byte a quarter.
 inline Vec words_at(const Int8* p) {
   return float_of(static_cast<uint16_t>(p[0].bits) | static_cast<uint32_t>(p[1].bits) << 16);
 }
@@ -93,9 +93,20 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
   return float_of(bits_of(sum) + static_cast<uint32_t>(low(a) * low(b) + high(a) * high(b)));
 }
 inline Vec floats_of(Vec sum) { return static_cast<float>(static_cast<int32_t>(bits_of(sum))); }
-inline void store_words(Vec x, int16_t* to) {
-  *to = static_cast<int16_t>(static_cast<int32_t>(bits_of(x + 12582912.0f)) - 0x4b400000);
+inline Vec bytes_at(const Int8* p) {
+  float four;
+  __builtin_memcpy(&four, p, sizeof(four));
+  return four;
 }
+inline Vec add_bytes(Vec sum, Vec a, Vec b) {
+  uint32_t total = bits_of(sum);
+  for (int i = 0; i < 32; i += 8)
+    total += static_cast<uint32_t>(static_cast<int32_t>(bits_of(a) >> i & 0xff) *
+                                   static_cast<int8_t>(bits_of(b) >> i));
+  return float_of(total);
+}
+// Up to 255; 1.5 * 2^23 more, and the last bits of a float are the nearest integer.
+inline void store_bytes(Vec x, uint8_t* to) { *to = static_cast<uint8_t>(bits_of(x + 12582912.0f)); }
 
 inline void store_one(float* p, Vec x) { *p = x; }
 // Rounds to nearest even; NaN stays NaN.

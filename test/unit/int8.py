@@ -57,7 +57,7 @@ def pack_tiles(tiles: Tensor) -> Tensor:
     integers, scales = pack(tiles)
     P, D = len(tiles), tiles.shape[-1]
     keys = integers[:, 0].view(P, 16, D // 2, 2).transpose(1, 2)
-    values = integers[:, 1].view(P, 8, 2, D).transpose(2, 3)
+    values = integers[:, 1].view(P, 4, 4, D).transpose(2, 3)
     parts = (keys, values, scales)
     return torch.cat([part.reshape(P, -1).contiguous().view(torch.uint8) for part in parts], 1).contiguous()
 
@@ -67,7 +67,7 @@ def unpack_tiles(packed: Tensor, D: int) -> Tensor:
     P = len(packed)
     integers, last = packed[:, : 32 * D].view(torch.int8), packed[:, 32 * D :]
     keys = integers[:, : 16 * D].view(P, D // 2, 16, 2).transpose(1, 2).reshape(P, 16, D)
-    values = integers[:, 16 * D :].view(P, 8, D, 2).transpose(2, 3).reshape(P, 16, D)
+    values = integers[:, 16 * D :].view(P, 4, D, 4).transpose(2, 3).reshape(P, 16, D)
     scales = last.contiguous().view(torch.bfloat16).view(P, 2, 16)
     return unpack(torch.stack([keys, values], 1), scales)
 
@@ -78,7 +78,7 @@ def bytes_of_rows(rows: Tensor, D: int) -> Tensor:
     return torch.cat(
         [
             keys.repeat_interleave(2, -1).repeat(*[1] * (rows.dim() - 1), D // 2),
-            values.unflatten(-1, (8, 2)).repeat_interleave(D, -2).flatten(-2),
+            values.unflatten(-1, (4, 4)).repeat_interleave(D, -2).flatten(-2),
             rows.repeat_interleave(SCALE, -1),
         ],
         -1,

@@ -12,6 +12,7 @@ the command goes on where it was. gpu_day.md beside it is the report: the steps,
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ from fluxion_sglang.commands.serving import exits_at_signals
 
 LIMIT_S = 540
 LOGS = common.ROOT / "build" / "gpu-day"
+TESTS = common.ROOT / "test" / "gpu"
 SIMULATED = LOGS / "simulated"
 """Results that are not of a device are not among the published ones."""
 HERE = "{results}"
@@ -42,18 +44,33 @@ TAIL = 12
 
 
 @dataclass(frozen=True)
+class Shown:
+    """Rows of result files that have the first of these columns."""
+
+    files: str  # a pattern
+    title: str
+    columns: tuple[str, ...]
+
+    def found(self, results: Path) -> list[Path]:
+        """Without files of layers, which are drawn."""
+        return [path for path in sorted(results.glob(self.files)) if not path.stem.endswith("_timeline")]
+
+
+@dataclass(frozen=True)
 class Step:
     """One question to the machine.
 
     Attributes:
         asks: what its end tells.
         command: behind the interpreter. simulated: the same on the simulated device; None: only a GPU can tell.
+        shows: what the report shows of what it measured.
     """
 
     name: str
     asks: str
     command: tuple[str, ...]
     simulated: tuple[str, ...] | None
+    shows: tuple[Shown, ...] = ()
 
 
 def _one_batch(*options: str, policies: Iterable[str] = ("off", "fixed:16:0.05", "drawn")) -> list[tuple[str, ...]]:
@@ -62,6 +79,10 @@ def _one_batch(*options: str, policies: Iterable[str] = ("off", "fixed:16:0.05",
     real = (*run, *("--device", "cuda", "--models", "llama-3.1-8b", "--lengths", "32768", "--batches", "4"))
     simulated = (*run, *("--device", "sim", "--models", "needle", "--lengths", "1024", "--batches", "1"))
     return [(*real, *chosen), (*simulated, *chosen)]
+
+
+def _steps(name: str, title: str) -> tuple[Shown, ...]:
+    return (Shown(f"one_batch{name}.json", title, ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio")),)
 
 
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -75,6 +96,10 @@ STEPS = (
         "can host memory be pinned, and does the device signal",
         ("benchmark/gpu_day/first.py", "--machine", HERE),
         ("benchmark/gpu_day/first.py", "--machine", HERE, "--device", "sim"),
+        (
+            Shown("gpu_first.json", "Pinned memory", ("gib", "seconds_per_gib")),
+            Shown("gpu_first.json", "A store that the host sees", ("us",)),
+        ),
     ),
     Step(
         "kernels",
@@ -87,6 +112,25 @@ STEPS = (
         "what does a layer's hand-over cost, and what does the link give",
         ("benchmark/gpu_link.py", "--machine", HERE),
         ("benchmark/gpu_link.py", "--machine", HERE, "--device", "sim", "--quick"),
+        (
+            Shown(
+                "gpu_link*.json",
+                "A layer's hand-over",
+                ("model", "batch", "launched", "resident_us", "layer_us", "overhead_us"),
+            ),
+            Shown(
+                "gpu_link*.json",
+                "The link, GB/s",
+                (
+                    "tiles",
+                    "gather_gb_per_s",
+                    "attend_in_place_gb_per_s",
+                    "attend_staged_gb_per_s",
+                    "attend_hot_gb_per_s",
+                    "attend_hot_flashinfer_gb_per_s",
+                ),
+            ),
+        ),
     ),
     Step("flashinfer", "do FlashInfer's kernels compile and run", ("benchmark/gpu_day/warm.py",), None),
     Step(
@@ -100,18 +144,26 @@ STEPS = (
         "does the bundled model answer as without the flag",
         ("benchmark/gpu_day/tokens.py", "--machine", HERE),
         ("benchmark/gpu_day/tokens.py", "--machine", HERE, "--device", "sim", "--quick"),
+        (Shown("gpu_tokens.json", "Answers of the bundled model", ("dtype", "config", "prompts", "same", "right")),),
     ),
-    Step("decode", "how long is a step of 4 x 32K, and how long the device idle in it", *_one_batch()),
+    Step(
+        "decode",
+        "how long is a step of 4 x 32K, and how long the device idle in it",
+        *_one_batch("--name", "decode"),
+        _steps("_decode*", "Steps"),
+    ),
     Step(
         "share",
         "the same, with a GPU that computes a part of the middle",
         *_one_batch("--config", '{"executors": "cpu+gpu"}', "--name", "shared", policies=_SPARSE),
+        _steps("_shared*", "Steps, with cpu+gpu"),
     ),
     Step(
         "graphs",
         "the same, with recorded steps",
         _one_batch("--config", '{"cuda_graphs": true}', "--name", "graphs", policies=_SPARSE)[0],
         None,
+        _steps("_graphs*", "Steps, recorded"),
     ),
     *(
         Step(
@@ -133,6 +185,8 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     # Where the options are read in the process that serves, it is too late for EAGER (sglang/resolution.py).
     of_gpu = {"FLUXION_NEEDS_GPU": "1", "CUDA_MODULE_LOADING": "EAGER"}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(common.SIMULATED if simulated else of_gpu)}
+    for old in (path for shown in step.shows for path in shown.found(results)):
+        old.unlink(missing_ok=True)  # what this run does not measure anew is not of it
     log = LOGS / f"{step.name}.log"
     start = time.monotonic()
     with log.open("w") as out:
@@ -150,8 +204,7 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     text = log.read_text(errors="replace").strip().splitlines()
     return {
         "step": step.name,
-        "commit": common.commit(),
-        "sources": provenance.sources(),
+        **of_now(),
         "asks": step.asks,
         "command": shlex.join(("python", *command)).replace(f"{common.ROOT}/", ""),
         "passed": code == 0,
@@ -159,6 +212,14 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
         "seconds": round(time.monotonic() - start, 1),
         "says": text[-TAIL:],
     }
+
+
+def of_now() -> dict[str, Any]:
+    """What has to be the same for a step that passed to have passed."""
+    # By its sources too: of code that was never committed, or without git, the commit says nothing.
+    tests = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(TESTS.glob("*.py")))).hexdigest()[:16]
+    versions = common.header("gpu_day")["versions"]
+    return {"commit": common.commit(), "sources": provenance.sources(), "tests": tests, "versions": versions}
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
@@ -187,36 +248,15 @@ def report(data: dict[str, Any], results: Path) -> str:
     for row in data["rows"]:
         if not row["passed"]:
             out += [f"## {row['step']}", "", f"`{row['command']}`", "", "```text", *row["says"], "```", ""]
-    for pattern, title, columns in MEASURED:
-        for path in sorted(results.glob(pattern)):
-            if path.stem.endswith("_timeline"):
-                continue  # layers, which are drawn
-            measured = [row for row in common.load(path)["rows"] if columns[0] in row]
-            shown = [column for column in columns if any(column in row for row in measured)]
-            cells = [[str(row.get(column, "")) for column in shown] for row in measured]
+    passed = [step for step in STEPS if ended.get(step.name, {}).get("passed")]
+    for shown in (shown for step in passed for shown in step.shows):
+        for path in shown.found(results):
+            measured = [row for row in common.load(path)["rows"] if shown.columns[0] in row]
+            columns = [column for column in shown.columns if any(column in row for row in measured)]
+            cells = [[str(row.get(column, "")) for column in columns] for row in measured]
             if cells:
-                out += [f"## {title}", "", table(shown, cells, "l" * len(shown)), ""]
+                out += [f"## {shown.title}", "", table(columns, cells, "l" * len(columns)), ""]
     return "\n".join(out)
-
-
-_STEP_COLUMNS = ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio")
-MEASURED = (
-    ("gpu_first.json", "Pinned memory", ("gib", "seconds_per_gib")),
-    ("gpu_first.json", "A store that the host sees", ("us",)),
-    ("gpu_tokens.json", "Answers of the bundled model", ("dtype", "config", "prompts", "same", "right")),
-    ("gpu_link*.json", "A layer's hand-over", ("model", "batch", "launched", "resident_us", "layer_us", "overhead_us")),
-    (
-        "gpu_link*.json", "The link, GB/s",
-        (
-            "tiles", "gather_gb_per_s", "attend_in_place_gb_per_s", "attend_staged_gb_per_s", "attend_hot_gb_per_s",
-            "attend_hot_flashinfer_gb_per_s",
-        ),
-    ),
-    ("one_batch_[!sg]*.json", "Steps", _STEP_COLUMNS),
-    ("one_batch_shared.json", "Steps, with cpu+gpu", _STEP_COLUMNS),
-    ("one_batch_graphs.json", "Steps, recorded", _STEP_COLUMNS),
-)  # fmt: skip
-"""Files of results, and what the report shows of their rows."""
 
 
 def results_folder(simulated: bool) -> Path:
@@ -243,14 +283,10 @@ def main() -> None:
     path = results / "gpu_day.json"
     for folder in (results, LOGS):
         folder.mkdir(parents=True, exist_ok=True)
-    if args.fresh:
-        for old in (path, *(found for pattern, *_ in MEASURED for found in results.glob(pattern))):
-            old.unlink(missing_ok=True)
     header = {**common.header("gpu_day"), "simulated": args.simulated}
-    data = common.resume(path, header, ("versions", "simulated"), args.fresh)
-    # By its sources too: of code that was never committed, or without git, the commit says nothing.
-    now = (common.commit(), provenance.sources())
-    passed = {row["step"] for row in data["rows"] if row["passed"] and (row["commit"], row.get("sources")) == now}
+    data = {**common.resume(path, header, ("simulated",), fresh=False), **header}
+    now = of_now()
+    passed = {row["step"] for row in data["rows"] if row["passed"] and row.items() >= now.items() and not args.fresh}
     steps = [
         step
         for step in STEPS

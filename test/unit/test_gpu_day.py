@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -78,14 +79,44 @@ def test_a_step_that_takes_too_long_ends_with_all_that_it_started(days: Any, tmp
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def measuring(folder: Path, code: int) -> day.Step:
+    """A step that writes results, and ends with a code."""
+    text = json.dumps({"rows": [{"policy": "full", "batch": 1, "length": 1024, "tpot_ms": 7.5, "idle_ms": 0.1}]})
+    write = f"open({str(folder / 'one_batch_decode_quick.json')!r}, 'w').write({text!r})"
+    return day.Step(
+        "decode", "how long", (), ("-c", f"{write}; raise SystemExit({code})"), day._steps("_decode*", "Steps")
+    )
+
+
 def test_the_report_shows_what_was_measured(days: Any, tmp_path: Path) -> None:
     folder = tmp_path / "simulated"
     folder.mkdir()
-    measured = [{"policy": "full", "batch": 1, "length": 1024, "tpot_ms": 7.5, "idle_ms": 0.1}]
-    (folder / "one_batch_needle_quick.json").write_text(json.dumps({"rows": measured}))
-    days([step("first", WORKS)])
+    days([measuring(folder, 0)])
     report = (folder / "gpu_day.md").read_text()
     assert "| policy | batch | length | tpot_ms | idle_ms |" in report and "| full | 1 | 1024 | 7.5 | 0.1 |" in report
+
+
+def test_what_failed_shows_nothing_that_it_or_an_earlier_run_measured(days: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "simulated"
+    folder.mkdir()
+    days([measuring(folder, 0)])
+    with pytest.raises(SystemExit, match="decode"):
+        days([measuring(folder, 1)], "--fresh")
+    assert "| 7.5 |" not in (folder / "gpu_day.md").read_text()
+    days([measuring(folder, 0)])
+    with pytest.raises(SystemExit, match="decode"):
+        days([step("first", WORKS), dataclasses.replace(measuring(folder, 0), simulated=FAILS)], "--fresh")
+    assert not list(folder.glob("one_batch*"))
+
+
+def test_other_versions_run_again_and_keep_what_is_there(days: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    days([step("first", WORKS), step("second", WORKS)])
+    header = day.common.header
+    monkeypatch.setattr(day.common, "header", lambda name: {**header(name), "versions": {"torch": "another"}})
+    with pytest.raises(SystemExit, match="failed: second"):
+        days([step("first", WORKS), step("second", FAILS)])
+    found = days([step("second", WORKS)], "--only", "second")
+    assert set(found) == {"first", "second"} and all(row["passed"] for row in found.values())
 
 
 def test_every_step_has_a_command_that_is_there() -> None:

@@ -172,26 +172,6 @@ def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) ->
     return table(head, lines, "lrr" + "r" * (len(policies) + len(pairs)))
 
 
-def block_scores(results: Path) -> str:
-    """Recall of the attention mass by block score; a column a block size and budget."""
-    out = []
-    for path, data in result_files(results, "block_scores.json"):
-        shown = [(16, 0.02), (16, 0.05), (16, 0.1), (32, 0.05), (64, 0.05)]
-        recall = {(row["score"], row["blk"], row["budget"]): row["recall"] for row in data["rows"]}
-        cost = {row["score"]: row["metadata"] for row in data["rows"]}
-        rows = [
-            [name, "" if cost[name] is None else f"{cost[name]:g}", *(f"{recall[name, *at]:.3f}" for at in shown)]
-            for name in cost
-        ]
-        head = ["score", "vectors a block", *(f"{blk}, {budget:.0%}" for blk, budget in shown)]
-        note = (
-            f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['length']:,} tokens, "
-            f"{data['samples']} document(s) a task. {where(data)}"
-        )
-        out.append(table(head, rows, "lr" + "r" * len(shown)) + f"\n{note} [Data]({link(path)}).\n")
-    return "\n".join(out) or nothing("block_scores.py")
-
-
 def lfps_overlap(results: Path) -> str:
     """What LFPS finds of the exact top k, by alpha, with and without neighbours; Quest beside it."""
     out = []
@@ -255,7 +235,6 @@ DECODE_TABLES: dict[str, Callable[[Path], str]] = {
     "attention": attention,
     "attention_reads": attention_reads,
     "overhead": overhead,
-    "block_scores": block_scores,
     "lfps_overlap": lfps_overlap,
     "lfps_times": lfps_times,
 }

@@ -15,34 +15,8 @@ from rivals import rivals
 
 from fluxion_quality import stats
 from fluxion_quality import table as quality_table
-from fluxion_sglang.training.report import calibration_table, metrics_table
+from fluxion_sglang.training.report import calibration_table
 from fluxion_sglang.training.tau import verdict
-
-
-def quality(results: Path) -> str:
-    """Means over RULER's tasks, by length and policy, of few fixed policies; `pareto` has all of them."""
-    return _quality(results, lambda data: quality_table.averages(_few(data)))
-
-
-def pareto(results: Path) -> str:
-    """RULER's scores against bytes, and the cheapest fixed policy of equal quality."""
-    return _quality(results, quality_table.pareto)
-
-
-def quality_tasks(results: Path) -> str:
-    """RULER's scores by task and length; a column a policy, and of the fixed ones those of the paper's baselines."""
-    return _quality(results, lambda data: quality_table.scores(_few(data), intervals=False))
-
-
-def _few(data: dict[str, Any]) -> dict[str, Any]:
-    """Without the fixed policies that are not the baselines of the paper's tables."""
-
-    def shown(policy: str) -> bool:
-        kind, *args = policy.split(":")
-        return kind != "fixed" or (args[0] in ("16", "32") and args[1] in ("0.02", "0.05"))
-
-    rows = [row for row in data["rows"] if shown(row["policy"])]
-    return {**data, "policies": [policy for policy in data["policies"] if shown(policy)], "rows": rows}
 
 
 def large(results: Path) -> str:
@@ -53,36 +27,6 @@ def large(results: Path) -> str:
 def adaptive(results: Path) -> str:
     """What can be had without training, beside what a predictor gives."""
     return _quality(results, quality_table.averages, "quality_adaptive.json")
-
-
-def ablations(results: Path) -> str:
-    """Criteria and choices of the selector, in the shape of the paper's Fig. 9."""
-    return _quality(results, lambda data: quality_table.averages(data), "quality_ablations.json")
-
-
-def guard(results: Path) -> str:
-    """What the guard rail buys and costs: policies by guard, without one first."""
-    files = result_files(results, "quality_guard_*.json")
-    out = []
-    for base, whole in result_files(results, "quality_ruler.json"):
-        guarded = [(path, data) for path, data in files if path.parent == base.parent]
-        if not guarded:
-            continue
-        rows = []
-        for _, data in [(base, whole), *guarded]:
-            value = data["config"].get("guard")
-            for length, policy, row in quality_table.averaged(data):
-                if policy not in guarded[0][1]["policies"] or policy == "full":
-                    continue
-                cells = [f"{row['score']:.3f}", f"{row['read_fraction']:.2%}", f"{row['error_mean']:.4f}"]
-                cells += [f"{row['error_p99']:.4f}", f"{row['kl']:.2e}"]
-                rows.append((length or 0, policy, -(value or 9), [f"{length:,}", policy, f"{value or 'off'}", *cells]))
-        head = ["prompt", "policy", "guard", "score", "read", "error", "p99", "KL"]
-        lines = [line for *_, line in sorted(rows, key=lambda row: row[:3])]
-        sources = [f"[commit {data['commit']}]({link(path)})" for path, data in [(base, whole), *guarded]]
-        note = f"Of {', '.join(sources)}. {where(guarded[0][1])}"
-        out.append(f"{table(head, lines, 'rllrrrrr')}\n{note}\n")
-    return "\n".join(out) or "Not measured yet: `python -m benchmark --only quality`.\n"
 
 
 def psa(results: Path) -> str:
@@ -98,11 +42,6 @@ def psa(results: Path) -> str:
 def far(results: Path) -> str:
     """RULER beyond the trained lengths."""
     return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_far.json")
-
-
-def extraction(results: Path) -> str:
-    """Scores of the extraction suite."""
-    return _quality(results, lambda data: quality_table.averages(data), "quality_extraction.json")
 
 
 def kv_dtype(results: Path) -> str:
@@ -166,20 +105,13 @@ def needle_heads(_: Path) -> str:
     return table([*head, "value of `<bos>`", "shared in a group"], rows, "r" * (len(head) + 2))
 
 
-def predictor(_: Path) -> str:
-    """Metrics of the bundled model's predictor at its calibrated tau, on held-out sequences."""
-    found = json.loads((common.PREDICTOR / "predictor.json").read_text())
-    key = found["calibrated"]
-    return metrics_table({float(key): found["taus"][key]["metrics"]})
-
-
 def calibration(_: Path) -> str:
     """What every tau did to held-out sequences, and what followed."""
     found = json.loads((common.PREDICTOR / "calibration.json").read_text())
     return f"{calibration_table(found['rows'])}\n{verdict(found)}\n"
 
 
-def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "quality_ruler.json") -> str:
+def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str) -> str:
     out = []
     for path, data in result_files(results, name):
         model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
@@ -190,20 +122,13 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str = "
 
 
 QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
-    "quality": quality,
-    "pareto": pareto,
-    "quality_tasks": quality_tasks,
     "large": large,
     "adaptive": adaptive,
-    "ablations": ablations,
-    "guard": guard,
     "psa": psa,
     "far": far,
-    "extraction": extraction,
     "kv_quality": kv_dtype,
     "perplexity": perplexity,
     "needle_heads": needle_heads,
-    "predictor": predictor,
     "calibration": calibration,
     "rivals": rivals,
 }

@@ -28,7 +28,9 @@ def markdown(data: dict[str, Any]) -> str:
         f"Suite {data['suite']}, {model}, {data['samples']} samples a task, seed {data['seed']}, "
         f"dtype {data['dtype']}. {where(data)}"
     )
-    return "\n".join([head, "", scores(data), averages(data), _MEANING])
+    # A mean over perplexities would say nothing.
+    means = [] if all(row["measure"] == "perplexity" for row in data["rows"]) else [averages(data)]
+    return "\n".join([head, "", scores(data), *means, _MEANING])
 
 
 def where(data: Mapping[str, Any]) -> str:

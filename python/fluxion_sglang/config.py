@@ -70,7 +70,7 @@ class FluxionConfig:
         None,
         "How far a head's output may be from exact attention, as a share of the layer's largest output of a head; "
         "smaller reads more. For fluxion one that the predictor was trained for (by default the calibrated one), for "
-        "anchor any (by default 0.10).",
+        "adaptive and anchor any (by default 0.10).",
         "0.10",
         lambda tau: 0 < tau <= 1,
         "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "
@@ -94,9 +94,9 @@ class FluxionConfig:
     )
     policy_state_gb: float | None = _option(
         None,
-        "Most memory in GiB in which the policies of each rank may remember requests (lfps, hgca, some of other "
-        "packages), beside the host pool; a request that needs more is ended with an error. By default an eighth of "
-        "the host pool.",
+        "Most memory in GiB in which the policies of each rank may remember requests (adaptive, lfps, hgca, some of "
+        "other packages), beside the host pool; a request that needs more is ended with an error. By default an eighth "
+        "of the host pool.",
         "2",
         lambda gib: gib >= 0,
         "it is an amount of memory; give a number of GiB, or leave the key out for an eighth of the host pool.",
@@ -164,7 +164,7 @@ class FluxionConfig:
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
-        "from memory once for all of them. What each head reads stays the same.",
+        "from memory once for all of them, under full, fixed, fluxion and anchor. What each head reads stays the same.",
         "false",
         group=RESEARCH,
     )
@@ -180,7 +180,7 @@ class FluxionConfig:
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. With executors cpu alone.",
+        "in the same step; by default none does. With executors cpu alone, under fixed, fluxion and anchor.",
         "0.3",
         lambda guard: 0 < guard < 1,
         "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "

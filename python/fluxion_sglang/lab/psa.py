@@ -27,9 +27,8 @@ SCORES: Final = (QUEST, MEAN)
 minus the mean distance of the keys from it, dimension by dimension."""
 
 MEAN_SPREAD: Final = {16: 0.5, 32: 0.45, 64: 0.4, 128: 0.4}
-"""The mean distance from the box's center, as a share of its half width, by block size. Metadata has the box alone, so
-`mean` takes this share of it: on the bundled model keys have 0.52, 0.46, 0.43 and 0.40, and the blocks it
-finds have within 0.01 of the mass of those that the cuboid itself does (`benchmark/block_scores.py`)."""
+"""The mean distance from the box's center, as a share of its half width, by block size: about that of the bundled
+model's keys. Metadata has the box alone, so `mean` takes this share of it."""
 
 DEFAULT_EPSILON: Final = 0.95
 DEFAULT_BLK: Final = 32

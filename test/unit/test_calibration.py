@@ -125,7 +125,8 @@ def pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [32, 80])  # of which 4 MiB have a whole number of tiles, and have not
+def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
     monkeypatch.setattr(calibration, "TASKS", (1, 2))
     monkeypatch.setattr(calibration, "TASK_PAGES", 2)
     monkeypatch.setattr(calibration, "RUNS", 3)
@@ -133,7 +134,7 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rogue = Rogue()
     before = rogue.held
     isa = str(native.topology()["isa"])
-    rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32, flash=True)
+    rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=head_dim, dtype=torch.float32, flash=True)
     assert (
         all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.scan, rates.stage)) and rates.launch_s >= 0
     )
@@ -141,7 +142,7 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rogue.held == before
     rogue.fail("attend", 2)
     with pytest.raises(RuntimeError, match="could not take a batch of attention"):
-        measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=32, dtype=torch.float32, flash=True)
+        measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=head_dim, dtype=torch.float32, flash=True)
 
 
 def test_a_device_that_hangs_is_not_waited_for_for_ever() -> None:

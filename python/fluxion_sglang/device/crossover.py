@@ -21,9 +21,11 @@ class Crossover:
             are of them, and of one where none fits.
         plain_s: the device reads all of it in its own memory; infinite where not one fits.
         fluxion_s: the device reads sinks and windows, CPU and device what the policy takes of the middle.
+        read_share: of the middle, that the policy takes.
     """
 
     context: int
+    read_share: float
     requests: int
     plain_s: float
     fluxion_s: float
@@ -37,7 +39,10 @@ class Crossover:
         if self.requests == 0:
             return f"no request of {self.context} tokens fits on the device: plain SGLang cannot serve them"
         fit = f"as many as {self.requests} requests of {self.context} tokens fit on the device"
-        times = f"{self.plain_s * 1e3:.2f} ms a step against {self.fluxion_s * 1e3:.2f} ms"
+        times = (
+            f"{self.plain_s * 1e3:.2f} ms a step against {self.fluxion_s * 1e3:.2f} ms where heads read "
+            f"{self.read_share:.0%} of the middle"
+        )
         if self.plain_is_faster:
             return (
                 f"{fit}: where no more run, plain SGLang is faster (attention {times}); Fluxion pays where more or "
@@ -73,4 +78,4 @@ def crossover(
     busy = (1 - share) * (tiles + metadata) / rates.cpu if rates.cpu else float("inf")
     resident = per_layer * (context - middle) / rates.hot if rates.hot else float("inf")
     plain = each * batch / rates.hot if requests and rates.hot else float("inf")
-    return Crossover(context, requests, plain, shape.layers * max(busy, resident))
+    return Crossover(context, read_share, requests, plain, shape.layers * max(busy, resident))

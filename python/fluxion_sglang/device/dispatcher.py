@@ -13,7 +13,7 @@ import torch
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import rates as calibration
-from fluxion_sglang.device.crossover import crossover
+from fluxion_sglang.device.crossover import READ_SHARE, crossover
 from fluxion_sglang.device.library import DeviceLibrary, load
 from fluxion_sglang.device.rates import Rates
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
@@ -201,7 +201,8 @@ def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
         )
 
     def say(rates: Rates) -> str:
-        at = crossover(pool.shape, pool.placement, rates, context=LOGGED_CONTEXT, device_bytes=free)
+        share = 1.0 if config.policy == "full" else READ_SHARE
+        at = crossover(pool.shape, pool.placement, rates, context=LOGGED_CONTEXT, device_bytes=free, read_share=share)
         return at.sentence()
 
     return [GpuExecutor(library, options, say=say)]

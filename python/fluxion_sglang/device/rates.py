@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import statistics
@@ -21,7 +22,7 @@ import torch
 
 from fluxion_sglang import __version__
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import Workers, function, probe
+from fluxion_sglang.native import Workers, function, probe, topology
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ TASKS = (1, 2, 4, 8, 16, 32)
 RUNS = 7
 TIMEOUT_S = 10.0
 CPU_BYTES = 256 << 20
-"""What the CPU reads to be timed, in an order of no use to a cache: more than caches of most machines have."""
+"""What the CPU reads to be timed, at least: in an order of no use to a cache, and twice what the last caches have."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def _device_times(
 
 
 def _cpu_rate(workers: Workers, isa: str, group: int, head_dim: int, dtype: torch.dtype) -> float:
-    memory = probe.host_memory(workers, CPU_BYTES)
-    tiles = memory.view(dtype).view(-1, 2, PAGE, head_dim)
+    caches = int(topology()["last_cache_bytes_per_thread"]) * (os.cpu_count() or 1)
+    tiles = _many(workers, max(CPU_BYTES, 2 * caches), (2, PAGE, head_dim), dtype)
     pages = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     pages = pages[: len(pages) // TASK_PAGES * TASK_PAGES]
     tasks = probe.TaskList(pages, torch.arange(0, len(pages) + 1, TASK_PAGES))
@@ -166,9 +167,16 @@ def _cpu_rate(workers: Workers, isa: str, group: int, head_dim: int, dtype: torc
     return len(pages) * tiles[0].nbytes / (min(ns) * 1e-9)
 
 
+def _many(workers: Workers, nbytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """[n, *shape] in host memory, of at most so many bytes."""
+    count = nbytes // (math.prod(shape) * dtype.itemsize)
+    memory = probe.host_memory(workers, nbytes).view(dtype)
+    return memory[: count * math.prod(shape)].view(count, *shape)
+
+
 def _scan_rate(isa: str, group: int, head_dim: int, dtype: torch.dtype) -> float:
     one = Workers(1)
-    entries = probe.host_memory(one, CPU_BYTES).view(dtype).view(-1, 2, head_dim)
+    entries = _many(one, CPU_BYTES, (2, head_dim), dtype)
     pieces = torch.randperm(len(entries), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tasks = probe.TaskList(pieces, torch.tensor([0, len(pieces)]))
     q = torch.zeros(1, group, head_dim, dtype=dtype)

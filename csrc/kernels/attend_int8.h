@@ -220,7 +220,7 @@ template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<
       for (int v = 0; v < kTokenVecs; ++v) {
         const int i = s * kTokenVecs + v;
         const uint32_t lanes = wanted(h, v);
-        const Vec w = exp_nonpositive(sub(scores[i * kHeads + h], set1(base[h])));
+        const Vec w = exponential<Int8>(sub(scores[i * kHeads + h], set1(base[h])));
         if (kMasked || h == 0) {
           if ((lanes_at_least(scales[i], set1(0.0f)) & lanes) != lanes) no_numbers |= kMasked ? 1u << h : ~0u;
         }

@@ -23,5 +23,14 @@ inline Vec exp_nonpositive(Vec x) {
   return zero_below(x, limit, mul(y, exp2_of_rounded(t)));
 }
 
+// e^x for x <= 0, as exact as weights need that are rounded to T.
+template <class T>
+inline Vec exponential(Vec x) {
+#ifdef FLUXION_EXP_FOR_BF16
+  if constexpr (sizeof(T) <= sizeof(BF16)) return exp_for_bf16(x);
+#endif
+  return exp_nonpositive(x);
+}
+
 }  // namespace
 }  // namespace fluxion::FLUXION_ISA

@@ -18,15 +18,6 @@ inline uint32_t first_lanes(int count) {
   return count <= 0 ? 0 : count >= kLanes ? kEveryLane : (1u << count) - 1;
 }
 
-// e^x for x <= 0, as exact as weights of T are.
-template <class T>
-inline Vec exponential(Vec x) {
-#ifdef FLUXION_EXP_FOR_BF16
-  if constexpr (sizeof(T) == sizeof(BF16)) return exp_for_bf16(x);
-#endif
-  return exp_nonpositive(x);
-}
-
 // One call of `extend` (kernels/table.h). A row is a query of one head: row r is head r % G of token r / G.
 // Tiles are of Stored, and multiplied as T.
 template <class Stored, class T = Model<Stored>>

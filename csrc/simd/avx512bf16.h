@@ -99,8 +99,8 @@ struct PairMix {
   }
 };
 
-// e^x for x <= 0 within 2^-18, for weights that are rounded to bf16: 2^t = 2^floor(t) 2^r, and a polynomial
-// in r.
+// e^x for x <= 0 within 2^-18, for weights that are rounded to 16 bits or fewer: 2^t = 2^floor(t) 2^r, and
+// a polynomial in r.
 #define FLUXION_EXP_FOR_BF16
 inline Vec exp_for_bf16(Vec x) {
   const Vec t = mul(x, set1(1.44269504088896341f));

@@ -85,7 +85,7 @@ inline constexpr int kSoftmaxRows = 4;
 template <int kD, int kTiles, int kHeads, int kGap>
 inline void add_weighted(const uint8_t* weights, const float* units, const TileRows<Int8, kTiles>& tiles,
                          int head_dim, Int8Fetch<kTiles, kGap>* ahead, float* out) {
-  constexpr int kTokens = 4;
+  constexpr int kTokens = kInt8Values;
   constexpr int kMost = kWordSums / kHeads;
   const int D = kD ? kD : head_dim;
   const int read = (kPage + kSoftmaxRows) * D / kLine * kLine;  // and what is in the softmax
@@ -101,7 +101,8 @@ inline void add_weighted(const uint8_t* weights, const float* units, const TileR
       for (int s = 0; s < kTiles; ++s) {
         Vec value[kVecs];
 #pragma GCC unroll 16
-        for (int v = 0; v < kVecs; ++v) value[v] = in_register(bytes_at(tiles.now[s] + at + v * 4 * kLanes));
+        for (int v = 0; v < kVecs; ++v)
+          value[v] = in_register(bytes_at(tiles.now[s] + at + v * kTokens * kLanes));
 #pragma GCC unroll 16
         for (int h = 0; h < kHeads; ++h) {
           const Vec weight = in_register(for_all_lanes(weights + (s * kHeads + h) * kPage + t));

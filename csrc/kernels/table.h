@@ -35,9 +35,11 @@ enum class DType : int { kF32 = 0, kBF16 = 1, kInt8 = 2 };
 inline constexpr DType kv_dtype(DType stored) { return stored == DType::kInt8 ? DType::kBF16 : stored; }
 inline constexpr int element_bytes(DType stored) { return stored == DType::kF32 ? 4 : 2; }  // KV dtype
 inline constexpr int64_t kMaxTileBytes = 2 * kPage * kMaxHeadDim * 4;
+inline constexpr int kInt8Values = 4;  // whose integers lie together
 // Where element d of key or value `row`, of the 2 * kPage of a tile of kInt8, has its integer.
 inline constexpr int int8_at(int row, int d, int D) {
-  return row < kPage ? d / 2 * 2 * kPage + 2 * row + d % 2 : row / 4 * 4 * D + 4 * d + row % 4;
+  return row < kPage ? d / 2 * 2 * kPage + 2 * row + d % 2
+                     : (row - row % kInt8Values) * D + kInt8Values * d + row % kInt8Values;
 }
 inline constexpr int kScaleBytes = 2 * kPage * 2;  // of a tile of kInt8
 // Of a key or a value of D elements, as it is stored.
@@ -188,8 +190,8 @@ struct KernelTable {
   // o: float32 [G][D], normalised. lse: [G], natural log of sum exp(logit of q.k). A head that attends to
   // nothing gets o = 0 and lse = -inf. An ISA that multiplies bf16 may round the weights of the values: for
   // more than kMaxGroup heads by 2^-9 of each at most, for more than kVectorHeads by 2^-16; lse has them
-  // unrounded. Of kInt8, elements of q may be rounded by 2^-16 of the largest one, and weights times the
-  // scales of their values by 2^-16 of the largest such product of up to four pages.
+  // unrounded. Of kInt8, elements of q may be rounded by 2^-16 of the largest one, and each weight times the
+  // scale of its value by 1/510 of the largest such product of up to four pages.
   void (*attend)(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
                  const uint16_t* masks, int n, int ahead, float* o, float* lse);
 

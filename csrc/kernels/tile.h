@@ -127,7 +127,8 @@ inline void unpack_values(const Int8* tile, int D, BF16* to) {
     const float scale = to_float(scales_of(tile, D)[kPage + t]);
     BF16* row = to + t * D;
     for (int d = 0; d < D; ++d)
-      row[d].bits = static_cast<uint16_t>(rounded_bits(static_cast<float>(from[4 * d].bits) * scale));
+      row[d].bits =
+          static_cast<uint16_t>(rounded_bits(static_cast<float>(from[kInt8Values * d].bits) * scale));
   }
 }
 

@@ -562,15 +562,15 @@ void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, 
   if (walk.open == 0) return;
   const float* weights = &s->weights[int64_t{g} * tokens];
   const float* o = &o_[int64_t{state} * D_];
-  const bool pairs = shape_.dtype == DType::kInt8;  // of values lie together
-  const int64_t bytes = pairs ? 2 * D_ : shape_.token_bytes();
+  const int together = shape_.dtype == DType::kInt8 ? kInt8Values : 1;  // values
+  const int64_t bytes = together > 1 ? together * D_ : shape_.token_bytes();
   Order order(&s->scores[int64_t{g} * tokens], tokens, s->keys.get());
   const auto tile = [&](int token) { return pool_.tile(args_.layer, head, pages[token / kPage]); };
   for (int count = 1; count < tokens && walk.open != 0; ++count) {
     const int token = order[count - 1];
     const int ahead = order.ahead(count - 1 + kAhead);
     const int row = kPage + ahead % kPage;
-    const char* next = tile(ahead) + (pairs ? row / 2 : row) * bytes;
+    const char* next = tile(ahead) + row / together * bytes;
     for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(next + b);
     walk.weight += weights[token];
     const float square = kernels_.add_value(tile(token), token % kPage, weights[token], o, D_, walk.sum);

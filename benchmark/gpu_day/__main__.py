@@ -55,6 +55,11 @@ class Shown:
         """Without files of layers, which are drawn."""
         return [path for path in sorted(results.glob(self.files)) if not path.stem.endswith("_timeline")]
 
+    def forget(self, results: Path) -> None:
+        """Pictures and files of layers, too."""
+        for path in results.glob(f"{self.files.removesuffix('.json').rstrip('*')}*"):
+            path.unlink()
+
 
 @dataclass(frozen=True)
 class Step:
@@ -185,8 +190,8 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     # Where the options are read in the process that serves, it is too late for EAGER (sglang/resolution.py).
     of_gpu = {"FLUXION_NEEDS_GPU": "1", "CUDA_MODULE_LOADING": "EAGER"}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(common.SIMULATED if simulated else of_gpu)}
-    for old in (path for shown in step.shows for path in shown.found(results)):
-        old.unlink(missing_ok=True)  # what this run does not measure anew is not of it
+    for shown in step.shows:
+        shown.forget(results)  # what this run does not measure anew is not of it
     log = LOGS / f"{step.name}.log"
     start = time.monotonic()
     with log.open("w") as out:
@@ -286,13 +291,17 @@ def main() -> None:
     header = {**common.header("gpu_day"), "simulated": args.simulated}
     data = {**common.resume(path, header, ("simulated",), fresh=False), **header}
     now = of_now()
-    passed = {row["step"] for row in data["rows"] if row["passed"] and row.items() >= now.items() and not args.fresh}
+    passed = {row["step"] for row in data["rows"] if row["passed"] and row.items() >= now.items()}
     steps = [
         step
         for step in STEPS
         if (step.simulated is not None or not args.simulated)
-        and (step.name in args.only if args.only else step.name not in passed)
+        and (step.name in args.only if args.only else args.fresh or step.name not in passed)
     ]
+    chosen = {step.name for step in steps}
+    if args.fresh:  # before the first of them ends, too, none has passed
+        data["rows"] = [row for row in data["rows"] if row["step"] not in chosen]
+        common.save(path, data)
     failed = []
     # A step has a session of its own, and would go on when this one is hung up.
     with exits_at_signals(), tqdm(steps, unit="step") as bar:

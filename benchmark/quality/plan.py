@@ -212,7 +212,7 @@ def _policy(spec: str, says: Callable[[Policy], bool]) -> bool:
 
     try:
         return says(parse_spec(spec))
-    except ValueError:  # it lacks its predictor, so it is `fluxion`
+    except ValueError:  # of `off`, and of `fluxion`, which lacks its predictor here
         return False
 
 

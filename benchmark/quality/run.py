@@ -97,24 +97,8 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
     # `full` may be of an earlier run, where this is the pass without the flag.
     full = next((row for row in rows if row.items() >= where.items() and row["policy"] == FULL), None)
     for row in rows[-len(policies) :]:
-        compare(row, full, plan.settings.seed)
+        stats.compare(row, full, plan.settings.seed)
     record.save(plan.settings.out, plan.results)
-
-
-def compare(row: dict[str, Any], full: dict[str, Any] | None, seed: int) -> None:
-    """Give a row its difference to `full` with the interval, and the share of equal answers.
-
-    Both rows hold every sample, so this may be done again, with another interval.
-    """
-    row |= dict.fromkeys(("delta", "delta_low", "delta_high", "same"))
-    if full is None:
-        return
-    row["delta"] = row["score"] - full["score"]
-    if row["measure"] == "score":  # forced tokens are always the same
-        row["same"] = float(np.mean([a == b for a, b in zip(row["answers"], full["answers"], strict=True)]))
-    deltas = stats.resampled_deltas(row["samples"], full["samples"], row["documents"], row["measure"], seed)
-    if deltas is not None:
-        row["delta_low"], row["delta_high"] = stats.interval(deltas)
 
 
 class _Answers:

@@ -65,6 +65,22 @@ def interval(deltas: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def compare(row: dict[str, Any], full: dict[str, Any] | None, seed: int) -> None:
+    """Give a row its difference to `full` with the interval, and the share of equal answers.
+
+    Both rows hold every sample, so this may be done again, with another interval.
+    """
+    row |= dict.fromkeys(("delta", "delta_low", "delta_high", "same"))
+    if full is None:
+        return
+    row["delta"] = row["score"] - full["score"]
+    if row["measure"] == "score":  # forced tokens are always the same
+        row["same"] = float(np.mean([a == b for a, b in zip(row["answers"], full["answers"], strict=True)]))
+    deltas = resampled_deltas(row["samples"], full["samples"], row["documents"], row["measure"], seed)
+    if deltas is not None:
+        row["delta_low"], row["delta_high"] = interval(deltas)
+
+
 class AuditSum:
     """The audit records of one policy in one cell, added up.
 

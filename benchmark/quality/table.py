@@ -28,6 +28,9 @@ def markdown(data: dict[str, Any]) -> str:
         f"Suite {data['suite']}, {model}, {data['samples']} samples a task, seed {data['seed']}, "
         f"dtype {data['dtype']}. {where(data)}"
     )
+    rows = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
+    for row in data["rows"]:  # intervals as they are taken now, whichever version measured
+        stats.compare(row, rows.get((row["task"], row["length"], FULL)), data["seed"])
     # A mean over perplexities would say nothing.
     means = [] if all(row["measure"] == "perplexity" for row in data["rows"]) else [averages(data)]
     return "\n".join([head, "", scores(data), *means, _MEANING])

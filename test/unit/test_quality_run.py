@@ -108,6 +108,34 @@ def test_policies_that_hear_of_a_prompt_are_not_given_it_by_the_tree(settings: S
     assert engine.forgotten == [at + 6 * document for document in range(3) for at in range(2, 6)]
 
 
+def test_each_part_of_a_document_is_brought_in_again_where_policies_hear(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Echo, "questions", 6)
+    start = Starter()
+    hearing = dataclasses.replace(
+        settings, policies=("streaming", "lfps:0.10"), tasks=("echo",), lengths=(64,), batch=3
+    )
+    measure(hearing, start)
+    (engine,) = start.engines
+    assert [len(batch) for batch in engine.batches] == [1, 4, 1, 1] * 3, "two questions: both others, then lfps twice"
+
+
+def test_an_engine_is_asked_to_forget_until_it_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [False, False, True]
+    engine = SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=answers.pop(0)))
+    Server(engine, 4).forget()
+    assert not answers
+    monkeypatch.setattr(serve, "IDLE_S", 0.05)
+    with pytest.raises(RequestFailed, match="did not flush"):
+        Server(SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=False)), 4).forget()
+
+
+def test_fluxion_without_a_predictor_is_refused_before_an_engine_starts(settings: Settings) -> None:
+    with pytest.raises(BadInput, match=r"'fluxion' needs a predictor, and .*fluxion has none"):
+        measure(dataclasses.replace(settings, policies=("fluxion:0.10",)))
+
+
 def test_a_policy_that_learns_is_measured_in_one_run(settings: Settings) -> None:
     learning = dataclasses.replace(settings, policies=("adaptive",), lengths=(64,))
     done = measure(dataclasses.replace(learning, tasks=("echo",)))

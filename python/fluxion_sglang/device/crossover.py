@@ -40,7 +40,7 @@ class Crossover:
             return f"no request of {self.context} tokens fits on the device: plain SGLang cannot serve them"
         fit = f"as many as {self.requests} requests of {self.context} tokens fit on the device"
         times = (
-            f"{self.plain_s * 1e3:.2f} ms a step against {self.fluxion_s * 1e3:.2f} ms where heads read "
+            f"{self.plain_s * 1e3:.2f} ms a step against {self.fluxion_s * 1e3:.2f} ms if heads read "
             f"{self.read_share:.0%} of the middle"
         )
         if self.plain_is_faster:

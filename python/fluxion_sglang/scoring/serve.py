@@ -28,7 +28,7 @@ OFF: Final = "off"
 """The policy that is none: SGLang without the flag."""
 
 IDLE_S: Final = 30
-"""How soon after its last answer an engine has nothing to do."""
+"""Most seconds from an engine's last answer until it has nothing to do."""
 
 STATE_GB: Final = 64
 """What policies may remember in at most."""

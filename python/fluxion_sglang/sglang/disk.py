@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 8
 """One in so many pages of the pool may wait to be written, while the tree cannot evict it. Others are not kept."""
+INT8_ORDER = "int8, keys by 2 elements, values by 4 tokens"
+"""How integers lie in a tile (`DType` in csrc/kernels/table.h): files of another order are of no use."""
 _SAMPLES = 64
 """Elements of a parameter that its sample has, spread over all of it."""
 
@@ -58,7 +60,7 @@ def manifest(runner: ModelRunner, pool: FluxionKVPool) -> dict[str, Any]:
         "architecture": (config.hf_config.architectures or ["unknown"])[0],
         "config": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest(),
         "weights": weights_digest(runner.model),
-        "stored": "int8" if shape.int8 else str(shape.dtype),
+        "stored": INT8_ORDER if shape.int8 else str(shape.dtype),
         "layers": [pool.start_layer, pool.start_layer + shape.layers],
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,

@@ -39,7 +39,7 @@ RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sin
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
-    "kv_far": ["--suite", "ruler", "--lengths", "31k", "--samples", "12"],
+    "kv_far": ["--suite", "ruler", "--lengths", "31k", "--samples", "24"],
     "kv_extraction": ["--suite", "extraction", "--lengths", "4k,8k", "--samples", "24"],
 }
 # Result file: options of `fluxion bench quality`. In float32 where nothing is said: differences are the policies', not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
+LEARNED = "build/learned"  # by the first run of adaptive, which begins with nothing, for those behind it
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
@@ -48,19 +50,23 @@ QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     rivals.NAME: rivals.quality_options(),
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
-    "adaptive": [
-        *("--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--seed", "11"),
-        *("--policies", "full,fluxion,adaptive"),
-    ],
+    **{
+        f"adaptive{name}": [
+            *("--suite", "ruler", "--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
+            *("--fluxion-config", f'{{"learned": "{LEARNED}"}}'),
+        ]
+        for name, lengths, samples, seed, policies in (
+            ("_first", "4k,8k,31k", "8", "5", "full,adaptive"),
+            ("", "4k,8k", "24", "11", "full,fluxion,adaptive"),
+            ("_far", "31k", "12", "11", "full,fluxion,adaptive"),
+        )
+    },
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
-    **{
-        f"guard_{guard}": [
-            *("--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", GUARDED),
-            *("--fluxion-config", f'{{"guard": {guard}}}'),
-        ]
-        for guard in ("0.3", "0.03")
-    },
+    "guard_0.03": [
+        *("--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", GUARDED),
+        *("--fluxion-config", '{"guard": 0.03}'),
+    ],
     "far": ["--suite", "ruler", "--lengths", "16k,31k", "--samples", "4", "--tasks", FAR, "--policies", FEW],
     "extraction": ["--suite", "extraction", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
     **{
@@ -97,7 +103,10 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
             options[options.index(option) + 1] = value
     out = results / (f"quality_{name}_quick.json" if quick else f"quality_{name}.json")
     options += [] if "--dtype" in options else ["--dtype", "float32"]
-    fresh = fresh or name == "adaptive"  # which learns, and so cannot continue
+    if name.startswith("adaptive"):
+        fresh = True  # it learns, and so cannot continue
+        if name == "adaptive_first":
+            shutil.rmtree(LEARNED, ignore_errors=True)
     options += ["--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
     return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 

@@ -39,7 +39,6 @@ struct Progressive::Room : OwnScratch {
   std::vector<int32_t> order;                    // [G][pages + 1]: blocks by score, as far as known
   std::vector<uint16_t> ranked, placed, picked;  // [pages]: heads that have a block in their order, as of the
                                                  // next and of the last extension; that read it now
-  std::vector<float> block_lse;                  // [pages][G], of blocks that were read
   std::vector<float> page_lse;                   // [pages][G], of the microbatch
 };
 
@@ -50,7 +49,6 @@ void Progressive::reserve(int pages, int group, Scratch* scratch) const {
   room.ranked.resize(pages);
   room.placed.resize(pages);
   room.picked.resize(pages);
-  room.block_lse.resize(static_cast<size_t>(pages) * group);
   room.page_lse.resize(static_cast<size_t>(pages) * group);  // last: the others are there when it is
 }
 
@@ -94,26 +92,23 @@ struct Progressive::Walk {
   Room& room;
   const int G = layer.group;
   const bool together = layer.config.attend_union;
-  const bool ahead;
   Head heads[kMaxGroup];
   int sorted[kMaxGroup] = {};  // blocks of a head's order that are known
   int walked[kMaxGroup] = {};  // blocks of it that it has come to
   int count = 0;               // blocks of the microbatch
 
-  Walk(const Layer& l, const Task& t, bool looks_ahead, Scratch* scratch)
+  Walk(const Layer& l, const Task& t, Scratch* scratch)
       : layer(l),
         task(t),
         at(blocks_of(l, t)),
         wanted(wanted_of(l, t, at.tokens(), l.blk(t), at.count)),
         s(scratch),
-        room(scratch->own<Room>()),
-        ahead(looks_ahead) {
+        room(scratch->own<Room>()) {
     for (uint16_t* of : {s->chosen.data(), room.ranked.data(), room.placed.data(), room.picked.data()})
       std::fill_n(of, at.count, uint16_t{0});
     const float* resident = layer.res_lse + layer.state(task);
     for (int g = 0; g < G; ++g) {
-      heads[g] = {resident[g], kMinusInf, resident[g], std::numeric_limits<double>::infinity(),
-                  at.tokens(), kMinusInf};
+      heads[g] = {resident[g], kMinusInf, std::numeric_limits<double>::infinity(), at.tokens()};
     }
   }
 
@@ -148,14 +143,8 @@ struct Progressive::Walk {
         extend_order(g, std::min(wanted.count[g], std::max(2 * sorted[g], 4 * quota)));
       const int block = order(g)[walked[g]];
       if (!had(block)) return block;
-      come_to(g, block);
     }
     return -1;
-  }
-
-  // Of a block that was read.
-  void come_to(int g, int block) {
-    if (ahead) heads[g].own = log_add(heads[g].own, room.block_lse[int64_t{block} * G + g]);
   }
 
   // Takes up to `quota` blocks of the order of every head that goes on. Heads that have none left go on no
@@ -209,15 +198,10 @@ struct Progressive::Walk {
     for (int j = 0, page = 0; j < count; ++j) {
       const int i = s->blocks[j], pages = at.to(i) - at.from(i);
       const uint16_t picked = room.picked[i];
-      float* weight = &room.block_lse[int64_t{i} * G];
-      for (int g = 0; g < G; ++g) {
-        const bool chose = picked >> g & 1;
-        if (!chose && !(ahead && together)) continue;
+      for (unsigned rest = picked; rest != 0; rest &= rest - 1) {
+        const int g = std::countr_zero(rest);
         const double lse = log_sum(&room.page_lse[static_cast<int64_t>(page) * G + g], pages, G);
-        weight[g] = static_cast<float>(lse);
-        if (!chose) continue;
         heads[g].least = std::min(heads[g].least, lse - std::log(pages * kPage));
-        come_to(g, i);
       }
       const uint16_t readers = together ? uint16_t{0xffff} : picked;
       for (int g = 0; g < G; ++g) heads[g].left -= readers >> g & 1 ? pages * kPage : 0;
@@ -231,22 +215,18 @@ struct Progressive::Walk {
 
 Selection Progressive::run(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) const {
   Selection out;
-  Walk walk(layer, task, looks_ahead(), s);
+  Walk walk(layer, task, s);
   const int G = walk.G;
   std::fill_n(o, G * layer.shape.head_dim, 0.0f);
   std::fill_n(lse, G, kMinusInf);
-  uint16_t going = candidates(layer, task, walk.wanted.active, s, &out.reads.metadata_bytes);
+  uint16_t going = walk.wanted.active;
   if (going == 0) return out;
-  out.reads.metadata_bytes += score_blocks(layer, task, walk.at, layer.query(task), G, spread(layer, task),
+  out.reads.metadata_bytes = score_blocks(layer, task, walk.at, layer.query(task), G, spread(layer, task),
                                            s->scores.data(), s->stride(G), s);
   for (int read = 0;; read += walk.count) {
     const int quota = microbatch(read, walk.at.level);
     for (unsigned rest = going; rest != 0; rest &= rest - 1) {
       const int g = std::countr_zero(rest);
-      if (walk.ahead) {
-        const int block = walk.next(g, quota);
-        walk.heads[g].next = block < 0 ? kMinusInf : or_least(walk.scores(g)[block]);
-      }
       if (enough(layer, task, g, walk.heads[g])) going &= ~(1u << g);
     }
     walk.pick(quota, &going);

@@ -17,10 +17,8 @@ class Progressive : public TaskKind {
   struct Head {
     float resident;        // weight of the residents
     float middle;          // weight of what it has attended to
-    double own;            // weight of the residents and of the blocks that it has come to in its order
     double least;          // least weight per token among the blocks it chose itself; +inf: it chose none
     int64_t left;          // tokens of the middle that it has not attended to
-    float next;            // score of the best block that it has not come to; -inf: it has come to all
     double known() const;  // weight of residents and middle
   };
 
@@ -34,15 +32,9 @@ class Progressive : public TaskKind {
  protected:
   // KernelTable::score's, of the task's blocks.
   virtual float spread(const Layer& layer, const Task& task) const = 0;
-  // Those of `heads` that may need anything of the middle. Adds to *bytes what it reads to find out.
-  virtual uint16_t candidates(const Layer&, const Task&, uint16_t heads, Scratch*, int64_t* /*bytes*/) const {
-    return heads;
-  }
   // Blocks of its order that a head takes in a microbatch, when the task has read so many. By default 64 KiB
   // of bf16 tiles with D = 128: merging its result costs a fiftieth of reading it.
   virtual int microbatch(int read, int level) const;
-  // Whether enough() looks at Head::next and own; else they may hold anything.
-  virtual bool looks_ahead() const { return false; }
   // Whether head g goes on no more. Asked before every microbatch, the first one included.
   virtual bool enough(const Layer& layer, const Task& task, int g, const Head& head) const = 0;
 

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "engine/block_scores.h"
-#include "engine/reach.h"
 #include "engine/resident_parts.h"
 
 namespace fluxion {
@@ -21,12 +20,6 @@ namespace {
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
-
-// What is no number reads everything.
-float further(float reach, double needed) {
-  return std::isnan(needed) ? std::numeric_limits<float>::infinity()
-                            : std::max(reach, static_cast<float>(needed));
-}
 
 // Uninitialised: a worker's room is touched by that worker, and only when it works.
 template <class T>
@@ -147,7 +140,6 @@ class Measurement {
   void survey(int item, Scratch* s);
   void weigh(int item, Scratch* s);
   void find_budgets(int item, Scratch* s);
-  void find_reach(int item, Scratch* s);
   void sink_norms(int n, int head, double* k, double* v) const;
   void walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s);
   void walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s);
@@ -280,7 +272,7 @@ void Measurement::run() {
       args_.anchor[(at + h) * kAnchorFeatures + 27] = largest_resident;
     }
   }
-  phase(args_.reach == nullptr ? &Measurement::find_budgets : &Measurement::find_reach);
+  phase(&Measurement::find_budgets);
 }
 
 void Measurement::sink_norms(int n, int head, double* k, double* v) const {
@@ -420,54 +412,6 @@ void Measurement::find_budgets(int item, Scratch* s) {
       walk_blocks(static_cast<int>(one), g, size, at, s);
       args_.anchor[one * kAnchorFeatures + 22 + size] = *budget(static_cast<int>(one), 0, size);
     }
-  }
-}
-
-// The reach and the gate of every head of one query and group.
-void Measurement::find_reach(int item, Scratch* s) {
-  const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
-  const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
-  std::fill_n(args_.reach + state, G_, kMinusInf);
-  std::fill_n(args_.gate + state, G_, kMinusInf);
-  const int pages = window_page(i) - shape_.sink_pages;
-  if (pages == 0) return;
-  weigh(item, s);
-  const auto score = [&](int blk, float spread) {
-    const Blocks at(blk, shape_.sink_pages, window_page(i));
-    s->scorer.score(pool_, args_.layer, head, at, args_.pages, query(i, head), G_, spread,
-                    s->block_scores.get(), pages);
-    return at.count;
-  };
-  const int blocks = score(kPage, kReachSpread);
-  uint32_t needy = 0;  // heads that the residents are not enough for
-  for (int g = 0; g < G_; ++g) {
-    const int one = static_cast<int>(state) + g;
-    Walk walk;
-    start(one, &walk);
-    if (walk.open == 0) continue;
-    needy |= 1u << g;
-    const float* scores = &s->block_scores[int64_t{g} * pages];
-    const float* values = &s->page_values[int64_t{g} * pages * D_];
-    Order order(scores, blocks, s->keys.get());
-    for (int count = 0; count < blocks && walk.open != 0; ++count) {
-      const int block = order[count];
-      const double own = lse_[one] + std::log(walk.weight);
-      args_.reach[one] = further(args_.reach[one], own - logit_of(args_.scale, scores[block]));
-      const double weight = s->page_weights[int64_t{g} * pages + block];
-      walk.weight += weight;
-      step(one,
-           kernels_.add_rows(values + int64_t{block} * D_, 1, static_cast<float>(weight),
-                             &o_[int64_t{one} * D_], D_, walk.sum),
-           &walk);
-    }
-  }
-  if (needy == 0) return;
-  const int coarse = score(kReachGateBlk, kReachGateSpread);
-  for (; needy != 0; needy &= needy - 1) {
-    const int g = std::countr_zero(needy);
-    const float* scores = &s->block_scores[int64_t{g} * pages];
-    const float top = *std::max_element(scores, scores + coarse);
-    args_.gate[state + g] = further(kMinusInf, resident_lse_[state + g] - logit_of(args_.scale, top));
   }
 }
 

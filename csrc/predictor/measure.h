@@ -41,13 +41,7 @@ struct MeasureArgs {
   float* parts;   // [N][Hq][5]: lse_sink, lse_local, |O_sink|, |O_local|, |O of both|; an empty part: -inf, 0
   float*
       result;  // [N][Hq][3]: |o|, error of the residents alone (kLayerError), the middle's share of the mass
-  float* budgets;  // [N][Hq][C][5]: least budget for blocks of 1, 16, 32, 64, 128 tokens; not where reach is
-
-  // nullptr, or [N][Hq] each: the least reach and gate (engine/reach.h) with which a head that reads for
-  // itself alone reads the blocks of 16 that the only criterion asks for, in the order of their scores; -inf:
-  // it asks for none. Then budgets are not written, nor of the anchor what follows from scores.
-  float* reach = nullptr;
-  float* gate = nullptr;
+  float* budgets;  // [N][Hq][C][5]: least budget for blocks of 1, 16, 32, 64, 128 tokens
 };
 
 // The budget with which units_of_budget() buys exactly `count` of the blocks; 1 for all of them alone.

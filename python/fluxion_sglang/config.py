@@ -92,6 +92,12 @@ class FluxionConfig:
         '"fixed:16:0.25"].',
         group=EVERYDAY,
     )
+    learned: str | None = _option(
+        None,
+        "Folder where adaptive keeps what it has learned of a model, statistics of requests without their tokens; a "
+        "server that starts again goes on from it. By default it is forgotten when the server stops.",
+        '"/var/cache/fluxion-learned"',
+    )
     policy_state_gb: float | None = _option(
         None,
         "Most memory in GiB in which the policies of each rank may remember requests (adaptive, lfps, hgca, some of "
@@ -420,16 +426,17 @@ class FluxionConfig:
             raise ConfigError(
                 f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
             )
-        path = self.path("record")
-        if path is None:
-            return
-        there = next(place for place in (path, *path.parents) if os.path.exists(place))
-        folder = bool(self.record) and os.path.isdir(there)
-        if not folder or not os.access(there, os.W_OK | os.X_OK):
-            what = "cannot be written" if folder else "is no folder and cannot be made one"
-            raise ConfigError(
-                f"record is {self.record!r}, which {what}; give a folder that can be written, such as /tmp/samples."
-            )
+        for key, example in (("learned", "/var/cache/fluxion-learned"), ("record", "/tmp/samples")):
+            path, value = self.path(key), getattr(self, key)
+            if path is None:
+                continue
+            there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+            folder = bool(value) and os.path.isdir(there)
+            if not folder or not os.access(there, os.W_OK | os.X_OK):
+                what = "cannot be written" if folder else "is no folder and cannot be made one"
+                raise ConfigError(
+                    f"{key} is {value!r}, which {what}; give a folder that can be written, such as {example}."
+                )
 
 
 def _file_text(name: str) -> str:

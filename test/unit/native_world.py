@@ -15,7 +15,6 @@ from fluxion_sglang.lab.kinds import EarlyStop, SingleTokens
 from fluxion_sglang.lab.torch_executor import block_scores
 from fluxion_sglang.native import NativeEngine, NativePool, Workers
 from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record, TaskKind
-from fluxion_sglang.policy.reach import Reach
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
 """`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer (`csrc/engine/task_queue.h`, kBits)."""
@@ -94,7 +93,6 @@ def layer_begin(
     given: Given | None = None,
     stop: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
-    reach: Reach | None = None,
     middle: tuple[torch.Tensor, torch.Tensor] | None = None,
     parts: torch.Tensor | None = None,
 ) -> int:
@@ -102,8 +100,6 @@ def layer_begin(
     kinds: tuple[TaskKind, ...] = (SingleTokens(),)
     if stop is not None:
         kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
-    if reach is not None:
-        kinds = (reach, *kinds)
     plan = native_plan(LayerPlan(blk, budget, value, listed, record, given, kinds), owner=owner)
     if middle is not None:
         assert out is None

@@ -1,29 +1,33 @@
-"""adaptive: exact until it has measured enough, then what its measurements say, and its prompts."""
+"""adaptive: exact until it has learned; then by its predictor for what it knows, and exact for what it does not."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from fluxion_sglang.learning.familiar import Familiar
+from fluxion_sglang.learning.learned import Learned
+from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
+from fluxion_sglang.learning.measured import MOST_STEPS, Measured
 from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.policy.adaptive import ENOUGH, KEPT, NEWEST, SPREAD, AdaptivePolicy, _Prompt, quantile
-from fluxion_sglang.policy.reach import Reach
+from fluxion_sglang.policy.adaptive import ONE_OF, AdaptivePolicy
 from fluxion_sglang.policy.testing import Request, Rig
-from fluxion_sglang.predictor.measure import Reaches
+from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.features import COUNT, INDEX
+from fluxion_sglang.predictor.measure import measure
+from fluxion_sglang.predictor.network import HeadPredictor
+from fluxion_sglang.training.live import train
+
+PROMPT, STEPS = 500, 6
 
 
 def adaptive(spec: str = "adaptive") -> AdaptivePolicy:
     policy = parse_spec(spec)
     assert isinstance(policy, AdaptivePolicy)
     return policy
-
-
-def reach_of(rig: Rig) -> Reach | None:
-    return next((kind for kind in rig.plans[-1].kinds if isinstance(kind, Reach)), None)
 
 
 def lean(seed: int, every: int = 0) -> Request:
@@ -37,126 +41,200 @@ def lean(seed: int, every: int = 0) -> Request:
     return request
 
 
-def warm(rig: Rig, request: Request) -> None:
-    rig.prefill(request, 500)
-    rig.run(request, ENOUGH)
+def nothing(requests: Sequence[Measured], tau: float) -> Learned:
+    """At once: a predictor that has every head stream."""
+    network = HeadPredictor().eval().requires_grad_(False)
+    last = network.layers[-1]
+    assert isinstance(last, torch.nn.Linear)
+    last.weight.zero_()
+    last.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
+    layers, heads = requests[0].budgets.shape[1:3]
+    anchors = torch.stack([request.anchor for request in requests])
+    return Learned(LoadedPredictor(network, tau, 0.0, torch.ones(layers, heads, 4), {}), Familiar.of(anchors))
 
 
-@given(
-    values=st.lists(st.floats(-1e6, 1e6, width=32) | st.just(-math.inf), max_size=60),
-    missed=st.sampled_from([0.02, 0.1, 0.5]),
-)
-def test_the_quantile_by_its_definition(values: list[float], missed: float) -> None:
-    found = float(quantile(torch.tensor(values).view(-1, 1), missed))
-    rank = math.ceil((1 - missed) * (len(values) + 1) - 1e-9)
-    assert found == (sorted(values)[rank - 1] if rank <= len(values) else math.inf)
+class Served:
+    """Requests one after the other, under adaptive and exactly."""
+
+    def __init__(self, spec: str = "adaptive", train: Callable[[Sequence[Measured], float], Learned] = nothing) -> None:
+        self.policy = adaptive(spec)
+        self.rig, self.full = Rig(self.policy), Rig(parse_spec("full"))
+        self.policy.learner = Learner(self.policy.criterion.limit, None, train)
+
+    def serve(self, make: Callable[[int], Request], seed: int, prompt: int = PROMPT) -> tuple[float, torch.Tensor]:
+        """What it read of the bytes of exact attention, and the error of every step, layer and head."""
+        outs, read = [], []
+        for rig in (self.rig, self.full):
+            request, before = make(seed), rig.engine.native.stats()["tile_bytes"]
+            rig.prefill(request, prompt)
+            outs.append(torch.stack(rig.run(request, STEPS)))
+            rig.release(request)
+            read.append(rig.engine.native.stats()["tile_bytes"] - before)
+        self.policy.learner.wait()
+        a, b = outs
+        return read[0] / read[1], (a - b).norm(dim=-1) / b.norm(dim=-1).amax(-1, keepdim=True)
+
+    def warm(self, make: Callable[[int], Request]) -> None:
+        for seed in range(FIRST):
+            read, error = self.serve(make, seed)
+            assert read == 1 and float(error.max()) < 1e-5
+        assert len(self.policy.learner) == FIRST
 
 
-def test_one_more_value_exceeds_the_quantile_as_seldom_as_promised() -> None:
-    torch.manual_seed(0)
-    for missed, n in ((0.1, 19), (0.02, 99)):
-        draws = torch.randn(n + 1, 40_000).exp()
-        rate = float((draws[-1] > quantile(draws[:-1], missed)).float().mean())
-        assert rate == pytest.approx(missed, abs=0.15 * missed)
+def test_it_begins_exact_and_then_does_what_it_learned() -> None:
+    served = Served()
+    served.warm(lean)
+    assert served.serve(lean, 1000)[0] == 0
 
 
-def test_it_begins_exact() -> None:
-    rig, full = Rig(adaptive()), Rig(parse_spec("full"))
-    mine, theirs = Request(3), Request(3)
-    for one, request in ((rig, mine), (full, theirs)):
-        one.prefill(request, 500)
-    for a, b in zip(rig.run(mine, ENOUGH), full.run(theirs, ENOUGH), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert all(not plan.kinds for plan in rig.plans)
+def test_what_it_does_not_know_stays_exact_until_it_does() -> None:
+    served = Served()
+    served.warm(lean)
+    for seed in range(MORE):
+        read, error = served.serve(Request, seed)
+        assert read == 1 and float(error.max()) < 1e-5
+    assert served.serve(lean, 1000)[0] == 0
+    assert min(served.serve(Request, 100 + seed)[0] for seed in range(4)) == 0
+    known = [served.serve(lean, 2000 + seed)[0] for seed in range(4)]
+    assert known == [0] * 4, "the other kind is known as before"
 
 
-def test_queries_that_are_no_numbers_teach_nothing() -> None:
-    """One client's overflow does not have all others read everything."""
+def test_a_request_is_judged_alone() -> None:
+    """In a batch, the strange ones are read exactly and the familiar ones are not."""
+    served = Served()
+    served.warm(lean)
+    mine, strange = lean(1000), Request(1001)
+    exact = Rig(parse_spec("full"))
+    same = Request(1001)
+    for rig, requests in ((served.rig, (mine, strange)), (exact, (same,))):
+        for request in requests:
+            rig.prefill(request, PROMPT)
+    for _ in range(STEPS):
+        out, want = served.rig.decode(mine, strange)[1], exact.decode(same)[0]
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+        plan = served.rig.plans[-1]
+        assert bool((plan.budget[1] == 1).all()) and bool((plan.budget[0] == 0).all())
+
+
+def test_running_requests_are_judged_anew() -> None:
+    """Those that were strange to the predictor before may be familiar to the next; their own steps did not teach it."""
+    served = Served()
+    served.warm(lean)
+    running = [Request(5000 + i) for i in range(4)]
+    for request in running:
+        served.rig.prefill(request, 200)
+    for _ in range(2):
+        served.rig.decode(*running)
+        assert bool((served.rig.plans[-1].budget == 1).all())
+    for seed in range(MORE):
+        served.serve(Request, seed, prompt=200)
+    served.rig.decode(*running)
+    assert int((served.rig.plans[-1].budget == 0).all(1).sum()) >= 2
+
+
+def test_some_of_what_it_knows_is_measured_as_well() -> None:
+    served = Served()
+    served.warm(lean)
+    few, _ = ONE_OF
+    before = len(served.policy.learner)
+    for seed in range(2 * few):
+        served.serve(lean, 1000 + seed)
+    assert len(served.policy.learner) == before + 2
+
+
+def test_what_is_measured_is_what_each_step_needed() -> None:
+    """Budgets and features of every layer, as `measure` gives them for the same queries."""
+    taken: list[Measured] = []
+    policy = adaptive("adaptive:0.2")
+    rig = Rig(policy)
+    policy.learner.take = taken.append  # type: ignore[method-assign]
+    request = Request(7)
+    rig.prefill(request, PROMPT)
+    rig.run(request, 5)
+    pages, length = request.page_list, request.length
+    want = []
+    for step in range(length - 5, length):
+        found = [
+            measure(
+                rig.pool, layer, pages, torch.tensor([step + 1], dtype=torch.int32), request.q[layer, step : step + 1],
+                request.q.shape[-1] ** -0.5, rig.pool.placement.window, [policy.criterion],
+            ).budgets[0, :, 0]
+            for layer in range(request.q.shape[0])
+        ]  # fmt: skip
+        want.append(torch.stack(found))
+    rig.release(request)
+    assert len(taken) == 1
+    torch.testing.assert_close(taken[0].budgets, torch.stack(want))
+    layers = taken[0].features[..., INDEX["layer"]]
+    assert bool((layers == torch.arange(layers.shape[1]).view(1, -1, 1)).all())
+    lengths = taken[0].features[:, 0, 0, INDEX["cpu_tokens"]]
+    assert taken[0].features.shape[-1] == COUNT and bool((lengths.diff() >= 0).all())
+
+
+def test_few_steps_of_a_long_answer_are_measured() -> None:
+    taken: list[Measured] = []
     policy = adaptive()
     rig = Rig(policy)
-    warm(rig, lean(0))
-    learned, quantiles = list(policy._seen), policy._quantiles.clone()
-    assert not quantiles.isposinf().any()
-    number = torch.zeros(1, policy._needed.shape[-1])
-    policy._learn(0, Reaches(number + math.inf, number))
-    policy._learn(0, Reaches(number, number + math.inf))
-    assert policy._seen == learned and torch.equal(policy._quantiles, quantiles)
+    policy.learner.take = taken.append  # type: ignore[method-assign]
+    request = Request(7)
+    rig.prefill(request, 300)
+    rig.run(request, 150)
+    rig.release(request)
+    assert len(taken[0].budgets) == MOST_STEPS
 
 
-def test_then_it_keeps_its_promise_and_reads_less() -> None:
-    """A seventh of the queries needs most of the middle. They get it, and the others read nothing for their sake."""
-    tau = 0.3
-    rig, full = Rig(adaptive(f"adaptive:{tau}")), Rig(parse_spec("full"))
-    beyond, read = [], []
-    for seed in range(4):
-        mine, theirs = lean(seed, 7), lean(seed, 7)
-        before = [engine.engine.native.stats()["tile_bytes"] for engine in (rig, full)]
-        for one, request in ((rig, mine), (full, theirs)):
-            one.prefill(request, 500)
-        for a, b in zip(rig.run(mine, 100), full.run(theirs, 100), strict=True):
-            beyond.append((a - b).norm(dim=-1) / b.norm(dim=-1).amax(-1, keepdim=True) > tau)
-        read = [
-            engine.engine.native.stats()["tile_bytes"] - old for engine, old in zip((rig, full), before, strict=True)
-        ]
-        rig.release(mine)
-        full.release(theirs)
-    assert reach_of(rig) is not None
-    assert float(torch.stack(beyond[ENOUGH:]).float().mean()) < 0.05
-    assert 0.05 < read[0] / read[1] < 0.3
-
-
-def test_what_a_prompt_needs_is_the_least() -> None:
-    """A request reaches at least as far as most measured tokens of its own prompt, and others do not for its sake."""
-    rig = Rig(adaptive())
-    first = lean(5)
-    warm(rig, first)
-    sharp = Request(6)
-    rig.prefill(sharp, 500)
-    rig.decode(first, sharp)
-    both = reach_of(rig)
-    assert both is not None
-    assert bool((both.reach[1] >= both.reach[0]).all())
-    assert bool((both.reach[1] > both.reach[0]).any())
-    rig.release(sharp)
-    again = lean(7)
-    rig.prefill(again, 500)
-    rig.decode(first, again)
-    alone = reach_of(rig)
-    assert alone is not None
-    assert bool((alone.reach[1] < both.reach[1]).any()), "what the row's last request needed was kept"
-
-
-def test_old_measurements_are_forgotten() -> None:
+def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -> None:
+    taken: list[Measured] = []
     policy = adaptive()
-    Rig(policy)
+    rig = Rig(policy)
+    policy.learner.take = taken.append  # type: ignore[method-assign]
+    request = Request(7)
+    rig.prefill(request, PROMPT)
+    rig.run(request, 1)
+    rig.prefill(request, 20)
+    assert not taken, "whether it is learnt from was not known yet"
+    rig.run(request, 3)
+    rig.prefill(request, 20)
+    rig.run(request, 4)
+    rig.release(request)
+    assert [len(one.budgets) for one in taken] == [3, 4]
 
-    def learn(value: float, times: int) -> None:
-        for _ in range(times):
-            policy._learn(0, Reaches(*(torch.full((1, 4), value) for _ in range(2))))
 
-    learn(9.0, ENOUGH)
-    assert bool((policy._quantiles[0] == 9).all()) and bool((policy._quantiles[1] == math.inf).all())
-    learn(1.0, KEPT)
-    assert bool((policy._quantiles[0] == 1).all())
+@pytest.mark.full
+def test_it_keeps_its_promise_and_reads_less() -> None:
+    """With real training. A seventh of the queries needs most of the middle, and gets it."""
+    tau = 0.3
+    served = Served(f"adaptive:{tau}", train)
+    served.warm(lambda seed: lean(seed, 7))
+    read, errors = zip(*(served.serve(lambda seed: lean(seed, 7), 1000 + seed) for seed in range(30)), strict=True)
+    assert sum(read) / len(read) < 0.9
+    assert float((torch.stack(errors) > tau).float().mean()) < 0.02
 
 
-@pytest.mark.parametrize("chunks", [[7], [1, 1], [300], [200, 3], [40, 500, 20], [500, 500]])
-def test_which_tokens_of_a_prompt_are_measured(chunks: list[int]) -> None:
-    prompt, length = _Prompt(), 0
-    queries = torch.arange(sum(chunks)).float().view(-1, 1, 1)
-    for chunk in chunks:
-        prompt.take(length + chunk, queries[length : length + chunk])
-        length += chunk
-        assert bool((prompt.queries[:, 0, 0] + 1 == prompt.lengths).all())
-    assert int(prompt.lengths[-1]) == length
-    assert min(sum(chunks), NEWEST) <= len(prompt.lengths) <= NEWEST + SPREAD
-    assert len(prompt.lengths.unique()) == len(prompt.lengths)
-    assert prompt.lengths[-NEWEST:].tolist() == list(range(max(length - NEWEST, 0) + 1, length + 1))
-    if max(chunks) >= 4 * (NEWEST + SPREAD):
-        longest = [i for i, chunk in enumerate(chunks) if chunk >= 4 * (NEWEST + SPREAD)][-1]
-        spread = prompt.lengths[:SPREAD] - sum(chunks[:longest])
-        assert int(spread.min()) == 1 and int(spread.max()) == chunks[longest] - NEWEST
-        assert int(spread.diff().max()) <= chunks[longest] // SPREAD + 2
+def test_another_engine_begins_with_what_was_kept(tmp_path: Path) -> None:
+    served = Served()
+    path = tmp_path / "adaptive-0.10.safetensors"
+    served.policy.learner = Learner(0.1, path, nothing)
+    served.warm(lean)
+    assert path.exists()
+    again = adaptive()
+    rig = Rig(again, keeps=tmp_path)
+    request = lean(1000)
+    rig.prefill(request, PROMPT)
+    rig.run(request, 2)
+    assert bool((rig.plans[-1].budget == 0).all())
+    other = Rig(adaptive("adaptive:0.2"), keeps=tmp_path)  # of which nothing is kept
+    request = lean(1000)
+    other.prefill(request, PROMPT)
+    other.run(request, 2)
+    assert bool((other.plans[-1].budget == 1).all())
+
+
+def test_what_it_keeps_is_within_what_it_says() -> None:
+    served = Served()
+    served.warm(lean)
+    world, learner = served.rig.engine.world, served.policy.learner
+    assert sum(request.nbytes for request in learner._requests) / FIRST * KEPT <= served.policy.holds(world)
 
 
 @pytest.mark.parametrize("spec", ["adaptive:0", "adaptive:2", "adaptive:x", "adaptive:0.1:16"])

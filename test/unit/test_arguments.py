@@ -151,7 +151,6 @@ class Rig:
             "listed_create": [torch.zeros(groups + 1, dtype=torch.int64), i32(), u16(0, 2), None, None],
             "single_tokens_create": [],
             "early_stop_create": [torch.ones(B, HEADS), torch.ones(B, HEADS)],
-            "reach_create": [torch.ones(B, HQ), torch.ones(B, HQ)],
             "features": [
                 "", q, torch.randn(B, HQ, len(PARTS)), i32(1, 2), self.lengths, torch.randn(ROWS, HQ, ANCHOR),
                 torch.randn(ROWS, HQ, DIM), torch.randn(ROWS, HEADS, DIM), 0, 0, SINKS, WINDOW, 0.1,
@@ -243,7 +242,7 @@ OTHERS = {
     "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone",
     "engine_layer_finish": "an object alone", "layers_panel": "an object alone",
     "predictor_create": "test_predictor_network.py", "predictor_forward": "test_predictor_network.py",
-    "measure": "test_measure.py", "measure_reach": "test_reach.py", "hgca_lists": "test_hgca.py",
+    "measure": "test_measure.py", "hgca_lists": "test_hgca.py",
     "lfps_plan": "test_lfps_tables.py", "lfps_update": "test_lfps_tables.py",
 }  # fmt: skip
 """Functions that are not called here, and why, or where their arguments are spoilt."""

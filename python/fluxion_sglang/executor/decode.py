@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -92,6 +93,7 @@ class DecodeEngine:
         options: attend_union, guard, scheduler and share_prefixes count. With a guard every policy's plan follows the
             resident attention, so that what a request reads does not depend on the policies beside it.
         q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
+        keeps: as of `World`.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
 
@@ -116,6 +118,7 @@ class DecodeEngine:
         max_tokens: int,
         first_layer: int = 0,
         first_head: int = 0,
+        keeps: Path | None = None,
     ) -> None:
         self.accounts = Accounts()
         self.observers: list[Observer] = []
@@ -144,7 +147,7 @@ class DecodeEngine:
         self._guarded = options.guard is not None
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
-        self.world = World(pool, windows, q_heads, windows.rows)
+        self.world = World(pool, windows, q_heads, windows.rows, keeps)
         self._bound: WeakSet[Policy] = WeakSet()
         self._bind(policy)
         # Of the current step.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 31
+ABI_VERSION = 32
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -35,7 +35,6 @@ _BLOCKING = frozenset(
         "pool_gather",
         "pool_sweep",
         "measure",
-        "measure_reach",
         "hgca_establish",
         "hgca_step",
         "lfps_begin",

@@ -1,25 +1,22 @@
-"""adaptive: begins exact, and reads less once it has seen what the model's heads need. Nothing is trained.
+"""adaptive: begins exact, and trains its own predictor on the requests that it has answered.
 
-The policy measures, by reading everything, how far heads have to reach into the middle (`policy/reach.py`) to keep
-their error within tau (Fluxion, Eq. 2). What it lets a head reach is the larger of two numbers:
-
-- a high quantile of what the head needed when decode steps were measured, whoever asked: split conformal prediction
-  (Vovk et al., 2005) over a window that moves, so that it follows the requests of the day. Of so few measurements that
-  there is no such quantile it is everything: a server begins exact.
-- what the head needed for some tokens of the request's own prompt, so that a document of another kind than those before
-  it is not read as if it were one of them. It costs no decode step.
-
-A reach is no budget. It is in units of logits and relative to what the head already has, so a query that finds nothing
-among sinks and window reads far, and one that has found its token stops.
+Every request is read exactly at first, and on some of its steps the policy measures what each head would have needed
+(`predictor/measure.py`). From enough of them it has a predictor trained (`learning/`), beside the server and at a
+low priority. From then on a request that is like those (`learning/familiar.py`) reads what the predictor says, as
+`fluxion` does. One that is not is read exactly and measured, so that its kind is known after a few. Some of the
+familiar ones are measured as well: what the predictor knows follows the requests of the day.
 """
 
 from __future__ import annotations
 
-import math
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 
+from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.learning.learned import Learned
+from fluxion_sglang.learning.learner import KEPT, Learner
+from fluxion_sglang.learning.measured import MOST_STEPS, Measured, is_measured, step_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import (
     UNSEEN,
@@ -32,67 +29,39 @@ from fluxion_sglang.policy.base import (
     World,
     task_value,
 )
-from fluxion_sglang.policy.reach import BLK, Reach
+from fluxion_sglang.policy.fluxion import FluxionPolicy
+from fluxion_sglang.predictor.artifact import tau_key
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
-from fluxion_sglang.predictor.measure import Reaches, measure_reach
+from fluxion_sglang.predictor.features import ANCHOR, COUNT
+from fluxion_sglang.predictor.measure import measure
 
-MISSED: Final = (0.03, 0.01)
-"""How many queries of a head may need a larger reach, a larger gate, than it has, of those that decode steps ask."""
+FEW: Final = 128
+"""Up to so many requests that were learnt from, more of the familiar ones are."""
 
-MISSED_OF_PROMPT: Final = 1 / 8
-"""How many of a prompt's measured queries may need more than it says."""
-
-KEPT: Final = 1024
-"""Measurements of a layer that are kept, the latest."""
-
-EVERY: Final = ((512, 8), (math.inf, 64))
-"""Up to so many measurements of a layer, one of so many decode steps of a request is measured in it; before there are
-`ENOUGH` every one is."""
-
-NEWEST: Final = 16
-SPREAD: Final = 16
-"""Tokens of a prompt that are measured: the last ones, and as many spread over its last long chunk."""
-
-ENOUGH: Final = math.ceil(1 / min(MISSED)) - 1
-"""The fewest measurements that have both quantiles."""
-
-
-def quantile(values: torch.Tensor, missed: float) -> torch.Tensor:
-    """The least number that one more value exceeds with a probability of at most `missed`, if all come alike.
-
-    Args:
-        values: [n, ...], any of them infinite.
-
-    Returns:
-        [...]: the ceil((1 - missed) (n + 1))-th smallest; inf where n is too small for that.
-    """
-    rank = math.ceil((1 - missed) * (len(values) + 1) - 1e-9)
-    if rank > len(values):
-        return torch.full(values.shape[1:], torch.inf)
-    return values.kthvalue(rank, dim=0).values
+ONE_OF: Final = (4, 32)
+"""Of so many familiar requests one is learnt from: while there are few, and later."""
 
 
 class AdaptivePolicy(Policy):
     """See the module. What it has learned is one object's, of all requests that name it.
 
     Args:
-        criterion: what a head's reach has to achieve.
+        criterion: of what is measured, and so of what the predictor promises.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("adaptive[:TAU]",)
-    needs = Needs.RESIDENTS
-    prefill_rows = 1 << 30
+    needs = Needs.FEATURES
+    prefill_rows = 1
     learns = True
 
     def __init__(self, criterion: Criterion) -> None:
         self.criterion = criterion
-        self._step: DecodeStep | None = None
-        self._steps = 0
-        self._seen: list[int] = []  # measured decode steps of each layer
-        self._needed = torch.empty(0)  # [layers, 2, KEPT, Hq]: reach and gate of the latest
-        self._quantiles = torch.empty(0)  # [layers, 2, Hq]
-        self._own = torch.empty(0)  # [layers, 2, rows, Hq]: what prompts needed
-        self._prompts: dict[tuple[int, int], _Prompt] = {}  # by layer and row: not measured yet
+        self.learner = Learner(criterion.limit)
+        self._held = 0
+        self._fluxion: FluxionPolicy | None = None
+        self._learned: Learned | None = None
+        self._requests: dict[int, _Request] = {}  # by row
+        self._familiar = 0  # requests that were
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
@@ -101,118 +70,182 @@ class AdaptivePolicy(Policy):
 
     def bind(self, world: World) -> None:
         super().bind(world)
-        layers, heads = world.pool.shape.layers, world.q_heads
-        self._seen = [0] * layers
-        self._needed = torch.empty(layers, 2, KEPT, heads)
-        self._quantiles = torch.full((layers, 2, heads), torch.inf)
-        self._own = torch.full((layers, 2, world.rows, heads), -torch.inf)
-        self._prompts = {}
+        tau = self.criterion.limit
+        self.learner = Learner(
+            tau, None if world.keeps is None else world.keeps / f"adaptive-{tau_key(tau)}.safetensors"
+        )
+        self._requests = {}
+        self._familiar = 0
+        self._held = self.holds(world)
+        self._fluxion = self._learned = None
+        if self.learner.learned is not None:
+            self._adopt(self.learner.learned)
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
-        prompt = self._prompts.setdefault((layer, row), _Prompt())
-        prompt.take(length, queries)
-        self._own[layer, :, row] = -torch.inf
+        self.released(row)  # what comes has another anchor
 
     def released(self, row: int) -> None:
-        self._own[:, :, row] = -torch.inf
-        for layer in range(len(self._seen)):
-            self._prompts.pop((layer, row), None)
+        request = self._requests.pop(row, None)
+        if request is not None and (measured := request.measured()) is not None:
+            self.learner.take(measured)
 
     def holds(self, world: World) -> int:
-        return world.pool.shape.layers * 2 * world.q_heads * 4 * (KEPT + world.rows)
+        return KEPT * self._of_a_request(world)
 
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
-        query = world.q_heads * shape.head_dim * shape.dtype.itemsize
-        return shape.layers * (NEWEST + SPREAD) * (query + 4)
+        first = shape.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
+        return self._of_a_request(world) + first + KEPT * 4
+
+    def _of_a_request(self, world: World) -> int:
+        """Bytes of all that is measured of one, and of its anchor."""
+        shape = world.pool.shape
+        anchor = shape.layers * world.q_heads * len(ANCHOR) * 4
+        return MOST_STEPS * step_bytes(shape.layers, world.q_heads) + anchor
 
     @property
     def state_bytes(self) -> int:
-        prompts = sum(prompt.nbytes for prompt in self._prompts.values())
-        return self._needed.nbytes + self._own.nbytes + prompts
+        return self._held + sum(request.nbytes for request in self._requests.values())
 
     def begin_step(self, step: DecodeStep) -> None:
+        if (learned := self.learner.poll()) is not None:
+            self._adopt(learned)
         self._step = step
-        self._steps += 1
-        self._rows = step.rows.long()
-        self._blk = torch.full((step.batch, step.kv_heads), BLK, dtype=torch.int32)
-        self._budget = torch.ones(step.batch, step.q_heads)
-        self._value = task_value(step.middle, self._blk, self._budget)
-        self._whole = LayerPlan(self._blk, self._budget, self._value)
+        self._place = -1  # of the layer among those that are planned
+        self._now = [
+            self._requests.setdefault(row, _Request()) if middle else None
+            for row, middle in zip(step.rows.tolist(), step.middle.tolist(), strict=True)
+        ]
+        for b, request in enumerate(self._now):
+            if request is not None:
+                self._begin(b, request)
+        blk = torch.full((step.batch, step.kv_heads), BLOCKS[0], dtype=torch.int32)
+        budget = torch.ones(step.batch, step.q_heads)
+        self._whole = LayerPlan(blk, budget, task_value(step.middle, blk, budget))
+        if self._fluxion is not None:
+            self._fluxion.begin_step(step)
 
     def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        assert observed.features is not None and observed.scale is not None
         step = self._step
-        assert step is not None, "plan() before begin_step()"
-        assert observed.scale is not None
-        seen = self._seen[layer]
-        cold = seen < ENOUGH
-        every = 1 if cold else next(steps for most, steps in EVERY if seen < most)
-        for b, row in enumerate(step.rows.tolist()):
-            if step.middle[b] == 0:
+        self._place += 1
+        for b, request in enumerate(self._now):
+            if request is None:
                 continue
-            if (prompt := self._prompts.pop((layer, row), None)) is not None:
-                found = self._measure(layer, b, prompt.lengths, prompt.queries, observed.scale)
-                rank = len(prompt.lengths) - int(len(prompt.lengths) * MISSED_OF_PROMPT)
-                self._own[layer, :, row] = torch.stack([of.kthvalue(rank, dim=0).values for of in found])
-            # Layers and requests take turns, so that no step measures many of them.
-            if (self._steps + 17 * layer + 29 * b) % every == 0:
-                found = self._measure(layer, b, step.seq_lens[b : b + 1], q[b : b + 1], observed.scale)
-                self._learn(layer, found)
-        if cold:
+            seen = _Seen(layer, int(step.seq_lens[b]), q[b], observed.features[b], observed.scale)
+            if request.steps == 1:
+                request.note(self._place, seen, self._learned)
+            elif request.measuring:
+                self._measure(request, b, seen)
+        exact = [b for b, request in enumerate(self._now) if request is None or not request.familiar]
+        if self._fluxion is None or len(exact) == len(self._now):
             return self._whole
-        reach, gate = torch.maximum(self._own[layer][:, self._rows], self._quantiles[layer].unsqueeze(1))
-        return LayerPlan(self._blk, self._budget, self._value, kinds=(Reach(reach, gate),))
+        plan = self._fluxion.plan(layer, q, observed)
+        for name in ("blk", "budget", "value") if exact else ():
+            getattr(plan, name)[exact] = getattr(self._whole, name)[exact]
+        return plan
 
-    def _measure(self, layer: int, b: int, lengths: torch.Tensor, queries: torch.Tensor, scale: float) -> Reaches:
-        """Of queries of the step's request b."""
+    def _adopt(self, learned: Learned) -> None:
+        """Requests that run are judged again by what is known now."""
+        self._learned, self._fluxion = learned, FluxionPolicy(learned.predictor)
+        for request in self._requests.values():
+            request.judge(learned)
+
+    def _begin(self, b: int, request: _Request) -> None:
+        """A step of the step's request b. Once its first is over, all of its anchor is known: whether it is learnt from
+        is decided then, and that step measured afterwards."""
+        request.steps += 1
+        if request.steps == 2:
+            request.taught = not request.familiar
+            if request.familiar:
+                self._familiar += 1
+                request.taught = self._familiar % ONE_OF[len(self.learner) >= FEW] == 0
+            first = request.end_first()
+            for seen in first if request.taught else ():
+                self._measure(request, b, seen)
+        request.begin()
+
+    def _measure(self, request: _Request, b: int, seen: _Seen) -> None:
+        """Of the step's request b."""
         step, world = self._step, self.world
-        assert step is not None and step.page_table is not None and world is not None
-        window = world.pool.placement.window
-        return measure_reach(world.pool, layer, step.page_table[b], lengths, queries, scale, window, self.criterion)
-
-    def _learn(self, layer: int, found: Reaches) -> None:
-        if found.reach.isposinf().any() or found.gate.isposinf().any():
-            return  # a query that is no number says nothing of others
-        needed, at = self._needed[layer], self._seen[layer] % KEPT
-        needed[0, at], needed[1, at] = found.reach[0], found.gate[0]
-        self._seen[layer] += 1
-        kept = min(self._seen[layer], KEPT)
-        for i, missed in enumerate(MISSED):
-            self._quantiles[layer, i] = quantile(needed[i, :kept], missed)
+        assert step.page_table is not None and world is not None
+        length = torch.tensor([seen.length], dtype=torch.int32)
+        found = measure(
+            world.pool, seen.layer, step.page_table[b], length, seen.q.unsqueeze(0), seen.scale,
+            world.pool.placement.window, [self.criterion],
+        )  # fmt: skip
+        request.take(seen.features.clone(), found.budgets[0, :, 0])
 
 
-class _Prompt:
-    """Queries of a request's prompt that are worth a measurement, each of another token.
+class _Seen(NamedTuple):
+    """A layer of a step of a request: tokens with this one's, q [Hq, D], features [Hq, 41]."""
+
+    layer: int
+    length: int
+    q: torch.Tensor
+    features: torch.Tensor
+    scale: float
+
+
+class _Request:
+    """What is known of a request that runs.
 
     Attributes:
-        lengths: [n] int32, tokens of the request when each was the last. queries: [n, Hq, D].
+        steps: that began. familiar: it is, by what is known. taught: it is learnt from. measuring: this step is
+            measured.
     """
 
     def __init__(self) -> None:
-        self._spread: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.steps = 0
+        self.familiar = False
+        self.taught = False
+        self.measuring = False
+        self._first: list[_Seen] = []  # layers of the first step
+        self._anchor: list[torch.Tensor] = []  # of each of them [Hq * 28]
+        self._distances: torch.Tensor | None = None
+        self._samples: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of steps, of layers
 
-    def take(self, length: int, queries: torch.Tensor) -> None:
-        """Of the chunk's last tokens, of which the last is number `length`."""
-        tokens = len(queries)
-        numbers = torch.arange(length - tokens + 1, length + 1, dtype=torch.int32)
-        others = tokens - NEWEST
-        if tokens >= 4 * (NEWEST + SPREAD) or (self._spread is None and others > 0):
-            at = torch.linspace(0, others - 1, min(SPREAD, others)).long()
-            self._spread = numbers[at], queries[at].clone()
-        newest = numbers[-NEWEST:], queries[-NEWEST:]
-        if self._newest is not None:  # a last chunk may be short
-            newest = torch.cat([self._newest[0], newest[0]]), torch.cat([self._newest[1], newest[1]])
-        self._newest = newest[0][-NEWEST:].clone(), newest[1][-NEWEST:].clone()
+    def note(self, place: int, seen: _Seen, learned: Learned | None) -> None:
+        """The next layer of the first step."""
+        self._first.append(seen._replace(q=seen.q.clone(), features=seen.features.clone()))
+        self._anchor.append(seen.features[:, list(ANCHOR)].flatten())
+        if learned is not None:
+            if self._distances is None:
+                self._distances = learned.familiar.start()
+            self.familiar = learned.familiar.add(place, self._anchor[place], self._distances)
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        return torch.cat([part[0] for part in (self._spread, self._newest) if part])
+    def judge(self, learned: Learned) -> None:
+        """By another predictor than before."""
+        self._distances = learned.familiar.start()
+        for place, anchor in enumerate(self._anchor):
+            self.familiar = learned.familiar.add(place, anchor, self._distances)
 
-    @property
-    def queries(self) -> torch.Tensor:
-        return torch.cat([part[1] for part in (self._spread, self._newest) if part])
+    def end_first(self) -> list[_Seen]:
+        """The layers of the first step, which are let go; room for what is measured of them."""
+        first, self._first, self._distances = self._first, [], None
+        self._samples.append([])
+        return first
+
+    def begin(self) -> None:
+        """Another step."""
+        self.measuring = self.taught and self.steps > 1 and is_measured(self.steps - 1)
+        if self.measuring:
+            self._samples.append([])
+
+    def take(self, features: torch.Tensor, budgets: torch.Tensor) -> None:
+        """What was measured of the next layer: [Hq, 41] and [Hq, 5]."""
+        self._samples[-1].append((features, budgets))
+
+    def measured(self) -> Measured | None:
+        """None: nothing was. A step that broke off is left out."""
+        whole = [step for step in self._samples if step and len(step) == len(self._anchor)]
+        if not whole:
+            return None
+        return Measured(*(torch.stack([torch.stack([layer[i] for layer in step]) for step in whole]) for i in range(2)))
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for pair in (self._spread, self._newest) if pair for part in pair)
+        tensors = [tensor for step in self._samples for layer in step for tensor in layer]
+        tensors += [tensor for seen in self._first for tensor in (seen.q, seen.features)]
+        tensors += [*self._anchor, *([] if self._distances is None else [self._distances])]
+        return sum(tensor.nbytes for tensor in tensors)

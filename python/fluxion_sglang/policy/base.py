@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 import torch
@@ -45,12 +46,15 @@ class World:
         windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
         rows: rows of SGLang's request table: state of a request belongs to one of them.
+        keeps: folder in which a policy may keep what it has learned of this process's layers and heads; it need not
+            exist. None: nothing is kept.
     """
 
     pool: HostPool
     windows: Windows
     q_heads: int
     rows: int
+    keeps: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -69,10 +70,12 @@ class Rig:
 
     Args:
         policy: of the requests that have none of their own. Every plan of it is checked.
+        keeps: folder of what policies keep.
     """
 
     policy: Policy
     workers: int = 2
+    keeps: Path | None = None
     plans: list[LayerPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class Rig:
             q_heads=_HEADS * _GROUP,
             max_requests=_ROWS,
             max_tokens=_TOKENS,
+            keeps=self.keeps,
         )
         self.device = HostDevice(self.pool, self.windows, self.engine)
         self.free_pages = list(range(self.pool.pages - 1, 0, -1))

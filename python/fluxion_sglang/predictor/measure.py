@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -108,35 +107,3 @@ def measure_into(
         pool.handle, layer, pages, lengths, q, scale, window, criteria,
         out.anchor, out.mean_k, out.parts, out.result, out.budgets,
     )  # fmt: skip
-
-
-class Reaches(NamedTuple):
-    """How far heads had to reach (`policy/reach.py`), in units of logits; -inf where the residents were enough.
-
-    Attributes:
-        reach, gate: [N, Hq] float32.
-    """
-
-    reach: torch.Tensor
-    gate: torch.Tensor
-
-
-def measure_reach(
-    pool: NativePool,
-    layer: int,
-    pages: torch.Tensor,
-    lengths: torch.Tensor,
-    q: torch.Tensor,
-    scale: float,
-    window: int,
-    criterion: tuple[int, float],
-) -> Reaches:
-    """The least reach and gate with which a head that reads for itself alone meets the criterion.
-
-    Reads everything, at a fraction of what `measure` takes; arguments and errors are those of `measure`.
-    """
-    found = Reaches(*(torch.empty(q.shape[:2]) for _ in range(2)))
-    function("measure_reach")(
-        pool.handle, layer, pages, lengths, q, scale, window, torch.tensor([criterion], dtype=torch.float32), *found
-    )
-    return found

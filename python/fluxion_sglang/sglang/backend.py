@@ -89,31 +89,28 @@ class FluxionAttnBackend(AttentionBackend):
         policy = predictors.server_policy(options, context)
         predictors.check_ranks(policy, options, runner)
         if draft is not None and not policy.exact:
-            logger.warning(
-                "Fluxion: every step of a server that decodes speculatively verifies a draft, and reads everything for "
-                "it; the policy %s changes nothing",
-                policy.spec,
-            )
-            policy = parse_spec("full")
+            policy = _verifying(policy)
+        identity, heads = partial(predictors.identity, options, runner), layers[0].tp_q_head_num
+        part = pool.start_layer, get_parallel().attn_tp_rank * heads, heads
         self.engine = DecodeEngine(
             pool.host,
             pool.windows,
             policy,
             executors_of(options, pool.host),
             options,
-            q_heads=layers[0].tp_q_head_num,
+            q_heads=heads,
             # To start with: the engine grows with what it is given.
             max_requests=min(self.req_to_token_pool.size, 64),
             max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
-            first_layer=pool.start_layer,
-            first_head=get_parallel().attn_tp_rank * layers[0].tp_q_head_num,
+            first_layer=part[0],
+            first_head=part[1],
+            keeps=predictors.keeps(options, identity, part),
         )
         if options.disk is not None:
             from fluxion_sglang.sglang import disk  # what it needs of SGLang is checked where it is asked for
 
             pool.manifest = partial(disk.manifest, runner, pool)
             pool.weights = partial(disk.weights_digest, runner.model, whole=False)
-        identity = partial(predictors.identity, options, runner)
         for name in ("audit", "record"):
             if getattr(options, name) is not None:
                 self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, options, identity))
@@ -430,6 +427,16 @@ class FluxionAttnBackend(AttentionBackend):
         if chunk.wishes is not None:
             for observer in self.engine.observers:
                 observer.prefilled(layer, chunk.request, chunk.wishes, queries, scale)
+
+
+def _verifying(policy: Policy) -> Policy:
+    """Instead of one that is not exact, where drafts are verified."""
+    logger.warning(
+        "Fluxion: every step of a server that decodes speculatively verifies a draft, and reads everything for it; the "
+        "policy %s changes nothing",
+        policy.spec,
+    )
+    return parse_spec("full")
 
 
 def _state_limit(options: FluxionConfig, pool: FluxionKVPool) -> int:

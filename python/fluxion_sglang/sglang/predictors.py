@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,16 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
         window=options.window,
         spread=options.spread,
     )
+
+
+def keeps(options: FluxionConfig, identity: Callable[[], Identity], part: tuple[int, int, int]) -> Path | None:
+    """Folder of what is learned of this model with these options, or None.
+
+    Args:
+        part: of the model, which this process has: its first layer, its first head, its heads.
+    """
+    folder = options.path("learned")
+    return None if folder is None else folder / identity().digest / "-".join(map(str, part))
 
 
 def norms(model: torch.nn.Module) -> dict[str, bytes]:

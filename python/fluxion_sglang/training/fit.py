@@ -123,16 +123,7 @@ def fit(samples: Samples, settings: Settings, progress: bool = True) -> Trained:
                 "to learn a budget from or to measure one with; collect samples from more or longer sequences."
             )
     train, validation, test = parts.values()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        network = HeadPredictor()
-    _standardise(network, train.features)
-    _train(network, train, validation, settings, progress)
-    network = network.eval().requires_grad_(False)
-    line, budgets, logits = _predicted(network, validation.features)
-    threshold = streaming_threshold(logits, validation.streaming, settings.miss_rate)
-    layers, heads = (int(numbers.max()) + 1 for numbers in _heads(samples.features))
-    margins = _margins(budgets, validation, (layers, heads), settings.coverage)
+    network, threshold, margins = learn(train, validation, settings, progress)
     line, budgets, logits = _predicted(network, test.features)
     layer, head = _heads(test.features)
     metrics = {
@@ -146,6 +137,29 @@ def fit(samples: Samples, settings: Settings, progress: bool = True) -> Trained:
         "anchor": score(*_anchor(test.features), test),
     }
     return Trained(network, threshold, margins, metrics)
+
+
+def learn(
+    train: Samples, validation: Samples, settings: Settings, progress: bool = True
+) -> tuple[HeadPredictor, float, torch.Tensor]:
+    """The network, in evaluation mode, the threshold of its streaming logit, and its margins [layers, Hq, 4].
+
+    Args:
+        train: some of a head that reads. validation: of other sequences, some of every layer and head.
+
+    Raises:
+        ValueError: the training diverged.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        network = HeadPredictor()
+    _standardise(network, train.features)
+    _train(network, train, validation, settings, progress)
+    network = network.eval().requires_grad_(False)
+    _, budgets, logits = _predicted(network, validation.features)
+    threshold = streaming_threshold(logits, validation.streaming, settings.miss_rate)
+    shape = tuple(int(numbers.max()) + 1 for numbers in _heads(torch.cat([train.features, validation.features])))
+    return network, threshold, _margins(budgets, validation, (shape[0], shape[1]), settings.coverage)
 
 
 def streaming_threshold(logits: torch.Tensor, streaming: torch.Tensor, miss_rate: float) -> float:

@@ -1,0 +1,1 @@
+"""What the policy `adaptive` learns from the requests of a server: which they are like, and what their heads need."""

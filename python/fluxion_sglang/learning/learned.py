@@ -1,0 +1,43 @@
+"""What was learned from measured requests: a predictor, and which requests it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Self
+
+import torch
+
+from fluxion_sglang.learning.familiar import Familiar
+from fluxion_sglang.predictor.artifact import MARGINS, LoadedPredictor, check_values
+from fluxion_sglang.predictor.network import HeadPredictor
+
+THRESHOLD: Final = "threshold"
+"""Name of the streaming threshold among the tensors."""
+
+
+class Learned(NamedTuple):
+    """As its name says."""
+
+    predictor: LoadedPredictor
+    familiar: Familiar
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        network = {f"network.{name}": value for name, value in self.predictor.network.state_dict().items()}
+        familiar = {f"familiar.{name}": value for name, value in vars(self.familiar).items()}
+        threshold = torch.tensor(self.predictor.threshold, dtype=torch.float64)
+        whole = {**network, **familiar, MARGINS: self.predictor.margins, THRESHOLD: threshold}
+        return {name: value.contiguous() for name, value in whole.items()}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], tau: float) -> Self:
+        """Raises KeyError, ValueError, RuntimeError for what is not of `tensors`."""
+
+        def part(name: str) -> dict[str, torch.Tensor]:
+            return {key.removeprefix(name): value for key, value in tensors.items() if key.startswith(name)}
+
+        network = HeadPredictor()
+        network.load_state_dict(part("network."))
+        network.eval().requires_grad_(False)
+        check_values({**network.state_dict(), MARGINS: tensors[MARGINS]}, "What was learned", "begin anew")
+        predictor = LoadedPredictor(network, tau, float(tensors[THRESHOLD]), tensors[MARGINS], {})
+        return cls(predictor, Familiar(**part("familiar.")))

@@ -1,0 +1,137 @@
+"""Keeps what was measured of requests, and has a predictor trained on them when there is reason to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from fluxion_sglang.learning.apart import train_apart
+from fluxion_sglang.learning.learned import THRESHOLD, Learned
+from fluxion_sglang.learning.measured import Measured, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+FIRST: Final = 48
+"""Requests that the first predictor is trained on."""
+
+MORE: Final = 8
+"""So many more, and it is trained anew."""
+
+KEPT: Final = 256
+"""Requests that are kept, the latest."""
+
+Train = Callable[[Sequence[Measured], float], Learned]
+
+
+class Learner:
+    """What it has learned it keeps in a file, if it is given one, and has again at the next start.
+
+    Args:
+        tau: that budgets were measured for.
+        path: of the file; None: nothing is kept.
+        train: what trains; it runs in a thread.
+
+    Attributes:
+        learned: the latest; None: nothing yet, or what was kept cannot be read.
+    """
+
+    def __init__(self, tau: float, path: Path | None = None, train: Train = train_apart) -> None:
+        self.tau = tau
+        self.path = path
+        self.learned: Learned | None = None
+        self._train = train
+        self._requests: deque[Measured] = deque(maxlen=KEPT)
+        self._new = 0  # requests since the last training began
+        self._enough = FIRST
+        self._thread: Thread | None = None
+        self._result: Learned | None = None
+        if path is not None and path.exists():
+            self._load(path)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def take(self, request: Measured) -> None:
+        """One more. Those of other layers or heads than the ones before, or with what is no number, teach nothing."""
+        if self._requests and request.features.shape[1:] != self._requests[0].features.shape[1:]:
+            return
+        if not (request.features.isfinite().all() and request.budgets.isfinite().all()):
+            return
+        self._requests.append(request)
+        self._new += 1
+        if self._new >= self._enough and self._thread is None:
+            self._new = 0
+            self._thread = Thread(target=self._work, args=(list(self._requests),), daemon=True)
+            self._thread.start()
+
+    def poll(self) -> Learned | None:
+        """What was learned since the last call, if anything was; waits for nothing."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread = None
+        found, self._result = self._result, None
+        if found is None:  # it failed, and would again
+            self._enough = max(MORE, len(self._requests))
+            return None
+        self._enough = MORE
+        self.learned = found
+        return found
+
+    def wait(self) -> None:
+        """Until nothing is being trained."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self, requests: list[Measured]) -> None:
+        self._save(requests, self.learned)  # a server that stops meanwhile need not measure them again
+        try:
+            found = self._train(requests, self.tau)
+        except Exception as error:  # no request may fail for it
+            logger.warning(
+                "Fluxion: adaptive could not learn from %d requests (%s); it goes on as before", len(requests), error
+            )
+            return
+        self._result = found
+        logger.info("Fluxion: adaptive has learned from %d requests", len(requests))
+        self._save(requests, found)
+
+    def _save(self, requests: Sequence[Measured], learned: Learned | None) -> None:
+        path = self.path
+        if path is None:
+            return
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A reader sees the old file or the new one, never half of one.
+            part.write_bytes(save({**pack(requests), **({} if learned is None else learned.tensors())}))
+            part.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            logger.warning("Fluxion: adaptive cannot keep what it has learned in %s (%s)", path, error.strerror)
+
+    def _load(self, path: Path) -> None:
+        try:
+            tensors = load(path.read_bytes())
+            self._requests.extend(unpack(tensors))
+            learned = Learned.of(tensors, self.tau) if THRESHOLD in tensors else None
+            if learned is not None and learned.familiar.mean.shape != self._requests[-1].anchor.shape:
+                raise ValueError("its parts do not belong together")
+        except (OSError, SafetensorError, LookupError, ValueError, RuntimeError, TypeError) as error:
+            self._requests.clear()
+            logger.warning("Fluxion: adaptive begins anew, as %s cannot be read (%s)", path, error)
+            return
+        self.learned = learned
+        self._new = len(self._requests)
+        if learned is not None:
+            self._new -= len(learned.familiar.known)
+            self._enough = MORE

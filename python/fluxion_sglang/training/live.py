@@ -1,0 +1,77 @@
+"""Trains a predictor on measured requests, in a process of its own: `python -m fluxion_sglang.training.live TAU`.
+
+It reads a file of `measured.pack` from its input and writes one of `Learned.tensors` to its output.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from safetensors.torch import load, save
+
+from fluxion_sglang.learning.familiar import Familiar
+from fluxion_sglang.learning.learned import Learned
+from fluxion_sglang.learning.measured import Measured, unpack
+from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.features import COUNT
+from fluxion_sglang.training.dataset import fit_line
+from fluxion_sglang.training.fit import Settings, learn
+from fluxion_sglang.training.scores import Samples
+
+SETTINGS: Final = Settings(epochs=40, seed=0, quantile=0.9, miss_rate=0.001, coverage=0.98)
+
+MOST: Final = 1 << 18
+"""Samples that are trained on at most, chosen at random: what bounds the time."""
+
+HELD: Final = 5
+"""Of so many requests one sets threshold and margins, and trains nothing."""
+
+NICE: Final = 10
+"""Serving comes first; on a machine that is never idle, training still ends."""
+
+
+def train(requests: Sequence[Measured], tau: float) -> Learned:
+    """At least `HELD` requests, of the same layers and heads.
+
+    Raises:
+        ValueError: no head of theirs needs anything of the middle, or training diverged.
+    """
+    held = torch.arange(len(requests)) % HELD == HELD - 1
+    train, validation = (_samples(requests, which.nonzero().flatten().tolist()) for which in (~held, held))
+    if bool(train.streaming.all()):
+        raise ValueError("no head needed anything but sinks and window")
+    network, threshold, margins = learn(train, validation, SETTINGS, progress=False)
+    familiar = Familiar.of(torch.stack([request.anchor for request in requests]))
+    return Learned(LoadedPredictor(network, tau, threshold, margins, {}), familiar)
+
+
+def _samples(requests: Sequence[Measured], which: Sequence[int]) -> Samples:
+    features = torch.cat([requests[i].features for i in which]).view(-1, COUNT)
+    least = torch.cat([requests[i].budgets for i in which]).flatten(0, 2)
+    steps = torch.tensor([requests[i].budgets[..., 0].numel() for i in which])
+    bgt0, k = fit_line(least)
+    found = Samples(
+        features, bgt0, k, least[:, 1:], least[:, 1] == 0, torch.arange(len(which)).repeat_interleave(steps)
+    )
+    if len(found) <= MOST:
+        return found
+    return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(SETTINGS.seed))[:MOST]]
+
+
+def main() -> None:
+    os.nice(NICE)
+    torch.set_num_threads(1)
+    # Whatever the libraries print is no part of the answer.
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    requests = unpack(load(sys.stdin.buffer.read()))
+    with answer:
+        answer.write(save(train(requests, float(sys.argv[1])).tensors()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""What adaptive learns: which requests are alike, when it trains, what it keeps, and that a child process trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.learning.apart import train_apart
+from fluxion_sglang.learning.familiar import FURTHEST, MISTAKEN, NEIGHBOURS, Familiar
+from fluxion_sglang.learning.learned import Learned
+from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
+from fluxion_sglang.learning.measured import MOST_STEPS, Measured, is_measured, pack, unpack
+from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.features import COUNT, INDEX
+from fluxion_sglang.predictor.network import HeadPredictor
+from fluxion_sglang.training.live import MOST, train
+
+L, H, TAU = 2, 3, 0.1
+
+
+def measured(seed: int, steps: int = 4) -> Measured:
+    """A request in which head 0 streams, head 1 needs a tenth, and head 2 what its budget at the anchor says."""
+    random = torch.Generator().manual_seed(seed)
+    features = torch.zeros(steps, L, H, COUNT)
+    features[..., INDEX["q_norm"]] = torch.randn(steps, L, H, generator=random)
+    features[..., INDEX["z_mean"]] = torch.randn(L, H, generator=random)
+    features[..., INDEX["layer"]] = torch.arange(L).view(L, 1).float()
+    features[..., INDEX["head"]] = torch.arange(H).float()
+    features[..., INDEX["cpu_tokens"]] = math.log1p(4096)
+    need = torch.rand(1, generator=random) * 0.5 + 0.1
+    features[..., 2, INDEX["anchor_budget_16"]] = need
+    budgets = torch.zeros(steps, L, H, 1 + len(BLOCKS))
+    budgets[:, :, 1], budgets[:, :, 2] = 0.1, need
+    return Measured(features, budgets)
+
+
+def learned_of(requests: Sequence[Measured], tau: float) -> Learned:
+    """At once, and nothing."""
+    network = HeadPredictor().eval().requires_grad_(False)
+    anchors = torch.stack([request.anchor for request in requests])
+    return Learned(LoadedPredictor(network, tau, 0.0, torch.ones(L, H, len(BLOCKS)), {}), Familiar.of(anchors))
+
+
+def same(a: Learned, b: Learned) -> bool:
+    mine, other = a.tensors(), b.tensors()
+    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_the_measured_steps() -> None:
+    chosen = [step for step in range(10_000) if is_measured(step)]
+    assert chosen == [*range(8), 8, 16, 32, 64] and len(chosen) == MOST_STEPS
+
+
+@given(steps=st.lists(st.integers(1, MOST_STEPS), min_size=1, max_size=6))
+def test_requests_come_back_from_a_file(steps: list[int]) -> None:
+    requests = [measured(seed, count) for seed, count in enumerate(steps)]
+    again = unpack(pack(requests))
+    assert len(again) == len(requests)
+    assert all(
+        torch.equal(a, b) for one, two in zip(requests, again, strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
+@given(n=st.integers(2, 60), seed=st.integers(0, 1000), constant=st.booleans())
+def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
+    random = torch.Generator().manual_seed(seed)
+    anchors = torch.randn(n, L, 5, generator=random)
+    if constant:
+        anchors[..., 0] = 1000.0
+    asked = torch.randn(L, 5, generator=random) * 1.5
+    if constant:
+        asked[..., 0] = 1000.0005  # rounding
+    familiar = Familiar.of(anchors)
+    values = anchors.double()
+    mean, std = values.mean(0), values.std(0, correction=0)
+    std = torch.maximum(std, 1e-3 * mean.abs() + 1e-6)
+
+    def standard(x: torch.Tensor) -> torch.Tensor:
+        return ((x - mean) / std).clamp(-FURTHEST, FURTHEST)
+
+    def third(x: torch.Tensor, others: list[int], layer: int) -> float:
+        apart = [float((standard(x) - standard(values[j])).square()[: layer + 1].sum()) for j in others]
+        return sorted(apart)[min(NEIGHBOURS, len(apart)) - 1]
+
+    distances = familiar.start()
+    for layer in range(L):
+        own = sorted(third(values[i], [j for j in range(n) if j != i], layer) for i in range(n))
+        limit = own[min(math.ceil((1 - MISTAKEN) * (n + 1) - 1e-9), n) - 1]
+        nearest = third(asked.double(), list(range(n)), layer)
+        said = familiar.add(layer, asked[layer], distances)
+        if n > NEIGHBOURS and abs(nearest - limit) > 1e-3 * limit:
+            assert said == (nearest <= limit)
+
+
+def test_familiar_calls_few_strange_and_all_that_are() -> None:
+    random = torch.Generator().manual_seed(0)
+    familiar = Familiar.of(torch.randn(150, L, 40, generator=random))
+
+    def known(shift: float) -> float:
+        found = []
+        for _ in range(300):
+            distances = familiar.start()
+            one = torch.randn(L, 40, generator=random) + shift
+            found.append([familiar.add(layer, one[layer], distances) for layer in range(L)][-1])
+        return sum(found) / len(found)
+
+    assert known(0.0) > 0.93
+    assert known(1.5) == 0.0
+    assert not familiar.add(0, torch.full((40,), torch.nan), familiar.start())
+
+
+def test_a_kind_has_to_be_seen_more_than_once_or_twice() -> None:
+    random = torch.Generator().manual_seed(1)
+    usual, other = torch.randn(100, L, 40, generator=random), torch.randn(3, L, 40, generator=random) * 0.1 + 6
+    for seen in range(4):
+        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]))).start()
+        asked = torch.randn(L, 40, generator=random) * 0.1 + 6
+        answers = [familiar.add(layer, asked[layer], distances) for layer in range(L)]
+        assert answers[-1] == (seen >= NEIGHBOURS)
+
+
+def test_when_it_trains_and_with_what() -> None:
+    asked: list[int] = []
+
+    def note(requests: Sequence[Measured], tau: float) -> Learned:
+        assert tau == TAU
+        asked.append(len(requests))
+        return learned_of(requests, tau)
+
+    learner = Learner(TAU, train=note)
+    for seed in range(FIRST + 3 * MORE):
+        learner.take(measured(seed))
+        learner.wait()
+        found = learner.poll()
+        assert (found is not None) == (seed + 1 >= FIRST and (seed + 1 - FIRST) % MORE == 0)
+        assert found is None or found is learner.learned
+    assert asked == [FIRST, FIRST + MORE, FIRST + 2 * MORE, FIRST + 3 * MORE]
+    for seed in range(2 * KEPT):
+        learner.take(measured(seed))
+        learner.wait()
+        learner.poll()
+    assert len(learner) == max(asked) == KEPT
+
+
+def test_one_training_at_a_time_and_nobody_waits() -> None:
+    go, running = threading.Event(), []
+
+    def slow(requests: Sequence[Measured], tau: float) -> Learned:
+        running.append(len(requests))
+        assert go.wait(60)
+        return learned_of(requests, tau)
+
+    learner = Learner(TAU, train=slow)
+    for seed in range(FIRST + 5 * MORE):
+        learner.take(measured(seed))
+        assert learner.poll() is None
+    assert running == [FIRST]
+    go.set()
+    learner.wait()
+    assert learner.poll() is not None
+    learner.take(measured(0))
+    learner.wait()
+    assert running == [FIRST, FIRST + 5 * MORE + 1]
+
+
+def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[int] = []
+
+    def failing(requests: Sequence[Measured], tau: float) -> Learned:
+        tried.append(len(requests))
+        raise ValueError("no head needed anything")
+
+    learner = Learner(TAU, train=failing)
+    with caplog.at_level(logging.WARNING):
+        for seed in range(4 * FIRST):
+            learner.take(measured(seed))
+            learner.wait()
+            assert learner.poll() is None
+    assert tried == [FIRST, 2 * FIRST, 4 * FIRST]
+    assert learner.learned is None and "no head needed anything" in caplog.text
+
+
+def test_what_is_no_number_or_of_another_shape_teaches_nothing() -> None:
+    learner = Learner(TAU, train=learned_of)
+    learner.take(measured(0))
+    broken = measured(1)
+    broken.features[0, 0, 0, 0] = torch.nan
+    learner.take(broken)
+    learner.take(Measured(measured(2).features[:, :1], measured(2).budgets[:, :1]))
+    assert len(learner) == 1
+
+
+def test_the_second_start_is_warm(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "adaptive.safetensors"
+    learner = Learner(TAU, path, learned_of)
+    assert learner.learned is None
+    for seed in range(FIRST):
+        learner.take(measured(seed))
+    learner.wait()
+    first = learner.poll()
+    assert first is not None and [file.name for file in path.parent.iterdir()] == [path.name]
+    again = Learner(TAU, path, learned_of)
+    assert again.learned is not None and same(again.learned, first) and len(again) == FIRST
+    for seed in range(MORE):
+        assert again.poll() is None
+        again.take(measured(100 + seed))
+    again.wait()
+    assert again.poll() is not None, "what was kept counts among what is enough"
+
+
+def test_a_server_that_stops_while_it_trains_need_not_measure_again(tmp_path: Path) -> None:
+    path, seen = tmp_path / "adaptive.safetensors", []
+
+    def stopped(requests: Sequence[Measured], tau: float) -> Learned:
+        assert path.exists()
+        raise KeyError
+
+    first = Learner(TAU, path, stopped)
+    for seed in range(FIRST):
+        first.take(measured(seed))
+    first.wait()
+
+    def note(requests: Sequence[Measured], tau: float) -> Learned:
+        seen.append(len(requests))
+        return learned_of(requests, tau)
+
+    again = Learner(TAU, path, note)
+    assert again.learned is None and len(again) == FIRST
+    again.take(measured(FIRST))
+    again.wait()
+    assert seen == [FIRST + 1] and again.poll() is not None
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "other", "parts"])
+def test_a_damaged_file_begins_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    from safetensors.torch import save
+
+    path = tmp_path / "adaptive.safetensors"
+    requests = [measured(seed) for seed in range(4)]
+    whole = {**pack(requests), **learned_of(requests, TAU).tensors()}
+    if damage == "parts":
+        whole |= {name: value[..., :5].contiguous() for name, value in whole.items() if name.startswith("familiar.m")}
+    content = {
+        "empty": b"",
+        "cut": save(whole)[:-100],
+        "other": save({"features": torch.ones(1)}),
+        "parts": save(whole),
+    }
+    path.write_bytes(content[damage])
+    with caplog.at_level(logging.WARNING):
+        learner = Learner(TAU, path, learned_of)
+    assert learner.learned is None and len(learner) == 0
+    assert "begins anew" in caplog.text and str(path) in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    learner = Learner(TAU, tmp_path / "file" / "adaptive.safetensors", learned_of)
+    with caplog.at_level(logging.WARNING):
+        for seed in range(FIRST):
+            learner.take(measured(seed))
+        learner.wait()
+    assert learner.poll() is not None and "cannot keep" in caplog.text
+
+
+def test_training_finds_what_heads_need() -> None:
+    """Through the process that a server starts; what it knows holds of requests that it has not seen."""
+    found = train_apart([measured(seed) for seed in range(60)], TAU)
+    assert found.predictor.tau == TAU and len(found.familiar.known) == 60
+    asked = [measured(1000 + seed) for seed in range(20)]
+    features = torch.stack([request.features for request in asked])
+    labels = torch.stack([request.budgets for request in asked])[..., 1]
+    out = found.predictor.network(features.view(-1, COUNT)).view(*labels.shape, 3)
+    streams = out[..., 2] > found.predictor.threshold
+    assert not bool(streams[..., 1:].any()) and float(streams[..., 0].float().mean()) > 0.9
+    budget = (out[..., 0] + 4 * out[..., 1]) * found.predictor.margins[..., 0]
+    enough = (budget >= labels * 0.98)[..., 1:].float().mean()
+    assert float(enough) > 0.9
+    assert float((budget - labels)[..., 1:].mean()) < 0.1, "it reads everything"
+
+
+def test_a_process_that_fails_says_why() -> None:
+    idle = [Measured(request.features, request.budgets * 0) for request in map(measured, range(10))]
+    with pytest.raises(RuntimeError, match="no head needed anything"):
+        train_apart(idle, TAU)
+
+
+def test_more_samples_than_are_trained_on() -> None:
+    from fluxion_sglang.training import live
+
+    each = measured(0).budgets[..., 0].numel()
+    count = MOST // each + 10
+    one = measured(0)
+    assert len(live._samples([one] * count, range(count))) == MOST
+
+
+def test_training_is_the_same_again() -> None:
+    requests = [measured(seed) for seed in range(20)]
+    assert same(train(requests, TAU), train(requests, TAU))

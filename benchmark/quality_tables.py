@@ -26,7 +26,25 @@ def large(results: Path) -> str:
 
 def adaptive(results: Path) -> str:
     """What can be had without training, beside what a predictor gives."""
-    return _quality(results, quality_table.averages, "quality_adaptive.json")
+    return "\n".join(_quality(results, quality_table.averages, f"quality_adaptive{name}.json") for name in ("", "_far"))
+
+
+def adaptive_first(results: Path) -> str:
+    """What it reads while it learns: the tasks in the order in which they were asked."""
+
+    def draw(data: dict[str, Any]) -> str:
+        rows = [row for row in data["rows"] if row["policy"] == "adaptive"]
+        lengths = list(dict.fromkeys(row["length"] for row in rows))
+        by = {(row["task"], row["length"]): row for row in rows}
+        lines = []
+        for task in dict.fromkeys(row["task"] for row in rows):
+            asked = [by[task, length] for length in lengths]
+            read = [f"{row['read_fraction']:.0%}" for row in asked]
+            lines.append([task, *read, f"{mean(row['delta'] for row in asked):+.3f}"])
+        head = ["task", *(f"read at {length:,}" for length in lengths), "delta"]
+        return table(head, lines, "l" + "r" * (len(head) - 1))
+
+    return _quality(results, draw, "quality_adaptive_first.json")
 
 
 def psa(results: Path) -> str:
@@ -124,6 +142,7 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str) ->
 QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "large": large,
     "adaptive": adaptive,
+    "adaptive_first": adaptive_first,
     "psa": psa,
     "far": far,
     "kv_quality": kv_dtype,

@@ -28,6 +28,7 @@ from server import PATIENCE_S, Completion, Server
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.lab.granularity import select_granularity
+from fluxion_sglang.learning.learner import FIRST, Learner
 from fluxion_sglang.policy import Context, examples, parse_spec
 
 NEW = 24
@@ -89,6 +90,7 @@ def asker(logs: Path) -> Iterator[Asker]:
         "policy": "taper",
         "predictor": tiny_predictor.build(logs / "tiny-predictor", model),
         "host_tokens": POOL,
+        "learned": str(logs / "learned"),
         "policy_state_gb": 1,  # all may run at once, which an eighth of this small pool would not do for lfps
         "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too
     }
@@ -164,6 +166,17 @@ def test_the_servers_policy(asker: Asker) -> None:
     assert want not in (asker.alone(PROMPT, "full"), asker.alone(PROMPT, FOREIGN))
     asker.server.flush()
     assert asker.ask(PROMPT, None).tokens == want
+
+
+def test_the_server_learns(asker: Asker, logs: Path) -> None:
+    """From requests under `adaptive`, beside everything else; then it serves them by what it learned."""
+    before = len(asker.server.log())
+    for i in range(FIRST + 1):
+        assert len(asker.ask(cases.filler(420, 300 + i), "adaptive", 4).tokens) == 4
+    asker.server.wait_for_log("adaptive has learned from", before)
+    (kept,) = (logs / "learned").rglob("adaptive-0.10.safetensors")
+    assert Learner(0.10, kept).learned is not None
+    assert len(asker.ask(PROMPT, "adaptive").tokens) == NEW
 
 
 def test_the_predictor_decides(asker: Asker) -> None:

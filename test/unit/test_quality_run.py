@@ -99,11 +99,11 @@ def test_many_questions_are_asked_in_parts(settings: Settings, monkeypatch: pyte
 
 def test_policies_that_hear_of_a_prompt_are_not_given_it_by_the_tree(settings: Settings) -> None:
     start = Starter()
-    hearing = dataclasses.replace(settings, policies=("lfps:0.10", "streaming", "adaptive"))
+    hearing = dataclasses.replace(settings, policies=("lfps:0.10", "streaming", "lfps:0.20"))
     measure(dataclasses.replace(hearing, tasks=("echo",), lengths=(64,)), start)
     (engine,) = start.engines
     asked = [[request["custom_params"]["fluxion_policy"] for request in batch] for batch in engine.batches]
-    one = [["full"], ["full", "streaming"] * 2, *([policy] for policy in ("lfps:0.10", "adaptive") for _ in range(2))]
+    one = [["full"], ["full", "streaming"] * 2, *([policy] for policy in ("lfps:0.10", "lfps:0.20") for _ in range(2))]
     assert asked == one * 3
     assert engine.forgotten == [at + 6 * document for document in range(3) for at in range(2, 6)]
 

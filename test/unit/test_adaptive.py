@@ -11,7 +11,7 @@ import torch
 from fluxion_sglang.learning.familiar import Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
-from fluxion_sglang.learning.measured import MOST_STEPS, Measured
+from fluxion_sglang.learning.measured import MOST_STEPS, Measured, anchor_of
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.adaptive import ONE_OF, AdaptivePolicy
 from fluxion_sglang.policy.testing import Request, Rig
@@ -22,6 +22,7 @@ from fluxion_sglang.predictor.network import HeadPredictor
 from fluxion_sglang.training.live import train
 
 PROMPT, STEPS = 500, 6
+LAYERS, HEADS = Request(0).q.shape[0], Request(0).q.shape[2]
 
 
 def adaptive(spec: str = "adaptive") -> AdaptivePolicy:
@@ -48,9 +49,8 @@ def nothing(requests: Sequence[Measured], tau: float) -> Learned:
     assert isinstance(last, torch.nn.Linear)
     last.weight.zero_()
     last.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
-    layers, heads = requests[0].budgets.shape[1:3]
     anchors = torch.stack([request.anchor for request in requests])
-    return Learned(LoadedPredictor(network, tau, 0.0, torch.ones(layers, heads, 4), {}), Familiar.of(anchors))
+    return Learned(LoadedPredictor(network, tau, 0.0, torch.ones(LAYERS, HEADS, 4), {}), Familiar.of(anchors))
 
 
 class Served:
@@ -164,11 +164,12 @@ def test_what_is_measured_is_what_each_step_needed() -> None:
         want.append(torch.stack(found))
     rig.release(request)
     assert len(taken) == 1
-    torch.testing.assert_close(taken[0].budgets, torch.stack(want))
-    layers = taken[0].features[..., INDEX["layer"]]
-    assert bool((layers == torch.arange(layers.shape[1]).view(1, -1, 1)).all())
-    lengths = taken[0].features[:, 0, 0, INDEX["cpu_tokens"]]
-    assert taken[0].features.shape[-1] == COUNT and bool((lengths.diff() >= 0).all())
+    torch.testing.assert_close(taken[0].budgets, torch.stack(want).flatten(0, 2))
+    features = taken[0].features.view(5, LAYERS, HEADS, COUNT)
+    assert bool((features[..., INDEX["layer"]] == torch.arange(LAYERS).view(1, -1, 1)).all())
+    assert bool((features[:, 0, 0, INDEX["cpu_tokens"]].diff() >= 0).all())
+    for layer in range(LAYERS):
+        assert torch.equal(taken[0].anchor[layer], anchor_of(features[3, layer]))
 
 
 def test_few_steps_of_a_long_answer_are_measured() -> None:
@@ -180,7 +181,7 @@ def test_few_steps_of_a_long_answer_are_measured() -> None:
     rig.prefill(request, 300)
     rig.run(request, 150)
     rig.release(request)
-    assert len(taken[0].budgets) == MOST_STEPS
+    assert len(taken[0].budgets) == MOST_STEPS * LAYERS * HEADS
 
 
 def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -> None:
@@ -197,7 +198,7 @@ def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -
     rig.prefill(request, 20)
     rig.run(request, 4)
     rig.release(request)
-    assert [len(one.budgets) for one in taken] == [3, 4]
+    assert [len(one.budgets) for one in taken] == [3 * LAYERS * HEADS, 4 * LAYERS * HEADS]
 
 
 @pytest.mark.full

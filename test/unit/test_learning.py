@@ -18,7 +18,7 @@ from fluxion_sglang.learning.apart import train_apart
 from fluxion_sglang.learning.familiar import FURTHEST, MISTAKEN, NEIGHBOURS, Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
-from fluxion_sglang.learning.measured import MOST_STEPS, Measured, is_measured, pack, unpack
+from fluxion_sglang.learning.measured import MOST_STEPS, SAMPLES, Measured, anchor_of, is_measured, pack, unpack
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.features import COUNT, INDEX
 from fluxion_sglang.predictor.network import HeadPredictor
@@ -40,7 +40,7 @@ def measured(seed: int, steps: int = 4) -> Measured:
     features[..., 2, INDEX["anchor_budget_16"]] = need
     budgets = torch.zeros(steps, L, H, 1 + len(BLOCKS))
     budgets[:, :, 1], budgets[:, :, 2] = 0.1, need
-    return Measured(features, budgets)
+    return Measured.of(torch.stack([anchor_of(layer) for layer in features[0]]), features, budgets)
 
 
 def learned_of(requests: Sequence[Measured], tau: float) -> Learned:
@@ -68,6 +68,13 @@ def test_requests_come_back_from_a_file(steps: list[int]) -> None:
     assert all(
         torch.equal(a, b) for one, two in zip(requests, again, strict=True) for a, b in zip(one, two, strict=True)
     )
+
+
+def test_of_a_large_model_not_all_is_kept() -> None:
+    features = torch.arange(3.0 * SAMPLES * COUNT).view(3, SAMPLES, COUNT)
+    one = Measured.of(torch.zeros(1, 1), features, features[..., :5])
+    assert len(one.features) == SAMPLES and torch.equal(one.features[:, :5], one.budgets)
+    assert len(one.features.unique(dim=0)) == SAMPLES
 
 
 @given(n=st.integers(2, 60), seed=st.integers(0, 1000), constant=st.booleans())
@@ -193,9 +200,9 @@ def test_what_is_no_number_or_of_another_shape_teaches_nothing() -> None:
     learner = Learner(TAU, train=learned_of)
     learner.take(measured(0))
     broken = measured(1)
-    broken.features[0, 0, 0, 0] = torch.nan
+    broken.features[0, 0] = torch.nan
     learner.take(broken)
-    learner.take(Measured(measured(2).features[:, :1], measured(2).budgets[:, :1]))
+    learner.take(measured(2)._replace(anchor=measured(2).anchor[:1]))
     assert len(learner) == 1
 
 
@@ -277,8 +284,8 @@ def test_training_finds_what_heads_need() -> None:
     found = train_apart([measured(seed) for seed in range(60)], TAU)
     assert found.predictor.tau == TAU and len(found.familiar.known) == 60
     asked = [measured(1000 + seed) for seed in range(20)]
-    features = torch.stack([request.features for request in asked])
-    labels = torch.stack([request.budgets for request in asked])[..., 1]
+    features = torch.stack([request.features.view(-1, L, H, COUNT) for request in asked])
+    labels = torch.stack([request.budgets.view(-1, L, H, 5) for request in asked])[..., 1]
     out = found.predictor.network(features.view(-1, COUNT)).view(*labels.shape, 3)
     streams = out[..., 2] > found.predictor.threshold
     assert not bool(streams[..., 1:].any()) and float(streams[..., 0].float().mean()) > 0.9
@@ -289,7 +296,7 @@ def test_training_finds_what_heads_need() -> None:
 
 
 def test_a_process_that_fails_says_why() -> None:
-    idle = [Measured(request.features, request.budgets * 0) for request in map(measured, range(10))]
+    idle = [request._replace(budgets=request.budgets * 0) for request in map(measured, range(10))]
     with pytest.raises(RuntimeError, match="no head needed anything"):
         train_apart(idle, TAU)
 
@@ -297,9 +304,8 @@ def test_a_process_that_fails_says_why() -> None:
 def test_more_samples_than_are_trained_on() -> None:
     from fluxion_sglang.training import live
 
-    each = measured(0).budgets[..., 0].numel()
-    count = MOST // each + 10
     one = measured(0)
+    count = MOST // len(one.budgets) + 10
     assert len(live._samples([one] * count, range(count))) == MOST
 
 

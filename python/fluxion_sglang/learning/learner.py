@@ -61,10 +61,10 @@ class Learner:
         return len(self._requests)
 
     def take(self, request: Measured) -> None:
-        """One more. Those of other layers or heads than the ones before, or with what is no number, teach nothing."""
-        if self._requests and request.features.shape[1:] != self._requests[0].features.shape[1:]:
+        """One more. One of other layers or heads than those before, or with what is no number, teaches nothing."""
+        if self._requests and request.anchor.shape != self._requests[0].anchor.shape:
             return
-        if not (request.features.isfinite().all() and request.budgets.isfinite().all()):
+        if not all(bool(part.isfinite().all()) for part in request):
             return
         self._requests.append(request)
         self._new += 1

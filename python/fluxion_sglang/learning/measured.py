@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import torch
 
@@ -19,37 +19,57 @@ def is_measured(step: int) -> bool:
     return step < 8 or (step <= 64 and step.bit_count() == 1)
 
 
-def step_bytes(layers: int, heads: int) -> int:
-    """Of one step of a request."""
-    return layers * heads * (COUNT + len(BLOCK_SIZES)) * 4
+SAMPLES: Final = 2048
+"""Of a request are kept at most: heads in layers in steps."""
+
+_SAMPLE_BYTES: Final = (COUNT + len(BLOCK_SIZES)) * 4
+
+
+def most_bytes(layers: int, heads: int) -> tuple[int, int]:
+    """Of what is measured of a request: while it runs, and what is kept of it."""
+    anchor, step = layers * heads * len(ANCHOR) * 4, layers * heads * _SAMPLE_BYTES
+    return anchor + MOST_STEPS * step, anchor + min(MOST_STEPS * step, SAMPLES * _SAMPLE_BYTES)
 
 
 class Measured(NamedTuple):
-    """Decode steps of one request in all layers that are planned.
+    """One request.
 
     Attributes:
-        features: [S, L, Hq, 41] float32. budgets: [S, L, Hq, 5] float32, least budgets (`predictor/measure.py`).
+        anchor: [L, F] float32, what its last prefilled token said in each layer that is planned (`anchor_of`).
+        features: [S, 41] float32, of heads in layers in steps. budgets: [S, 5] float32, their least budgets
+            (`predictor/measure.py`).
     """
 
+    anchor: torch.Tensor
     features: torch.Tensor
     budgets: torch.Tensor
 
-    @property
-    def anchor(self) -> torch.Tensor:
-        """[L, Hq * 28]: what its last prefilled token said, the same at every step."""
-        return self.features[0][..., list(ANCHOR)].flatten(1)
+    @classmethod
+    def of(cls, anchor: torch.Tensor, features: torch.Tensor, budgets: torch.Tensor) -> Self:
+        """Of the features [..., 41] and budgets [..., 5] at most `SAMPLES`, chosen at random."""
+        features, budgets = features.reshape(-1, COUNT), budgets.reshape(-1, len(BLOCK_SIZES))
+        if len(features) > SAMPLES:
+            chosen = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))[:SAMPLES]
+            features, budgets = features[chosen], budgets[chosen]
+        return cls(anchor, features, budgets)
 
     @property
     def nbytes(self) -> int:
-        return self.features.nbytes + self.budgets.nbytes
+        return sum(part.nbytes for part in self)
+
+
+def anchor_of(features: torch.Tensor) -> torch.Tensor:
+    """[Hq * 28] of the features [Hq, 41] of a layer: those that are the same at every step of a request."""
+    return features[:, list(ANCHOR)].flatten()
 
 
 def pack(requests: Sequence[Measured]) -> dict[str, torch.Tensor]:
     """As tensors that a file can have; at least one request."""
     return {
+        "anchors": torch.stack([request.anchor for request in requests]),
         "features": torch.cat([request.features for request in requests]),
         "budgets": torch.cat([request.budgets for request in requests]),
-        "steps": torch.tensor([len(request.features) for request in requests]),
+        "samples": torch.tensor([len(request.features) for request in requests]),
     }
 
 
@@ -59,8 +79,10 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> list[Measured]:
     Raises:
         KeyError, ValueError, RuntimeError: they are not of `pack`.
     """
-    features, budgets = tensors["features"], tensors["budgets"]
-    if features.shape[1:] != (*budgets.shape[1:3], COUNT) or budgets.shape[3:] != (len(BLOCK_SIZES),):
-        raise ValueError(f"features {list(features.shape)} and budgets {list(budgets.shape)} do not belong together.")
-    steps = tensors["steps"].tolist()
-    return [Measured(*parts) for parts in zip(features.split(steps), budgets.split(steps), strict=True)]
+    anchors, features, budgets = (tensors[name] for name in ("anchors", "features", "budgets"))
+    if anchors.ndim != 3 or features.shape[1:] != (COUNT,) or budgets.shape[1:] != (len(BLOCK_SIZES),):
+        shapes = [list(part.shape) for part in (anchors, features, budgets)]
+        raise ValueError(f"anchors, features and budgets have the shapes {shapes}")
+    samples = tensors["samples"].tolist()
+    parts = zip(anchors.unbind(), features.split(samples), budgets.split(samples), strict=True)
+    return [Measured(*part) for part in parts]

@@ -16,7 +16,7 @@ import torch
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import KEPT, Learner
-from fluxion_sglang.learning.measured import MOST_STEPS, Measured, is_measured, step_bytes
+from fluxion_sglang.learning.measured import Measured, anchor_of, is_measured, most_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import (
     UNSEEN,
@@ -32,7 +32,7 @@ from fluxion_sglang.policy.base import (
 from fluxion_sglang.policy.fluxion import FluxionPolicy
 from fluxion_sglang.predictor.artifact import tau_key
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
-from fluxion_sglang.predictor.features import ANCHOR, COUNT
+from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.measure import measure
 
 FEW: Final = 128
@@ -90,18 +90,12 @@ class AdaptivePolicy(Policy):
             self.learner.take(measured)
 
     def holds(self, world: World) -> int:
-        return KEPT * self._of_a_request(world)
+        return KEPT * most_bytes(world.pool.shape.layers, world.q_heads)[1]
 
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
         first = shape.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
-        return self._of_a_request(world) + first + KEPT * 4
-
-    def _of_a_request(self, world: World) -> int:
-        """Bytes of all that is measured of one, and of its anchor."""
-        shape = world.pool.shape
-        anchor = shape.layers * world.q_heads * len(ANCHOR) * 4
-        return MOST_STEPS * step_bytes(shape.layers, world.q_heads) + anchor
+        return most_bytes(shape.layers, world.q_heads)[0] + first + KEPT * 4
 
     @property
     def state_bytes(self) -> int:
@@ -132,11 +126,12 @@ class AdaptivePolicy(Policy):
         for b, request in enumerate(self._now):
             if request is None:
                 continue
-            seen = _Seen(layer, int(step.seq_lens[b]), q[b], observed.features[b], observed.scale)
-            if request.steps == 1:
-                request.note(self._place, seen, self._learned)
-            elif request.measuring:
-                self._measure(request, b, seen)
+            if request.steps == 1 or request.measuring:
+                seen = _Seen(layer, int(step.seq_lens[b]), q[b], observed.features[b], observed.scale)
+                if request.steps == 1:
+                    request.note(self._place, seen, self._learned)
+                else:
+                    self._measure(request, b, seen)
         exact = [b for b, request in enumerate(self._now) if request is None or not request.familiar]
         if self._fluxion is None or len(exact) == len(self._now):
             return self._whole
@@ -208,7 +203,7 @@ class _Request:
     def note(self, place: int, seen: _Seen, learned: Learned | None) -> None:
         """The next layer of the first step."""
         self._first.append(seen._replace(q=seen.q.clone(), features=seen.features.clone()))
-        self._anchor.append(seen.features[:, list(ANCHOR)].flatten())
+        self._anchor.append(anchor_of(seen.features))
         if learned is not None:
             if self._distances is None:
                 self._distances = learned.familiar.start()
@@ -241,7 +236,8 @@ class _Request:
         whole = [step for step in self._samples if step and len(step) == len(self._anchor)]
         if not whole:
             return None
-        return Measured(*(torch.stack([torch.stack([layer[i] for layer in step]) for step in whole]) for i in range(2)))
+        samples = (torch.cat([layer[i] for step in whole for layer in step]) for i in range(2))
+        return Measured.of(torch.stack(self._anchor), *samples)
 
     @property
     def nbytes(self) -> int:

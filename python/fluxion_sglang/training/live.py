@@ -17,7 +17,6 @@ from fluxion_sglang.learning.familiar import Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.measured import Measured, unpack
 from fluxion_sglang.predictor.artifact import LoadedPredictor
-from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.training.dataset import fit_line
 from fluxion_sglang.training.fit import Settings, learn
 from fluxion_sglang.training.scores import Samples
@@ -50,13 +49,10 @@ def train(requests: Sequence[Measured], tau: float) -> Learned:
 
 
 def _samples(requests: Sequence[Measured], which: Sequence[int]) -> Samples:
-    features = torch.cat([requests[i].features for i in which]).view(-1, COUNT)
-    least = torch.cat([requests[i].budgets for i in which]).flatten(0, 2)
-    steps = torch.tensor([requests[i].budgets[..., 0].numel() for i in which])
-    bgt0, k = fit_line(least)
-    found = Samples(
-        features, bgt0, k, least[:, 1:], least[:, 1] == 0, torch.arange(len(which)).repeat_interleave(steps)
-    )
+    features = torch.cat([requests[i].features for i in which])
+    least = torch.cat([requests[i].budgets for i in which])
+    number = torch.arange(len(which)).repeat_interleave(torch.tensor([len(requests[i].features) for i in which]))
+    found = Samples(features, *fit_line(least), least[:, 1:], least[:, 1] == 0, number)
     if len(found) <= MOST:
         return found
     return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(SETTINGS.seed))[:MOST]]

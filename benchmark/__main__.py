@@ -56,9 +56,8 @@ QUALITY = {
             *("--fluxion-config", f'{{"learned": "{LEARNED}"}}'),
         ]
         for name, lengths, samples, seed, policies in (
-            ("_first", "4k,8k,31k", "8", "5", "full,adaptive"),
+            ("_first", "4k,8k", "12", "5", "full,adaptive"),
             ("", "4k,8k", "24", "11", "full,fluxion,adaptive"),
-            ("_far", "31k", "12", "11", "full,fluxion,adaptive"),
         )
     },
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],
@@ -105,8 +104,10 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
     options += [] if "--dtype" in options else ["--dtype", "float32"]
     if name.startswith("adaptive"):
         fresh = True  # it learns, and so cannot continue
+        if quick:
+            options[-1] = options[-1].replace(LEARNED, f"{LEARNED}-quick")
         if name == "adaptive_first":
-            shutil.rmtree(LEARNED, ignore_errors=True)
+            shutil.rmtree(f"{LEARNED}-quick" if quick else LEARNED, ignore_errors=True)
     options += ["--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
     return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 

@@ -26,7 +26,7 @@ def large(results: Path) -> str:
 
 def adaptive(results: Path) -> str:
     """What can be had without training, beside what a predictor gives."""
-    return "\n".join(_quality(results, quality_table.averages, f"quality_adaptive{name}.json") for name in ("", "_far"))
+    return _quality(results, quality_table.averages, "quality_adaptive.json")
 
 
 def adaptive_first(results: Path) -> str:

@@ -351,7 +351,7 @@ void Measurement::survey(int item, Scratch* s) {
     anchor[1] = static_cast<float>(sink_v);
     std::copy_n(mean_norms, 2, anchor + 2);
     std::copy_n(shapes, 8, anchor + 4);
-    std::fill_n(anchor + 12, 4, 0.0f);  // of the scores: rank()
+    std::fill_n(anchor + 12, 4, 0.0f);  // of the scores: find_budgets()
     anchor[16] = feature(part[0]);
     anchor[17] = feature(middle_lse[g]);
     anchor[18] = feature(part[1]);
@@ -359,7 +359,7 @@ void Measurement::survey(int item, Scratch* s) {
     anchor[20] = norm(middle_o + g * D_, D_);
     anchor[21] = part[3];
     anchor[22] = static_cast<float>(norm_of_row(q + g * shape_.token_bytes(), D_, kv_dtype(shape_.dtype)));
-    std::fill_n(anchor + 23, 4, 0.0f);  // budgets: rank()
+    std::fill_n(anchor + 23, 4, 0.0f);  // budgets: find_budgets()
   }
 }
 

@@ -170,7 +170,8 @@ class FluxionConfig:
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
-        "from memory once for all of them, under full, fixed, fluxion and anchor. What each head reads stays the same.",
+        "from memory once for all of them, under full, fixed, fluxion, adaptive and anchor. What each head reads stays "
+        "the same.",
         "false",
         group=RESEARCH,
     )
@@ -186,7 +187,7 @@ class FluxionConfig:
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. With executors cpu alone, under fixed, fluxion and anchor.",
+        "in the same step; by default none does. With executors cpu alone, under fixed, fluxion, adaptive and anchor.",
         "0.3",
         lambda guard: 0 < guard < 1,
         "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "

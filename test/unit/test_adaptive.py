@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import torch
 from fluxion_sglang.learning.familiar import Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
-from fluxion_sglang.learning.measured import MOST_STEPS, Measured, anchor_of
+from fluxion_sglang.learning.measured import Measured, anchor_of
+from fluxion_sglang.policy import adaptive as adaptive_module
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.adaptive import ONE_OF, AdaptivePolicy
 from fluxion_sglang.policy.testing import Request, Rig
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.features import COUNT, INDEX
-from fluxion_sglang.predictor.measure import measure
+from fluxion_sglang.predictor.measure import Measurement, measure
 from fluxion_sglang.predictor.network import HeadPredictor
 from fluxion_sglang.training.live import train
 
@@ -50,7 +52,13 @@ def nothing(requests: Sequence[Measured], tau: float) -> Learned:
     last.weight.zero_()
     last.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
     anchors = torch.stack([request.anchor for request in requests])
-    return Learned(LoadedPredictor(network, tau, 0.0, torch.ones(LAYERS, HEADS, 4), {}), Familiar.of(anchors))
+    familiar = Familiar.of(anchors, torch.ones(len(anchors)))
+    longest = max(float(one.features[:, INDEX["cpu_tokens"]].expm1().max()) for one in requests)
+    return Learned(
+        LoadedPredictor(network, tau, 0.0, torch.ones(LAYERS, HEADS, 4), {}),
+        familiar,
+        longest,
+    )
 
 
 class Served:
@@ -164,8 +172,8 @@ def test_what_is_measured_is_what_each_step_needed() -> None:
         want.append(torch.stack(found))
     rig.release(request)
     assert len(taken) == 1
-    torch.testing.assert_close(taken[0].budgets, torch.stack(want).flatten(0, 2))
-    features = taken[0].features.view(5, LAYERS, HEADS, COUNT)
+    torch.testing.assert_close(taken[0].budgets, torch.stack(want, 1).flatten(0, 2))
+    features = taken[0].features.view(LAYERS, 5, HEADS, COUNT).transpose(0, 1)
     assert bool((features[..., INDEX["layer"]] == torch.arange(LAYERS).view(1, -1, 1)).all())
     assert bool((features[:, 0, 0, INDEX["cpu_tokens"]].diff() >= 0).all())
     for layer in range(LAYERS):
@@ -181,7 +189,7 @@ def test_few_steps_of_a_long_answer_are_measured() -> None:
     rig.prefill(request, 300)
     rig.run(request, 150)
     rig.release(request)
-    assert len(taken[0].budgets) == MOST_STEPS * LAYERS * HEADS
+    assert len(taken[0].budgets) == (8 + 5) * LAYERS * HEADS
 
 
 def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -> None:
@@ -199,6 +207,50 @@ def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -
     rig.run(request, 4)
     rig.release(request)
     assert [len(one.budgets) for one in taken] == [3 * LAYERS * HEADS, 4 * LAYERS * HEADS]
+
+
+def test_a_middle_that_outgrows_what_was_measured_is_read_exactly_and_measured() -> None:
+    """However alike the prompts: those of what was measured say nothing of an answer that is much longer."""
+    served = Served()
+    for seed in range(FIRST):
+        served.serve(lean, seed, prompt=100)
+    taken: list[Measured] = []
+    served.policy.learner.take = taken.append  # type: ignore[method-assign]
+    request = lean(1000)
+    served.rig.prefill(request, 100)
+    budgets = []
+    for _ in range(120):
+        served.rig.run(request, 1)
+        budgets.append(float(served.rig.plans[-1].budget.max()))
+    known = request.length - 120 + budgets.index(1.0)
+    assert budgets[0] == 0 and budgets == sorted(budgets) and known > 100 + STEPS
+    served.rig.release(request)
+    assert len(taken) == 1 and float(taken[0].features[:, INDEX["cpu_tokens"]].expm1().max()) > 64
+
+
+def test_a_step_measures_few_requests_and_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive_module, "TOKENS_A_STEP", 1000)
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Measurement:
+        calls.append(int(args[3]))
+        return measure(*args)
+
+    monkeypatch.setattr(adaptive_module, "measure", counted)
+    policy = adaptive()
+    taken: list[Measured] = []
+    rig = Rig(policy)
+    policy.learner.take = taken.append  # type: ignore[method-assign]
+    requests = [Request(seed) for seed in range(4)]
+    for request in requests:
+        rig.prefill(request, PROMPT)
+    for _ in range(8):
+        calls.clear()
+        rig.decode(*requests)
+        assert len(calls) <= 3 * LAYERS, "some 420 tokens of a middle each, and at most 1,000"
+    for request in requests:
+        rig.release(request)
+    assert len(taken) == 4
 
 
 @pytest.mark.full

@@ -47,7 +47,12 @@ def learned_of(requests: Sequence[Measured], tau: float) -> Learned:
     """At once, and nothing."""
     network = HeadPredictor().eval().requires_grad_(False)
     anchors = torch.stack([request.anchor for request in requests])
-    return Learned(LoadedPredictor(network, tau, 0.0, torch.ones(L, H, len(BLOCKS)), {}), Familiar.of(anchors))
+    familiar = Familiar.of(anchors, torch.ones(len(anchors)))
+    return Learned(
+        LoadedPredictor(network, tau, 0.0, torch.ones(L, H, len(BLOCKS)), {}),
+        familiar,
+        4096.0,
+    )
 
 
 def same(a: Learned, b: Learned) -> bool:
@@ -57,7 +62,8 @@ def same(a: Learned, b: Learned) -> bool:
 
 def test_the_measured_steps() -> None:
     chosen = [step for step in range(10_000) if is_measured(step)]
-    assert chosen == [*range(8), 8, 16, 32, 64] and len(chosen) == MOST_STEPS
+    assert chosen == [*range(8), *(8 << i for i in range(11))]
+    assert sum(map(is_measured, range(1 << 20))) == MOST_STEPS
 
 
 @given(steps=st.lists(st.integers(1, MOST_STEPS), min_size=1, max_size=6))
@@ -86,7 +92,8 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
     asked = torch.randn(L, 5, generator=random) * 1.5
     if constant:
         asked[..., 0] = 1000.0005  # rounding
-    familiar = Familiar.of(anchors)
+    stand_for = torch.randint(1, 5, (n,), generator=random).float()
+    familiar = Familiar.of(anchors, stand_for)
     values = anchors.double()
     mean, std = values.mean(0), values.std(0, correction=0)
     std = torch.maximum(std, 1e-3 * mean.abs() + 1e-6)
@@ -100,8 +107,10 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
 
     distances = familiar.start()
     for layer in range(L):
-        own = sorted(third(values[i], [j for j in range(n) if j != i], layer) for i in range(n))
-        limit = own[min(math.ceil((1 - MISTAKEN) * (n + 1) - 1e-9), n) - 1]
+        own = [third(values[i], [j for j in range(n) if j != i], layer) for i in range(n)]
+        counts = map(int, stand_for.tolist())
+        served = sorted(distance for distance, count in zip(own, counts, strict=True) for _ in range(count))
+        limit = served[min(math.ceil((1 - MISTAKEN) * (len(served) + 1) - 1e-9), len(served)) - 1]
         nearest = third(asked.double(), list(range(n)), layer)
         said = familiar.add(layer, asked[layer], distances)
         if n > NEIGHBOURS and abs(nearest - limit) > 1e-3 * limit:
@@ -110,7 +119,7 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
 
 def test_familiar_calls_few_strange_and_all_that_are() -> None:
     random = torch.Generator().manual_seed(0)
-    familiar = Familiar.of(torch.randn(150, L, 40, generator=random))
+    familiar = Familiar.of(torch.randn(150, L, 40, generator=random), torch.ones(150))
 
     def known(shift: float) -> float:
         found = []
@@ -129,7 +138,7 @@ def test_a_kind_has_to_be_seen_more_than_once_or_twice() -> None:
     random = torch.Generator().manual_seed(1)
     usual, other = torch.randn(100, L, 40, generator=random), torch.randn(3, L, 40, generator=random) * 0.1 + 6
     for seen in range(4):
-        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]))).start()
+        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]), torch.ones(100 + seen))).start()
         asked = torch.randn(L, 40, generator=random) * 0.1 + 6
         answers = [familiar.add(layer, asked[layer], distances) for layer in range(L)]
         assert answers[-1] == (seen >= NEIGHBOURS)
@@ -148,14 +157,15 @@ def test_when_it_trains_and_with_what() -> None:
         learner.take(measured(seed))
         learner.wait()
         found = learner.poll()
-        assert (found is not None) == (seed + 1 >= FIRST and (seed + 1 - FIRST) % MORE == 0)
+        assert (found is not None) == (seed + 1 >= FIRST and (seed + 1 - FIRST) % MORE == 0)  # MORE is over a 16th
         assert found is None or found is learner.learned
     assert asked == [FIRST, FIRST + MORE, FIRST + 2 * MORE, FIRST + 3 * MORE]
     for seed in range(2 * KEPT):
-        learner.take(measured(seed))
+        learner.take(measured(1000 + seed))
         learner.wait()
         learner.poll()
     assert len(learner) == max(asked) == KEPT
+    assert asked[-1] == asked[-2] == KEPT and asked.count(KEPT) <= 2 * KEPT // (KEPT // 16)
 
 
 def test_one_training_at_a_time_and_nobody_waits() -> None:
@@ -174,7 +184,7 @@ def test_one_training_at_a_time_and_nobody_waits() -> None:
     go.set()
     learner.wait()
     assert learner.poll() is not None
-    learner.take(measured(0))
+    learner.take(measured(999))
     learner.wait()
     assert running == [FIRST, FIRST + 5 * MORE + 1]
 
@@ -194,6 +204,15 @@ def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogC
             assert learner.poll() is None
     assert tried == [FIRST, 2 * FIRST, 4 * FIRST]
     assert learner.learned is None and "no head needed anything" in caplog.text
+
+
+def test_other_answers_to_a_prompt_teach_nothing_more() -> None:
+    learner = Learner(TAU, train=learned_of)
+    one = measured(0)
+    for noise in (0.0, 1e-6, 1e-5):
+        learner.take(one._replace(anchor=one.anchor * (1 + noise), budgets=one.budgets + noise))
+    learner.take(measured(1))
+    assert len(learner) == 2
 
 
 def test_what_is_no_number_or_of_another_shape_teaches_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple, Self
 
@@ -16,16 +17,18 @@ THRESHOLD: Final = "threshold"
 
 
 class Learned(NamedTuple):
-    """As its name says."""
+    """As its name says; longest: tokens of the longest middle among them."""
 
     predictor: LoadedPredictor
     familiar: Familiar
+    longest: float
 
     def tensors(self) -> dict[str, torch.Tensor]:
         network = {f"network.{name}": value for name, value in self.predictor.network.state_dict().items()}
         familiar = {f"familiar.{name}": value for name, value in vars(self.familiar).items()}
         threshold = torch.tensor(self.predictor.threshold, dtype=torch.float64)
         whole = {**network, **familiar, MARGINS: self.predictor.margins, THRESHOLD: threshold}
+        whole["longest"] = torch.tensor(self.longest, dtype=torch.float64)
         return {name: value.contiguous() for name, value in whole.items()}
 
     @classmethod
@@ -39,5 +42,11 @@ class Learned(NamedTuple):
         network.load_state_dict(part("network."))
         network.eval().requires_grad_(False)
         check_values({**network.state_dict(), MARGINS: tensors[MARGINS]}, "What was learned", "begin anew")
-        predictor = LoadedPredictor(network, tau, float(tensors[THRESHOLD]), tensors[MARGINS], {})
-        return cls(predictor, Familiar(**part("familiar.")))
+        threshold, longest = (float(tensors[name]) for name in (THRESHOLD, "longest"))
+        familiar = Familiar(**part("familiar."))
+        n, layers, _ = familiar.known.shape
+        if not math.isfinite(threshold + longest) or n < 2 or familiar.limits.shape != (layers,):
+            raise ValueError("its parts do not belong together")
+        if not familiar.mean.shape == familiar.std.shape == familiar.known.shape[1:]:
+            raise ValueError("its parts do not belong together")
+        return cls(LoadedPredictor(network, tau, threshold, tensors[MARGINS], {}), familiar, longest)

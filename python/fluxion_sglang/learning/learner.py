@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ FIRST: Final = 48
 """Requests that the first predictor is trained on."""
 
 MORE: Final = 8
-"""So many more, and it is trained anew."""
+"""So many more, and it is trained anew; a sixteenth of all where that is more."""
 
 KEPT: Final = 256
 """Requests that are kept, the latest."""
@@ -54,17 +55,20 @@ class Learner:
         self._enough = FIRST
         self._thread: Thread | None = None
         self._result: Learned | None = None
-        if path is not None and path.exists():
+        if path is not None:
             self._load(path)
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def take(self, request: Measured) -> None:
-        """One more. One of other layers or heads than those before, or with what is no number, teaches nothing."""
+        """One more. One of other layers or heads than those before, or with what is no number, teaches nothing; nor
+        does another answer to a prompt that is kept."""
         if self._requests and request.anchor.shape != self._requests[0].anchor.shape:
             return
         if not all(bool(part.isfinite().all()) for part in request):
+            return
+        if any(request.like(other) for other in self._requests):
             return
         self._requests.append(request)
         self._new += 1
@@ -82,7 +86,7 @@ class Learner:
         if found is None:  # it failed, and would again
             self._enough = max(MORE, len(self._requests))
             return None
-        self._enough = MORE
+        self._enough = max(MORE, len(self._requests) // 16)
         self.learned = found
         return found
 
@@ -92,8 +96,9 @@ class Learner:
             self._thread.join()
 
     def _work(self, requests: list[Measured]) -> None:
-        self._save(requests, self.learned)  # a server that stops meanwhile need not measure them again
         try:
+            if self.learned is None:
+                self._save(requests, None)  # a server that stops meanwhile need not measure them again
             found = self._train(requests, self.tau)
         except Exception as error:  # no request may fail for it
             logger.warning(
@@ -108,19 +113,23 @@ class Learner:
         path = self.path
         if path is None:
             return
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A reader sees the old file or the new one, never half of one.
-            part.write_bytes(save({**pack(requests), **({} if learned is None else learned.tensors())}))
-            part.replace(path)
+            # A reader sees the old file or the new one, never half of one; nor do two writers share one.
+            handle, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+            with os.fdopen(handle, "wb") as file:
+                file.write(save({**pack(requests), **({} if learned is None else learned.tensors())}))
+            os.replace(part, path)
         except OSError as error:
             with suppress(OSError):
-                part.unlink(missing_ok=True)
+                os.unlink(part)
             logger.warning("Fluxion: adaptive cannot keep what it has learned in %s (%s)", path, error.strerror)
 
     def _load(self, path: Path) -> None:
         try:
+            if not path.exists():
+                return
             tensors = load(path.read_bytes())
             self._requests.extend(unpack(tensors))
             learned = Learned.of(tensors, self.tau) if THRESHOLD in tensors else None
@@ -133,5 +142,4 @@ class Learner:
         self.learned = learned
         self._new = len(self._requests)
         if learned is not None:
-            self._new -= len(learned.familiar.known)
-            self._enough = MORE
+            self._new, self._enough = 0, MORE

@@ -3,8 +3,9 @@
 Every request is read exactly at first, and on some of its steps the policy measures what each head would have needed
 (`predictor/measure.py`). From enough of them it has a predictor trained (`learning/`), beside the server and at a
 low priority. From then on a request that is like those (`learning/familiar.py`) reads what the predictor says, as
-`fluxion` does. One that is not is read exactly and measured, so that its kind is known after a few. Some of the
-familiar ones are measured as well: what the predictor knows follows the requests of the day.
+`fluxion` does. One that is not is read exactly and measured, so that its kind is known after a few; so is one whose
+middle has outgrown what was measured. Some of the familiar ones are measured as well: what the predictor knows follows
+the requests of the day.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ FEW: Final = 128
 ONE_OF: Final = (4, 32)
 """Of so many familiar requests one is learnt from: while there are few, and later."""
 
+OUTGROWN: Final = 2.0
+"""The longest middle that was measured, times this, is the longest that the predictor is asked about."""
+
+TOKENS_A_STEP: Final = 1 << 16
+"""Tokens of middles that a decode step measures at most, or one middle: everybody waits for it."""
+
 
 class AdaptivePolicy(Policy):
     """See the module. What it has learned is one object's, of all requests that name it.
@@ -62,6 +69,7 @@ class AdaptivePolicy(Policy):
         self._learned: Learned | None = None
         self._requests: dict[int, _Request] = {}  # by row
         self._familiar = 0  # requests that were
+        self._turn = 0
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
@@ -95,7 +103,7 @@ class AdaptivePolicy(Policy):
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
         first = shape.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
-        return most_bytes(shape.layers, world.q_heads)[0] + first + KEPT * 4
+        return most_bytes(shape.layers, world.q_heads)[0] + first + shape.layers * KEPT * 4
 
     @property
     def state_bytes(self) -> int:
@@ -110,9 +118,12 @@ class AdaptivePolicy(Policy):
             self._requests.setdefault(row, _Request()) if middle else None
             for row, middle in zip(step.rows.tolist(), step.middle.tolist(), strict=True)
         ]
-        for b, request in enumerate(self._now):
-            if request is not None:
-                self._begin(b, request)
+        left = TOKENS_A_STEP
+        for place in range(step.batch):
+            b = (place + self._turn) % step.batch  # whoever found no room is among the first soon
+            if (request := self._now[b]) is not None:
+                left = self._begin(request, int(step.middle[b]), left)
+        self._turn += 1
         blk = torch.full((step.batch, step.kv_heads), BLOCKS[0], dtype=torch.int32)
         budget = torch.ones(step.batch, step.q_heads)
         self._whole = LayerPlan(blk, budget, task_value(step.middle, blk, budget))
@@ -131,8 +142,9 @@ class AdaptivePolicy(Policy):
                 if request.steps == 1:
                     request.note(self._place, seen, self._learned)
                 else:
-                    self._measure(request, b, seen)
-        exact = [b for b, request in enumerate(self._now) if request is None or not request.familiar]
+                    for sample in request.to_measure(self._place, seen):
+                        self._measure(request, b, sample)
+        exact = [b for b, request in enumerate(self._now) if request is None or not request.trusted]
         if self._fluxion is None or len(exact) == len(self._now):
             return self._whole
         plan = self._fluxion.plan(layer, q, observed)
@@ -146,19 +158,25 @@ class AdaptivePolicy(Policy):
         for request in self._requests.values():
             request.judge(learned)
 
-    def _begin(self, b: int, request: _Request) -> None:
-        """A step of the step's request b. Once its first is over, all of its anchor is known: whether it is learnt from
-        is decided then, and that step measured afterwards."""
+    def _begin(self, request: _Request, middle: int, left: int) -> int:
+        """A step of it; of `left` tokens that the step may measure, returns those that remain.
+
+        Once its first step is over, all of its anchor is known. Whether it is learnt from is decided then, and that
+        step is measured with the second.
+        """
         request.steps += 1
-        if request.steps == 2:
-            request.taught = not request.familiar
-            if request.familiar:
-                self._familiar += 1
-                request.taught = self._familiar % ONE_OF[len(self.learner) >= FEW] == 0
-            first = request.end_first()
-            for seen in first if request.taught else ():
-                self._measure(request, b, seen)
-        request.begin()
+        request.outgrown = self._learned is not None and middle > OUTGROWN * self._learned.longest
+        if request.steps == 2 and request.familiar:
+            self._familiar += 1
+            every = ONE_OF[len(self.learner) >= FEW]
+            if self._familiar % every == 0:
+                request.stands_for = every
+        elif request.steps > 1 and not request.trusted:
+            request.stands_for = request.stands_for or 1
+        wanted = middle * request.wants()
+        room = wanted <= left or left == TOKENS_A_STEP
+        request.begin(room)
+        return left - wanted if room else left
 
     def _measure(self, request: _Request, b: int, seen: _Seen) -> None:
         """Of the step's request b."""
@@ -169,7 +187,7 @@ class AdaptivePolicy(Policy):
             world.pool, seen.layer, step.page_table[b], length, seen.q.unsqueeze(0), seen.scale,
             world.pool.placement.window, [self.criterion],
         )  # fmt: skip
-        request.take(seen.features.clone(), found.budgets[0, :, 0])
+        request.take(self._place, seen.features.clone(), found.budgets[0, :, 0])
 
 
 class _Seen(NamedTuple):
@@ -186,19 +204,25 @@ class _Request:
     """What is known of a request that runs.
 
     Attributes:
-        steps: that began. familiar: it is, by what is known. taught: it is learnt from. measuring: this step is
-            measured.
+        steps: that began. familiar: it is, by what is known. outgrown: its middle is longer than what was measured.
+        stands_for: 0, or it is learnt from, and so many are like it. measuring: this step measures it.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.familiar = False
-        self.taught = False
+        self.outgrown = False
+        self.stands_for = 0
         self.measuring = False
-        self._first: list[_Seen] = []  # layers of the first step
+        self._first: list[_Seen] = []  # layers of the first step, until the second
         self._anchor: list[torch.Tensor] = []  # of each of them [Hq * 28]
         self._distances: torch.Tensor | None = None
-        self._samples: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of steps, of layers
+        self._samples: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of layers, of steps
+
+    @property
+    def trusted(self) -> bool:
+        """To the predictor."""
+        return self.familiar and not self.outgrown
 
     def note(self, place: int, seen: _Seen, learned: Learned | None) -> None:
         """The next layer of the first step."""
@@ -215,33 +239,42 @@ class _Request:
         for place, anchor in enumerate(self._anchor):
             self.familiar = learned.familiar.add(place, anchor, self._distances)
 
-    def end_first(self) -> list[_Seen]:
-        """The layers of the first step, which are let go; room for what is measured of them."""
-        first, self._first, self._distances = self._first, [], None
-        self._samples.append([])
-        return first
+    def wants(self) -> int:
+        """How many of its steps this one is to measure."""
+        if self.stands_for == 0:
+            return 0
+        return (self.steps == 2) + is_measured(self.steps - 1)
 
-    def begin(self) -> None:
-        """Another step."""
-        self.measuring = self.taught and self.steps > 1 and is_measured(self.steps - 1)
-        if self.measuring:
-            self._samples.append([])
+    def begin(self, room: bool) -> None:
+        """Another step; room: it may measure what it wants."""
+        self.measuring = room and self.wants() > 0
+        if self.steps > 2 or (self.steps == 2 and not self.measuring):
+            self._first = []
+        if self.steps > 1:
+            self._distances = None
+        if self.measuring and not self._samples:
+            self._samples = [[] for _ in self._anchor]
 
-    def take(self, features: torch.Tensor, budgets: torch.Tensor) -> None:
-        """What was measured of the next layer: [Hq, 41] and [Hq, 5]."""
-        self._samples[-1].append((features, budgets))
+    def to_measure(self, place: int, seen: _Seen) -> list[_Seen]:
+        """Of the next layer of this step."""
+        first = self._first[place : place + 1] if self.steps == 2 else []
+        return [*first, seen]
+
+    def take(self, place: int, features: torch.Tensor, budgets: torch.Tensor) -> None:
+        """What was measured of a layer: [Hq, 41] and [Hq, 5]."""
+        if place < len(self._samples):  # a first step that broke off has shown fewer
+            self._samples[place].append((features, budgets))
 
     def measured(self) -> Measured | None:
-        """None: nothing was. A step that broke off is left out."""
-        whole = [step for step in self._samples if step and len(step) == len(self._anchor)]
-        if not whole:
+        """None: nothing was, or not of all layers."""
+        if not self._samples or not all(self._samples):
             return None
-        samples = (torch.cat([layer[i] for step in whole for layer in step]) for i in range(2))
-        return Measured.of(torch.stack(self._anchor), *samples)
+        features, budgets = (torch.cat([step[i] for layer in self._samples for step in layer]) for i in range(2))
+        return Measured.of(torch.stack(self._anchor), features, budgets, self.stands_for)
 
     @property
     def nbytes(self) -> int:
-        tensors = [tensor for step in self._samples for layer in step for tensor in layer]
+        tensors = [tensor for layer in self._samples for step in layer for tensor in step]
         tensors += [tensor for seen in self._first for tensor in (seen.q, seen.features)]
         tensors += [*self._anchor, *([] if self._distances is None else [self._distances])]
         return sum(tensor.nbytes for tensor in tensors)

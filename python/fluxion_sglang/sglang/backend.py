@@ -91,7 +91,7 @@ class FluxionAttnBackend(AttentionBackend):
         if draft is not None and not policy.exact:
             policy = _verifying(policy)
         identity, heads = partial(predictors.identity, options, runner), layers[0].tp_q_head_num
-        part = pool.start_layer, get_parallel().attn_tp_rank * heads, heads
+        part = pool.start_layer, pool.host.shape.layers, get_parallel().attn_tp_rank * heads, heads
         self.engine = DecodeEngine(
             pool.host,
             pool.windows,
@@ -103,7 +103,7 @@ class FluxionAttnBackend(AttentionBackend):
             max_requests=min(self.req_to_token_pool.size, 64),
             max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
             first_layer=part[0],
-            first_head=part[1],
+            first_head=part[2],
             keeps=predictors.keeps(options, identity, part),
         )
         if options.disk is not None:

@@ -48,11 +48,11 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
     )
 
 
-def keeps(options: FluxionConfig, identity: Callable[[], Identity], part: tuple[int, int, int]) -> Path | None:
+def keeps(options: FluxionConfig, identity: Callable[[], Identity], part: tuple[int, ...]) -> Path | None:
     """Folder of what is learned of this model with these options, or None.
 
     Args:
-        part: of the model, which this process has: its first layer, its first head, its heads.
+        part: of the model, which this process has: its first layer and how many, its first head and how many.
     """
     folder = options.path("learned")
     return None if folder is None else folder / identity().digest / "-".join(map(str, part))
@@ -177,10 +177,12 @@ def _say_what_is_unused(config: FluxionConfig) -> None:
     """A line in the log for options that the server's policy does not look at."""
     name, given = config.policy.partition(":")[::2]
     unused = []
-    if config.tau is not None and (given or name not in ("fluxion", "anchor", "labels")):
+    if config.tau is not None and (given or name not in ("fluxion", "adaptive", "anchor", "labels")):
         unused.append("tau")
     if config.predictor is not None and name != "fluxion":
         unused.append("predictor")
+    if config.learned is not None and name != "adaptive":
+        unused.append("learned")
     if unused:
         who = "only requests that bring a policy of their own do" if config.request_policies else "nothing here does"
         logger.warning("Fluxion: policy %s does not use the option %s; %s", config.policy, " or ".join(unused), who)

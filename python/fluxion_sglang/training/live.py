@@ -17,6 +17,7 @@ from fluxion_sglang.learning.familiar import Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.measured import Measured, unpack
 from fluxion_sglang.predictor.artifact import LoadedPredictor
+from fluxion_sglang.predictor.features import INDEX
 from fluxion_sglang.training.dataset import fit_line
 from fluxion_sglang.training.fit import Settings, learn
 from fluxion_sglang.training.scores import Samples
@@ -27,7 +28,7 @@ MOST: Final = 1 << 18
 """Samples that are trained on at most, chosen at random: what bounds the time."""
 
 HELD: Final = 5
-"""Of so many requests one sets threshold and margins, and trains nothing."""
+"""Of so many requests one, chosen at random, sets threshold, margins and the number of epochs, and trains nothing."""
 
 NICE: Final = 10
 """Serving comes first; on a machine that is never idle, training still ends."""
@@ -39,13 +40,15 @@ def train(requests: Sequence[Measured], tau: float) -> Learned:
     Raises:
         ValueError: no head of theirs needs anything of the middle, or training diverged.
     """
-    held = torch.arange(len(requests)) % HELD == HELD - 1
+    held = torch.randperm(len(requests), generator=torch.Generator().manual_seed(SETTINGS.seed)) % HELD == HELD - 1
     train, validation = (_samples(requests, which.nonzero().flatten().tolist()) for which in (~held, held))
     if bool(train.streaming.all()):
         raise ValueError("no head needed anything but sinks and window")
     network, threshold, margins = learn(train, validation, SETTINGS, progress=False)
-    familiar = Familiar.of(torch.stack([request.anchor for request in requests]))
-    return Learned(LoadedPredictor(network, tau, threshold, margins, {}), familiar)
+    anchors = torch.stack([one.anchor for one in requests])
+    familiar = Familiar.of(anchors, torch.stack([one.stands_for for one in requests]))
+    longest = max(float(torch.expm1(one.features[:, INDEX["cpu_tokens"]].max())) for one in requests)
+    return Learned(LoadedPredictor(network, tau, threshold, margins, {}), familiar, longest)
 
 
 def _samples(requests: Sequence[Measured], which: Sequence[int]) -> Samples:

@@ -75,25 +75,6 @@ def draw_roofline(data: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_selection(data: dict[str, Any], path: Path) -> None:
-    """Time of a step's selections against length, a panel a size of groups and of keys."""
-    plt = pyplot()
-    shapes = sorted({(row["head_dim"], -row["group"]) for row in data["rows"]})
-    figure, axes = plt.subplots(1, len(shapes), figsize=(3.2 * len(shapes), 3), squeeze=False, sharey=True)
-    for axis, (dim, group) in zip(axes[0], shapes, strict=True):
-        rows = [row for row in data["rows"] if (row["head_dim"], -row["group"]) == (dim, group)]
-        rows.sort(key=lambda row: row["length"])
-        for name, label in (("exact", "exact top-k"), ("quest", "Quest"), ("lfps", "LFPS")):
-            axis.plot([row["length"] / 1024 for row in rows], [row[f"{name}_ms"] for row in rows], "o-", label=label)
-        axis.set(title=f"D = {dim}, {-group} a group", xlabel="context (1,024 tokens)", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("selection (ms a step)")
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 def draw_race(data: dict[str, Any], path: Path) -> None:
     """A decode step's time against depth, a panel a model of several depths and batch, a line an implementation."""
     plt = pyplot()
@@ -137,8 +118,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="result files to draw; default: those that a page shows")
     args = parser.parse_args()
     wanted = {path.resolve().with_suffix(".svg") for path in args.files} or shown()
-    drawn = {**dict.fromkeys(FILES, draw), "kernels.json": draw_roofline, "lfps_selection.json": draw_selection}
-    drawn["race.json"] = draw_race
+    drawn = {**dict.fromkeys(FILES, draw), "kernels.json": draw_roofline, "race.json": draw_race}
     for path, how in ((path, how) for name, how in drawn.items() for path in sorted(common.RESULTS.glob(f"*/{name}"))):
         if path.with_suffix(".svg") not in wanted:
             continue

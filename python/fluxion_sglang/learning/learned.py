@@ -17,13 +17,20 @@ THRESHOLD: Final = "threshold"
 
 
 class Learned(NamedTuple):
-    """As its name says; longest: tokens of the longest middle among them."""
+    """What n requests taught.
+
+    Attributes:
+        predictor: with margins [layers, Hq, 4] by the model's numbers.
+        familiar: which requests it may be asked about.
+        longest: tokens of the longest middle that was measured.
+    """
 
     predictor: LoadedPredictor
     familiar: Familiar
     longest: float
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it, by name, for a file."""
         network = {f"network.{name}": value for name, value in self.predictor.network.state_dict().items()}
         familiar = {f"familiar.{name}": value for name, value in vars(self.familiar).items()}
         threshold = torch.tensor(self.predictor.threshold, dtype=torch.float64)

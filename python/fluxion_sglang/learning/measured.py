@@ -26,7 +26,7 @@ _SAMPLE_BYTES: Final = (COUNT + len(BLOCK_SIZES)) * 4
 
 
 def most_bytes(layers: int, heads: int) -> tuple[int, int]:
-    """Of what is measured of a request: while it runs, and what is kept of it."""
+    """Most bytes of what is measured of a request: while it runs, and of what is kept of it."""
     anchor, step = layers * heads * len(ANCHOR) * 4, layers * heads * _SAMPLE_BYTES
     return anchor + MOST_STEPS * step, anchor + min(MOST_STEPS * step, SAMPLES * _SAMPLE_BYTES)
 

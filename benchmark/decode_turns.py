@@ -16,7 +16,7 @@ import itertools
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +87,7 @@ class Turns:
             self._batch.filter_batch(keep_indices=list(range(batch_size)))
         spent: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, list[float]] = defaultdict(list)
+        reads: dict[str, Counter[str]] = defaultdict(Counter)
         device = device_of(model_runner)
         for turn, (spec, policy) in itertools.product(range(self.turns), self._chosen.items()):
             if policy is not None:
@@ -95,8 +96,10 @@ class Turns:
                 device.settle()
                 device.timeline.keep(DRAWN_STEPS)
                 batches_of(model_runner)  # those of other turns
+            before = reads_of(model_runner)
             found = [self._step(model_runner, device) for _ in range(self.steps)][1:]
             spent[spec] += [seconds for seconds, _ in found]
+            reads[spec].update({name: count - before[name] for name, count in reads_of(model_runner).items()})
             if device is None:
                 continue
             waited[spec] += [seconds for _, seconds in found]
@@ -112,7 +115,7 @@ class Turns:
             "input_len": input_len,
             "prefill_s": self._prefill_s,
             "decode_s": spent,
-            **({"device_wait_s": waited, "layers": device.layers} if device is not None else {}),
+            **({"device_wait_s": waited, "layers": device.layers, "reads": reads} if device is not None else {}),
         }
 
     def _prefill(self, model_runner: Any, reqs: list[Any]) -> None:
@@ -166,6 +169,13 @@ def batches_of(model_runner: Any) -> list[list[int]]:
     executors = getattr(model_runner.torch_runner.attn_backend.engine, "executors", [])
     dispatchers = [executor.dispatcher for executor in executors if isinstance(executor, GpuExecutor)]
     return [times[:2] for dispatcher in dispatchers if dispatcher for times in dispatcher.times().tolist()]
+
+
+def reads_of(model_runner: Any) -> dict[str, int]:
+    """Bytes of tiles that were read so far: all, the GPU's, and those of them that crossed the link."""
+    engine = getattr(model_runner.torch_runner.attn_backend, "engine", None)
+    stats = engine.stats() if engine is not None else {}
+    return {name: stats.get(name, 0) for name in ("tile_bytes", "gpu_tile_bytes", "gpu_link_bytes")}
 
 
 @contextmanager

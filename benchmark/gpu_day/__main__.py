@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shlex
 import subprocess
@@ -87,11 +88,23 @@ def _one_batch(*options: str, policies: Iterable[str] = ("off", "fixed:16:0.05",
 
 
 def _steps(name: str, title: str) -> tuple[Shown, ...]:
-    return (Shown(f"one_batch{name}.json", title, ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio")),)
+    return (Shown(f"one_batch{name}.json", title, ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio", "gpu_share", "gpu_hot_share")),)
+
+
+_SPARSE = ("fixed:16:0.05", "drawn")
+
+
+def _shared(name: str, more: dict[str, float]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The simulated device records no steps."""
+    config = {"executors": "cpu+gpu", **more}
+    real, simulated = (
+        _one_batch("--config", json.dumps(given), "--name", name, policies=_SPARSE)
+        for given in ({"cuda_graphs": True, **config}, config)
+    )
+    return real[0], simulated[1]
 
 
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-_SPARSE = ("fixed:16:0.05", "drawn")
 STEPS = (
     Step(
         "doctor", "is everything there", ("-m", "fluxion_sglang.cli", "doctor"), ("-m", "fluxion_sglang.cli", "doctor")
@@ -158,17 +171,23 @@ STEPS = (
         _steps("_decode*", "Steps"),
     ),
     Step(
-        "share",
-        "the same, with a GPU that computes a part of the middle",
-        *_one_batch("--config", '{"executors": "cpu+gpu"}', "--name", "shared", policies=_SPARSE),
-        _steps("_shared*", "Steps, with cpu+gpu"),
-    ),
-    Step(
         "graphs",
         "the same, with recorded steps",
         _one_batch("--config", '{"cuda_graphs": true}', "--name", "graphs", policies=_SPARSE)[0],
         None,
         _steps("_graphs*", "Steps, recorded"),
+    ),
+    Step(
+        "share",
+        "the same, with a GPU that reads a part of the middle over the link",
+        *_shared("shared", {}),
+        _steps("_shared*", "Steps, recorded, with cpu+gpu"),
+    ),
+    Step(
+        "hot",
+        "the same, with a GPU that keeps what it has read",
+        *_shared("hot", {"hot_tiles_gb": 24}),
+        _steps("_hot*", "Steps, recorded, with cpu+gpu and hot tiles"),
     ),
     *(
         Step(

@@ -94,17 +94,17 @@ void Batch::clear(uint32_t next) {
   submitted = failed = masked_ = false;
 }
 
-void Batch::add(int64_t claim, const ForeignTask& task, const char* tiles) {
-  const int count = task.chosen.count;
+void Batch::add(int64_t claim, const Scale& scale, const Selection& chosen, const char* tiles) {
+  const int count = chosen.count;
   tasks_[claims.size()] = {next_q(), tiles, entries, count};
-  claims.push_back({claim, task.chosen.tokens, task.chosen.reads});
-  scale_ = task.scale.factor;
-  masked_ |= task.chosen.masked;
+  claims.push_back({claim, chosen.tokens, chosen.reads});
+  scale_ = scale.factor;
+  masked_ |= chosen.masked;
   entries += count;
   longest = std::max(longest, count);
   in_host += static_cast<int>(
       std::count_if(tiles_ + entries - count, tiles_ + entries, [](int32_t tile) { return tile >= 0; }));
-  bytes += task.chosen.reads.tile_bytes;
+  bytes += chosen.reads.tile_bytes;
 }
 
 // Points the lists to the stage's slots, as far as they go: a tile that several tasks read is given one of

@@ -74,13 +74,13 @@ class Batch {
   bool has_room(int pages) const {
     return static_cast<int>(claims.size()) < shape_.tasks && entries + pages <= shape_.entries;
   }
+  int64_t q_bytes() const { return int64_t{shape_.group} * shape_.head_dim * shape_.element; }
   // Where the next task's query and list go.
   char* next_q() { return q_ + static_cast<int64_t>(claims.size()) * q_bytes(); }
   int32_t* next_tiles() { return tiles_ + entries; }
   uint16_t* next_masks() { return masks_ + static_cast<int64_t>(entries) * shape_.group; }
-  int room() const { return shape_.entries - entries; }
   // The task whose query and list stand there. tiles: of its KV head.
-  void add(int64_t claim, const ForeignTask& task, const char* tiles);
+  void add(int64_t claim, const Scale& scale, const Selection& chosen, const char* tiles);
 
   // Has as many of its tiles staged as the stage has slots for; submit() does that where it pays.
   void gather();
@@ -96,6 +96,7 @@ class Batch {
 
   std::vector<Claimed> claims;
   uint32_t number = 0;
+  int64_t serial = 0;  // rises from batch to batch
   int entries = 0, longest = 0;
   int64_t bytes = 0;       // of tiles, hot ones included
   int in_host = 0;         // entries that are read in host memory; those of staged tiles are not
@@ -107,7 +108,6 @@ class Batch {
 
  private:
   int64_t tile_bytes() const { return int64_t{2} * kPage * shape_.head_dim * shape_.element; }
-  int64_t q_bytes() const { return int64_t{shape_.group} * shape_.head_dim * shape_.element; }
 
   BatchShape shape_{};
   DeviceMemory pinned_, workspace_;

@@ -2,7 +2,7 @@
 #include "device/dispatcher.h"
 
 #include <algorithm>
-#include <cmath>
+#include <utility>
 
 namespace fluxion {
 
@@ -28,29 +28,32 @@ std::string Dispatcher::lost() const {
 }
 
 void Dispatcher::run() {
-  uint32_t seen = engine_.opened() - 1;  // a layer may be open already
+  uint32_t seen = offers_->news() - 1;
   Backoff backoff;
   int64_t idle_since = now_ns();
   while (!stop_.load(std::memory_order_acquire)) {
-    if (const uint32_t opened = engine_.opened(); opened != seen) {
-      seen = opened;
-      begin_layer();
+    if (const uint32_t news = offers_->news(); news != seen) {
+      seen = news;
+      idle_since = now_ns();
     }
     if (poll() | feed()) {
       backoff = {};
       idle_since = now_ns();
-    } else if (in_flight_ > 0 || feeding_ || now_ns() - idle_since < spin_ns_) {
+    } else if (in_flight_ > 0 || now_ns() - idle_since < spin_ns_) {
       backoff.wait();
     } else {
-      engine_.wait_opened(seen);
+      offers_->wait_for_news(seen);
       backoff = {};
       idle_since = now_ns();
     }
   }
-  drop_batch("the executor was stopped");
+  const std::string sentence = "the executor was stopped";
+  offers_->become(Offers::kEnded);
+  drop_batch(sentence);
+  fail_offers(sentence);
   for (Stream& s : streams_) {
     for (Batch& batch : s.batches) {
-      if (batch.submitted && !batch.failed) fail_claims(&batch, "the executor was stopped");
+      if (batch.submitted && !batch.failed) fail_claims(&batch, sentence);
     }
   }
 }
@@ -74,17 +77,19 @@ bool Dispatcher::poll() {
 }
 
 void Dispatcher::complete(Stream* stream, Batch* batch) {
-  unpin(*batch);
   batch->submitted = false;
+  ended();
   if (batch->failed) {
     // The stream's other batch comes to its end, too, or waits as this one did.
     const bool hangs = std::any_of(std::begin(stream->batches), std::end(stream->batches),
                                    [](const Batch& b) { return b.submitted && b.failed; });
     if (stream->quarantined && !hangs) count(kDispatchQuarantine, -1);
     stream->quarantined &= hangs;
+    if (!is_lost_.load(std::memory_order_relaxed) && !all_hang()) offers_->become(Offers::kTakes);
     return;
   }
   --in_flight_;
+  offers_->returned(batch->bytes, hit_share_);
   note(*batch);
   for (size_t i = 0; i < batch->claims.size(); ++i) {
     const Batch::Claimed& c = batch->claims[i];
@@ -110,12 +115,17 @@ int64_t Dispatcher::times(BatchTimes* out, int64_t most) {
   return static_cast<int64_t>(to - from);
 }
 
-// The hot tiles that a batch reads no more.
-void Dispatcher::unpin(const Batch& batch) {
-  for (int i = 0; hot_ && i < batch.entries; ++i) {
-    const int32_t slot = -1 - batch.tiles()[i];
-    if (slot >= 0 && slot < hot_->slots()) hot_->unpin(slot);
+// What batches that have ended read may be given to other tiles.
+void Dispatcher::ended() {
+  if (!hot_) return;
+  int64_t oldest = batches_;
+  for (const Stream& s : streams_) {
+    for (const Batch& batch : s.batches) {
+      if (batch.submitted) oldest = std::min(oldest, batch.serial);
+    }
   }
+  if (batch_ != nullptr) oldest = std::min(oldest, batch_->serial);
+  hot_->ended(oldest);
 }
 
 // A batch that is not done: whether it ever will be.
@@ -130,12 +140,20 @@ void Dispatcher::look_after(Stream* stream, Batch* batch) {
   }
   const double seconds = static_cast<double>(now - batch->since_ns) / 1e9;
   if (seconds < engine_.timeout_s()) return;
-  fail_claims(batch,
-              "the device did not finish a batch in time; raise FLUXION_TASK_TIMEOUT_S if it is only slow");
+  const std::string late =
+      "the device did not finish a batch in time; raise FLUXION_TASK_TIMEOUT_S if it is only slow";
+  fail_claims(batch, late);
   count(kDispatchLate, 1);
   if (!stream->quarantined) count(kDispatchQuarantine, 1);
   stream->quarantined = true;
   if (stream_ == stream) drop_batch("the device's stream hangs");
+  if (!all_hang()) return;
+  offers_->become(Offers::kHangs);
+  fail_offers(late);
+}
+
+bool Dispatcher::all_hang() const {
+  return std::all_of(streams_.begin(), streams_.end(), [](const Stream& s) { return s.quarantined; });
 }
 
 void Dispatcher::poll_copies() {
@@ -155,67 +173,28 @@ void Dispatcher::publish_hot_stats() {
   stats_[kDispatchHotSlots].store(hot_->used(), std::memory_order_relaxed);
 }
 
-void Dispatcher::begin_layer() {
-  load_ = engine_.load();
-  feeding_ = load_.own + load_.tasks > 0;
-  const bool fits = load_.longest <= config_.entries && !is_lost_.load(std::memory_order_relaxed);
-  const double share = device_share(load_, rates_of_layer(), hit_share_);
-  left_ = fits ? std::llround(share * static_cast<double>(load_.tile_bytes)) : 0;
-}
-
-// Where a batch of this layer is not staged, or only in part, its tiles come at the rate of reading in place.
-Rates Dispatcher::rates_of_layer() const {
-  Rates rates = config_.rates;
-  const double in_host = static_cast<double>(batch_of_layer()) * (1 - hit_share_);
-  const int64_t slots = std::min<int64_t>(config_.stage_bytes / shape_.tile_bytes(), config_.entries);
-  const bool whole = slots > 0 && in_host <= static_cast<double>(slots * shape_.tile_bytes());
-  if (!whole || in_host < static_cast<double>(config_.stage_from)) rates.stage = 0;
-  return rates;
-}
-
-// Bytes of tiles in a batch of this layer's tasks, as add() and take_buffer() fill it, if each reads as much
-// as the tasks for anyone do on average.
-int64_t Dispatcher::batch_of_layer() const {
-  if (load_.tile_bytes == 0) return 0;
-  const int64_t typical = std::max<int64_t>(load_.tile_bytes / load_.tasks, 1);
-  // While there is room for the longest list, another task is taken.
-  const int64_t room = std::max(config_.entries - load_.longest, 0) * shape_.tile_bytes();
-  const int64_t tasks = std::min({(config_.batch_bytes + typical - 1) / typical, 1 + room / typical,
-                                  int64_t{config_.tasks}, int64_t{load_.own} + load_.tasks});
-  return std::max<int64_t>(tasks, 1) * load_.tile_bytes / load_.tasks;
-}
-
-// Claims a task, or launches what there is when there are no more. Whether something was done.
+// Adds what was offered, and launches what there is where the device would wait for it. Whether something was
+// done.
 bool Dispatcher::feed() {
-  if (!feeding_) return false;
-  const bool lost = is_lost_.load(std::memory_order_relaxed);
-  if (!lost && !take_buffer()) {
-    feeding_ = in_flight_ > 0;  // where nothing is on its way, every stream hangs
-    return false;
+  bool any = false;
+  while (offer_ != nullptr || (offer_ = offers_->next()) != nullptr) {
+    if (!take_buffer(offer_->chosen.count)) break;
+    Offer* offer = std::exchange(offer_, nullptr);
+    add(*offer);
+    offers_->put_back(offer);
+    any = true;
   }
-  // The last task is one that the share covers by half.
-  const int64_t typical = load_.tasks > 0 ? load_.tile_bytes / load_.tasks : 0;
-  const int64_t claim = engine_.pop(Executor::kGpu, /*own_lane=*/lost || left_ <= typical / 2);
-  if (claim < 0) {
-    feeding_ = false;
-    if (batch_ != nullptr && !batch_->claims.empty()) submit();
-    return false;
-  }
-  if (lost) {
-    engine_.fail(claim, this->lost());
-    count(kDispatchFailed, 1);
-  } else {
-    add(claim);
-  }
+  if (batch_ == nullptr || batch_->claims.empty() || in_flight_ >= static_cast<int>(streams_.size()))
+    return any;
+  submit();
   return true;
 }
 
-// A batch to fill, with room for any task of the layer.
-bool Dispatcher::take_buffer() {
-  if (batch_ != nullptr && !batch_->claims.empty() &&
-      !batch_->has_room(std::min(load_.longest, config_.entries)))
-    submit();
+// A batch to fill, with room for a task of so many pages.
+bool Dispatcher::take_buffer(int pages) {
+  if (batch_ != nullptr && !batch_->has_room(pages)) submit();
   if (batch_ != nullptr) return true;
+  if (is_lost_.load(std::memory_order_relaxed)) return false;
   Stream* best = nullptr;
   int fewest = kBuffers;
   for (Stream& s : streams_) {
@@ -231,47 +210,45 @@ bool Dispatcher::take_buffer() {
                         [](const Batch& b) { return !b.submitted; });
   numbers_ = numbers_ == UINT32_MAX ? 1 : numbers_ + 1;
   batch_->clear(numbers_);
+  batch_->serial = batches_++;
   return true;
 }
 
-void Dispatcher::add(int64_t claim) {
-  ForeignTask task;
-  try {
-    task = engine_.foreign_task(claim, batch_->next_tiles(), batch_->next_masks(), batch_->room(),
-                                batch_->next_q());
-  } catch (const std::exception& error) {
-    // Refused where the layer has ended meanwhile; then there is nothing to do.
-    if (engine_.fail(claim, error.what())) count(kDispatchFailed, 1);
-    return;
+void Dispatcher::add(const Offer& offer) {
+  const int pages = offer.chosen.count, group = engine_.group();
+  std::copy_n(offer.q.data(), batch_->q_bytes(), batch_->next_q());
+  std::copy_n(offer.pages.data(), pages, batch_->next_tiles());
+  if (offer.chosen.masked) {
+    std::copy_n(offer.masks.data(), pages * group, batch_->next_masks());
+  } else {
+    std::fill_n(batch_->next_masks(), pages * group, uint16_t{0xffff});
   }
-  left_ -= task.chosen.reads.tile_bytes;
-  int32_t* tiles = batch_->next_tiles();
-  const int pages = task.chosen.count;
-  if (hot_) use_hot_tiles(task);
+  if (hot_) use_hot_tiles(offer);
+  const int32_t* tiles = batch_->next_tiles();
   const int64_t hot = std::count_if(tiles, tiles + pages, [](int32_t tile) { return tile < 0; });
   hit_share_ += kHitWeight * (static_cast<double>(hot) / std::max(pages, 1) - hit_share_);
   count(kDispatchTileBytes, pages * shape_.tile_bytes());
-  batch_->add(claim, task, engine_.pool().tiles(task.layer, task.head));
+  batch_->add(offer.claim, offer.scale, offer.chosen, engine_.pool().tiles(offer.layer, offer.head));
   if (batch_->bytes >= config_.batch_bytes || static_cast<int>(batch_->claims.size()) == config_.tasks)
     submit();
 }
 
 // Points the list of the next task to the copies there are, and has some made of what it misses.
-void Dispatcher::use_hot_tiles(const ForeignTask& task) {
-  if (task.layer <= last_layer_) hot_->tick();
-  last_layer_ = task.layer;
+void Dispatcher::use_hot_tiles(const Offer& offer) {
+  for (; last_step_ != offer.step; ++last_step_) hot_->tick();
   CopyBatch* copy =
       std::find_if(std::begin(copies_), std::end(copies_), [](const CopyBatch& c) { return !c.submitted; });
   int32_t* tiles = batch_->next_tiles();
-  for (int i = 0; i < task.chosen.count; ++i) {
+  const HostPool& pool = engine_.pool();
+  for (int i = 0; i < offer.chosen.count; ++i) {
     const int32_t page = tiles[i];
-    const int64_t tile = engine_.pool().tile_number(task.layer, task.head, page);
-    const uint32_t writes = engine_.pool().writes(task.layer, task.head, page);
-    if (const int32_t slot = hot_->find(tile, writes); slot != HotTiles::kNone) {
+    const int64_t tile = pool.tile_number(offer.layer, offer.head, page);
+    const uint32_t writes = pool.writes(offer.layer, offer.head, page);
+    if (const int32_t slot = hot_->find(tile, writes, batch_->serial); slot != HotTiles::kNone) {
       tiles[i] = -1 - slot;
     } else if (copy != std::end(copies_) && !copy->full()) {
       const int32_t to = hot_->admit(tile, writes);
-      if (to != HotTiles::kNone) copy->add(engine_.pool().tile(task.layer, task.head, page), to);
+      if (to != HotTiles::kNone) copy->add(pool.tile(offer.layer, offer.head, page), to);
     }
   }
 }
@@ -300,8 +277,17 @@ void Dispatcher::submit() {
 void Dispatcher::drop_batch(const std::string& sentence) {
   if (batch_ == nullptr) return;
   fail_claims(batch_, sentence);
-  unpin(*batch_);
   batch_ = nullptr;
+  ended();
+}
+
+// What was offered and is in no batch.
+void Dispatcher::fail_offers(const std::string& sentence) {
+  for (; offer_ != nullptr || (offer_ = offers_->next()) != nullptr; offer_ = nullptr) {
+    if (engine_.fail(offer_->claim, sentence)) count(kDispatchFailed, 1);
+    offers_->returned(offer_->chosen.reads.tile_bytes, hit_share_);
+    offers_->put_back(offer_);
+  }
 }
 
 void Dispatcher::fail_claims(Batch* batch, const std::string& sentence) {
@@ -309,6 +295,7 @@ void Dispatcher::fail_claims(Batch* batch, const std::string& sentence) {
     if (engine_.fail(c.claim, sentence)) count(kDispatchFailed, 1);
   }
   batch->failed = true;
+  offers_->returned(batch->bytes, hit_share_);
   if (batch->submitted) --in_flight_;
 }
 
@@ -318,8 +305,9 @@ void Dispatcher::lose(const std::string& sentence) {
     lost_ = sentence;
   }
   is_lost_.store(true, std::memory_order_release);
-  left_ = 0;
+  offers_->become(Offers::kEnded);
   drop_batch(sentence);
+  fail_offers(sentence);
   for (Stream& s : streams_) {
     for (Batch& batch : s.batches) {
       if (batch.submitted && !batch.failed) fail_claims(&batch, sentence);

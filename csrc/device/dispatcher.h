@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "device/costs.h"
 #include "device/device_api.h"
 #include "device/hot_tiles.h"
+#include "device/offers.h"
 #include "engine/engine.h"
 #include "runtime/topology.h"
 
@@ -58,14 +60,14 @@ struct BatchTimes {
 
 extern const char* const kDispatchStatNames;  // comma separated, in the order of DispatchStat
 
-// What it claims of a layer is device_share() of the tasks that anyone may take, and all that are for the
-// device alone. Tasks become batches, a launch each, on several streams with two batches each, so that the
-// next batch is chosen while the device computes.
+// Workers claim tasks and choose what to read. Where Offers says so, a task comes here with its list, and a
+// device reads what the worker would have read. Tasks become batches, a launch each, on several streams with
+// two batches each: while the device reads, the next batch fills.
 //
 // Failures. A batch that does not finish in Engine::timeout_s() fails its tasks, and its stream takes no
 // other until the batch's signal comes, if ever: a device that hangs writes into buffers that nobody uses. A
-// device that reports an error is lost: what it has fails, and the dispatcher claims nothing more that the
-// CPU could do. Either way the engine goes on.
+// device that reports an error is lost: what it has fails, and the workers keep all tasks from then on.
+// Either way the engine goes on.
 //
 // All that is not said to be for other threads belongs to the dispatcher's.
 class Dispatcher {
@@ -100,18 +102,17 @@ class Dispatcher {
   void complete(Stream* stream, Batch* batch);
   void look_after(Stream* stream, Batch* batch);
   void poll_copies();
-  void begin_layer();
-  Rates rates_of_layer() const;
-  int64_t batch_of_layer() const;
   bool feed();
-  bool take_buffer();
-  void add(int64_t claim);
-  void use_hot_tiles(const ForeignTask& task);
+  bool take_buffer(int pages);
+  void add(const Offer& offer);
+  void use_hot_tiles(const Offer& offer);
   void submit();
   void note(const Batch& batch);
-  void unpin(const Batch& batch);
+  void ended();
   void drop_batch(const std::string& sentence);
   void fail_claims(Batch* batch, const std::string& sentence);
+  void fail_offers(const std::string& sentence);
+  bool all_hang() const;
   void lose(const std::string& sentence);
   bool wait_for_device();
   void publish_hot_stats();
@@ -125,7 +126,9 @@ class Dispatcher {
   std::vector<Stream> streams_;
   Stream* stream_ = nullptr;  // of batch_
   Batch* batch_ = nullptr;    // that is being filled, or nullptr
+  Offer* offer_ = nullptr;  // that waits for a batch
   uint32_t numbers_ = 0;
+  int64_t batches_ = 0;  // begun
   // Without work, before it sleeps: longer than a device takes from one layer's attention to the next.
   const int64_t spin_ns_ = idle_spin_ns(read_topology(), 1'000'000);
   int in_flight_ = 0;  // batches whose tasks are waited for
@@ -134,12 +137,10 @@ class Dispatcher {
   DeviceMemory slots_;  // the hot tiles', then the stages of all batches
   void* copy_stream_ = nullptr;
   CopyBatch copies_[2];
-  int last_layer_ = -1;
-
-  ForeignLoad load_;
-  bool feeding_ = false;  // the open layer may have more tasks for the device
-  int64_t left_ = 0;      // bytes of tiles that it may still take of those for anyone
+  uint32_t last_step_ = 0;
   double hit_share_ = 0;  // of tile bytes, lately
+
+  std::shared_ptr<Offers> offers_;  // the engine's, too, while a layer is open
 
   std::atomic<bool> stop_{false};
   std::atomic<bool> is_lost_{false};

@@ -12,6 +12,8 @@ namespace fluxion {
 namespace {
 
 constexpr double kStopSeconds = 5;  // that stop() waits for a device
+constexpr int kOffers = 64;         // more than a device reads while one worker does the same for one
+constexpr int64_t kNever = int64_t{1} << 62;
 
 }  // namespace
 
@@ -40,7 +42,11 @@ Dispatcher::Dispatcher(Engine* engine, const DeviceApi* api, const DispatcherCon
     release();
     throw;
   }
-  engine_.attach(least_bytes(config_.rates));
+  const Rates& rates = config_.rates;
+  const bool stages = config_.stage_bytes > 0 && config_.stage_from < kNever;
+  offers_ = std::make_shared<Offers>(Division(rates, stages ? rates.stage : rates.link), least_bytes(rates),
+                                     kOffers, config_.entries);
+  engine_.attach(offers_);
   // Signals belong to the threads Python knows.
   sigset_t all, before;
   sigfillset(&all);
@@ -70,7 +76,8 @@ void Dispatcher::allocate() {
   }
   if (stage.first > 0) slots_ = DeviceMemory(api_, DeviceMemory::kDevice, stage.first * shape_.tile_bytes());
   if (slots == 0) return;
-  hot_.emplace(HotTilesConfig{slots, config_.touches, config_.horizon});
+  const int64_t tiles = int64_t{shape_.layers} * shape_.kv_heads * shape_.pages;
+  hot_.emplace(HotTilesConfig{tiles, slots, config_.touches, config_.horizon});
   check_device(api_, "make a stream", api_.stream_create(&copy_stream_));
   for (CopyBatch& copy : copies_) copy.allocate(api_);
   engine_.shared_pool()->count_writes();
@@ -98,11 +105,11 @@ void Dispatcher::warm_up() {
       batch.clear(numbers_);
       std::fill_n(batch.next_tiles(), tiles, on_device && hot_ ? -1 : 0);  // the padding page
       if (hot_) *batch.next_tiles() = -1;
-      ForeignTask task{0, 0, 1.0f, {}};
-      task.chosen.count = tiles;
-      task.chosen.masked = !on_device;
+      Selection chosen;
+      chosen.count = tiles;
+      chosen.masked = !on_device;
       std::fill_n(batch.next_masks(), tiles * engine_.group(), uint16_t{0xffff});
-      batch.add(-1, task, engine_.pool().tiles(0, 0));
+      batch.add(-1, 1.0f, chosen, engine_.pool().tiles(0, 0));
       if (on_device) batch.gather();
       batch.submit(api_, s.handle, slots_.data());
       check_device(api_, "finish a batch", api_.stream_synchronize(s.handle));
@@ -131,7 +138,8 @@ void Dispatcher::stop() {
   if (!thread_.joinable()) return;
   engine_.detach();
   stop_.store(true, std::memory_order_release);
-  engine_.wake();
+  offers_->become(Offers::kEnded);
+  offers_->wake();
   thread_.join();
   if (wait_for_device()) {
     release();

@@ -35,9 +35,9 @@ const DeviceApi* device_api(int64_t address) {
 int small(int64_t value) { return static_cast<int>(std::clamp<int64_t>(value, -1, INT32_MAX)); }
 
 Rates rates_of(const TensorView& t) {
-  expect(t, "rates", kFloat64, {7}, 1);
+  expect(t, "rates", kFloat64, {6}, 1);
   const double* r = data<double>(t);
-  return {r[0], r[1], r[2], r[3], r[4], r[5], r[6]};
+  return {r[0], r[1], r[2], r[3], r[4], r[5]};
 }
 
 DispatcherRef dispatcher_create(EngineRef engine, int64_t api, int64_t streams, int64_t tasks,
@@ -80,10 +80,9 @@ int64_t dispatcher_times(DispatcherRef ref, TensorView out) {
   return ref->dispatcher->times(reinterpret_cast<BatchTimes*>(data<int64_t>(out)), out.size(0));
 }
 
-double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, int64_t tasks, TensorView rates,
+double share(int64_t tile_bytes, int64_t metadata_bytes, int64_t cpu_bytes, TensorView rates,
              double hit_share) {
-  ForeignLoad load;
-  load.tasks = static_cast<int>(tasks);
+  ReadableLoad load;
   load.tile_bytes = tile_bytes;
   load.metadata_bytes = metadata_bytes;
   load.cpu_bytes = cpu_bytes;

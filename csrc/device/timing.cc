@@ -68,9 +68,9 @@ void time_attend(const DeviceApi& api, const TimedBatch& what, int runs, int64_t
             static_cast<int32_t>(what.where == Where::kHot ? -1 - (t * int64_t{what.pages} + p) : next);
         next = next + 1 == what.available ? 0 : next + 1;
       }
-      ForeignTask task{0, 0, 1.0f / std::sqrt(static_cast<float>(what.head_dim)), {}};
-      task.chosen.count = what.pages;
-      batch.add(0, task, what.tiles);
+      Selection chosen;
+      chosen.count = what.pages;
+      batch.add(0, {1.0f / std::sqrt(static_cast<float>(what.head_dim))}, chosen, what.tiles);
     }
     const int64_t start = now_ns();
     held.hangs = true;

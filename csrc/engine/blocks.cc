@@ -84,8 +84,8 @@ Selection select_blocks(const Layer& layer, const Task& task, Scratch* s) {
   return out;
 }
 
-Selection run_blocks(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) {
-  Selection chosen = select_blocks(layer, task, s);
+Selection read_blocks(const Layer& layer, const Task& task, Selection chosen, Scratch* s, float* o,
+                      float* lse) {
   attend(layer, task, chosen, s, o, lse);
   read_more(layer, task, &chosen, s);
   return chosen;

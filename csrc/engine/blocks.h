@@ -30,7 +30,8 @@ void list_blocks(const Layer& layer, const Blocks& at, const int32_t* pages, con
 void read_more(const Layer& layer, const Task& task, Selection* chosen, Scratch* scratch);
 
 Selection select_blocks(const Layer& layer, const Task& task, Scratch* scratch);
-// Does a task, guard included.
-Selection run_blocks(const Layer& layer, const Task& task, Scratch* scratch, float* o, float* lse);
+// Attends to what was selected, guard included.
+Selection read_blocks(const Layer& layer, const Task& task, Selection chosen, Scratch* scratch, float* o,
+                      float* lse);
 
 }  // namespace fluxion

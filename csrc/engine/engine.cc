@@ -319,6 +319,10 @@ int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<c
   const int groups = step_.batch() * shape_.kv_heads;
   std::fill_n(reads_.data(), groups, Reads{});
   std::fill_n(layer_.mid_lse, static_cast<size_t>(step_.batch()) * config_.q_heads, kMinusInf);
+  {
+    const std::lock_guard lock(foreign_mutex_);
+    reader_ = attached_;
+  }
   const Lanes lanes = make_tasks();
   items_ = held || !bare ? groups : 0;
   owners_.store(0, std::memory_order_relaxed);
@@ -327,8 +331,7 @@ int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<c
     queue_.open(lanes);
     open_.store(true, std::memory_order_release);
   }
-  const int64_t least = least_load_.load(std::memory_order_relaxed);
-  if (load_.own > 0 || (load_.tasks > 0 && load_.bytes() >= least)) wake();
+  asks_ = reader_ != nullptr && reader_->open(load_);
   launched_ = queue_.count() + items_ > 0;
   if (launched_ && !launch(&Engine::worker_main)) {
     launched_ = false;

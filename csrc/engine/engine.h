@@ -14,27 +14,10 @@
 #include "engine/layer.h"
 #include "engine/task_kind.h"
 #include "engine/task_queue.h"
+#include "engine/task_reader.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
-
-// What the open layer has for foreign executors, by the sizes of the plan: what the tasks will read, about.
-struct ForeignLoad {
-  int own = 0;                                 // tasks for such an executor alone
-  int tasks = 0;                               // tasks that it may take
-  int64_t tile_bytes = 0, metadata_bytes = 0;  // of these
-  int64_t cpu_bytes = 0;                       // tiles and metadata of the CPU's own tasks
-  int longest = 0;                             // most pages that a task of the first two may read
-
-  int64_t bytes() const { return tile_bytes + metadata_bytes + cpu_bytes; }
-};
-
-// A task as a foreign executor needs it, beside its query and what it reads.
-struct ForeignTask {
-  int layer, head;
-  Scale scale;
-  Selection chosen;
-};
 
 // Threads: step, residents, append, begin and finish belong to one thread at a time. The foreign functions
 // may be called from any thread at any time.
@@ -91,8 +74,7 @@ class Engine {
   void abandon();
 
   // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
-  // own_lane: only what is for this executor alone.
-  int64_t pop(Executor executor, bool own_lane = false);
+  int64_t pop(Executor executor);
   int task(int64_t claim_or_index);  // b * Hk + h
   // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how
   // many it read, summed over the heads.
@@ -100,21 +82,12 @@ class Engine {
   bool fail(int64_t claim, const std::string& message);
   // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
-  // The same with all it takes to compute the task. q: [G][D] KV dtype, a copy, because the step's queries
-  // are somebody else's once the layer ends. The CPU's workers take none of the locks here.
-  ForeignTask foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q);
 
-  // For an executor with a thread of its own. While one is attached, tasks that are no runs of blocks go to
-  // the CPU's lane: their ranking reads keys, or depends on what they read. least: bytes of all tasks from
-  // which on a layer is worth its while. Between two layers.
-  void attach(int64_t least) { least_load_.store(least, std::memory_order_relaxed); }
-  void detach() { least_load_.store(-1, std::memory_order_relaxed); }
-  // Changes whenever a layer opens that is worth its while, or has tasks for it alone; with wake(), too.
-  uint32_t opened() const { return opened_.load(std::memory_order_acquire); }
-  // Until opened() is not `seen`: sleeps.
-  void wait_opened(uint32_t seen) const { opened_.wait(seen, std::memory_order_acquire); }
-  void wake();
-  ForeignLoad load();
+  // An executor that reads in the workers' place what they have chosen. While one is attached, tasks that are
+  // no runs of blocks go to the CPU's lane: their ranking reads keys, or depends on what they read. The layer
+  // that is open keeps the reader it began with.
+  void attach(std::shared_ptr<TaskReader> reader);
+  void detach() { attach(nullptr); }
   double timeout_s() const { return timeout_s_; }
 
   void stats(int64_t* out) const;  // [kStatCount], cumulative
@@ -152,6 +125,7 @@ class Engine {
   Lanes make_tasks();
   const TaskKind* kind_of(const Task& task) const;
   bool make_task(const Task& task, bool attached, int* lane, int* ranked_tokens);
+  int64_t metadata_bytes(const Task& task) const;
   void add_load(int lane, const Task& task, int64_t tile_bytes);
   void sort_tasks(int count);
 
@@ -165,7 +139,9 @@ class Engine {
   void attempt(const Task& task, const Bundle* with, const Body& body) noexcept;
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
-  void run_task(int turn, Scratch* scratch);
+  int64_t next_claim();
+  bool run_task(int64_t claim, Scratch* scratch);
+  bool hand_over(int64_t claim, const Task& task, const Selection& chosen, const Scratch& scratch);
   void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
   void part_done(const Task& task);
   void take_given(const Task& task);
@@ -180,7 +156,6 @@ class Engine {
 
   // foreign.cc
   int resolve(int64_t claim_or_index) const;
-  Selection select_foreign(int turn, int32_t* pages, uint16_t* masks, int max);
 
   std::shared_ptr<HostPool> pool_;
   EngineConfig config_;
@@ -224,9 +199,10 @@ class Engine {
   std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
   std::mutex selection_mutex_;  // selection_scratch_
   Scratch selection_scratch_;
-  ForeignLoad load_;
-  std::atomic<int64_t> least_load_{-1};
-  alignas(64) std::atomic<uint32_t> opened_{0};
+  std::shared_ptr<TaskReader> attached_;  // guarded by foreign_mutex_
+  std::shared_ptr<TaskReader> reader_;    // of the open layer
+  bool asks_ = false;                     // it is asked about the layer's tasks
+  ReadableLoad load_;
 
   std::atomic<int64_t> totals_[kStatCount] = {};
   std::vector<std::atomic<int64_t>> worker_ns_, worker_helped_;

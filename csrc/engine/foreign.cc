@@ -7,10 +7,11 @@
 
 namespace fluxion {
 
-int64_t Engine::pop(Executor executor, bool own_lane) {
-  if (!own_lane) return claim_next(queue_, foreign_mutex_, executor);
+int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
+
+void Engine::attach(std::shared_ptr<TaskReader> reader) {
   const std::lock_guard lock(foreign_mutex_);
-  return queue_.pop(executor, executor);
+  attached_ = std::move(reader);
 }
 
 // Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
@@ -57,10 +58,10 @@ bool Engine::fail(int64_t claim, const std::string& message) {
   });
 }
 
-// The caller holds selection_mutex_.
-Selection Engine::select_foreign(int turn, int32_t* pages, uint16_t* masks, int max) {
+int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max) {
+  const std::lock_guard lock(selection_mutex_);
   Scratch* s = &selection_scratch_;
-  const Task& task = tasks_[turn];
+  const Task& task = tasks_[resolve(claim_or_index)];
   const TaskKind* kind = kinds_[layer_.index(task)];
   const Selection chosen = kind != nullptr ? kind->select(layer_, task, s) : select_blocks(layer_, task, s);
   if (chosen.count > max) {
@@ -74,30 +75,7 @@ Selection Engine::select_foreign(int turn, int32_t* pages, uint16_t* masks, int 
   } else {
     std::fill_n(masks, chosen.count * layer_.group, uint16_t{0xffff});
   }
-  return chosen;
-}
-
-int Engine::selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max) {
-  const std::lock_guard lock(selection_mutex_);
-  return select_foreign(resolve(claim_or_index), pages, masks, max).count;
-}
-
-ForeignTask Engine::foreign_task(int64_t claim, int32_t* pages, uint16_t* masks, int max, char* q) {
-  const std::lock_guard lock(selection_mutex_);
-  const int i = resolve(claim);
-  const Task& task = tasks_[i];
-  std::memcpy(q, layer_.query(task), layer_.group * shape_.token_bytes());
-  return {layer_.in.layer, task.head, layer_.in.scale, select_foreign(i, pages, masks, max)};
-}
-
-void Engine::wake() {
-  opened_.fetch_add(1, std::memory_order_release);
-  opened_.notify_all();
-}
-
-ForeignLoad Engine::load() {
-  const std::lock_guard lock(foreign_mutex_);
-  return open_.load(std::memory_order_acquire) ? load_ : ForeignLoad{};
+  return chosen.count;
 }
 
 }  // namespace fluxion

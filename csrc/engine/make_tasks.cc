@@ -25,7 +25,8 @@ Engine::Lanes Engine::make_tasks() {
   int64_t middle_tokens = 0;
   task_bytes_ = 0;
   load_ = {};
-  const bool attached = least_load_.load(std::memory_order_relaxed) >= 0;
+  load_.layer = layer_.in.layer;
+  const bool attached = reader_ != nullptr;
   for (int b = 0; b < step_.batch(); ++b) {
     if (skip_[b]) continue;
     middle_tokens += static_cast<int64_t>(step_.middle_tokens(b)) * config_.q_heads;
@@ -111,18 +112,18 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
   return true;
 }
 
-// While the layer is made; read under foreign_mutex_ once it is open.
-void Engine::add_load(int lane, const Task& task, int64_t tile_bytes) {
+// Of the blocks that a task ranks.
+int64_t Engine::metadata_bytes(const Task& task) const {
   const float* budget = layer_.budget(task);
-  const int blk = layer_.blk(task), middle = step_.middle_tokens(task.request);
+  const int blk = layer_.blk(task);
   const bool ranked = blk >= kPage && *std::min_element(budget, budget + layer_.group) < 1;
-  const int64_t metadata_bytes = ranked ? middle / blk * shape_.entry_bytes() : 0;
-  const Executor executor = static_cast<Executor>(lane);
-  if (executor == Executor::kGpu || executor == Executor::kAny)
-    load_.longest = std::max(load_.longest, middle / kPage);
-  switch (executor) {
+  return ranked ? step_.middle_tokens(task.request) / blk * shape_.entry_bytes() : 0;
+}
+
+void Engine::add_load(int lane, const Task& task, int64_t tile_bytes) {
+  switch (static_cast<Executor>(lane)) {
     case Executor::kCpu:
-      load_.cpu_bytes += tile_bytes + metadata_bytes;
+      load_.cpu_bytes += tile_bytes + metadata_bytes(task);
       break;
     case Executor::kGpu:
       load_.own += 1;
@@ -130,7 +131,7 @@ void Engine::add_load(int lane, const Task& task, int64_t tile_bytes) {
     case Executor::kAny:
       load_.tasks += 1;
       load_.tile_bytes += tile_bytes;
-      load_.metadata_bytes += metadata_bytes;
+      load_.metadata_bytes += metadata_bytes(task);
       break;
     default:
       break;

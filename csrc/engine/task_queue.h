@@ -103,6 +103,13 @@ class BasicTaskQueue {
     return true;
   }
 
+  // The owner of a claim gives it to another executor, before that one can know of it.
+  void give(int64_t claim, Executor executor) {
+    Atomic<uint64_t>& state = state_[task_of(claim)];
+    const uint64_t round = state.load(std::memory_order_relaxed) >> 8;
+    state.store(pack(round, executor, kClaimed), std::memory_order_release);
+  }
+
   // The result of a claim that holds is written (or its failure recorded).
   void finish(int64_t claim) {
     Atomic<uint64_t>& state = state_[task_of(claim)];

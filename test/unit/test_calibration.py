@@ -22,34 +22,29 @@ from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.native import Workers, function
 
 SPEED = st.floats(1e6, 1e13)
-RATES = st.builds(Rates, SPEED, SPEED, SPEED, SPEED, st.floats(0, 1e-2), st.just(0.0) | SPEED, st.floats(0, 1e-2))
+RATES = st.builds(Rates, SPEED, SPEED, SPEED, st.floats(0, 1e-2), st.just(0.0) | SPEED, st.floats(0, 1e-2))
 BYTES = st.integers(0, 1 << 36)
 
 
 def times(
-    rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float, tasks: int = 0
+    rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float
 ) -> tuple[float, float]:
     """T_cpu and T_gpu of csrc/device/costs.h."""
-    cpu = (cpu_bytes + (1 - share) * (tiles + metadata)) / rates.cpu
+    cpu = (cpu_bytes + metadata + (1 - share) * tiles) / rates.cpu
     if share == 0:
         return cpu, 0.0
     ways = [(rates.launch_s, rates.link)]
     ways += [(max(rates.stage_s, rates.launch_s), rates.stage)] if rates.stage else []
-    read = [(launch, tiles * (1 - hits) / link + tiles * hits / rates.hot) for launch, link in ways]
-    rank = metadata / rates.scan
-    apart = [min(took, rank) / tasks if tasks else 0.0 for _, took in read]
-    return cpu, min(launch + more + share * max(took, rank) for (launch, took), more in zip(read, apart, strict=True))
+    return cpu, min(launch + share * (tiles * (1 - hits) / link + tiles * hits / rates.hot) for launch, link in ways)
 
 
-@given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1), tasks=st.integers(0, 99))
-def test_no_other_share_is_done_sooner(
-    rates: Rates, tiles: int, metadata: int, cpu_bytes: int, hits: float, tasks: int
-) -> None:
-    share = rates.share(tiles, metadata, cpu_bytes, hits, tasks)
+@given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1))
+def test_no_other_share_is_done_sooner(rates: Rates, tiles: int, metadata: int, cpu_bytes: int, hits: float) -> None:
+    share = rates.share(tiles, metadata, cpu_bytes, hits)
     assert 0 <= share <= 1
-    best = max(times(rates, share, tiles, metadata, cpu_bytes, hits, tasks))
+    best = max(times(rates, share, tiles, metadata, cpu_bytes, hits))
     for other in (i / 50 for i in range(51)):
-        assert best <= max(times(rates, other, tiles, metadata, cpu_bytes, hits, tasks)) * (1 + 1e-9) + 1e-15
+        assert best <= max(times(rates, other, tiles, metadata, cpu_bytes, hits)) * (1 + 1e-9) + 1e-15
 
 
 @given(rates=RATES, tiles=BYTES, metadata=BYTES, cpu_bytes=BYTES, hits=st.floats(0, 1), factor=st.floats(1, 1e3))
@@ -60,7 +55,7 @@ def test_the_share_follows_the_rates(
         return rates.share(tiles, metadata, cpu_bytes, hits)
 
     here = share(rates)
-    for faster in ("link", "hot", "scan", "stage"):
+    for faster in ("link", "hot", "stage"):
         assert share(replace(rates, **{faster: factor * getattr(rates, faster)})) >= here - 1e-12
     assert share(replace(rates, cpu=factor * rates.cpu)) <= here + 1e-12
     assert share(replace(rates, launch_s=factor * rates.launch_s)) <= here + 1e-12
@@ -75,7 +70,7 @@ def test_layers_that_wake_nobody_are_those_of_share_0(rates: Rates, tiles: int, 
     total = tiles + metadata + cpu_bytes
     assume(abs(total - least) > 1 + 1e-9 * least)
     assert (rates.share(tiles, metadata, cpu_bytes) > 0) <= (total >= least)
-    if tiles + metadata > 0:
+    if tiles > 0:
         assert (rates.share(tiles, metadata, cpu_bytes) > 0) >= (total >= least)
 
 
@@ -91,13 +86,12 @@ def test_a_stage_is_used_from_where_it_is_faster(rates: Rates, size: int) -> Non
 
 
 def test_what_cannot_be_done_is_given_to_nobody() -> None:
-    rates = Rates(1e9, 1e9, 1e9, 1e9, 1e-5, 0.0, 0.0)
+    rates = Rates(1e9, 1e9, 1e9, 1e-5, 0.0, 0.0)
     assert rates.share(0, 0) == 0
     assert rates.share(1 << 30, 1 << 20) > 0
     nothing = replace(rates, link=0.0, hot=0.0)
     assert nothing.share(1 << 30, 0) == 0
     assert function("device_least_bytes")(nothing.tensor()) == 1 << 62
-    assert replace(rates, scan=0.0).share(1 << 30, 1 << 20) == 0
     assert replace(rates, launch_s=math.inf).share(1 << 30, 0) == 0
     assert replace(rates, launch_s=math.nan).share(1 << 30, 0) == 0
     assert replace(rates, cpu=0.0).share(1 << 30, 0) == 0, "no rate of the CPU: nothing to compare with"
@@ -136,7 +130,7 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch, head_dim: int) -
     isa = str(native.topology()["isa"])
     rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=head_dim, dtype=torch.float32, flash=True)
     assert (
-        all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.scan, rates.stage)) and rates.launch_s >= 0
+        all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.stage)) and rates.launch_s >= 0
     )
     assert rogue.calls("attend") == 3 * 2 * 3 and rogue.hot_reads == 2 * (1 + 2) * 2 * 3, "in place, staged, hot"
     assert rogue.held == before
@@ -158,7 +152,7 @@ def test_a_device_that_hangs_is_not_waited_for_for_ever() -> None:
 
 def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "deep" / "calibration.json"
-    rates, calls = Rates(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), 0
+    rates, calls = Rates(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 0
 
     def count() -> Rates:
         nonlocal calls
@@ -194,7 +188,7 @@ def test_a_measurement_is_good_for_one_device_and_shape() -> None:
 
 
 LLAMA = KVShape(32, 8, 128, torch.bfloat16)
-H100 = Rates(cpu=200e9, link=50e9, hot=3000e9, scan=10e9, launch_s=20e-6, stage=0.0, stage_s=0.0)
+H100 = Rates(cpu=200e9, link=50e9, hot=3000e9, launch_s=20e-6, stage=0.0, stage_s=0.0)
 
 
 def test_where_plain_sglang_is_faster_is_said() -> None:

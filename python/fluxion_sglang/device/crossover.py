@@ -75,7 +75,7 @@ def crossover(
     tiles = int(per_layer * middle * read_share)
     metadata = per_layer * middle // blk if 0 < read_share < 1 else 0
     share = rates.share(tiles, metadata)
-    busy = (1 - share) * (tiles + metadata) / rates.cpu if rates.cpu else float("inf")
+    busy = ((1 - share) * tiles + metadata) / rates.cpu if rates.cpu else float("inf")
     resident = per_layer * (context - middle) / rates.hot if rates.hot else float("inf")
     plain = each * batch / rates.hot if requests and rates.hot else float("inf")
     return Crossover(context, read_share, requests, plain, shape.layers * max(busy, resident))

@@ -45,8 +45,7 @@ class Rates:
     Attributes:
         cpu: tiles that the workers attend to, all together; they read metadata as fast.
         link: tiles in host memory that the device attends to. hot: tiles in its own memory.
-        scan: metadata that one thread, the dispatcher's, ranks blocks by.
-        launch_s: from a claim to its result, of a batch that reads nothing.
+        launch_s: from a launch to its result, of a batch that reads nothing.
         stage: tiles in host memory that the device gathers into its own before it attends to them. stage_s: launch_s of
             such a batch.
     """
@@ -54,29 +53,25 @@ class Rates:
     cpu: float
     link: float
     hot: float
-    scan: float
     launch_s: float
     stage: float
     stage_s: float
 
     def tensor(self) -> torch.Tensor:
-        """[7] float64, in the order of the attributes."""
+        """[6] float64, in the order of the attributes."""
         return torch.tensor(astuple(self), dtype=torch.float64)
 
-    def share(
-        self, tile_bytes: int, metadata_bytes: int, cpu_bytes: int = 0, hits: float = 0.0, tasks: int = 0
-    ) -> float:
-        """The share of a layer's tasks that the device should take, in [0, 1] (`device_share`).
+    def share(self, tile_bytes: int, metadata_bytes: int, cpu_bytes: int = 0, hits: float = 0.0) -> float:
+        """The share of a layer's tiles that the device should read, in [0, 1] (`device_share`).
 
         Args:
-            tile_bytes, metadata_bytes: of the tasks that either may do. cpu_bytes: of those that the CPU does in any
-                case. hits: share of the tile bytes that is in the device's memory. tasks: how many either may do; 0:
-                so many that the first and the last one do not matter.
+            tile_bytes, metadata_bytes: of the tasks that either may read for; the CPU ranks all of them. cpu_bytes: of
+                those that the CPU does in any case. hits: share of the tile bytes that is in the device's memory.
         """
-        return float(function("device_share")(tile_bytes, metadata_bytes, cpu_bytes, tasks, self.tensor(), hits))
+        return float(function("device_share")(tile_bytes, metadata_bytes, cpu_bytes, self.tensor(), hits))
 
 
-SIMULATED = Rates(cpu=1e9, link=1e9, hot=1e9, scan=1e10, launch_s=0.0, stage=0.0, stage_s=0.0)
+SIMULATED = Rates(cpu=1e9, link=1e9, hot=1e9, launch_s=0.0, stage=0.0, stage_s=0.0)
 """For the simulated device, whose speed means nothing: half of every layer."""
 
 
@@ -131,8 +126,7 @@ def measure(
     _, hot = fit(_device_times(api, tiles, group, tile, Where.HOT, flash))
     del tiles
     cpu = _cpu_rate(workers, isa, group, head_dim, dtype)
-    scan = _scan_rate(isa, group, head_dim, dtype)
-    return Rates(cpu, link, max(hot, link), scan, launch_s, stage, stage_s)
+    return Rates(cpu, link, max(hot, link), launch_s, stage, stage_s)
 
 
 class Where(IntEnum):
@@ -172,16 +166,6 @@ def _many(workers: Workers, nbytes: int, shape: tuple[int, ...], dtype: torch.dt
     count = nbytes // (math.prod(shape) * dtype.itemsize)
     memory = probe.host_memory(workers, nbytes).view(dtype)
     return memory[: count * math.prod(shape)].view(count, *shape)
-
-
-def _scan_rate(isa: str, group: int, head_dim: int, dtype: torch.dtype) -> float:
-    one = Workers(1)
-    entries = _many(one, CPU_BYTES, (2, head_dim), dtype)
-    pieces = torch.randperm(len(entries), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    tasks = probe.TaskList(pieces, torch.tensor([0, len(pieces)]))
-    q = torch.zeros(1, group, head_dim, dtype=dtype)
-    ns = probe.score(one, isa, q, entries, tasks, torch.empty(group * len(pieces)), runs=3)
-    return entries.nbytes / (min(ns) * 1e-9)
 
 
 def cache_file() -> Path:

@@ -94,12 +94,15 @@ def _steps(name: str, title: str) -> tuple[Shown, ...]:
 _SPARSE = ("fixed:16:0.05", "drawn")
 
 
-def _shared(name: str, more: dict[str, float]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The simulated device records no steps."""
-    config = {"executors": "cpu+gpu", **more}
+def _shared(name: str, hot_tiles_gb: float = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The simulated device records no steps, and is small."""
+    config = {"executors": "cpu+gpu"}
     real, simulated = (
-        _one_batch("--config", json.dumps(given), "--name", name, policies=_SPARSE)
-        for given in ({"cuda_graphs": True, **config}, config)
+        _one_batch("--config", json.dumps({**config, **more}), "--name", name, policies=_SPARSE)
+        for more in (
+            {"cuda_graphs": True, "hot_tiles_gb": hot_tiles_gb},
+            {"hot_tiles_gb": min(hot_tiles_gb, 0.001)},
+        )
     )
     return real[0], simulated[1]
 
@@ -180,13 +183,13 @@ STEPS = (
     Step(
         "share",
         "the same, with a GPU that reads a part of the middle over the link",
-        *_shared("shared", {}),
+        *_shared("shared"),
         _steps("_shared*", "Steps, recorded, with cpu+gpu"),
     ),
     Step(
         "hot",
         "the same, with a GPU that keeps what it has read",
-        *_shared("hot", {"hot_tiles_gb": 24}),
+        *_shared("hot", hot_tiles_gb=24),
         _steps("_hot*", "Steps, recorded, with cpu+gpu and hot tiles"),
     ),
     *(

@@ -101,7 +101,7 @@ def _shared(name: str, hot_tiles_gb: float = 0) -> tuple[tuple[str, ...], tuple[
         _one_batch("--config", json.dumps({**config, **more}), "--name", name, policies=_SPARSE)
         for more in (
             {"cuda_graphs": True, "hot_tiles_gb": hot_tiles_gb},
-            {"hot_tiles_gb": min(hot_tiles_gb, 0.0002)},
+            {"hot_tiles_gb": min(hot_tiles_gb, 2e-5)},
         )
     )
     return real[0], simulated[1]

@@ -88,25 +88,20 @@ def _one_batch(*options: str, policies: Iterable[str] = ("off", "fixed:16:0.05",
 
 
 def _steps(name: str, title: str) -> tuple[Shown, ...]:
-    return (Shown(f"one_batch{name}.json", title, ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio", "gpu_share", "gpu_hot_share")),)
+    return (
+        Shown(
+            f"one_batch{name}.json",
+            title,
+            ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio", "gpu_share", "gpu_hot_share"),
+        ),
+    )
 
 
 _SPARSE = ("fixed:16:0.05", "drawn")
 
 
-def _shared(name: str, hot_tiles_gb: float = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The simulated device records no steps, and is small."""
-    config = {"executors": "cpu+gpu"}
-    real, simulated = (
-        _one_batch("--config", json.dumps({**config, **more}), "--name", name, policies=_SPARSE)
-        for more in (
-            {"cuda_graphs": True, "hot_tiles_gb": hot_tiles_gb},
-            {"hot_tiles_gb": min(hot_tiles_gb, 2e-5)},
-        )
-    )
-    return real[0], simulated[1]
-
-
+_SHARED = {"executors": "cpu+gpu"}
+_HOT = {"cuda_graphs": True, **_SHARED, "hot_tiles_gb": 24}
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 STEPS = (
     Step(
@@ -183,13 +178,15 @@ STEPS = (
     Step(
         "share",
         "the same, with a GPU that reads a part of the middle over the link",
-        *_shared("shared"),
+        _one_batch("--config", json.dumps({"cuda_graphs": True, **_SHARED}), "--name", "shared", policies=_SPARSE)[0],
+        _one_batch("--config", json.dumps(_SHARED), "--name", "shared", policies=_SPARSE)[1],
         _steps("_shared*", "Steps, recorded, with cpu+gpu"),
     ),
     Step(
         "hot",
         "the same, with a GPU that keeps what it has read",
-        *_shared("hot", hot_tiles_gb=24),
+        _one_batch("--config", json.dumps(_HOT), "--name", "hot", policies=_SPARSE)[0],
+        None,
         _steps("_hot*", "Steps, recorded, with cpu+gpu and hot tiles"),
     ),
     *(

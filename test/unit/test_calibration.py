@@ -26,9 +26,7 @@ RATES = st.builds(Rates, SPEED, SPEED, SPEED, st.floats(0, 1e-2), st.just(0.0) |
 BYTES = st.integers(0, 1 << 36)
 
 
-def times(
-    rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float
-) -> tuple[float, float]:
+def times(rates: Rates, share: float, tiles: int, metadata: int, cpu_bytes: int, hits: float) -> tuple[float, float]:
     """T_cpu and T_gpu of csrc/device/costs.h."""
     cpu = (cpu_bytes + metadata + (1 - share) * tiles) / rates.cpu
     if share == 0:
@@ -129,9 +127,7 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch, head_dim: int) -
     before = rogue.held
     isa = str(native.topology()["isa"])
     rates = measure(rogue.api(), Workers(1), isa, pinned, group=2, head_dim=head_dim, dtype=torch.float32, flash=True)
-    assert (
-        all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.stage)) and rates.launch_s >= 0
-    )
+    assert all(value > 0 for value in (rates.cpu, rates.link, rates.hot, rates.stage)) and rates.launch_s >= 0
     assert rogue.calls("attend") == 3 * 2 * 3 and rogue.hot_reads == 2 * (1 + 2) * 2 * 3, "in place, staged, hot"
     assert rogue.held == before
     rogue.fail("attend", 2)

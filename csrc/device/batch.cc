@@ -94,12 +94,25 @@ void Batch::clear(uint32_t next) {
   submitted = failed = masked_ = false;
 }
 
+// The first task with masks makes those of the tasks before it, too.
+void Batch::mask(const uint16_t* masks, int pages) {
+  if (masks == nullptr && !masked_) return;
+  const int64_t group = shape_.group;
+  uint16_t* next = masks_ + entries * group;
+  if (!masked_) std::fill(masks_, next, uint16_t{0xffff});
+  masked_ = true;
+  if (masks != nullptr) {
+    std::copy_n(masks, pages * group, next);
+  } else {
+    std::fill_n(next, pages * group, uint16_t{0xffff});
+  }
+}
+
 void Batch::add(int64_t claim, const Scale& scale, const Selection& chosen, const char* tiles) {
   const int count = chosen.count;
   tasks_[claims.size()] = {next_q(), tiles, entries, count};
   claims.push_back({claim, chosen.tokens, chosen.reads});
   scale_ = scale.factor;
-  masked_ |= chosen.masked;
   entries += count;
   longest = std::max(longest, count);
   in_host += static_cast<int>(

@@ -78,7 +78,8 @@ class Batch {
   // Where the next task's query and list go.
   char* next_q() { return q_ + static_cast<int64_t>(claims.size()) * q_bytes(); }
   int32_t* next_tiles() { return tiles_ + entries; }
-  uint16_t* next_masks() { return masks_ + static_cast<int64_t>(entries) * shape_.group; }
+  // Its masks, [pages][G]; nullptr: it reads every token. Before it is added.
+  void mask(const uint16_t* masks, int pages);
   // The task whose query and list stand there. tiles: of its KV head.
   void add(int64_t claim, const Scale& scale, const Selection& chosen, const char* tiles);
 

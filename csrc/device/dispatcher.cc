@@ -215,14 +215,10 @@ bool Dispatcher::take_buffer(int pages) {
 }
 
 void Dispatcher::add(const Offer& offer) {
-  const int pages = offer.chosen.count, group = engine_.group();
+  const int pages = offer.chosen.count;
   std::copy_n(offer.q.data(), batch_->q_bytes(), batch_->next_q());
   std::copy_n(offer.pages.data(), pages, batch_->next_tiles());
-  if (offer.chosen.masked) {
-    std::copy_n(offer.masks.data(), pages * group, batch_->next_masks());
-  } else {
-    std::fill_n(batch_->next_masks(), pages * group, uint16_t{0xffff});
-  }
+  batch_->mask(offer.chosen.masked ? offer.masks.data() : nullptr, pages);
   if (hot_) use_hot_tiles(offer);
   const int32_t* tiles = batch_->next_tiles();
   const int64_t hot = std::count_if(tiles, tiles + pages, [](int32_t tile) { return tile < 0; });
@@ -240,6 +236,10 @@ void Dispatcher::use_hot_tiles(const Offer& offer) {
       std::find_if(std::begin(copies_), std::end(copies_), [](const CopyBatch& c) { return !c.submitted; });
   int32_t* tiles = batch_->next_tiles();
   const HostPool& pool = engine_.pool();
+  for (int i = 0; i < offer.chosen.count; ++i) {
+    hot_->expect(pool.tile_number(offer.layer, offer.head, tiles[i]));
+    pool.expect_writes(offer.layer, offer.head, tiles[i]);
+  }
   for (int i = 0; i < offer.chosen.count; ++i) {
     const int32_t page = tiles[i];
     const int64_t tile = pool.tile_number(offer.layer, offer.head, page);

@@ -25,7 +25,7 @@ struct DispatcherConfig {
   int streams = 2;
   int tasks = 32;         // of a batch, at most
   int entries = 1 << 14;  // tiles of a batch, at most: a request with a longer middle stays with the CPU
-  int64_t batch_bytes = 512 << 10;  // a batch with so many bytes of tiles waits for no further task
+  int64_t batch_bytes = 8 << 20;  // a batch with so many bytes of tiles waits for no further task
   int64_t hot_bytes = 0;            // device memory for hot tiles
   int touches = 2, horizon = 16;    // HotTilesConfig
   int64_t stage_bytes = 0;  // device memory of a batch for tiles that are gathered before they are read
@@ -86,7 +86,7 @@ class Dispatcher {
 
  private:
   static constexpr int kBuffers = 2;  // batches of a stream
-  static constexpr uint64_t kTimes = 1024;
+  static constexpr uint64_t kTimes = 8192;
 
   struct Stream {
     void* handle = nullptr;

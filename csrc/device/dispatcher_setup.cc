@@ -107,8 +107,8 @@ void Dispatcher::warm_up() {
       if (hot_) *batch.next_tiles() = -1;
       Selection chosen;
       chosen.count = tiles;
-      chosen.masked = !on_device;
-      std::fill_n(batch.next_masks(), tiles * engine_.group(), uint16_t{0xffff});
+      const std::vector<uint16_t> masks(size_t(tiles) * engine_.group(), uint16_t{0xffff});
+      if (!on_device) batch.mask(masks.data(), tiles);
       batch.add(-1, 1.0f, chosen, engine_.pool().tiles(0, 0));
       if (on_device) batch.gather();
       batch.submit(api_, s.handle, slots_.data());

@@ -8,6 +8,7 @@ namespace {
 
 // Of slots, for one that may go. Who does not find it gives up.
 constexpr int kLooks = 64;
+constexpr uint32_t kSteps = (1u << 30) - 1;  // steps are counted modulo this and one
 
 }  // namespace
 
@@ -22,7 +23,7 @@ int32_t HotTiles::find(int64_t tile, uint32_t writes, int64_t batch) {
   if (t.slot != kNone && !t.filling) {
     if (t.writes == writes) {
       t.batch = batch;
-      t.found = true;
+      t.found = 1;
       ++stats_[kHotHits];
       return t.slot;
     }
@@ -55,8 +56,9 @@ void HotTiles::ended(int64_t batch) {
 }
 
 bool HotTiles::touched_before(Tile* tile) const {
-  const bool before = tile->missed != 0 && now_ + 1 - tile->missed <= static_cast<uint32_t>(config_.horizon);
-  tile->missed = now_ + 1;
+  const uint32_t since = (now_ + 1 - tile->missed) & kSteps;
+  const bool before = tile->missed != 0 && since <= static_cast<uint32_t>(config_.horizon);
+  tile->missed = (now_ + 1) & kSteps;
   return config_.touches <= 1 || before;
 }
 
@@ -73,7 +75,7 @@ int32_t HotTiles::take_slot() {
     Tile& t = tiles_[tile_of_[slot]];
     if (t.filling || t.batch >= reading_) continue;
     if (t.found) {
-      t.found = false;
+      t.found = 0;
       continue;
     }
     t.slot = kNone;
@@ -88,12 +90,12 @@ int32_t HotTiles::admit(int64_t tile, uint32_t writes) {
   if (!touched_before(&t) || t.slot != kNone) return kNone;  // the latter: it is on its way
   const int32_t slot = take_slot();
   if (slot == kNone) return kNone;
-  t = {-1, slot, writes, t.missed, /*filling=*/true, /*found=*/false};
+  t = {-1, slot, writes, t.missed, /*filling=*/1, /*found=*/0};
   tile_of_[slot] = tile;
   ++stats_[kHotCopies];
   return slot;
 }
 
-void HotTiles::filled(int32_t slot) { tiles_[tile_of_[slot]].filling = false; }
+void HotTiles::filled(int32_t slot) { tiles_[tile_of_[slot]].filling = 0; }
 
 }  // namespace fluxion

@@ -33,6 +33,8 @@ class HotTiles {
 
   explicit HotTiles(const HotTilesConfig& config);
 
+  // find() comes soon. A layer's tiles are cold by the next step, and waiting for them one by one takes long.
+  void expect(int64_t tile) const { __builtin_prefetch(&tiles_[tile], 1); }
   // The slot with the tile's copy, which this batch reads, or kNone. writes: the tile's count now.
   int32_t find(int64_t tile, uint32_t writes, int64_t batch);
   // After find() missed: a slot that the caller copies the tile to, or kNone. It is filling.
@@ -50,12 +52,12 @@ class HotTiles {
 
  private:
   struct Tile {
-    int64_t batch = -1;   // that found it last
+    int64_t batch = -1;  // that found it last
     int32_t slot = kNone;
-    uint32_t writes = 0;  // when its copy began
-    uint32_t missed = 0;  // 1 + the step in which it was missing last; 0: never
-    bool filling = false;
-    bool found = false;  // since it was last passed over
+    uint32_t writes = 0;       // when its copy began
+    uint32_t missed : 30 = 0;  // 1 + the step in which it was missing last; 0: never
+    uint32_t filling : 1 = 0;
+    uint32_t found : 1 = 0;  // since it was last passed over
   };
 
   void drop(Tile* tile);

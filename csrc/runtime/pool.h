@@ -157,6 +157,10 @@ class HostPool {
   uint32_t writes(int layer, int head, int page) const {
     return std::atomic_ref(writes_[tile_number(layer, head, page)]).load(std::memory_order_acquire);
   }
+  // writes() comes soon.
+  void expect_writes(int layer, int head, int page) const {
+    __builtin_prefetch(&writes_[tile_number(layer, head, page)]);
+  }
   int64_t tile_number(int layer, int head, int page) const {
     return (int64_t{layer} * shape_.kv_heads + head) * shape_.pages + page;
   }

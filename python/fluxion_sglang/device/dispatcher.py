@@ -51,7 +51,7 @@ class DispatcherOptions:
     streams: int = 2
     tasks: int = 32
     entries: int = 1 << 14
-    batch_bytes: int = 512 << 10
+    batch_bytes: int = 8 << 20
     hot_bytes: int = 0
     touches: int = 2
     horizon: int = 16
@@ -102,8 +102,8 @@ class Dispatcher:
 
     def times(self) -> torch.Tensor:
         """[n, 4] int64: submitted, done (`time.monotonic_ns`), tasks and bytes of tiles of every batch since the last
-        call; of more than 1024, the oldest. One thread at a time."""
-        out = torch.empty(1024, 4, dtype=torch.int64)
+        call; of more than 8192, the oldest. One thread at a time."""
+        out = torch.empty(8192, 4, dtype=torch.int64)
         return out[: function("dispatcher_times")(self._handle, out)]
 
 

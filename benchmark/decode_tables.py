@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
@@ -26,28 +27,36 @@ def one_batch(results: Path) -> str:
 
 
 def gpu_idle(results: Path) -> str:
-    """What a GPU waits for the CPU in a layer, and its share of TPOT, in the shape of Fluxion's Table 5."""
-    out = []
+    """What a GPU waits for the CPU in a layer, and its share of TPOT, in the shape of Fluxion's Table 5.
+
+    Beside it plain SGLang, which does not wait, and what the GPU read of the middle. A table for each machine.
+    """
+    tables: dict[str, list[list[str]]] = defaultdict(list)
+    links: dict[str, list[str]] = defaultdict(list)
     for path, data in result_files(results, "one_batch_*.json"):
-        cells: dict[tuple[str, int, int, str], list[dict[str, Any]]] = {}
+        if data.get("device") != "cuda":
+            continue
+        cells: dict[tuple[str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
         for row in data["rows"]:
-            if "idle_ms" in row:
-                cells.setdefault((row["model"], row["batch"], row["length"], row["policy"]), []).append(row)
-        rows = [
-            [
-                *(model, str(batch), f"{length:,}", f"`{policy}`"),
-                f"{median(row['tpot_ms'] for row in found):.1f}",
-                f"{median(row['idle_ms'] for row in found):.3f}",
-                f"{median(row['idle_ratio'] for row in found):.1%}",
-            ]
-            for (model, batch, length, policy), found in sorted(cells.items())
-        ]
-        if rows:
-            head = ["model", "batch", "prompt", "policy", "TPOT (ms)", "idle (ms a layer)", "idle ratio"]
-            asked = f"With `{json.dumps(data['config'])}`. " if data.get("config") else ""
-            note = f"{asked}TPOT: medians, idle: means of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
-            out.append(f"{table(head, rows, 'lrrlrrr')}\n{note} [Data]({link(path)}).\n")
-    return "\n".join(out) or nothing("one_batch.py --device cuda")
+            cells[row["model"], row["batch"], row["length"], row["policy"]].append(row)
+        note = f"{_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
+        for (model, batch, length, policy), found in cells.items():
+            of: dict[str, str] = {}
+            for name, form in (
+                ("idle_ms", ".3f"), ("idle_ratio", ".0%"), ("gpu_share", ".0%"), ("gpu_hot_share", ".0%")
+            ):  # fmt: skip
+                if name in found[0]:
+                    of[name] = format(median(row[name] for row in found), form)
+            options = f"`{json.dumps(data['config'])}`" if data["config"] and policy != "off" else ""
+            tpot = f"{median(row['tpot_ms'] for row in found):.1f}"
+            shown = [of.get(name, "") for name in ("idle_ms", "idle_ratio", "gpu_share", "gpu_hot_share")]
+            tables[note].append([f"{model}, {batch} x {length:,}", f"`{policy}`", options, tpot, *shown])
+        links[note].append(f"[data]({link(path)})")
+    head = ["shape", "policy", "options", "TPOT (ms)", "idle (ms a layer)", "idle ratio", "the GPU reads", "of it hot"]
+    return "\n".join(
+        f"{table(head, sorted(rows), 'lllrrrrr')}\nTPOT: medians, idle: means of {note} ({', '.join(links[note])})\n"
+        for note, rows in tables.items()
+    ) or nothing("one_batch.py --device cuda")
 
 
 def schedulers(results: Path) -> str:

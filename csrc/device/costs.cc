@@ -67,8 +67,8 @@ double Division::device_seconds(double bytes) const {
 }
 
 bool Division::device_is_sooner(int64_t now, int64_t bytes) const {
-  const double start = std::max(static_cast<double>(now) + rates_.launch_s * 1e9,
-                                static_cast<double>(busy_until_ns_));
+  const double start =
+      std::max(static_cast<double>(now) + rates_.launch_s * 1e9, static_cast<double>(busy_until_ns_));
   const double device = start + device_seconds(static_cast<double>(bytes)) * 1e9;
   const double all = static_cast<double>(load_.cpu_bytes + load_.metadata_bytes) +
                      actual_ * static_cast<double>(load_.tile_bytes);
@@ -87,8 +87,8 @@ void Division::chosen(int64_t bytes, int64_t guess) {
 void Division::given(int64_t now, int64_t bytes) {
   given_ += bytes;
   owed_ += bytes;
-  const double start = std::max(static_cast<double>(now) + rates_.launch_s * 1e9,
-                                static_cast<double>(busy_until_ns_));
+  const double start =
+      std::max(static_cast<double>(now) + rates_.launch_s * 1e9, static_cast<double>(busy_until_ns_));
   const double until = start + device_seconds(static_cast<double>(bytes)) * 1e9;
   busy_until_ns_ = until < 9e18 ? static_cast<int64_t>(until) : INT64_MAX;
 }

@@ -20,8 +20,8 @@ struct Rates {
 // The share of the tiles that the device should read, in [0, 1]: the one that minimises
 //   max(T_cpu, T_gpu), T_cpu(f) = (cpu_bytes + metadata + (1 - f) * tiles) / cpu,
 //   T_gpu(f) = launch + f * (missed / link + hit / hot) for f > 0:
-// the CPU ranks blocks for both. hit_share: of the tile bytes, those expected in device memory. Tiles are read
-// in place or staged, whichever leaves the device more.
+// the CPU ranks blocks for both. hit_share: of the tile bytes, those expected in device memory. Tiles are
+// read in place or staged, whichever leaves the device more.
 double device_share(const ReadableLoad& load, const Rates& rates, double hit_share);
 
 // ReadableLoad::bytes() up to which the share is 0, at most 2^62.
@@ -30,9 +30,10 @@ int64_t least_bytes(const Rates& rates);
 // Bytes of tiles in host memory, in a batch, from which it is done sooner with a stage, at most 2^62: never.
 int64_t stage_from(const Rates& rates);
 
-// Divides a layer task by task, as workers bring them: the device gets a task where it will be done with it no
-// later than the CPU with all that it has then. Rates are where this begins; how fast the CPU was in the last
-// layers, and how much tasks read for what their plan had said, it learns. Times are now_ns(). For one thread.
+// Divides a layer task by task, as workers bring them: the device gets a task where it will be done with it
+// no later than the CPU with all that it has then. Rates are where this begins; how fast the CPU was in the
+// last layers, and how much tasks read for what their plan had said, it learns. Times are now_ns(). For one
+// thread.
 class Division {
  public:
   Division(const Rates& rates, double missed_rate) : rates_(rates), missed_(missed_rate), cpu_(rates.cpu) {}

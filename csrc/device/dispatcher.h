@@ -26,11 +26,11 @@ struct DispatcherConfig {
   int tasks = 32;         // of a batch, at most
   int entries = 1 << 14;  // tiles of a batch, at most: a request with a longer middle stays with the CPU
   int64_t batch_bytes = 8 << 20;  // a batch with so many bytes of tiles waits for no further task
-  int64_t hot_bytes = 0;            // device memory for hot tiles
-  int touches = 2, horizon = 16;    // HotTilesConfig
-  int64_t stage_bytes = 0;  // device memory of a batch for tiles that are gathered before they are read
-  int64_t stage_from = 0;   // StageShape
-  bool flash = true;        // Batch::allocate
+  int64_t hot_bytes = 0;          // device memory for hot tiles
+  int touches = 2, horizon = 16;  // HotTilesConfig
+  int64_t stage_bytes = 0;        // device memory of a batch for tiles that are gathered before they are read
+  int64_t stage_from = 0;         // StageShape
+  bool flash = true;              // Batch::allocate
   Rates rates{};
 };
 
@@ -126,7 +126,7 @@ class Dispatcher {
   std::vector<Stream> streams_;
   Stream* stream_ = nullptr;  // of batch_
   Batch* batch_ = nullptr;    // that is being filled, or nullptr
-  Offer* offer_ = nullptr;  // that waits for a batch
+  Offer* offer_ = nullptr;    // that waits for a batch
   uint32_t numbers_ = 0;
   int64_t batches_ = 0;  // begun
   // Without work, before it sleeps: longer than a device takes from one layer's attention to the next.

@@ -22,11 +22,11 @@ enum HotStat { kHotHits, kHotMisses, kHotCopies, kHotEvictions, kHotStale, kHotS
 // as a task looks for them.
 //
 // A slot is free, filling (a copy is on its way), valid, or doomed (its tile was written again while a batch
-// may still read the copy: nobody finds it, and it is freed when the batch has ended). What the tile's writers
-// count (HostPool::writes) is kept with it: a copy is believed only while the count is what it was before the
-// copy began. Batches have numbers that rise, and a slot that one reads which has not ended is given to
-// nobody. Of the others goes the next one, in the order of slots, that nobody found since it was last passed
-// over (the second-chance algorithm).
+// may still read the copy: nobody finds it, and it is freed when the batch has ended). What the tile's
+// writers count (HostPool::writes) is kept with it: a copy is believed only while the count is what it was
+// before the copy began. Batches have numbers that rise, and a slot that one reads which has not ended is
+// given to nobody. Of the others goes the next one, in the order of slots, that nobody found since it was
+// last passed over (the second-chance algorithm).
 class HotTiles {
  public:
   static constexpr int32_t kNone = -1;
@@ -66,7 +66,7 @@ class HotTiles {
 
   HotTilesConfig config_;
   std::vector<Tile> tiles_;
-  std::vector<int64_t> tile_of_;                    // [slots]; -1: none
+  std::vector<int64_t> tile_of_;  // [slots]; -1: none
   std::vector<int32_t> free_;
   std::vector<std::pair<int64_t, int32_t>> doomed_;  // the last batch that reads it, and the slot
   int32_t hand_ = 0;

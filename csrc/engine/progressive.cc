@@ -31,6 +31,15 @@ double log_add(double a, double b) {
 
 float or_least(float score) { return std::max(kMinusInf, score); }  // of a NaN -inf
 
+// Blocks of its order that a head takes in a microbatch, when the task has read so many: 64 KiB of bf16 tiles
+// with D = 128, because merging its result costs a fiftieth of reading it, or a share of what was read where
+// that is more: a task that reads far has large microbatches, which idle workers can help with, and reads too
+// much by that share at most.
+int microbatch(int read, int level) {
+  constexpr int kPages = 8, kReadShare = 16;
+  return std::max({1, kPages >> level, read / kReadShare});
+}
+
 }  // namespace
 
 double Progressive::Head::known() const { return log_add(resident, middle); }
@@ -61,13 +70,6 @@ std::string Progressive::wrong(const Layer& layer, const Task& task) const {
            "layer_begin, or pass parts";
   }
   return "";
-}
-
-// A share of what the task has read where that is more: a task that reads far has large microbatches, which
-// idle workers can help with, and reads too much by that share at most.
-int Progressive::microbatch(int read, int level) const {
-  constexpr int kPages = 8, kReadShare = 16;
-  return std::max({1, kPages >> level, read / kReadShare});
 }
 
 int64_t Progressive::bytes(const Layer& layer, const Task& task) const { return block_bytes(layer, task); }
@@ -222,7 +224,7 @@ Selection Progressive::run(const Layer& layer, const Task& task, Scratch* s, flo
   uint16_t going = walk.wanted.active;
   if (going == 0) return out;
   out.reads.metadata_bytes = score_blocks(layer, task, walk.at, layer.query(task), G, spread(layer, task),
-                                           s->scores.data(), s->stride(G), s);
+                                          s->scores.data(), s->stride(G), s);
   for (int read = 0;; read += walk.count) {
     const int quota = microbatch(read, walk.at.level);
     for (unsigned rest = going; rest != 0; rest &= rest - 1) {

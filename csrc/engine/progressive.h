@@ -32,9 +32,6 @@ class Progressive : public TaskKind {
  protected:
   // KernelTable::score's, of the task's blocks.
   virtual float spread(const Layer& layer, const Task& task) const = 0;
-  // Blocks of its order that a head takes in a microbatch, when the task has read so many. By default 64 KiB
-  // of bf16 tiles with D = 128: merging its result costs a fiftieth of reading it.
-  virtual int microbatch(int read, int level) const;
   // Whether head g goes on no more. Asked before every microbatch, the first one included.
   virtual bool enough(const Layer& layer, const Task& task, int g, const Head& head) const = 0;
 

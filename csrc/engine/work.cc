@@ -170,8 +170,7 @@ bool Engine::run_task(int64_t claim, Scratch* scratch) {
 
 bool Engine::hand_over(int64_t claim, const Task& task, const Selection& chosen, const Scratch& scratch) {
   const int32_t* owner = layer_.plan->owner;
-  const bool alone =
-      owner != nullptr && owner[layer_.index(task)] == static_cast<int32_t>(Executor::kGpu);
+  const bool alone = owner != nullptr && owner[layer_.index(task)] == static_cast<int32_t>(Executor::kGpu);
   const bool mine = owner != nullptr && owner[layer_.index(task)] == static_cast<int32_t>(Executor::kCpu);
   if (mine) return false;
   // Before the reader knows of it: it may deliver at once.

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxion_sglang.kv.placement import BLOCKS
+from fluxion_sglang.learning import learner as learner_module
 from fluxion_sglang.learning.apart import train_apart
-from fluxion_sglang.learning.familiar import FURTHEST, MISTAKEN, NEIGHBOURS, Familiar
+from fluxion_sglang.learning.familiar import FURTHEST, MISTAKEN, NEIGHBOURS, Familiar, thinned
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
 from fluxion_sglang.learning.measured import MOST_STEPS, SAMPLES, Measured, anchor_of, is_measured, pack, unpack
@@ -101,20 +102,61 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
     def standard(x: torch.Tensor) -> torch.Tensor:
         return ((x - mean) / std).clamp(-FURTHEST, FURTHEST)
 
-    def third(x: torch.Tensor, others: list[int], layer: int) -> float:
-        apart = [float((standard(x) - standard(values[j])).square()[: layer + 1].sum()) for j in others]
-        return sorted(apart)[min(NEIGHBOURS, len(apart)) - 1]
+    def neighbours(x: torch.Tensor, others: list[int], layer: int) -> list[tuple[float, int]]:
+        apart = [(float((standard(x) - standard(values[j])).square()[: layer + 1].sum()), j) for j in others]
+        return sorted(apart)[:NEIGHBOURS]
+
+    def nearly_all(found: list[float]) -> float:
+        counts = map(int, stand_for.tolist())
+        served = sorted(value for value, count in zip(found, counts, strict=True) for _ in range(count))
+        return served[min(math.ceil((1 - MISTAKEN) * (len(served) + 1) - 1e-9), len(served)) - 1]
 
     distances = familiar.start()
     for layer in range(L):
-        own = [third(values[i], [j for j in range(n) if j != i], layer) for i in range(n)]
-        counts = map(int, stand_for.tolist())
-        served = sorted(distance for distance, count in zip(own, counts, strict=True) for _ in range(count))
-        limit = served[min(math.ceil((1 - MISTAKEN) * (len(served) + 1) - 1e-9), len(served)) - 1]
-        nearest = third(asked.double(), list(range(n)), layer)
+        around = [neighbours(values[i], [j for j in range(n) if j != i], layer) for i in range(n)]
+        own = [found[-1][0] for found in around]
+        most = nearly_all(own)
+        near = [min(distance, most) for distance in own]
+        limit = nearly_all([own[i] / min(near[j] for _, j in around[i]) for i in range(n)])
+        found = neighbours(asked.double(), list(range(n)), layer)
+        ratio = found[-1][0] / min(near[j] for _, j in found)
         said = familiar.add(layer, asked[layer], distances)
-        if n > NEIGHBOURS and abs(nearest - limit) > 1e-3 * limit:
-            assert said == (nearest <= limit)
+        if n > NEIGHBOURS and abs(ratio - limit) > 1e-3 * limit:
+            assert said == (ratio <= limit)
+
+
+def test_kinds_that_vary_more_than_others_are_familiar_too() -> None:
+    random = torch.Generator().manual_seed(2)
+    kinds = [(0.0, 0.05), (3.0, 0.05), (-3.0, 1.0)]  # where, and how far spread
+
+    def ask(count: int) -> list[torch.Tensor]:
+        return [torch.randn(count, L, 40, generator=random) * spread + at for at, spread in kinds]
+
+    familiar = Familiar.of(torch.cat(ask(40)), torch.ones(120))
+    for kind in ask(100):
+        answers = []
+        for one in kind:
+            distances = familiar.start()
+            answers.append([familiar.add(layer, one[layer], distances) for layer in range(L)][-1])
+        assert sum(answers) > 80
+    # As far from a narrow kind as the wide one is from itself: of another kind.
+    distances = familiar.start()
+    stranger = torch.randn(L, 40, generator=random)
+    assert not [familiar.add(layer, stranger[layer], distances) for layer in range(L)][-1]
+
+
+@given(seed=st.integers(0, 1000), n=st.integers(1, 40), most=st.integers(1, 40))
+def test_what_is_most_alike_goes_first(seed: int, n: int, most: int) -> None:
+    requests = [measured(seed + i) for i in range(n)]
+    kept = thinned(requests, most)
+    assert len(kept) == min(n, most)
+    assert sum(float(one.stands_for) for one in kept) == n, "each stands for its like"
+    names = [next(i for i, one in enumerate(requests) if one.anchor is other.anchor) for other in kept]
+    assert names == sorted(names)
+    if len(kept) < n:
+        again = requests[0]._replace(anchor=requests[0].anchor * (1 + 1e-5))
+        names = [id(one.anchor) for one in thinned([*requests, again], n)]
+        assert id(requests[0].anchor) not in names and id(again.anchor) in names
 
 
 def test_familiar_calls_few_strange_and_all_that_are() -> None:
@@ -164,7 +206,7 @@ def test_when_it_trains_and_with_what() -> None:
         learner.take(measured(1000 + seed))
         learner.wait()
         learner.poll()
-    assert len(learner) == max(asked) == KEPT
+    assert len(learner) <= KEPT + KEPT // 16 and max(asked) == KEPT
     assert asked[-1] == asked[-2] == KEPT and asked.count(KEPT) <= 2 * KEPT // (KEPT // 16)
 
 
@@ -187,6 +229,27 @@ def test_one_training_at_a_time_and_nobody_waits() -> None:
     learner.take(measured(999))
     learner.wait()
     assert running == [FIRST, FIRST + 5 * MORE + 1]
+
+
+def test_what_comes_while_there_is_no_room_teaches_nothing() -> None:
+    go = threading.Event()
+
+    def slow(requests: Sequence[Measured], tau: float) -> Learned:
+        assert go.wait(60)
+        return learned_of(requests, tau)
+
+    learner = Learner(TAU, train=slow)
+    for seed in range(learner_module.MOST + 5):
+        learner.take(measured(seed))
+    assert len(learner) == learner_module.MOST
+    go.set()
+    for _ in range(2):
+        learner.wait()
+        assert learner.poll() is not None
+        learner.take(measured(9000 + _))
+    learner.wait()
+    learner.poll()
+    assert len(learner) == KEPT + 1, "one came after it was thinned"
 
 
 def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +107,10 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, object]] = []
-        engine = SimpleNamespace(prefilled=lambda *args: self.heard.append((args[1], args[-1])))
+        self.read = Counter[str]()
+        engine = SimpleNamespace(
+            prefilled=lambda *args: self.heard.append((args[1], args[-1])), stats=lambda: dict(self.read)
+        )
         backend = SimpleNamespace(requests=SimpleNamespace(current=None), engine=engine)
         self.torch_runner = SimpleNamespace(attn_backend=backend)
         self.decoded: list[tuple[list[int], object]] = []
@@ -121,6 +125,7 @@ class FakeRunner:
     def decode(self, tokens: torch.Tensor, batch: FakeBatch) -> tuple[torch.Tensor, None]:
         assert len(tokens) == len(batch.reqs)
         self.decoded.append((tokens.tolist(), self.torch_runner.attn_backend.requests.current))
+        self.read["tile_bytes"] += 100
         return tokens + 1, None
 
 
@@ -184,8 +189,11 @@ def test_what_a_device_waits_is_in_the_rows_and_drawn(tmp_path: Path, monkeypatc
     recorded = tmp_path / one_batch.TIMELINE
     (row,) = run_turns(decode_turns.Turns(["a", "b"], 2, 3, [], recorded), FakeRunner(), [2])
     assert row["device_wait_s"] == {"a": [pytest.approx(2e-3)] * 4, "b": [pytest.approx(2e-3)] * 4}
-    found = one_batch.idle(row | {"decode_s": {"a": [8e-3] * 4}}, "a")
-    assert found == {"idle_ms": 0.5, "idle_ratio": 0.25}
+    assert row["reads"]["a"]["tile_bytes"] == 2 * 3 * 100
+    row["decode_s"] = {"a": [8e-3] * 4}
+    assert one_batch.idle(row, "a") == {"idle_ms": 0.5, "idle_ratio": 0.25}
+    row["reads"]["a"] = {"tile_bytes": 800, "gpu_tile_bytes": 200, "gpu_link_bytes": 50}
+    assert one_batch.idle(row, "a") == {"gpu_share": 0.25, "gpu_hot_share": 0.75, "idle_ms": 0.5, "idle_ratio": 0.25}
     assert one_batch.idle({"decode_s": {"a": [1.0]}}, "a") == {}, "the CPU is no device"
     monkeypatch.setattr(common, "ROOT", tmp_path)
     one_batch.save_timeline({"model": "needle", "length": 64}, tmp_path, tmp_path / "one_batch_needle.json")

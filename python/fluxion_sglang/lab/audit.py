@@ -47,14 +47,14 @@ class Audit(Observer):
         self._engine, self._native, self._pool = engine, engine.native, engine.pool
         self._exact = parse_spec("full")
         self._step: DecodeStep | None = None
-        self._specs: list[str] = []
+        self._policies: Sequence[Policy] = ()
         self._records: list[np.ndarray] = []
         self._not_ours: dict[str, int] = {}
 
     def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
         self._exact.begin_step(step)
         self._step = step
-        self._specs = [policy.spec for policy in policies]
+        self._policies = policies
         self._records = []
 
     def decoded(self, layer: Layer) -> None:
@@ -129,11 +129,13 @@ class Audit(Observer):
         step, shape = self._step, self._pool.shape
         assert step is not None
         records = np.zeros(step.batch, record_dtype(self._engine.q_heads))
-        records["policy"] = self._specs
+        records["policy"] = [policy.spec for policy in self._policies]
         records["layer"] = layer
         records["length"] = step.seq_lens.numpy()
         records["middle"] = step.middle.numpy()
         records["tile_bytes"], records["metadata_bytes"] = reads.sum(1).T.numpy()
+        besides = [policy.read_besides(row) for policy, row in zip(self._policies, step.rows.tolist(), strict=True)]
+        records["tile_bytes"] += np.array(besides)
         records["kv_bytes"] = step.middle.to(torch.int64).numpy() * shape.token_bytes
         records["error"] = errors.numpy()
         return records

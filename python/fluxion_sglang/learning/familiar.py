@@ -2,20 +2,24 @@
 
 A predictor is right on requests of the kinds that it has seen, and may be wrong on every one of another kind. What a
 request is like is told by its anchor features (`predictor/features.py`): those of its last prefilled token, of all
-heads, which its first decode step measures anyway. A request is familiar if it is no further from the third nearest
-of the training requests than nearly all of these are from their own third nearest: a novelty test by neighbours, in
-the manner of conformal prediction (Bates et al., 2023). So few that come like the others are called unfamiliar. How
-many strange ones are taken for familiar, nothing bounds.
+heads, which its first decode step measures anyway. How far a request is from the third nearest of the training requests
+is compared with how far its neighbours are from theirs, as the local outlier factor does (Breunig et al., 2000): some
+kinds of requests are more alike than others. A request is familiar if that ratio is no larger than it is for nearly all
+training requests, as in conformal prediction (Bates et al., 2023). So few that come like the others are called
+unfamiliar. How many strange ones are taken for familiar, nothing bounds.
 
 Distances add up layer by layer, each with a limit of its own: so a step is judged before it is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
 import torch
+
+from fluxion_sglang.learning.measured import Measured
 
 NEIGHBOURS: Final = 3
 """With so many requests of a kind the predictor knows something of it; with one it may have learnt nothing."""
@@ -23,6 +27,9 @@ NEIGHBOURS: Final = 3
 MISTAKEN: Final = 0.05
 """The share of requests that may be called unfamiliar although they come like the others. So many of those served may
 also be alone of their kind before everything looks familiar."""
+
+LEAST: Final = 1e-12
+"""Of a distance that something is divided by."""
 
 FURTHEST: Final = 8.0
 """Standard deviations at which a feature is as far off as can be: one alone does not decide."""
@@ -37,12 +44,15 @@ class Familiar:
 
     Attributes:
         mean, std: [L, F] float32. known: [n, L, F] float32, standardised.
-        limits: [L] float32: how far a request may be, in the squares of the layers up to this one.
+        near: [L, n] float32: how far each is from its own third nearest, in the squares of the layers up to this one,
+            but no further than nearly all are: one that is alone tells nothing of its neighbourhood.
+        limits: [L] float32: how many times as far as the least of its neighbours a request may be.
     """
 
     mean: torch.Tensor
     std: torch.Tensor
     known: torch.Tensor
+    near: torch.Tensor
     limits: torch.Tensor
 
     @classmethod
@@ -52,19 +62,15 @@ class Familiar:
         Args:
             anchors: [n, L, F] float32. stand_for: [n] float32, of how many that were served each is one.
         """
-        mean, std = anchors.mean(0), anchors.std(0, correction=0)
-        std = torch.maximum(std, SAME * mean.abs() + 1e-6)
+        mean, std = _spread(anchors)
         known = _standardised(anchors, mean, std)
-        apart = torch.stack([((known - one) ** 2).sum(-1).cumsum(-1) for one in known])
-        apart.diagonal().fill_(torch.inf)  # [L, n] of [n, n, L]: nobody is a neighbour of its own
-        nearest = apart.kthvalue(min(NEIGHBOURS, len(anchors) - 1), dim=1).values
-        # Those that are not familiar are all kept, the others seldom: each counts for as many as it stands for.
-        ranked, order = nearest.sort(dim=0)
-        counts = stand_for.double()[order].cumsum(0)
-        rank = (1 - MISTAKEN) * (float(stand_for.double().sum()) + 1) - 1e-9
-        # Of few requests the largest distance is no such quantile, and the best that there is.
-        at = (counts < rank).sum(0).clamp(max=len(anchors) - 1)
-        return cls(mean, std, known, ranked.gather(0, at.unsqueeze(0))[0])
+        apart = torch.stack([((known - one) ** 2).sum(-1).cumsum(-1) for one in known]).permute(2, 0, 1)
+        apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)  # nobody is a neighbour of its own
+        nearest, neighbours = apart.topk(min(NEIGHBOURS, len(anchors) - 1), dim=2, largest=False)  # [L, n, 3]
+        own = nearest[..., -1]
+        near = torch.minimum(own, _nearly_all(own, stand_for).unsqueeze(1))
+        around = near.gather(1, neighbours.flatten(1)).view(neighbours.shape).amin(2)
+        return cls(mean, std, known, near, _nearly_all(own / around.clamp(min=LEAST), stand_for))
 
     def start(self) -> torch.Tensor:
         """The distances of a request of which nothing is known yet."""
@@ -77,9 +83,50 @@ class Familiar:
             layer: in rising order. anchor: [F] of it. distances: [n] of the layers before; this one's are added.
         """
         distances += ((self.known[:, layer] - _standardised(anchor, self.mean[layer], self.std[layer])) ** 2).sum(-1)
-        nearest = distances.kthvalue(min(NEIGHBOURS, len(distances))).values
-        return bool(nearest <= self.limits[layer])  # not where it is no number
+        nearest, neighbours = distances.topk(min(NEIGHBOURS, len(distances)), largest=False)
+        around = self.near[layer, neighbours].amin()
+        return bool(nearest[-1] <= self.limits[layer] * around.clamp(min=LEAST))  # not where it is no number
+
+
+def _spread(anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of [n, ...], the latter above rounding."""
+    mean, std = anchors.mean(0), anchors.std(0, correction=0)
+    return mean, torch.maximum(std, SAME * mean.abs() + 1e-6)
+
+
+def _nearly_all(values: torch.Tensor, stand_for: torch.Tensor) -> torch.Tensor:
+    """[L]: the least of [L, n] that all but `MISTAKEN` of those served do not exceed.
+
+    Those that are not familiar are all kept, the others seldom: each counts for as many as it stands for. Of few
+    requests the largest value is no such quantile, and the best that there is.
+    """
+    ranked, order = values.sort(dim=1)
+    counts = stand_for.double()[order].cumsum(1)
+    rank = (1 - MISTAKEN) * (float(stand_for.double().sum()) + 1) - 1e-9
+    at = (counts < rank).sum(1, keepdim=True).clamp(max=values.shape[1] - 1)
+    return ranked.gather(1, at)[:, 0]
 
 
 def _standardised(values: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     return ((values - mean) / std).clamp(-FURTHEST, FURTHEST)
+
+
+def thinned(requests: Sequence[Measured], most: int) -> list[Measured]:
+    """So many of them at most, in their order: of the two nearest the older one goes, again and again.
+
+    The other stands for its like, too.
+    """
+    kept = list(requests)
+    if len(kept) <= most:
+        return kept
+    anchors = torch.stack([request.anchor for request in kept])
+    mean, std = _spread(anchors)
+    known = _standardised(anchors, mean, std).flatten(1)
+    apart = torch.cdist(known, known).fill_diagonal_(torch.inf)
+    gone = set()
+    for _ in range(len(kept) - most):
+        older, newer = sorted(divmod(int(apart.argmin()), len(kept)))
+        kept[newer] = kept[newer]._replace(stands_for=kept[newer].stands_for + kept[older].stands_for)
+        apart[older] = apart[:, older] = torch.inf
+        gone.add(older)
+    return [request for i, request in enumerate(kept) if i not in gone]

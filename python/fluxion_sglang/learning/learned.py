@@ -52,7 +52,9 @@ class Learned(NamedTuple):
         threshold, longest = (float(tensors[name]) for name in (THRESHOLD, "longest"))
         familiar = Familiar(**part("familiar."))
         n, layers, _ = familiar.known.shape
-        if not math.isfinite(threshold + longest) or n < 2 or familiar.limits.shape != (layers,):
+        if familiar.near.shape != (layers, n) or familiar.limits.shape != (layers,):
+            raise ValueError("its parts do not belong together")
+        if not math.isfinite(threshold + longest) or n < 2:
             raise ValueError("its parts do not belong together")
         if not familiar.mean.shape == familiar.std.shape == familiar.known.shape[1:]:
             raise ValueError("its parts do not belong together")

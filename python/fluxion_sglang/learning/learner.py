@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fluxion_sglang.learning.apart import train_apart
+from fluxion_sglang.learning.familiar import thinned
 from fluxion_sglang.learning.learned import THRESHOLD, Learned
 from fluxion_sglang.learning.measured import Measured, pack, unpack
 
@@ -28,7 +28,10 @@ MORE: Final = 8
 """So many more, and it is trained anew; a sixteenth of all where that is more."""
 
 KEPT: Final = 256
-"""Requests that are kept, the latest."""
+"""Requests that are kept; of those that are most alike the older ones go first."""
+
+MOST: Final = KEPT + KEPT // 8
+"""So many are there at most, until a training has thinned them. Those that come then teach nothing."""
 
 Train = Callable[[Sequence[Measured], float], Learned]
 
@@ -50,11 +53,13 @@ class Learner:
         self.path = path
         self.learned: Learned | None = None
         self._train = train
-        self._requests: deque[Measured] = deque(maxlen=KEPT)
+        self._requests: list[Measured] = []
         self._new = 0  # requests since the last training began
         self._enough = FIRST
         self._thread: Thread | None = None
         self._result: Learned | None = None
+        self._thinned: list[Measured] = []  # what those became that the training was given
+        self._given = 0  # how many these were
         if path is not None:
             self._load(path)
 
@@ -70,10 +75,12 @@ class Learner:
             return
         if any(request.like(other) for other in self._requests):
             return
-        self._requests.append(request)
-        self._new += 1
-        if self._new >= self._enough and self._thread is None:
-            self._new = 0
+        full = len(self._requests) == MOST
+        if not full:
+            self._requests.append(request)
+            self._new += 1
+        if (full or self._new >= self._enough) and self._thread is None:
+            self._new, self._given = 0, len(self._requests)
             self._thread = Thread(target=self._work, args=(list(self._requests),), daemon=True)
             self._thread.start()
 
@@ -82,6 +89,7 @@ class Learner:
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
+        self._requests[: self._given] = self._thinned
         found, self._result = self._result, None
         if found is None:  # it failed, and would again
             self._enough = max(MORE, len(self._requests))
@@ -96,7 +104,9 @@ class Learner:
             self._thread.join()
 
     def _work(self, requests: list[Measured]) -> None:
+        self._thinned = requests
         try:
+            requests = self._thinned = thinned(requests, KEPT)
             if self.learned is None:
                 self._save(requests, None)  # a server that stops meanwhile need not measure them again
             found = self._train(requests, self.tau)
@@ -131,7 +141,7 @@ class Learner:
             if not path.exists():
                 return
             tensors = load(path.read_bytes())
-            self._requests.extend(unpack(tensors))
+            self._requests = unpack(tensors)[-MOST:]
             learned = Learned.of(tensors, self.tau) if THRESHOLD in tensors else None
             if learned is not None and learned.familiar.mean.shape != self._requests[-1].anchor.shape:
                 raise ValueError("its parts do not belong together")

@@ -16,7 +16,7 @@ import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.learning.learned import Learned
-from fluxion_sglang.learning.learner import KEPT, Learner
+from fluxion_sglang.learning.learner import MOST, Learner
 from fluxion_sglang.learning.measured import Measured, anchor_of, is_measured, most_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import (
@@ -98,16 +98,20 @@ class AdaptivePolicy(Policy):
             self.learner.take(measured)
 
     def holds(self, world: World) -> int:
-        return KEPT * most_bytes(world.pool.shape.layers, world.q_heads)[1]
+        return MOST * most_bytes(world.pool.shape.layers, world.q_heads)[1]
 
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
         first = shape.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
-        return most_bytes(shape.layers, world.q_heads)[0] + first + shape.layers * KEPT * 4
+        return most_bytes(shape.layers, world.q_heads)[0] + first + shape.layers * MOST * 4
 
     @property
     def state_bytes(self) -> int:
         return self._held + sum(request.nbytes for request in self._requests.values())
+
+    def read_besides(self, row: int) -> int:
+        request = self._requests.get(row)
+        return 0 if request is None else request.looked
 
     def begin_step(self, step: DecodeStep) -> None:
         if (learned := self.learner.poll()) is not None:
@@ -137,6 +141,7 @@ class AdaptivePolicy(Policy):
         for b, request in enumerate(self._now):
             if request is None:
                 continue
+            request.looked = 0
             if request.steps == 1 or request.measuring:
                 seen = _Seen(layer, int(step.seq_lens[b]), q[b], observed.features[b], observed.scale)
                 if request.steps == 1:
@@ -188,6 +193,8 @@ class AdaptivePolicy(Policy):
             world.pool.placement.window, [self.criterion],
         )  # fmt: skip
         request.take(self._place, seen.features.clone(), found.budgets[0, :, 0])
+        # It goes over keys and values twice: for what attention is, and for what every page adds to it.
+        request.looked += 2 * int(step.middle[b]) * world.pool.shape.token_bytes
 
 
 class _Seen(NamedTuple):
@@ -206,6 +213,7 @@ class _Request:
     Attributes:
         steps: that began. familiar: it is, by what is known. outgrown: its middle is longer than what was measured.
         stands_for: 0, or it is learnt from, and so many are like it. measuring: this step measures it.
+        looked: bytes that it read for that in the layer at hand.
     """
 
     def __init__(self) -> None:
@@ -214,6 +222,7 @@ class _Request:
         self.outgrown = False
         self.stands_for = 0
         self.measuring = False
+        self.looked = 0
         self._first: list[_Seen] = []  # layers of the first step, until the second
         self._anchor: list[torch.Tensor] = []  # of each of them [Hq * 28]
         self._distances: torch.Tensor | None = None

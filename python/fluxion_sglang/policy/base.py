@@ -340,6 +340,10 @@ class Policy(ABC):
         """Memory that its state takes."""
         return 0
 
+    def read_besides(self, row: int) -> int:
+        """Bytes of K, V and metadata of a request that it has read itself for the layer at hand."""
+        return 0
+
     @abstractmethod
     def begin_step(self, step: DecodeStep) -> None:
         """A new step begins; called once before its layers."""

@@ -394,3 +394,12 @@ def test_more_samples_than_are_trained_on() -> None:
 def test_training_is_the_same_again() -> None:
     requests = [measured(seed) for seed in range(20)]
     assert same(train(requests, TAU), train(requests, TAU))
+
+
+def test_requests_wait_for_a_training_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(learner_module.AT_ONCE, "1")
+    learner = Learner(TAU, train=learned_of)
+    for seed in range(FIRST):
+        assert learner.poll() is None
+        learner.take(measured(seed))
+    assert learner.poll() is not None

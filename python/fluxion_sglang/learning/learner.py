@@ -33,6 +33,9 @@ KEPT: Final = 256
 MOST: Final = KEPT + KEPT // 8
 """So many are there at most, until a training has thinned them. Those that come then teach nothing."""
 
+AT_ONCE: Final = "FLUXION_LEARNS_AT_ONCE"
+"""Of the environment: everybody waits for a training, so that what is known does not depend on how long it takes."""
+
 Train = Callable[[Sequence[Measured], float], Learned]
 
 
@@ -83,6 +86,8 @@ class Learner:
             self._new, self._given = 0, len(self._requests)
             self._thread = Thread(target=self._work, args=(list(self._requests),), daemon=True)
             self._thread.start()
+            if os.environ.get(AT_ONCE):
+                self.wait()
 
     def poll(self) -> Learned | None:
         """What was learned since the last call, if anything was; waits for nothing."""

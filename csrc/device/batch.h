@@ -131,7 +131,7 @@ class Batch {
 // Tiles on their way to hot slots.
 class CopyBatch {
  public:
-  static constexpr int kTiles = 256;  // bounds what a batch adds to the link's work: 2 MiB of bf16, D = 128
+  static constexpr int kTiles = 1024;  // bounds what a batch adds to the link's work: 8 MiB of bf16, D = 128
 
   void allocate(const DeviceApi& api);
   void free(const DeviceApi& api) { pinned_.free(api); }

@@ -16,7 +16,7 @@ int64_t whole_bytes(double bytes) {
   return bytes < static_cast<double>(kMost) ? static_cast<int64_t>(std::max(bytes, 0.0)) : kMost;
 }
 
-// Of nothing, and at no rate, no time is finite: then comparisons say no.
+// At no rate, no time is finite: then comparisons say no.
 double seconds(double bytes, double rate) { return bytes > 0 ? bytes / rate : 0.0; }
 
 // A gather takes a launch more, whatever was measured.
@@ -84,13 +84,18 @@ void Division::chosen(int64_t bytes, int64_t guess) {
   guessed_ += guess;
 }
 
-void Division::given(int64_t now, int64_t bytes) {
-  given_ += bytes;
+void Division::given(int64_t now, int64_t bytes, bool alone) {
+  if (!alone) given_ += bytes;
   owed_ += bytes;
   const double start =
       std::max(static_cast<double>(now) + rates_.launch_s * 1e9, static_cast<double>(busy_until_ns_));
   const double until = start + device_seconds(static_cast<double>(bytes)) * 1e9;
   busy_until_ns_ = until < 9e18 ? static_cast<int64_t>(until) : INT64_MAX;
+}
+
+void Division::taken_back(int64_t now, int64_t bytes, bool alone) {
+  if (!alone) given_ -= bytes;
+  returned(now, bytes);
 }
 
 void Division::expect(double hit_share) { hit_share_ = std::clamp(hit_share, 0.0, 1.0); }

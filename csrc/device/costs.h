@@ -42,7 +42,9 @@ class Division {
   // Of the open layer. bytes: of the task's tiles; guess: what the plan said.
   bool device_is_sooner(int64_t now, int64_t bytes) const;
   void chosen(int64_t bytes, int64_t guess);
-  void given(int64_t now, int64_t bytes);
+  // alone: the plan gave the task to the device.
+  void given(int64_t now, int64_t bytes, bool alone = false);
+  void taken_back(int64_t now, int64_t bytes, bool alone);
   // The device has read so much of what it was given.
   void returned(int64_t now, int64_t bytes);
   // The share of tiles that the device finds in its memory, of late.

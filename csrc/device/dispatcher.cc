@@ -31,11 +31,12 @@ void Dispatcher::run() {
   uint32_t seen = offers_->news() - 1;
   Backoff backoff;
   int64_t idle_since = now_ns();
-  while (!stop_.load(std::memory_order_acquire)) {
-    if (const uint32_t news = offers_->news(); news != seen) {
-      seen = news;
-      idle_since = now_ns();
-    }
+  for (;;) {
+    // Before it looks whether it is to stop: what is said after that is news.
+    const uint32_t news = offers_->news();
+    if (stop_.load(std::memory_order_acquire)) break;
+    if (news != seen) idle_since = now_ns();
+    seen = news;
     if (poll() | feed()) {
       backoff = {};
       idle_since = now_ns();

@@ -1,4 +1,4 @@
-// The GPU executor: a thread that pulls tasks from an engine's queue and has a device compute them.
+// The GPU executor: a thread that has a device read what tasks have chosen.
 #pragma once
 
 #include <array>
@@ -23,8 +23,8 @@ namespace fluxion {
 
 struct DispatcherConfig {
   int streams = 2;
-  int tasks = 32;         // of a batch, at most
-  int entries = 1 << 14;  // tiles of a batch, at most: a request with a longer middle stays with the CPU
+  int tasks = 32;                 // of a batch, at most
+  int entries = 1 << 14;          // tiles of a batch, at most: a task that reads more stays with the CPU
   int64_t batch_bytes = 8 << 20;  // a batch with so many bytes of tiles waits for no further task
   int64_t hot_bytes = 0;          // device memory for hot tiles
   int touches = 2, horizon = 16;  // HotTilesConfig
@@ -140,7 +140,7 @@ class Dispatcher {
   uint32_t last_step_ = 0;
   double hit_share_ = 0;  // of tile bytes, lately
 
-  std::shared_ptr<Offers> offers_;  // the engine's, too, while a layer is open
+  std::shared_ptr<Offers> offers_;  // the engine's, too, until the layer after detach()
 
   std::atomic<bool> stop_{false};
   std::atomic<bool> is_lost_{false};

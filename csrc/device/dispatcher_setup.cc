@@ -12,8 +12,7 @@ namespace fluxion {
 namespace {
 
 constexpr double kStopSeconds = 5;  // that stop() waits for a device
-constexpr int kOffers = 64;         // more than a device reads while one worker does the same for one
-constexpr int64_t kNever = int64_t{1} << 62;
+constexpr int kOffers = 64;         // tasks that wait for a batch, at most
 
 }  // namespace
 
@@ -43,16 +42,23 @@ Dispatcher::Dispatcher(Engine* engine, const DeviceApi* api, const DispatcherCon
     throw;
   }
   const Rates& rates = config_.rates;
-  const bool stages = config_.stage_bytes > 0 && config_.stage_from < kNever;
+  const bool stages = rates.stage > 0 && config_.stage_bytes >= config_.batch_bytes &&
+                      config_.stage_from <= config_.batch_bytes;
   offers_ = std::make_shared<Offers>(Division(rates, stages ? rates.stage : rates.link), least_bytes(rates),
-                                     kOffers, config_.entries);
-  engine_.attach(offers_);
+                                     kOffers, config_.entries, engine_.timeout_s());
   // Signals belong to the threads Python knows.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    release();
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  engine_.attach(offers_);
 }
 
 Dispatcher::~Dispatcher() { stop(); }

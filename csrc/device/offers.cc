@@ -4,8 +4,13 @@
 
 namespace fluxion {
 
-Offers::Offers(const Division& division, int64_t least_bytes, int room, int longest)
-    : least_(least_bytes), longest_(longest), offers_(room), division_(division), ready_(room) {
+Offers::Offers(const Division& division, int64_t least_bytes, int room, int longest, double patience_s)
+    : least_(least_bytes),
+      longest_(longest),
+      patience_ns_(static_cast<int64_t>(patience_s * 1e9)),
+      offers_(room),
+      division_(division),
+      ready_(room) {
   free_.reserve(offers_.size());
   for (Offer& offer : offers_) free_.push_back(&offer);
 }
@@ -41,14 +46,14 @@ void Offers::close() noexcept {
 
 // Where the device is not to have the task: nullptr.
 Offer* Offers::room_for(const ChosenTask& task) noexcept {
-  const int64_t bytes = task.chosen.reads.tile_bytes;
+  const int64_t bytes = task.chosen.reads.tile_bytes, since = now_ns();
   for (Backoff backoff; state_.load(std::memory_order_acquire) == kTakes; backoff.wait()) {
     const std::lock_guard lock(mutex_);
-    if (free_.empty() && task.alone) continue;
-    division_.chosen(bytes, task.guess);
     const int64_t now = now_ns();
+    if (free_.empty() && task.alone && now - since < patience_ns_) continue;
+    if (!task.alone) division_.chosen(bytes, task.guess);
     if (free_.empty() || !(task.alone || division_.device_is_sooner(now, bytes))) return nullptr;
-    division_.given(now, bytes);
+    division_.given(now, bytes, task.alone);
     Offer* offer = free_.back();
     free_.pop_back();
     return offer;
@@ -83,7 +88,7 @@ bool Offers::take(const ChosenTask& task) noexcept {
     if (there) ready_[(first_ + waiting_++) % ready_.size()] = offer;
     if (!there) {
       free_.push_back(offer);
-      division_.returned(now_ns(), task.chosen.reads.tile_bytes);
+      division_.taken_back(now_ns(), task.chosen.reads.tile_bytes, task.alone);
     }
   }
   if (there) wake();

@@ -28,8 +28,8 @@ struct Offer {
 // waits with one that is for the reader alone.
 class Offers : public TaskReader {
  public:
-  // room: offers. longest: pages of a task, at most.
-  Offers(const Division& division, int64_t least_bytes, int room, int longest);
+  // room: offers. longest: pages of a task, at most. patience_s: how long a worker waits for room.
+  Offers(const Division& division, int64_t least_bytes, int room, int longest, double patience_s);
 
   bool open(const ReadableLoad& load) noexcept override;
   bool take(const ChosenTask& task) noexcept override;
@@ -56,6 +56,7 @@ class Offers : public TaskReader {
 
   const int64_t least_;
   const int longest_;
+  const int64_t patience_ns_;
   std::atomic<State> state_{kTakes};  // changes under mutex_
   std::vector<Offer> offers_;
   int last_layer_ = -1;  // the stepping thread's

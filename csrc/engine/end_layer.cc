@@ -33,7 +33,7 @@ void Engine::end_layer(bool abandoned) {
   }
   if (launched_) pool_->workers().join();
   launched_ = false;
-  if (std::exchange(asks_, false)) reader_->close();
+  if (std::exchange(asks_, false) && !abandoned) reader_->close();
   wait_or_revoke(!abandoned);
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);

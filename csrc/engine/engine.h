@@ -73,7 +73,8 @@ class Engine {
   // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
   void abandon();
 
-  // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
+  // Foreign executors. A claim is what pop() returned, or a reader was given; TaskQueue::task_of(claim) is
+  // the index of the task.
   int64_t pop(Executor executor);
   int task(int64_t claim_or_index);  // b * Hk + h
   // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how

@@ -127,6 +127,7 @@ void Engine::add_load(int lane, const Task& task, int64_t tile_bytes) {
       break;
     case Executor::kGpu:
       load_.own += 1;
+      load_.cpu_bytes += metadata_bytes(task);
       break;
     case Executor::kAny:
       load_.tasks += 1;

@@ -15,7 +15,7 @@ struct ReadableLoad {
   int own = 0;                                 // tasks for such a reader alone
   int tasks = 0;                               // tasks that it may take
   int64_t tile_bytes = 0, metadata_bytes = 0;  // of these
-  int64_t cpu_bytes = 0;                       // tiles and metadata of the CPU's own tasks
+  int64_t cpu_bytes = 0;  // tiles and metadata of the CPU's own tasks, metadata of the reader's
 
   int64_t bytes() const { return tile_bytes + metadata_bytes + cpu_bytes; }
 };
@@ -40,7 +40,8 @@ class TaskReader {
   virtual bool open(const ReadableLoad& load) noexcept = 0;
   // Any worker. True: the claim is the reader's, which delivers or fails it; false: it is still the worker's.
   virtual bool take(const ChosenTask& task) noexcept = 0;
-  // The workers have done what was theirs of a layer for which open() said yes.
+  // The workers have done what was theirs of a layer for which open() said yes. Not of one that was
+  // abandoned.
   virtual void close() noexcept = 0;
 };
 

@@ -22,6 +22,12 @@ EXPORT void division_chosen(void* division, int64_t bytes, int64_t guess) {
 EXPORT void division_given(void* division, int64_t now, int64_t bytes) {
   static_cast<Division*>(division)->given(now, bytes);
 }
+EXPORT void division_given_alone(void* division, int64_t now, int64_t bytes) {
+  static_cast<Division*>(division)->given(now, bytes, /*alone=*/true);
+}
+EXPORT void division_taken_back(void* division, int64_t now, int64_t bytes) {
+  static_cast<Division*>(division)->taken_back(now, bytes, /*alone=*/false);
+}
 EXPORT void division_returned(void* division, int64_t now, int64_t bytes) {
   static_cast<Division*>(division)->returned(now, bytes);
 }

@@ -192,6 +192,23 @@ def test_few_steps_of_a_long_answer_are_measured() -> None:
     assert len(taken[0].budgets) == (8 + 5) * LAYERS * HEADS
 
 
+def test_what_it_reads_to_measure_is_said() -> None:
+    """Of the second step twice as much: the first one is measured with it."""
+    policy = adaptive()
+    rig = Rig(policy)
+    request = Request(7)
+    rig.prefill(request, 400)
+    assert policy.read_besides(request.row) == 0
+    found = []
+    for _ in range(18):
+        rig.decode(request)
+        middle = int(policy._step.middle[0])
+        found.append(policy.read_besides(request.row) / (2 * middle * rig.pool.shape.token_bytes))
+    assert found == [0, 2, *[1] * 6, 1, *[0] * 7, 1, 0], "steps 0 to 7, 8 and 16 are measured"
+    rig.release(request)
+    assert policy.read_besides(request.row) == 0
+
+
 def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -> None:
     taken: list[Measured] = []
     policy = adaptive()

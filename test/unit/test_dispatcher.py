@@ -277,6 +277,45 @@ def test_the_rates_say_who_reads() -> None:
         run.dispatcher.stop()
 
 
+@pytest.mark.parametrize("spin", ["0", "1000"])
+def test_an_idle_dispatcher_ends(monkeypatch: pytest.MonkeyPatch, spin: str) -> None:
+    """Whenever it is told to: while it looks, and while it sleeps."""
+    monkeypatch.setenv("FLUXION_SPIN_US", spin)
+    world = make()
+    for turn in range(40):
+        run = Run(world, Rogue())
+        if turn % 2:
+            run.step(requests_of(world), run.plan(requests_of(world), GPU))
+        time.sleep(random.Random(turn).choice([0, 1e-5, 2e-3]))
+        run.dispatcher.stop()
+
+
+def test_a_worker_waits_for_room_no_longer_than_for_a_task() -> None:
+    world = make(lengths=(500,) * 30, heads=8, rows=32, pages=1200)
+    rogue = Rogue()
+    run = Run(world, rogue, replace(SMALL, streams=1, tasks=1), timeout="0.3")
+    rogue.hang()
+    start = time.monotonic()
+    run.failing_step(
+        requests_of(world), run.plan(requests_of(world), GPU), "did not finish a batch in time|within 0.3 s"
+    )
+    assert time.monotonic() - start < 30
+    rogue.release()
+    run.dispatcher.stop()
+
+
+def test_tasks_for_the_device_alone_leave_the_others_share_as_it_is() -> None:
+    """What the plan gave to the device counts as work that it has, and not as a part of what is divided."""
+    world = make(lengths=(900, 900))
+    requests = requests_of(world)
+    run = Run(world, Rogue(), rates=replace(ALL, cpu=1.0))
+    plan = run.plan(requests)
+    plan.owner = torch.tensor([GPU, ANY, GPU, ANY, ANY, ANY, CPU, ANY], dtype=torch.int32).view_as(plan.blk)
+    owners = run.step(requests, plan)
+    assert owners.count(GPU) == 7 and owners.count(CPU) == 1
+    run.dispatcher.stop()
+
+
 def test_a_task_for_the_device_waits_for_room() -> None:
     """More of them than there can be offers and batches."""
     world = make(lengths=(500,) * 30, heads=8, rows=32, pages=1200)

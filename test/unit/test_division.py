@@ -146,3 +146,35 @@ def test_without_a_rate_nothing_is_given(rates: tuple[float, float]) -> None:
     with division(*rates) as by:
         by.call("open", 0, 1 << 28, 1 << 20, 0)
         assert by.call("asks", 0, 1 << 20) == (rates[0] == 0.0), "a CPU that reads nothing leaves all to the device"
+
+
+def test_what_the_plan_gave_to_the_device_is_no_part_of_what_is_divided() -> None:
+    with division(1e11, 1e11, launch_s=1e-9) as by:
+        asked = []
+        for alone in (0, 8):
+            by.call("open", alone, 16 << 20, 0, 0)
+            for _ in range(alone):
+                by.call("given_alone", alone, 1 << 20)
+            by.call("returned", alone, alone << 20)
+            given = 0
+            for _ in range(16):
+                if by.call("asks", alone, 1 << 20):
+                    by.call("given", alone, 1 << 20)
+                    given += 1
+            asked.append(given)
+            by.call("returned", alone, given << 20)
+        assert asked[0] == asked[1] == 8
+
+
+def test_what_was_taken_back_was_never_given() -> None:
+    with division(1e11, 1e11, launch_s=1e-9) as by:
+        by.call("open", 0, 16 << 20, 0, 0)
+        given = 0
+        for turn in range(32):
+            if by.call("asks", 0, 1 << 20):
+                by.call("given", 0, 1 << 20)
+                if turn % 2:
+                    by.call("taken_back", 0, 1 << 20)
+                else:
+                    given += 1
+        assert given == 8

@@ -1,4 +1,4 @@
-"""The GPU executor: a native thread that pulls tasks and has a device compute them (`csrc/device/dispatcher.h`)."""
+"""The GPU executor: a native thread that has a device read for tasks (`csrc/device/dispatcher.h`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGGED_CONTEXT = 32768
 """Tokens of the requests for which the log compares this with plain SGLang."""
 
 MAX_ENTRIES = 1 << 18
-"""Most tiles of a batch: a request with a longer middle stays with the CPU."""
+"""Most tiles of a batch: a task that reads more stays with the CPU."""
 
 
 NEVER = 1 << 62
@@ -55,7 +55,7 @@ class DispatcherOptions:
     hot_bytes: int = 0
     touches: int = 2
     horizon: int = 16
-    stage_bytes: int = 1 << 20
+    stage_bytes: int = 8 << 20
     stage_from: int | None = None
     flash: bool = True
 
@@ -87,7 +87,7 @@ class Dispatcher:
 
     @property
     def lost(self) -> str:
-        """Why the device is lost, or "": a dispatcher that lost its device claims nothing that the CPU could do."""
+        """Why the device is lost, or "": then the CPU does all tasks."""
         return str(self._lost(self._handle))
 
     def stats(self) -> dict[str, int]:

@@ -72,7 +72,7 @@ class Rates:
 
 
 SIMULATED = Rates(cpu=1e9, link=1e9, hot=1e9, launch_s=0.0, stage=0.0, stage_s=0.0)
-"""For the simulated device, whose speed means nothing: half of every layer."""
+"""For the simulated device, whose speed means nothing."""
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -2,9 +2,9 @@
 
 The tasks of a layer stand in one queue, sorted by priority: a lane for each executor and one for all, each behind one
 atomic word. Executors pull the next task when they are free; a task belongs to whoever pulled it, so each is computed
-exactly once, by somebody. The native workers (`csrc/engine`) and the thread that serves a device
-(`device/dispatcher.py`) pull without Python; any other executor gets the calling thread between the layer's begin and
-finish, and this interface.
+exactly once, by somebody. The native workers (`csrc/engine`) pull without Python, and hand some tasks over to a device
+(`device/dispatcher.py`) once they have chosen what to read; any other executor gets the calling thread between the
+layer's begin and finish, and this interface.
 """
 
 from __future__ import annotations

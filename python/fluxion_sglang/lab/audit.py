@@ -135,7 +135,7 @@ class Audit(Observer):
         records["middle"] = step.middle.numpy()
         records["tile_bytes"], records["metadata_bytes"] = reads.sum(1).T.numpy()
         besides = [policy.read_besides(row) for policy, row in zip(self._policies, step.rows.tolist(), strict=True)]
-        records["tile_bytes"] += np.array(besides)
+        records["tile_bytes"] += np.array(besides, dtype=np.int64)
         records["kv_bytes"] = step.middle.to(torch.int64).numpy() * shape.token_bytes
         records["error"] = errors.numpy()
         return records

@@ -63,6 +63,7 @@ class Learner:
         self._result: Learned | None = None
         self._thinned: list[Measured] = []  # what those became that the training was given
         self._given = 0  # how many these were
+        self._failed = False  # the last training
         if path is not None:
             self._load(path)
 
@@ -78,6 +79,8 @@ class Learner:
             return
         if any(request.like(other) for other in self._requests):
             return
+        if len(self._requests) == MOST and self._failed:
+            self._requests = thinned(self._requests, KEPT)
         full = len(self._requests) == MOST
         if not full:
             self._requests.append(request)
@@ -96,6 +99,7 @@ class Learner:
         self._thread = None
         self._requests[: self._given] = self._thinned
         found, self._result = self._result, None
+        self._failed = found is None
         if found is None:  # it failed, and would again
             self._enough = max(MORE, len(self._requests))
             return None

@@ -193,7 +193,8 @@ class AdaptivePolicy(Policy):
             world.pool.placement.window, [self.criterion],
         )  # fmt: skip
         request.take(self._place, seen.features.clone(), found.budgets[0, :, 0])
-        # It goes over keys and values twice: for what attention is, and for what every page adds to it.
+        # It goes over keys and values twice, for what attention is, and for what every page adds to it; and over some
+        # of the values once more.
         request.looked += 2 * int(step.middle[b]) * world.pool.shape.token_bytes
 
 

@@ -341,7 +341,7 @@ class Policy(ABC):
         return 0
 
     def read_besides(self, row: int) -> int:
-        """Bytes of K, V and metadata of a request that it has read itself for the layer at hand."""
+        """Bytes of K and V of a request that it has read itself for the layer at hand, about."""
         return 0
 
     @abstractmethod

@@ -21,7 +21,7 @@ from fluxion_sglang.learning.measured import Measured, pack, unpack
 
 logger = logging.getLogger(__name__)
 
-FIRST: Final = 48
+FIRST: Final = 96
 """Requests that the first predictor is trained on."""
 
 MORE: Final = 8

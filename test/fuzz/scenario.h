@@ -271,10 +271,19 @@ class Scenario {
     return true;
   }
 
-  // A native worker's turn.
+  // A native worker's turn: what is for the dispatcher alone it hands over, and of the rest what it likes.
   void work() {
-    for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
+    for (;;) {
+      int64_t claim = queue_.pop(Executor::kGpu, Executor::kCpu);
+      const bool alone = claim >= 0;
+      if (!alone && (claim = queue_.pop(Executor::kCpu)) < 0) return;
       const int task = Queue::task_of(claim);
+      if (alone || (!rules_.own && Sync::choose(2) == 1)) {
+        queue_.give(claim, Executor::kGpu);
+        const std::lock_guard lock(offering_);
+        offers_.push_back({claim, args_.read()});
+        continue;
+      }
       results_[task].write(args_.read());
       ++ends_[task];
       queue_.finish(claim);
@@ -300,10 +309,20 @@ class Scenario {
     uint32_t layer;
   };
 
+  // What it was handed, and what it claims itself, as an executor without a reader does.
+  Claim next() {
+    if (const int64_t claim = claim_next(queue_, foreign_, Executor::kGpu); claim >= 0)
+      return {claim, layer_of(claim)};
+    const std::lock_guard lock(offering_);
+    if (offers_.empty()) return {-1, 0};
+    const Claim oldest = offers_.front();
+    offers_.erase(offers_.begin());
+    return oldest;
+  }
+
   void dispatcher() {
     while (!stop_.load(std::memory_order_acquire)) {
-      const int64_t claim = claim_next(queue_, foreign_, Executor::kGpu);
-      const uint32_t layer = claim >= 0 ? layer_of(claim) : 0;
+      const auto [claim, layer] = next();
       // What was forgotten is remembered now, in this layer or in a later one, of this pass or of the next.
       if (!late_.empty() && Sync::choose(3) != 1) {
         const Claim then = late_.back();
@@ -346,7 +365,8 @@ class Scenario {
   }
 
   bool deliver(const Claim& claim) {
-    return settle(queue_, foreign_, claim.claim, [&](int task, Executor) {
+    return settle(queue_, foreign_, claim.claim, [&](int task, Executor executor) {
+      Sync::check(executor == Executor::kGpu, "a claim is another executor's");
       Sync::check(args_.read() == claim.layer, "a delivery for another layer is accepted");
       results_[task].write(claim.layer);
       ++ends_[task];
@@ -371,11 +391,12 @@ class Scenario {
   Atomic<uint32_t> go_{0}, left_{0};  // WorkerPool: launched, and joined
   Atomic<bool> stop_{false}, open_{false};
   Queue queue_;
-  Mutex foreign_;
+  Mutex foreign_, offering_;
   Cell<uint32_t> args_;  // LayerInput
   Cell<bool> failed_;
   std::array<Cell<uint32_t>, kMaxTasks> results_;
-  std::vector<Claim> late_;  // claims that were not delivered
+  std::vector<Claim> offers_;  // under offering_
+  std::vector<Claim> late_;    // claims that were not delivered
   // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if
   // the protocol holds.
   std::array<int, kMaxTasks> ends_{};

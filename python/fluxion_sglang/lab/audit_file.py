@@ -28,8 +28,9 @@ def record_dtype(q_heads: int) -> np.dtype:
     included. middle: those that are not resident. tile_bytes: bytes of K and V of the middle that were read, summed
     over groups: whole tiles of selected blocks, once for all heads of a group; of single tokens (`oracle`) the rows
     attended to, not the keys scanned to find them; with what the policy read itself to learn. metadata_bytes: block
-    metadata scanned. kv_bytes: K and V of the whole middle, all groups. error [q_heads]: ||o_h - o_h_full||_2 / max_h' ||o_h'_full||_2 of every query head
-    (Fluxion, Eq. 2; the maximum is over the layer's heads).
+    metadata scanned. kv_bytes: K and V of the whole middle, all groups. error [q_heads]:
+    ||o_h - o_h_full||_2 / max_h' ||o_h'_full||_2 of every query head (Fluxion, Eq. 2; the maximum is over the layer's
+    heads).
     """
     return np.dtype(
         [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.learning import learner as learner_module
 from fluxion_sglang.learning.apart import train_apart
-from fluxion_sglang.learning.familiar import FURTHEST, MISTAKEN, NEIGHBOURS, Familiar, thinned
+from fluxion_sglang.learning.familiar import ALONE, FURTHEST, MISTAKEN, NEIGHBOURS, Familiar, thinned
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
 from fluxion_sglang.learning.measured import MOST_STEPS, SAMPLES, Measured, anchor_of, is_measured, pack, unpack
@@ -106,18 +106,18 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
         apart = [(float((standard(x) - standard(values[j])).square()[: layer + 1].sum()), j) for j in others]
         return sorted(apart)[:NEIGHBOURS]
 
-    def nearly_all(found: list[float]) -> float:
+    def all_but(share: float, found: list[float]) -> float:
         counts = map(int, stand_for.tolist())
         served = sorted(value for value, count in zip(found, counts, strict=True) for _ in range(count))
-        return served[min(math.ceil((1 - MISTAKEN) * (len(served) + 1) - 1e-9), len(served)) - 1]
+        return served[min(math.ceil((1 - share) * (len(served) + 1) - 1e-9), len(served)) - 1]
 
     distances = familiar.start()
     for layer in range(L):
         around = [neighbours(values[i], [j for j in range(n) if j != i], layer) for i in range(n)]
         own = [found[-1][0] for found in around]
-        most = nearly_all(own)
+        most = all_but(ALONE, own)
         near = [min(distance, most) for distance in own]
-        limit = nearly_all([own[i] / min(near[j] for _, j in around[i]) for i in range(n)])
+        limit = all_but(MISTAKEN, [own[i] / min(near[j] for _, j in around[i]) for i in range(n)])
         found = neighbours(asked.double(), list(range(n)), layer)
         ratio = found[-1][0] / min(near[j] for _, j in found)
         said = familiar.add(layer, asked[layer], distances)

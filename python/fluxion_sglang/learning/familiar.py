@@ -24,9 +24,11 @@ from fluxion_sglang.learning.measured import Measured
 NEIGHBOURS: Final = 3
 """With so many requests of a kind the predictor knows something of it; with one it may have learnt nothing."""
 
-MISTAKEN: Final = 0.05
-"""The share of requests that may be called unfamiliar although they come like the others. So many of those served may
-also be alone of their kind before everything looks familiar."""
+MISTAKEN: Final = 0.02
+"""The share of requests that may be called unfamiliar although they come like the others."""
+
+ALONE: Final = 0.05
+"""The share of requests that may be alone of their kind before everything looks familiar."""
 
 LEAST: Final = 1e-12
 """Of a distance that something is divided by."""
@@ -68,9 +70,9 @@ class Familiar:
         apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)  # nobody is a neighbour of its own
         nearest, neighbours = apart.topk(min(NEIGHBOURS, len(anchors) - 1), dim=2, largest=False)  # [L, n, 3]
         own = nearest[..., -1]
-        near = torch.minimum(own, _nearly_all(own, stand_for).unsqueeze(1))
+        near = torch.minimum(own, _all_but(ALONE, own, stand_for).unsqueeze(1))
         around = near.gather(1, neighbours.flatten(1)).view(neighbours.shape).amin(2)
-        return cls(mean, std, known, near, _nearly_all(own / around.clamp(min=LEAST), stand_for))
+        return cls(mean, std, known, near, _all_but(MISTAKEN, own / around.clamp(min=LEAST), stand_for))
 
     def start(self) -> torch.Tensor:
         """The distances of a request of which nothing is known yet."""
@@ -94,15 +96,15 @@ def _spread(anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, torch.maximum(std, SAME * mean.abs() + 1e-6)
 
 
-def _nearly_all(values: torch.Tensor, stand_for: torch.Tensor) -> torch.Tensor:
-    """[L]: the least of [L, n] that all but `MISTAKEN` of those served do not exceed.
+def _all_but(share: float, values: torch.Tensor, stand_for: torch.Tensor) -> torch.Tensor:
+    """[L]: the least of [L, n] that all but this share of those served do not exceed.
 
     Those that are not familiar are all kept, the others seldom: each counts for as many as it stands for. Of few
     requests the largest value is no such quantile, and the best that there is.
     """
     ranked, order = values.sort(dim=1)
     counts = stand_for.double()[order].cumsum(1)
-    rank = (1 - MISTAKEN) * (float(stand_for.double().sum()) + 1) - 1e-9
+    rank = (1 - share) * (float(stand_for.double().sum()) + 1) - 1e-9
     at = (counts < rank).sum(1, keepdim=True).clamp(max=values.shape[1] - 1)
     return ranked.gather(1, at)[:, 0]
 

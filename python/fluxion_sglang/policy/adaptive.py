@@ -39,7 +39,7 @@ from fluxion_sglang.predictor.measure import measure
 FEW: Final = 128
 """Up to so many requests that were learnt from, more of the familiar ones are."""
 
-ONE_OF: Final = (8, 64)
+ONE_OF: Final = (8, 128)
 """Of so many familiar requests one is learnt from: while there are few, and later."""
 
 OUTGROWN: Final = 2.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.learning import learner as learner_module
 from fluxion_sglang.learning.apart import train_apart
-from fluxion_sglang.learning.familiar import ALONE, FURTHEST, MISTAKEN, NEIGHBOURS, Familiar, thinned
+from fluxion_sglang.learning.familiar import ALONE, FURTHEST, MISTAKEN, NEIGHBOURS, STRETCH, Familiar, thinned
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
 from fluxion_sglang.learning.measured import MOST_STEPS, SAMPLES, Measured, anchor_of, is_measured, pack, unpack
@@ -117,7 +117,8 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
         own = [found[-1][0] for found in around]
         most = all_but(ALONE, own)
         near = [min(distance, most) for distance in own]
-        limit = all_but(MISTAKEN, [own[i] / min(near[j] for _, j in around[i]) for i in range(n)])
+        ratios = [own[i] / min(near[j] for _, j in around[i]) for i in range(n)]
+        limit = min(all_but(MISTAKEN, ratios), STRETCH[1] * all_but(STRETCH[0], ratios))
         found = neighbours(asked.double(), list(range(n)), layer)
         ratio = found[-1][0] / min(near[j] for _, j in found)
         said = familiar.add(layer, asked[layer], distances)

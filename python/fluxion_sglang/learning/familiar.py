@@ -30,6 +30,10 @@ MISTAKEN: Final = 0.02
 ALONE: Final = 0.05
 """The share of requests that may be alone of their kind before everything looks familiar."""
 
+STRETCH: Final = (0.1, 1.4)
+"""A limit is at most so many times the value that all but this share do not exceed: where few requests are known, one
+that is alone of its kind would make it any number."""
+
 LEAST: Final = 1e-12
 """Of a distance that something is divided by."""
 
@@ -72,7 +76,10 @@ class Familiar:
         own = nearest[..., -1]
         near = torch.minimum(own, _all_but(ALONE, own, stand_for).unsqueeze(1))
         around = near.gather(1, neighbours.flatten(1)).view(neighbours.shape).amin(2)
-        return cls(mean, std, known, near, _all_but(MISTAKEN, own / around.clamp(min=LEAST), stand_for))
+        ratios = own / around.clamp(min=LEAST)
+        share, times = STRETCH
+        limits = torch.minimum(_all_but(MISTAKEN, ratios, stand_for), times * _all_but(share, ratios, stand_for))
+        return cls(mean, std, known, near, limits)
 
     def start(self) -> torch.Tensor:
         """The distances of a request of which nothing is known yet."""

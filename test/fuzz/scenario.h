@@ -280,8 +280,11 @@ class Scenario {
       const int task = Queue::task_of(claim);
       if (alone || (!rules_.own && Sync::choose(2) == 1)) {
         queue_.give(claim, Executor::kGpu);
-        const std::lock_guard lock(offering_);
-        offers_.push_back({claim, args_.read()});
+        {
+          const std::lock_guard lock(offering_);
+          offers_.push_back({claim, args_.read()});
+        }
+        news_.fetch_add(1, std::memory_order_release);
         continue;
       }
       results_[task].write(args_.read());
@@ -313,8 +316,9 @@ class Scenario {
   Claim next() {
     if (const int64_t claim = claim_next(queue_, foreign_, Executor::kGpu); claim >= 0)
       return {claim, layer_of(claim)};
+    if (news_.load(std::memory_order_acquire) == heard_) return {-1, 0};
     const std::lock_guard lock(offering_);
-    if (offers_.empty()) return {-1, 0};
+    ++heard_;
     const Claim oldest = offers_.front();
     offers_.erase(offers_.begin());
     return oldest;
@@ -395,6 +399,8 @@ class Scenario {
   Cell<uint32_t> args_;  // LayerInput
   Cell<bool> failed_;
   std::array<Cell<uint32_t>, kMaxTasks> results_;
+  Atomic<uint32_t> news_{0};   // offers so far
+  uint32_t heard_ = 0;         // of them, by the dispatcher
   std::vector<Claim> offers_;  // under offering_
   std::vector<Claim> late_;    // claims that were not delivered
   // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if

@@ -57,8 +57,7 @@ QUALITY = {
         ]
         for name, lengths, samples, seed, policies in (
             ("_first", "4k,8k", "12", "5", "full,adaptive"),
-            ("_second", "4k,8k", "24", "12", "full,fluxion,adaptive"),  # to learn more from; no page has it
-            ("", "4k,8k", "24", "13", "full,fluxion,adaptive"),
+            ("", "4k,8k", "24", "12", "full,fluxion,adaptive"),
         )
     },
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],

@@ -179,9 +179,9 @@ def test_familiar_calls_few_strange_and_all_that_are() -> None:
 
 def test_a_kind_has_to_be_seen_more_than_once_or_twice() -> None:
     random = torch.Generator().manual_seed(1)
-    usual, other = torch.randn(100, L, 40, generator=random), torch.randn(3, L, 40, generator=random) * 0.1 + 6
-    for seen in range(4):
-        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]), torch.ones(100 + seen))).start()
+    usual, other = torch.randn(200, L, 40, generator=random), torch.randn(9, L, 40, generator=random) * 0.1 + 6
+    for seen in (0, 1, 3, NEIGHBOURS - 1, NEIGHBOURS):
+        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]), torch.ones(200 + seen))).start()
         asked = torch.randn(L, 40, generator=random) * 0.1 + 6
         answers = [familiar.add(layer, asked[layer], distances) for layer in range(L)]
         assert answers[-1] == (seen >= NEIGHBOURS)

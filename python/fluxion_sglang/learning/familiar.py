@@ -2,7 +2,7 @@
 
 A predictor is right on requests of the kinds that it has seen, and may be wrong on every one of another kind. What a
 request is like is told by its anchor features (`predictor/features.py`): those of its last prefilled token, of all
-heads, which its first decode step measures anyway. How far a request is from the third nearest of the training requests
+heads, which its first decode step measures anyway. How far a request is from the eighth nearest of the training requests
 is compared with how far its neighbours are from theirs, as the local outlier factor does (Breunig et al., 2000): some
 kinds of requests are more alike than others. A request is familiar if that ratio is no larger than it is for nearly all
 training requests, as in conformal prediction (Bates et al., 2023). So few that come like the others are called
@@ -21,8 +21,8 @@ import torch
 
 from fluxion_sglang.learning.measured import Measured
 
-NEIGHBOURS: Final = 3
-"""With so many requests of a kind the predictor knows something of it; with one it may have learnt nothing."""
+NEIGHBOURS: Final = 8
+"""With so many requests of a kind the predictor knows something of it; with two or three it has learnt little."""
 
 MISTAKEN: Final = 0.02
 """The share of requests that may be called unfamiliar although they come like the others."""
@@ -50,7 +50,7 @@ class Familiar:
 
     Attributes:
         mean, std: [L, F] float32. known: [n, L, F] float32, standardised.
-        near: [L, n] float32: how far each is from its own third nearest, in the squares of the layers up to this one,
+        near: [L, n] float32: how far each is from its own eighth nearest, in the squares of the layers up to this one,
             but no further than nearly all are: one that is alone tells nothing of its neighbourhood.
         limits: [L] float32: how many times as far as the least of its neighbours a request may be.
     """

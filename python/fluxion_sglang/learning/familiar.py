@@ -2,11 +2,11 @@
 
 A predictor is right on requests of the kinds that it has seen, and may be wrong on every one of another kind. What a
 request is like is told by its anchor features (`predictor/features.py`): those of its last prefilled token, of all
-heads, which its first decode step measures anyway. How far a request is from the eighth nearest of the training requests
-is compared with how far its neighbours are from theirs, as the local outlier factor does (Breunig et al., 2000): some
-kinds of requests are more alike than others. A request is familiar if that ratio is no larger than it is for nearly all
-training requests, as in conformal prediction (Bates et al., 2023). So few that come like the others are called
-unfamiliar. How many strange ones are taken for familiar, nothing bounds.
+heads, which its first decode step measures anyway. How far a request is from the eighth nearest of the training
+requests is compared with how far its neighbours are from theirs, as the local outlier factor does (Breunig et al.,
+2000): some kinds of requests are more alike than others. A request is familiar if that ratio is no larger than it is
+for nearly all training requests, as in conformal prediction (Bates et al., 2023). So few that come like the others are
+called unfamiliar. How many strange ones are taken for familiar, nothing bounds.
 
 Distances add up layer by layer, each with a limit of its own: so a step is judged before it is over.
 """

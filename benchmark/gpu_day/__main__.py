@@ -98,8 +98,6 @@ def _steps(name: str, title: str) -> tuple[Shown, ...]:
 
 
 _SPARSE = ("fixed:16:0.05", "drawn")
-
-
 _SHARED = {"executors": "cpu+gpu"}
 _HOT = {"cuda_graphs": True, **_SHARED, "hot_tiles_gb": 24}
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")

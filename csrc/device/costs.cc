@@ -1,7 +1,6 @@
 #include "device/costs.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace fluxion {
 
@@ -61,22 +60,24 @@ void Division::open(int64_t now, const ReadableLoad& load) {
   given_ = chosen_ = guessed_ = 0;
 }
 
-double Division::device_seconds(double bytes) const {
-  const double hit = bytes * hit_share_;
-  return seconds(bytes - hit, missed_) + seconds(hit, rates_.hot);
+double Division::device_seconds(int64_t bytes) const {
+  const double all = static_cast<double>(bytes), hit = all * hit_share_;
+  return seconds(all - hit, missed_) + seconds(hit, rates_.hot);
+}
+
+double Division::device_end(int64_t now, int64_t bytes) const {
+  const double start = std::max(static_cast<double>(now) + rates_.launch_s * 1e9, busy_until_ns_);
+  return start + device_seconds(bytes) * 1e9;
 }
 
 bool Division::device_is_sooner(int64_t now, int64_t bytes) const {
-  const double start =
-      std::max(static_cast<double>(now) + rates_.launch_s * 1e9, static_cast<double>(busy_until_ns_));
-  const double device = start + device_seconds(static_cast<double>(bytes)) * 1e9;
   const double all = static_cast<double>(load_.cpu_bytes + load_.metadata_bytes) +
                      actual_ * static_cast<double>(load_.tile_bytes);
   const double left = all - static_cast<double>(given_ + bytes);
   // Not before this worker could have done it with all others' help.
   const double cpu = std::max(static_cast<double>(opened_ns_) + left / cpu_ * 1e9,
                               static_cast<double>(now) + static_cast<double>(bytes) / cpu_ * 1e9);
-  return device <= cpu;
+  return device_end(now, bytes) <= cpu;
 }
 
 void Division::chosen(int64_t bytes, int64_t guess) {
@@ -87,10 +88,7 @@ void Division::chosen(int64_t bytes, int64_t guess) {
 void Division::given(int64_t now, int64_t bytes, bool alone) {
   if (!alone) given_ += bytes;
   owed_ += bytes;
-  const double start =
-      std::max(static_cast<double>(now) + rates_.launch_s * 1e9, static_cast<double>(busy_until_ns_));
-  const double until = start + device_seconds(static_cast<double>(bytes)) * 1e9;
-  busy_until_ns_ = until < 9e18 ? static_cast<int64_t>(until) : INT64_MAX;
+  busy_until_ns_ = device_end(now, bytes);
 }
 
 void Division::taken_back(int64_t now, int64_t bytes, bool alone) {
@@ -102,8 +100,7 @@ void Division::expect(double hit_share) { hit_share_ = std::clamp(hit_share, 0.0
 
 void Division::returned(int64_t now, int64_t bytes) {
   owed_ -= bytes;
-  const double until = static_cast<double>(now) + device_seconds(static_cast<double>(owed_)) * 1e9;
-  busy_until_ns_ = until < 9e18 ? static_cast<int64_t>(until) : INT64_MAX;
+  busy_until_ns_ = static_cast<double>(now) + device_seconds(owed_) * 1e9;
 }
 
 void Division::close(int64_t now) {

@@ -53,7 +53,9 @@ class Division {
   void close(int64_t now);
 
  private:
-  double device_seconds(double bytes) const;
+  double device_seconds(int64_t bytes) const;
+  // When the device, after what it has, would be done with so many bytes more; now_ns().
+  double device_end(int64_t now, int64_t bytes) const;
 
   Rates rates_;
   double missed_;  // bytes/s
@@ -61,7 +63,8 @@ class Division {
   double hit_share_ = 0;
   double actual_ = 1;  // bytes that tasks read for each one guessed, of late
   ReadableLoad load_;
-  int64_t opened_ns_ = 0, busy_until_ns_ = 0;
+  int64_t opened_ns_ = 0;
+  double busy_until_ns_ = 0;
   int64_t owed_ = 0;                              // bytes that the device has not returned
   int64_t given_ = 0, chosen_ = 0, guessed_ = 0;  // bytes, in this layer
 };

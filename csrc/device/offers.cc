@@ -85,8 +85,9 @@ bool Offers::take(const ChosenTask& task) noexcept {
   {
     const std::lock_guard lock(mutex_);
     there &= state_.load(std::memory_order_relaxed) == kTakes;
-    if (there) ready_[(first_ + waiting_++) % ready_.size()] = offer;
-    if (!there) {
+    if (there) {
+      ready_[(first_ + waiting_++) % ready_.size()] = offer;
+    } else {
       free_.push_back(offer);
       division_.taken_back(now_ns(), task.chosen.reads.tile_bytes, task.alone);
     }

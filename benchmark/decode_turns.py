@@ -33,6 +33,7 @@ from sglang.benchmark import one_batch
 
 from fluxion_sglang.device.dispatcher import GpuExecutor
 from fluxion_sglang.device.step import StreamDevice
+from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors
 
@@ -174,8 +175,18 @@ def batches_of(model_runner: Any) -> list[list[int]]:
 def reads_of(model_runner: Any) -> dict[str, int]:
     """Bytes of tiles that were read so far: all, the GPU's, and those of them that crossed the link."""
     engine = getattr(model_runner.torch_runner.attn_backend, "engine", None)
-    stats = engine.stats() if engine is not None else {}
-    return {name: stats.get(name, 0) for name in ("tile_bytes", "gpu_tile_bytes", "gpu_link_bytes")}
+    if engine is None:
+        return dict.fromkeys(("tile_bytes", "gpu_tile_bytes", "gpu_link_bytes"), 0)
+    stats = engine.stats()
+    device = device_of(model_runner)
+    shape = engine.pool.shape
+    near = (device.stats() if device is not None else {}).get("near_tiles", 0)
+    near *= PAGE * shape.token_bytes // shape.kv_heads
+    return {
+        "tile_bytes": stats["tile_bytes"] + near,
+        "gpu_tile_bytes": stats.get("gpu_tile_bytes", 0) + near,
+        "gpu_link_bytes": stats.get("gpu_link_bytes", 0),
+    }
 
 
 @contextmanager

@@ -100,6 +100,8 @@ def _steps(name: str, title: str) -> tuple[Shown, ...]:
 _SPARSE = ("fixed:16:0.05", "drawn")
 _SHARED = {"executors": "cpu+gpu"}
 _HOT = {"cuda_graphs": True, **_SHARED, "hot_tiles_gb": 24}
+_NEAR = {"cuda_graphs": True, "gpu_ranks": True, "hot_tiles_gb": 24}
+_NEAR_FEW = {**_NEAR, "hot_tiles_gb": 4}
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 STEPS = (
     Step(
@@ -186,6 +188,20 @@ STEPS = (
         _one_batch("--config", json.dumps(_HOT), "--name", "hot", policies=_SPARSE)[0],
         None,
         _steps("_hot*", "Steps, recorded, with cpu+gpu and hot tiles"),
+    ),
+    Step(
+        "near",
+        "the same, with a GPU that ranks blocks itself and has copies of all tiles",
+        _one_batch("--config", json.dumps(_NEAR), "--name", "near", policies=_SPARSE)[0],
+        _one_batch("--config", json.dumps({**_NEAR, "hot_tiles_gb": 0.1, "cuda_graphs": False}), "--name", "near")[1],
+        _steps("_near", "Steps, recorded, ranked on the GPU, all tiles near"),
+    ),
+    Step(
+        "near_few",
+        "the same, with copies of a quarter of the tiles",
+        _one_batch("--config", json.dumps(_NEAR_FEW), "--name", "near_few", policies=_SPARSE[:1])[0],
+        None,
+        _steps("_near_few", "Steps, recorded, ranked on the GPU, a quarter of the tiles near"),
     ),
     *(
         Step(

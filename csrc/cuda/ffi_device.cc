@@ -8,7 +8,7 @@ namespace fluxion::device {
 namespace {
 
 // Raised by one whenever a function's signature changes; library.py compares it.
-constexpr int64_t kAbiVersion = 4;
+constexpr int64_t kAbiVersion = 5;
 
 class GraphObj : public ffi::Object {
  public:

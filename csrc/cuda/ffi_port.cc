@@ -1,24 +1,11 @@
 // The C ABI: the device side of a mailbox.
+#include "cuda/ffi_port.h"
+
 #include <memory>
 #include <utility>
 
-#include "cuda/ffi_checks.h"
-
 namespace fluxion::device {
 namespace {
-
-class PortObj : public ffi::Object {
- public:
-  explicit PortObj(std::unique_ptr<Port> p) : port(std::move(p)) {}
-  std::unique_ptr<Port> port;
-  static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Port", PortObj, ffi::Object);
-};
-class PortRef : public ffi::ObjectRef {
- public:
-  explicit PortRef(ffi::ObjectPtr<PortObj> object) : ffi::ObjectRef(std::move(object)) {}
-  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(PortRef, ffi::ObjectRef, PortObj);
-};
 
 MailboxShape shape_of(int64_t max_requests, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                       int64_t element) {
@@ -67,27 +54,6 @@ void port_step(PortRef port_ref, int64_t stream, TensorView rows, TensorView len
     narrow(n[b], 1, INT32_MAX - kPage, "A length");
   }
   guard([&] { port.step(stream_of(stream), r, n, static_cast<int>(batch)); });
-}
-
-// [N][heads][D] on the device with N at least the step's requests; returns where.
-Rows rows_of(const Port& port, const TensorView& t, const char* name, int64_t rows, int64_t heads) {
-  const MailboxShape& s = port.view().shape;
-  expect_device(t, name, kv_type(s.element), {rows, heads, s.head_dim}, 2);
-  return {data<char>(t), t.size(0) > 0 ? t.stride(0) * s.element : 0};
-}
-
-// The rows of a layer's tensors: as many as the port may have requests, and no fewer than the step has.
-int rows_in(const Port& port, const TensorView& q) {
-  const int64_t rows = q.ndim() > 0 ? q.size(0) : 0;
-  return narrow(rows, port.batch(), port.view().shape.max_requests, "The number of rows");
-}
-
-WindowTiles port_windows(Port& port, const TensorView& windows) {
-  const PortView& v = port.view();
-  const WindowTiles tiles =
-      windows_of(windows, v.shape.kv_heads, v.shape.head_dim, v.shape.element, v.placement);
-  port.bind_rows(tiles.rows);
-  return tiles;
 }
 
 void publish_layer(PortRef port_ref, int64_t stream, int64_t layer, TensorView q, TensorView k, TensorView v,

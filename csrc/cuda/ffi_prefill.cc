@@ -1,12 +1,11 @@
 // The C ABI: prefill, between the host pool and the device; and merge.
 #include <utility>
 
-#include "cuda/ffi_checks.h"
+#include "cuda/ffi_port.h"
 
 namespace fluxion::device {
-namespace {
 
-HostTiles tiles_of(const TensorView& t) {
+HostTiles host_tiles_of(const TensorView& t) {
   const int element = same(t.dtype(), kFloat32) ? 4 : 2;
   expect_pinned(t, "tiles", kv_type(element), {-1, -1, 2, kPage, -1}, 5);
   HostTiles tiles{};
@@ -17,6 +16,8 @@ HostTiles tiles_of(const TensorView& t) {
   tiles.element = element;
   return tiles;
 }
+
+namespace {
 
 KeysValues tokens_of(const HostTiles& tiles, const TensorView& k, const TensorView& v, int64_t tokens) {
   const auto rows = [&](const TensorView& t, const char* name) {
@@ -29,7 +30,7 @@ KeysValues tokens_of(const HostTiles& tiles, const TensorView& k, const TensorVi
 void fill(int64_t stream, TensorView tiles_t, TensorView windows, int64_t row, int64_t start, int64_t stop,
           TensorView pages, TensorView k, TensorView v, int64_t sinks, int64_t window) {
   const Placement placement = placement_of(sinks, window);
-  const HostTiles tiles = tiles_of(tiles_t);
+  const HostTiles tiles = host_tiles_of(tiles_t);
   const WindowTiles to = windows_of(windows, tiles.kv_heads, tiles.head_dim, tiles.element, placement);
   narrow(row, 0, to.rows - 1, "row");
   narrow(stop, 0, INT32_MAX - kPage, "stop");
@@ -44,7 +45,7 @@ void fill(int64_t stream, TensorView tiles_t, TensorView windows, int64_t row, i
 }
 
 void gather_pages(int64_t stream, TensorView tiles_t, TensorView pages, TensorView k, TensorView v) {
-  const HostTiles tiles = tiles_of(tiles_t);
+  const HostTiles tiles = host_tiles_of(tiles_t);
   expect_reachable(pages, "pages", kInt32, {-1}, 1);
   const int count = narrow(pages.size(0), 0, INT32_MAX / kPage, "The number of pages");
   const KeysValues to = tokens_of(tiles, k, v, int64_t{count} * kPage);
@@ -53,7 +54,7 @@ void gather_pages(int64_t stream, TensorView tiles_t, TensorView pages, TensorVi
 
 void write_chunk(int64_t stream, TensorView tiles, TensorView entries, TensorView moments, TensorView chunk,
                  TensorView k, TensorView v) {
-  HostLayer layer{tiles_of(tiles), nullptr, nullptr};
+  HostLayer layer{host_tiles_of(tiles), nullptr, nullptr};
   const int64_t heads = layer.tiles.kv_heads, pages = layer.tiles.pages, dim = layer.tiles.head_dim;
   expect_pinned(entries, "entries", kv_type(layer.tiles.element), {heads, pages, 2, dim}, 4);
   expect_pinned(moments, "moments", kFloat64, {heads, pages, 2 * dim + 8}, 3);

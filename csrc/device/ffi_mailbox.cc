@@ -3,8 +3,11 @@
 #include <cstdint>
 #include <memory>
 
+#include "device/far_step.h"
+#include "device/far_tiles.h"
 #include "device/mailbox.h"
 #include "ffi/engine.h"
+#include "ffi/plan.h"
 
 namespace fluxion {
 namespace {
@@ -92,6 +95,41 @@ void mailbox_store(MailboxRef ref, int64_t word, int64_t value) {
   ref->mailbox->store(word_of(word), static_cast<uint32_t>(value));
 }
 
+int64_t far_lists_bytes(int64_t max_requests, int64_t kv_heads, int64_t max_pages) {
+  return far_bytes(
+      {static_cast<int32_t>(max_requests), static_cast<int32_t>(kv_heads), static_cast<int32_t>(max_pages)});
+}
+
+TaskKindRef far_tiles_create(ffi::Tensor lists, int64_t max_requests, int64_t kv_heads, int64_t max_pages,
+                             int64_t parity) {
+  const FarShape shape{static_cast<int32_t>(max_requests), static_cast<int32_t>(kv_heads),
+                       static_cast<int32_t>(max_pages)};
+  expect(lists, "lists", DLDataType{kDLUInt, 8, 1}, {far_bytes(shape)}, 1);
+  return make_kind<FarTiles>(data<char>(lists), shape, static_cast<int>(parity % 2), keep({lists}));
+}
+
+// out: [3], FarServed.
+void far_serve(MailboxRef ref, EngineRef engine, PlanRef even, PlanRef odd, int64_t sequence, int64_t layers,
+               double scale, int64_t timeout_ns, TensorView out) {
+  expect(out, "out", kInt64, {3}, 1);
+  const MailboxShape& s = ref->mailbox->shape();
+  const PoolShape& pool = engine->engine->pool().shape();
+  for (const PlanRef& plan : {even, odd}) check_plan(*engine->engine, *plan->plan);
+  if (s.q_heads != engine->engine->config().q_heads || s.kv_heads != pool.kv_heads ||
+      s.head_dim != pool.head_dim || s.element != pool.element() ||
+      engine->engine->batch() > s.max_requests || layers < 0 || layers > pool.layers) {
+    Raise("ValueError") << "The mailbox is for other layers than the engine's.";
+  }
+  const FarStep step{{even->plan, odd->plan},
+                     static_cast<uint32_t>(sequence),
+                     static_cast<int>(layers),
+                     static_cast<float>(scale),
+                     timeout_ns};
+  const FarServed served = guarded([&] { return serve(*ref->mailbox, *engine->engine, step); });
+  int64_t* to = data<int64_t>(out);
+  to[0] = served.layers, to[1] = static_cast<int64_t>(served.wait), to[2] = served.taken;
+}
+
 }  // namespace
 }  // namespace fluxion
 
@@ -108,3 +146,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_cancel, fluxion::mailbox_cancel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_reset, fluxion::mailbox_reset);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_load, fluxion::mailbox_load);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_store, fluxion::mailbox_store);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(far_lists_bytes, fluxion::far_lists_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(far_tiles_create, fluxion::far_tiles_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(far_serve, fluxion::far_serve);

@@ -1,8 +1,5 @@
 #include "engine/task_kind.h"
 
-#include <algorithm>
-#include <cmath>
-
 #include "engine/chunks.h"
 
 namespace fluxion {
@@ -13,11 +10,6 @@ Selection TaskKind::run(const Layer& layer, const Task& task, Scratch* scratch, 
   const Selection chosen = select(layer, task, scratch);
   attend(layer, task, chosen, scratch, o, lse);
   return chosen;
-}
-
-int units_of_budget(float budget, int tokens, int size, int units) {
-  const double wanted = std::ceil(static_cast<double>(budget) * tokens / size * (1 - 1e-6));
-  return static_cast<int>(std::clamp(wanted, 1.0, static_cast<double>(units)));
 }
 
 Wanted wanted_of(const Layer& layer, const Task& task, int tokens, int size, int units) {

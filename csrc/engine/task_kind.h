@@ -6,6 +6,7 @@
 
 #include "engine/layer.h"
 #include "engine/scratch.h"
+#include "engine/units.h"
 
 namespace fluxion {
 
@@ -45,10 +46,6 @@ struct Wanted {
   int count[kMaxGroup];
 };
 
-// Units that a head reads of `units`, which hold `tokens` tokens in units of `size`: ceil(budget * tokens /
-// size), at least one, at most all. A millionth is forgiven, so that a budget which float32 rounds up (0.05)
-// buys none too many.
-int units_of_budget(float budget, int tokens, int size, int units);
 // ranked is left 0.
 Wanted wanted_of(const Layer& layer, const Task& task, int tokens, int size, int units);
 

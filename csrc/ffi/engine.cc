@@ -12,6 +12,18 @@
 #include "runtime/topology.h"
 
 namespace fluxion {
+
+void check_plan(const Engine& engine, const LayerPlan& plan) {
+  const PoolShape& s = engine.pool().shape();
+  if (plan.batch != engine.batch() || plan.kv_heads != s.kv_heads ||
+      plan.q_heads != engine.config().q_heads || (plan.given_o != nullptr && plan.head_dim != s.head_dim)) {
+    Raise("ValueError") << "The plan is for " << plan.batch << " requests, " << plan.q_heads
+                        << " query heads and " << plan.kv_heads << " KV heads, and the step has "
+                        << engine.batch() << ", " << engine.config().q_heads << " and " << s.kv_heads
+                        << " (and what is given has " << s.head_dim << " numbers a head); plan this step.";
+  }
+}
+
 namespace {
 
 using ffi::Optional;
@@ -104,17 +116,6 @@ void engine_layer_append(EngineRef ref, int64_t layer, TensorView k, TensorView 
   const TokenView keys = token_view(engine.pool(), k, "k", engine.batch()),
                   values = token_view(engine.pool(), v, "v", engine.batch());
   guarded([&] { engine.append(narrow(layer), keys, values); });
-}
-
-void check_plan(const Engine& engine, const LayerPlan& plan) {
-  const PoolShape& s = engine.pool().shape();
-  if (plan.batch != engine.batch() || plan.kv_heads != s.kv_heads ||
-      plan.q_heads != engine.config().q_heads || (plan.given_o != nullptr && plan.head_dim != s.head_dim)) {
-    Raise("ValueError") << "The plan is for " << plan.batch << " requests, " << plan.q_heads
-                        << " query heads and " << plan.kv_heads << " KV heads, and the step has "
-                        << engine.batch() << ", " << engine.config().q_heads << " and " << s.kv_heads
-                        << " (and what is given has " << s.head_dim << " numbers a head); plan this step.";
-  }
 }
 
 int64_t engine_layer_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorView q, Optional<TensorView> k,

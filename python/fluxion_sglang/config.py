@@ -240,11 +240,19 @@ class FluxionConfig:
     )
     hot_tiles_gb: float = _option(
         0.0,
-        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Only with executors "
-        "cpu+gpu.",
+        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. With gpu_ranks, or "
+        "executors cpu+gpu.",
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
+        group=GPU,
+    )
+    gpu_ranks: bool = _option(
+        False,
+        "The GPU ranks blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), "
+        "reads the chosen tiles of which it has copies (hot_tiles_gb), and leaves the rest to the CPU. In steps whose "
+        "requests all follow full, fixed or streaming; in others the CPU does both.",
+        "true",
         group=GPU,
     )
     gpu_kernels: str = _option(
@@ -340,11 +348,13 @@ class FluxionConfig:
                 f"kv_dtype int8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
                 'read such tiles; use executors "cpu" or leave kv_dtype out.'
             )
-        if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu":
+        if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu" and not self.gpu_ranks:
             raise ConfigError(
                 f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
-                'use executors "cpu+gpu" or leave hot_tiles_gb out.'
+                'set gpu_ranks, use executors "cpu+gpu", or leave hot_tiles_gb out.'
             )
+        if self.gpu_ranks:
+            self._check_gpu_ranks()
         if self.audit_gb is not None and self.audit is None:
             raise ConfigError("audit_gb limits the audit file, and there is none; name one in audit or leave it out.")
         self._check_files()
@@ -419,6 +429,24 @@ class FluxionConfig:
                 f"host_tokens is {self.host_tokens}, less than the {least} tokens of one request's sinks, window and "
                 f"page in progress; give at least {least} (every token of every request lives in this pool)."
             )
+
+    def _check_gpu_ranks(self) -> None:
+        if self.hot_tiles_gb == 0:
+            raise ConfigError(
+                "gpu_ranks is set, but the GPU has no memory for the tiles that it chooses; give some in hot_tiles_gb, "
+                'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
+            )
+        others = {
+            "executors": (self.executors not in ("auto", "cpu"), "the GPU then has no tasks to take"),
+            "guard": (self.guard is not None, "the CPU has no scores to estimate by"),
+            "audit": (self.audit is not None, "the CPU does not know what was read"),
+            "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),
+        }
+        for key, (set_, why) in others.items():
+            if set_:
+                raise ConfigError(
+                    f"gpu_ranks does not work with {key} {getattr(self, key)!r}, because {why}; leave one of them out."
+                )
 
     def _check_files(self) -> None:
         path = self.path("audit")

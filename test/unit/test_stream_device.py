@@ -29,10 +29,18 @@ TIMEOUT_S = 20.0
 class Passes:
     """A world whose passes run on a device. `told`: what the host pool was said to have, (layer, request, queries)."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float = TIMEOUT_S, graphs: bool = False, **kw: Any):
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        timeout_s: float = TIMEOUT_S,
+        graphs: bool = False,
+        copies_gb: float = 0.0,
+        max_tokens: int = 2048,
+        **kw: Any,
+    ):
         monkeypatch.setenv("FLUXION_TASK_TIMEOUT_S", str(timeout_s))
         self.world = world = World(**{"tokens": 16384, **kw})
-        self.library = load("sim")
+        self.library = load("cuda" if world.place == "cuda" else "sim")
         self.pinned = Pinned(self.library, world.pool.memory)
         self.device = StreamDevice(
             self.library,
@@ -43,6 +51,8 @@ class Passes:
             scale=world.scale,
             max_requests=world.rows,
             graphs=graphs,
+            max_tokens=max_tokens,
+            copies_gb=copies_gb,
         )
         self.told: list[tuple[int, int, torch.Tensor]] = []
 
@@ -65,7 +75,8 @@ class Passes:
             # Views of one wider tensor, as the model's projections are.
             qkv = world.randn(offset, (world.group + 2) * world.heads, world.dim)
             q, k, v = qkv.split([world.group * world.heads, world.heads, world.heads], 1)
-            out = self.device.extend(layer, q, k, v, world.scale)
+            there = qkv.to(world.place).split([q.shape[1], world.heads, world.heads], 1)
+            out = self.device.extend(layer, *there, world.scale).cpu()
             for request in requests:
                 empty = [torch.empty(0, world.heads, world.dim, dtype=world.dtype) for _ in range(world.layers)]
                 for kept, new in ((world.keys, k), (world.values, v)):
@@ -73,7 +84,7 @@ class Passes:
                     old[layer] = torch.cat([old[layer], new[request.tokens]])
                 self._check_chunk(request, layer, q, out)
             asked += [(layer, i, q[request.last_queries].clone()) for i, request in enumerate(requests)]
-            qkv.fill_(float("nan"))  # the model's memory is another layer's now
+            (qkv if world.place == "cpu" else there[0]).fill_(float("nan"))  # the model's memory is another layer's now
         if finish:
             self.device.finish()
             assert [(layer, i) for layer, i, _ in self.told] == [(a, b) for a, b, _ in asked if counts[requests[b].row]]
@@ -105,7 +116,7 @@ class Passes:
             for i, kept in enumerate((world.keys, world.values)):
                 host = tiles[:, pages[positions // 16], i, positions % 16].transpose(0, 1)
                 assert torch.equal(host, kept[row][layer])
-                resident = windows[:, slots // 16, i, slots % 16].transpose(0, 1)
+                resident = windows.cpu()[:, slots // 16, i, slots % 16].transpose(0, 1)
                 assert torch.equal(resident, kept[row][layer][there])
 
     def begin_decode(self, rows: list[int], policies: Sequence[Policy] | None = None) -> None:
@@ -122,13 +133,13 @@ class Passes:
         world = self.world
         q = world.randn(len(rows) + padding, world.heads * world.group, world.dim)
         k, v = (world.randn(len(rows) + padding, world.heads, world.dim) for _ in range(2))
-        got = self.device.decode(layer, q, k, v, world.scale)
+        got = self.device.decode(layer, *(x.to(world.place) for x in (q, k, v)), world.scale)
         want = []
         for b, row in enumerate(rows):
             for kept, new in ((world.keys, k), (world.values, v)):
                 kept[row][layer] = torch.cat([kept[row][layer], new[b : b + 1]])
             want.append(world.exact(row, layer, q[b]))
-        return got, torch.stack(want)
+        return got.cpu(), torch.stack(want)
 
     def decode(self, rows: list[int], policies: Sequence[Policy] | None = None, exact: bool = True) -> None:
         self.begin_decode(rows, policies)

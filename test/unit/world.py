@@ -59,6 +59,7 @@ class World:
     whole: bool = False  # numbers are small integers: every score is exact, and many are equal
     placement: Placement = field(default_factory=Placement)
     variants: Sequence[Variant] = ()  # of every layer; (): PLAIN
+    place: str = "cpu"  # of the windows: torch's device
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -67,7 +68,7 @@ class World:
             self.dtype = torch.bfloat16
         shape = KVShape(self.layers, self.heads, self.dim, self.dtype, self.int8)
         self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers), self.spread)
-        self.windows = Windows(self.pool, self.rows, "cpu")
+        self.windows = Windows(self.pool, self.rows, self.place)
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))

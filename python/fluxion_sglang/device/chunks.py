@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fluxion_sglang.device.library import DeviceLibrary
+from fluxion_sglang.device.near import Near
 from fluxion_sglang.device.offload import Offload
 from fluxion_sglang.device.streams import Streams
 from fluxion_sglang.executor.device import Appended
@@ -36,10 +37,18 @@ class ChunkWriter:
     Args:
         pool: pinned.
         device: where k and v are.
+        near: also gets what is written.
     """
 
-    def __init__(self, library: DeviceLibrary, streams: Streams, pool: HostPool, device: torch.device) -> None:
-        self._library, self._pool, self._device = library, pool, device
+    def __init__(
+        self,
+        library: DeviceLibrary,
+        streams: Streams,
+        pool: HostPool,
+        device: torch.device,
+        near: Near | None = None,
+    ) -> None:
+        self._library, self._pool, self._device, self._near = library, pool, device, near
         self._offload = Offload(streams)
         self._requests: list[tuple[int, ExtendRequest]] = []
         self._table = torch.empty(0, 4, dtype=torch.int32, device=device)
@@ -69,6 +78,8 @@ class ChunkWriter:
             self._library.write_pages(
                 stream, pool.tiles(layer), pool.page_metadata(layer), pool.page_moments(layer), table, k, v
             )
+            if self._near is not None:
+                self._near.write(stream, layer, table)
 
         def join(*queries: torch.Tensor) -> None:
             for (index, request), wanted in zip(requests, queries, strict=True):

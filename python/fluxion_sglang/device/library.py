@@ -22,7 +22,7 @@ import tvm_ffi
 
 from fluxion_sglang.native import check_complete, library_path
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """What `device_abi` of a library that fits this file returns."""
 
 Backend = Literal["cuda", "sim"]
@@ -32,7 +32,7 @@ _ELEMENT = {torch.bfloat16: 2, torch.float32: 4}
 
 # These return at once and never wait for another thread. All others may: a launch does when the device's queue is
 # full, and what it waits for may need Python.
-_PROMPT = frozenset({"device_abi", "device_api", "workspace_bytes", "inject"})
+_PROMPT = frozenset({"device_abi", "device_api", "workspace_bytes", "near_bytes", "inject"})
 
 
 @tvm_ffi.register_error("DeviceError")
@@ -78,6 +78,9 @@ class DeviceLibrary:
         self._resident = self._function("resident")
         self._observe = self._function("observe")
         self._take = self._function("take")
+        self._near_rank = self._function("near_rank")
+        self._near_attend = self._function("near_attend")
+        self._near_keep = self._function("near_keep")
 
     def _function(self, name: str) -> Callable[..., Any]:
         bound = self._functions.get(name)
@@ -241,6 +244,89 @@ class DeviceLibrary:
             out: written: [N, Hq, D] KV dtype.
         """
         self._take(port.handle, stream, o, lse, base2, out)
+
+    # --- the near middle (csrc/cuda/near.h; `device/near.py` says what is called when) ---
+
+    def near_create(
+        self,
+        port: Port,
+        lists: torch.Tensor,
+        told: torch.Tensor,
+        *,
+        layers: int,
+        pages: int,
+        max_pages: int,
+        slots: int,
+        together: bool,
+        spread: float,
+    ) -> Any:
+        """The near middle of a port and a host pool of `layers` layers and `pages` pages; knows of no tile yet.
+
+        Args:
+            lists: pinned uint8 of csrc/device/far_lists.h. told: pinned int32 [8].
+            max_pages: of a request. slots: copies of tiles, a KV head. together: heads of a group read one another's
+                choice. spread: how blocks are scored.
+        """
+        return self._function("near_create")(
+            port.handle, lists, told, layers, pages, max_pages, slots, together, spread
+        )
+
+    def near_bytes(self, near: Any) -> int:
+        """Device memory that it takes."""
+        return int(self._function("near_bytes")(near))
+
+    def near_step(
+        self,
+        near: Any,
+        port: Port,
+        stream: int,
+        ranks: bool,
+        lengths: torch.Tensor,
+        table: torch.Tensor,
+        blk: torch.Tensor,
+        budget: torch.Tensor,
+    ) -> None:
+        """The requests of the last `port_step`, copied before the call returns.
+
+        Args:
+            ranks: the device chooses; otherwise blk and budget count nothing, and every list is empty.
+            lengths: [B] int32. table: [B, M] int32. blk: [B] int32, tokens of a block; 0: nothing is read. budget: [B]
+                float32, of every head. All on the CPU.
+        """
+        self._function("near_step")(near, port.handle, stream, ranks, lengths, table, blk, budget)
+
+    def near_rank(self, near: Any, port: Port, stream: int, layer: int, q: torch.Tensor) -> None:
+        """Score, choose, list. q: [N, Hq, D] as in `publish`, which comes next."""
+        self._near_rank(near, port.handle, stream, layer, q)
+
+    def near_attend(self, near: Any, port: Port, stream: int, scale: float, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Attention to the chosen tiles that have copies, merged into o and lse as `resident` wrote them."""
+        self._near_attend(near, port.handle, stream, scale, o, lse)
+
+    def near_keep(
+        self, near: Any, port: Port, stream: int, layer: int, windows: torch.Tensor, tiles: torch.Tensor
+    ) -> None:
+        """Pages that the step's tokens fill, from the windows, and some of what was far, from the pool."""
+        self._near_keep(near, port.handle, stream, layer, windows, tiles)
+
+    def near_write(
+        self,
+        near: Any,
+        port: Port,
+        stream: int,
+        layer: int,
+        tiles: torch.Tensor,
+        entries: torch.Tensor,
+        chunk: torch.Tensor,
+    ) -> None:
+        """The full pages of a chunk, behind its `write_pages`, whose arguments these are."""
+        self._function("near_write")(near, port.handle, stream, layer, tiles, entries, chunk)
+
+    def near_renew(
+        self, near: Any, port: Port, stream: int, layer: int, tiles: torch.Tensor, entries: torch.Tensor
+    ) -> None:
+        """All metadata of a layer from the pool, which nobody writes meanwhile; with layer 0, copies of nothing."""
+        self._function("near_renew")(near, port.handle, stream, layer, tiles, entries)
 
     # --- prefill ---
 

@@ -14,7 +14,7 @@ import torch
 from fluxion_sglang.native import function
 
 if TYPE_CHECKING:
-    from fluxion_sglang.native import NativeEngine
+    from fluxion_sglang.native import NativeEngine, NativePlan
 
 
 class Word(IntEnum):
@@ -100,6 +100,8 @@ class Mailbox:
         self._answer = function("mailbox_answer")
         self._fail = function("mailbox_fail")
         self._finish = function("mailbox_finish")
+        self._serve = function("far_serve")
+        self._served = torch.zeros(3, dtype=torch.int64)
         self._times = torch.empty(TIMES, 8, dtype=torch.int64)
 
     def _whole_slot(self, sequence: int) -> Slot:
@@ -141,7 +143,9 @@ class Mailbox:
         self._wait_for(Word.OBSERVED, sequence, timeout_s)
 
     def _wait_for(self, word: Word, sequence: int, timeout_s: float) -> None:
-        outcome = self._wait(self.handle, int(word), sequence, min(int(timeout_s * 1e9), 2**62))
+        self._check(word, self._wait(self.handle, int(word), sequence, _nanoseconds(timeout_s)), timeout_s)
+
+    def _check(self, word: Word, outcome: int, timeout_s: float) -> None:
         if outcome == 0:
             return
         if outcome == 1:
@@ -179,6 +183,36 @@ class Mailbox:
         """
         return engine.finish_by(lambda handle: bool(self._finish(self.handle, handle, sequence, planned_ns)))
 
+    def serve(
+        self,
+        engine: NativeEngine,
+        plans: tuple[NativePlan, NativePlan],
+        sequence: int,
+        layers: int,
+        scale: float,
+        timeout_s: float,
+    ) -> tuple[int, bool]:
+        """Wait for the layers of a step and answer them, without Python between them (csrc/device/far_step.h).
+
+        Args:
+            plans: of layers with an even and with an odd sequence number. sequence: of the first layer.
+
+        Returns:
+            How many were answered, and whether the device took the last one.
+
+        Raises:
+            MailboxError: as `wait`; then fewer are answered. RuntimeError: a layer failed and is answered with nothing.
+        """
+        even, odd = plans
+        self._served.zero_()
+        self._serve(
+            self.handle, engine.handle, even.handle, odd.handle, sequence, layers, scale, _nanoseconds(timeout_s),
+            self._served,
+        )  # fmt: skip
+        answered, outcome, taken = self._served.tolist()
+        self._check(Word.PUBLISHED, outcome, timeout_s)
+        return answered, bool(taken)
+
     def times(self) -> torch.Tensor:
         """[n, 8] int64: `LayerTimes` of the answered layers that the device took, since the last call.
 
@@ -210,3 +244,7 @@ class Mailbox:
     def store(self, word: Word, value: int) -> None:
         """For a device that is simulated in Python: what it wrote before may be read by whoever reads the word."""
         function("mailbox_store")(self.handle, int(word), value)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return min(int(seconds * 1e9), 2**62)

@@ -10,6 +10,7 @@ from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.device.library import DeviceLibrary, load
+from fluxion_sglang.device.near import metadata_bytes
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.executor.decode import DecodeEngine
@@ -26,8 +27,9 @@ class _StreamMaker(DeviceMaker):
         self._library = library
         self._pinned: list[Pinned] = []
 
-    def reserved_tokens(self, shape: KVShape, config: FluxionConfig) -> int:
-        hot = int(config.hot_tiles_gb * GIB) // (shape.layers * shape.token_bytes)
+    def reserved_tokens(self, shape: KVShape, config: FluxionConfig, host_tokens: int) -> int:
+        kept = int(config.hot_tiles_gb * GIB) + (metadata_bytes(shape, host_tokens) if config.gpu_ranks else 0)
+        hot = -(-kept // (shape.layers * shape.token_bytes))
         return -(-stage_tokens() // shape.layers) + hot  # the stages are of one layer
 
     def adopt(self, pool: HostPool) -> None:
@@ -42,7 +44,8 @@ class _StreamMaker(DeviceMaker):
         q_heads: int,
         scales: Sequence[float],
         max_requests: int,
-        graphs: bool,
+        max_tokens: int,
+        config: FluxionConfig,
     ) -> Device:
         if len(different := sorted(set(scales))) > 1:
             # The CPU's side is told once.
@@ -59,7 +62,9 @@ class _StreamMaker(DeviceMaker):
             q_heads=q_heads,
             scale=different[0],
             max_requests=max_requests,
-            graphs=graphs,
+            graphs=config.cuda_graphs,
+            max_tokens=max_tokens,
+            copies_gb=config.hot_tiles_gb if config.gpu_ranks else 0.0,
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fluxion_sglang.device.mailbox import Mailbox, MailboxError, Slot
+from fluxion_sglang.device.mailbox import Mailbox, MailboxError, Slot, Word
 from fluxion_sglang.device.timeline import Timeline
 from fluxion_sglang.executor.decode import DecodeEngine, Layer
 from fluxion_sglang.native import NativeEngine, NativePlan
@@ -38,6 +38,7 @@ class _Step:
     page_table: torch.Tensor
     scale: float
     policies: Sequence[Policy] | None
+    far: tuple[NativePlan, NativePlan] | None
 
 
 @dataclass(kw_only=True)
@@ -118,6 +119,7 @@ class LayerServer:
         page_table: torch.Tensor,
         scale: float,
         policies: Sequence[Policy] | None = None,
+        far: tuple[NativePlan, NativePlan] | None = None,
     ) -> None:
         """A step of B requests whose layers the device will publish; returns at once.
 
@@ -125,6 +127,7 @@ class LayerServer:
             rows, seq_lens, page_table, policies: as in `DecodeEngine.begin_step`; copied. B may be 0: then the layers
                 are answered with nothing, as a graph's warm-up wants.
             scale: multiplies q.k, in every layer.
+            far: what the CPU reads of layers with an even and with an odd sequence number, where the device chooses.
 
         Raises:
             ValueError: more requests than the mailbox has room for. RuntimeError: the server is closed.
@@ -133,7 +136,7 @@ class LayerServer:
             raise ValueError(
                 f"the step has {rows.numel()} requests and the mailbox room for {self.mailbox.shape.max_requests}."
             )
-        step = _Step(rows.clone(), seq_lens.clone(), page_table.clone(), scale, policies and list(policies))
+        step = _Step(rows.clone(), seq_lens.clone(), page_table.clone(), scale, policies and list(policies), far)
         with self._changed:
             if self._closing:
                 raise RuntimeError("The layer server is closed; it takes no more steps.")
@@ -217,7 +220,12 @@ class LayerServer:
                 self.engine.begin_step(step.rows, step.seq_lens, step.page_table, step.policies)
             except Exception as error:
                 self._fail(error)
-        for layer in range(self.layers):
+        first = 0
+        if step.far is not None and self._failure is None and self._lost is None:
+            if (served := self._serve_far(step, step.far)) is None:
+                return
+            first = served
+        for layer in range(first, self.layers):
             if self._lost is not None:
                 return
             self._sequence += 1
@@ -230,6 +238,27 @@ class LayerServer:
                 return self._lose(self.mailbox.late_sentence())
         # After its last answer, so that the device does not wait for it.
         self.timeline.add(self.mailbox.times().tolist())
+
+    def _serve_far(self, step: _Step, plans: tuple[NativePlan, NativePlan]) -> int | None:
+        """A step whose tiles the device has chosen; how many are answered. None: the sides lost one another."""
+        engine, before = self.engine, self.mailbox.load(Word.ANSWERED)
+        taken = True
+        try:
+            _, taken = self.mailbox.serve(
+                engine.native, plans, self._sequence + 1, self.layers, step.scale, self.timeout_s
+            )
+        except MailboxError as error:
+            self._lose(str(error))
+            return None
+        except Exception as error:
+            self._fail(error)
+        answered = (self.mailbox.load(Word.ANSWERED) - before) & 0xFFFFFFFF
+        self._sequence += answered
+        if not taken:
+            self._lose(self.mailbox.late_sentence())
+            return None
+        engine.served(answered)
+        return answered
 
     def _answer(self, step: _Step, layer: int) -> bool:
         """Answer the layer that is published. False: the device has given up."""

@@ -20,6 +20,7 @@ from fluxion_sglang.device.chunks import ChunkWriter
 from fluxion_sglang.device.extend import ExtendAttention
 from fluxion_sglang.device.library import DeviceLibrary
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
+from fluxion_sglang.device.near import Near
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.server import LayerServer
 from fluxion_sglang.device.streams import streams
@@ -29,6 +30,7 @@ from fluxion_sglang.executor.device import Appended, Device
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.policy.base import Policy
 
@@ -45,6 +47,8 @@ class StreamDevice(Device):
         scale: of attention, in every layer.
         max_requests: of a step, padding of graphs included.
         graphs: decode steps may be captured and replayed, between `begin_dummy` and the next step or after it.
+        max_tokens: of a request.
+        copies_gb: the device ranks blocks, and has copies of tiles in so many GiB; 0: the CPU ranks them.
 
     Raises:
         DeviceError: the memory cannot be pinned, or the device has none left.
@@ -61,6 +65,8 @@ class StreamDevice(Device):
         scale: float,
         max_requests: int,
         graphs: bool = False,
+        max_tokens: int = 0,
+        copies_gb: float = 0.0,
     ) -> None:
         self._library, self._pool, self._windows, self._engine = library, pool, windows, engine
         self._device = windows.layers[0].device
@@ -82,7 +88,18 @@ class StreamDevice(Device):
             # A late task is the engine's to report; the device gives up on what nobody reported.
             timeout_s=1.25 * self._server.timeout_s,
         )
-        self._writer = ChunkWriter(library, self._streams, pool, self._device)
+        self._near: Near | None = None
+        if copies_gb > 0:
+            self._near = Near(
+                library,
+                pool,
+                self._mailbox.shape,
+                self._port,
+                max_pages=-(-max_tokens // PAGE),
+                copies_gb=copies_gb,
+                union=engine.union,
+            )
+        self._writer = ChunkWriter(library, self._streams, pool, self._device, self._near)
         flash = flashinfer.serves(library.backend, shape.dtype, shape.head_dim)
         if not flash and library.backend == "cuda":
             logger.warning(
@@ -94,9 +111,10 @@ class StreamDevice(Device):
         self._attention = ExtendAttention(
             library, self._streams, pool, self._device, q_heads=q_heads, scale=scale, flash=flash
         )
-        # A graph must not hold a plan, which is of one step; the library's kernel reads the step from the port.
+        # A graph must not hold a plan, which is of one step; the library's kernel reads the step from the port. What is
+        # near is merged into its result.
         self._residents: flashinfer.Residents | None = None
-        if flash and not graphs:
+        if flash and not graphs and self._near is None:
             self._residents = flashinfer.Residents(
                 placement,
                 windows.rows,
@@ -161,7 +179,11 @@ class StreamDevice(Device):
         self._decoding = True
         # A graph serves steps of every policy, so it always has the parts.
         self._parts = self._graphs or self._engine.looks(policies)
-        self._server.begin(rows, lengths, pages, self._scale, policies)
+        far = None
+        if self._near is not None:
+            everyone = policies or [self._engine.policy] * rows.numel()
+            far = self._near.step(self._streams.main, lengths, pages, everyone)
+        self._server.begin(rows, lengths, pages, self._scale, policies, far)
         if self._residents is not None:
             self._residents.plan(rows, lengths, divided=self._parts)
 
@@ -172,6 +194,8 @@ class StreamDevice(Device):
         library, stream, windows = self._library, self._streams.main, self._windows.layers[layer]
         q = q.contiguous()
         out = torch.empty_like(q)
+        if self._near is not None:
+            self._near.rank(stream, layer, q)
         library.publish(self._port, stream, layer, q, k, v, windows)
         residents = None if self._muted else self._residents  # what nobody is to serve has no plan
         if residents is not None and not self._parts:
@@ -184,6 +208,9 @@ class StreamDevice(Device):
             library.observe(self._port, stream, o_sink, lse_sink, o_local, lse_local, True, o, lse)
         else:
             library.resident(self._port, stream, q, windows, scale, o, lse, self._parts)
+        if self._near is not None:
+            self._near.attend(stream, scale, o, lse)
+            self._near.keep(stream, layer, windows)
         library.take(self._port, stream, o, lse, False, out)
         return out
 
@@ -224,7 +251,7 @@ class StreamDevice(Device):
     # --- the end of a pass ---
 
     def stats(self) -> dict[str, int]:
-        return self.timeline.stats()
+        return self.timeline.stats() | (self._near.stats() if self._near is not None else {})
 
     @property
     def timeline(self) -> Timeline:
@@ -263,6 +290,8 @@ class StreamDevice(Device):
         self._streams.settle()
         self._server.reset()
         self._library.port_reset(self._port, self._streams.main)
+        if self._near is not None:
+            self._near.renew(self._streams.main)
         self._streams.settle()
         self._muted = False
 

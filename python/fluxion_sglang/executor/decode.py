@@ -100,6 +100,7 @@ class DecodeEngine:
     Attributes:
         accounts: what its steps read and where their time goes; by default nobody keeps them.
         observers: who watches.
+        union: what one head of a group chose, all of them read (option attend_union).
         world: what its policies may use of it.
         corrupt: told of each request of the pass (its number there) that read corrupt host memory, with a sentence; its
             output is zero. By default it raises.
@@ -145,6 +146,7 @@ class DecodeEngine:
             executor.bind(self.native, q_heads)
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._guarded = options.guard is not None
+        self.union = options.attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
         self.world = World(pool, windows, q_heads, windows.rows, keeps)
@@ -291,6 +293,11 @@ class DecodeEngine:
         for observer in self.observers:
             observer.decoded(at)
         self.accounts.lap(Phase.PLAN)
+
+    def served(self, layers: int) -> None:
+        """The first layers of the current step are done without `attend`: a device has chosen what they read."""
+        for layer in range(layers):
+            self.accounts.layer(layer, self.native, None)
 
     def _native_plan(self, plan: LayerPlan) -> NativePlan:
         """Made once where a policy plans a step once and gives every layer the same plan."""

@@ -120,8 +120,9 @@ class DeviceMaker(ABC):
         return ALONE
 
     @abstractmethod
-    def reserved_tokens(self, shape: KVShape, config: FluxionConfig) -> int:
-        """Tokens of KV, all layers, for which there is no room on the device because passes and hot tiles need it."""
+    def reserved_tokens(self, shape: KVShape, config: FluxionConfig, host_tokens: int) -> int:
+        """Tokens of KV, all layers, for which there is no room on the device because passes, copies of tiles, and
+        metadata of a host pool of so many tokens need it."""
 
     @abstractmethod
     def adopt(self, pool: HostPool) -> None:
@@ -141,12 +142,14 @@ class DeviceMaker(ABC):
         q_heads: int,
         scales: Sequence[float],
         max_requests: int,
-        graphs: bool,
+        max_tokens: int,
+        config: FluxionConfig,
     ) -> Device:
         """The device of a model.
 
         Args:
-            scales: of q.k, of every layer. max_requests: of a batch. graphs: decode steps are recorded.
+            scales: of q.k, of every layer. max_requests: of a batch. max_tokens: of a request.
+            config: cuda_graphs, gpu_ranks and hot_tiles_gb count.
 
         Raises:
             ConfigError: a model that it cannot serve.

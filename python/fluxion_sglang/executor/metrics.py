@@ -47,6 +47,9 @@ _COUNTERS = {
     "gpu_hot_hits": "Tiles that the device read in its own memory.",
     "gpu_hot_misses": "Tiles that it looked for there and did not find.",
     "gpu_hot_evictions": "Tiles that had to leave the device's memory for others.",
+    "near_tiles": "Tiles that the device chose (gpu_ranks) and read in its own memory.",
+    "far_tiles": "Tiles that it chose and left to the CPU.",
+    "near_copies": "Of these, the ones that it copied into its memory.",
     "worker_ns": "Time that the engine's workers computed in decode steps, summed over workers. What is missing to the "
     "time of the part tasks, times workers, is waiting.",
     "failed_passes": "Forward passes whose attention failed: their requests ended with an error.",

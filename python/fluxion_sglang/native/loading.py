@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 33
+ABI_VERSION = 34
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -62,6 +62,7 @@ _BLOCKING = frozenset(
         "time_attend",
         "mailbox_wait",
         "mailbox_finish",
+        "far_serve",
     }
 )
 

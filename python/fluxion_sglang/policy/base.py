@@ -344,6 +344,12 @@ class Policy(ABC):
         """Bytes of K and V of a request that it has read itself for the layer at hand, about."""
         return 0
 
+    @property
+    def uniform(self) -> tuple[int, float] | None:
+        """(blk, budget), if every head of every layer of every step reads blocks of so many tokens, so large a share of
+        them; then whoever has the metadata may choose in the policy's place. None: it depends, ask `plan`."""
+        return None
+
     @abstractmethod
     def begin_step(self, step: DecodeStep) -> None:
         """A new step begins; called once before its layers."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Observed, Policy, task_value
 
@@ -36,6 +37,11 @@ class FixedPolicy(Policy):
         if len(words) != 2:
             raise arguments.NotLegal
         return cls(arguments.block(words[0]), arguments.fraction(words[1]))
+
+    @property
+    def uniform(self) -> tuple[int, float] | None:
+        ours = type(self).plan is FixedPolicy.plan and type(self).begin_step is FixedPolicy.begin_step
+        return (self.blk, self.budget) if ours and self.blk in (0, *BLOCKS) else None
 
     def begin_step(self, step: DecodeStep) -> None:
         blk = torch.full((step.batch, step.kv_heads), self.blk, dtype=torch.int32)

@@ -211,7 +211,8 @@ class FluxionAttnBackend(AttentionBackend):
             q_heads=layers[0].tp_q_head_num,
             scales=[float(layer.scaling) for layer in layers],
             max_requests=max(runner.max_running_requests, pool.windows.rows),
-            graphs=pool.config.cuda_graphs,
+            max_tokens=runner.model_config.context_len,
+            config=pool.config,
         )
         logger.info("Fluxion: passes run on %s", device.description)
         return device

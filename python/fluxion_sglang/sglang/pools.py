@@ -194,7 +194,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     # One row more than requests: row 0 is SGLang's padding.
     room = resolved.max_total_num_tokens
     if (maker := maker_of(configurator.device)) is not None:
-        room -= maker.reserved_tokens(shape, config)
+        room -= maker.reserved_tokens(shape, config, capacity.plan_tokens(config, shape, available))
     rows, limit = room // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
     if configurator.device == "cpu":
         fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1

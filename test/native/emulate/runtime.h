@@ -159,6 +159,17 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return value;
 }
 
+// Bit i: lane i's predicate. Every lane of the warp calls it.
+inline uint32_t __ballot_sync(unsigned, int predicate) {
+  uint32_t* slots = fluxion::emulate::exchange();
+  slots[fluxion::emulate::lane()] = predicate != 0;
+  fluxion::emulate::wait_warp();
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= slots[lane] << lane;
+  return bits;
+}
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+
 inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
   return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
 }

@@ -1,0 +1,324 @@
+// Which blocks each head reads, and which of their tiles are near: near_rank.
+#include "cuda/attention.cuh"
+#include "cuda/device.cuh"
+#include "cuda/near.h"
+
+namespace fluxion::device {
+
+namespace {
+
+struct RankArgs {
+  PortView port;
+  NearView near;
+  Rows q;
+  int32_t layer;
+  int32_t rows;
+};
+
+// The middle of a request, in blocks: engine/block_scores.h.
+struct Middle {
+  int first_page, end_page;  // logical pages
+  int level, first, count;   // blocks
+
+  __device__ Middle(const RankArgs& a, int b) {
+    first_page = a.port.placement.sink_pages();
+    end_page = a.port.placement.first_local(a.port.lengths[b]);
+    level = 0;
+    while (1 << level < a.near.blk[b]) ++level;
+    first = first_page >> level;
+    count = end_page > first_page ? ((end_page - 1) >> level) - first + 1 : 0;
+  }
+  __device__ int from(int i) const {
+    return (first + i) << level > first_page ? (first + i) << level : first_page;
+  }
+  __device__ int to(int i) const {
+    const int end = (first + i + 1) << level;
+    return end < end_page ? end : end_page;
+  }
+};
+
+// Whether somebody is to rank request b now.
+__device__ bool ranked(const RankArgs& a, int b) {
+  return a.port.state->late == 0 && b < a.near.step->batch && b < a.port.state->batch;
+}
+
+// Two consecutive numbers.
+__device__ __forceinline__ void load_two(const float* at, float* x) { x[0] = at[0], x[1] = at[1]; }
+__device__ __forceinline__ void load_two(const BF16* at, float* x) {
+  const uint32_t raw = *reinterpret_cast<const uint32_t*>(at);
+  x[0] = __uint_as_float(raw << 16);
+  x[1] = __uint_as_float(raw & 0xffff0000u);
+}
+__device__ __forceinline__ float rounded(float x, const float*) { return x; }
+__device__ __forceinline__ float rounded(float x, const BF16*) {
+  BF16 y;
+  round_to(x, &y);
+  return to_float(y);
+}
+
+constexpr int kScoreThreads = 128, kScoreWarps = kScoreThreads / 32;
+constexpr int kPairs = kMaxHeadDim / 64;  // of numbers, that a lane has
+
+struct alignas(8) Two {
+  float x, y;
+};
+
+template <int kG>
+struct ScoreShared {
+  Two weights[kG][2][kMaxHeadDim / 2];
+};
+
+// Grid: parts, KV heads, requests. A warp a block. The weights are those of kernels/score.h; sums have an
+// order of their own.
+template <class T, int kG>
+__global__ void __launch_bounds__(kScoreThreads) score_kernel(RankArgs a) {
+  const int h = blockIdx.y, b = blockIdx.z;
+  if (!ranked(a, b)) return;
+  const Middle middle(a, b);
+  const int wanted = a.near.wanted[b];
+  if (wanted == 0 || wanted >= middle.count) return;
+  auto& s = shared<ScoreShared<kG>>();
+  const int G = a.port.group(), D = a.port.shape.head_dim, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const T* q = reinterpret_cast<const T*>(a.q.data + b * a.q.stride) + int64_t{h} * G * D;
+  for (int i = threadIdx.x; i < kG * D; i += kScoreThreads) {
+    const int g = i / D, d = i % D;
+    const float x = g < G ? to_float(q[g * D + d]) : 0.0f, half = 0.5f * x;
+    const float wide = fabsf(half) * a.near.shape.spread;
+    reinterpret_cast<float*>(s.weights[g][0])[d] = rounded(half - wide, q);
+    reinterpret_cast<float*>(s.weights[g][1])[d] = rounded(half + wide, q);
+  }
+  __syncthreads();
+
+  const T* entries = reinterpret_cast<const T*>(a.near.entries) + a.near.tile(a.layer, h, 0) * 2 * D;
+  const int32_t* table = a.near.table + int64_t{b} * a.near.shape.max_pages;
+  float* scores = a.near.scores + (int64_t{b} * a.port.shape.q_heads + h * G) * a.near.stride();
+  for (int i = blockIdx.x * kScoreWarps + warp; i < middle.count; i += gridDim.x * kScoreWarps) {
+    float low[2 * kPairs], high[2 * kPairs];
+#pragma unroll
+    for (int j = 0; j < 2 * kPairs; ++j) low[j] = -minus_infinity(), high[j] = minus_infinity();
+    const int from = middle.from(i), to = middle.to(i);
+    for (int p = from; p < to; ++p) {
+      const T* entry = entries + int64_t{table[p]} * 2 * D;
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int d = 2 * (lane + 32 * j);
+        if (d >= D) continue;
+        float x[2], y[2];
+        load_two(entry + d, x);
+        load_two(entry + D + d, y);
+        for (int e = 0; e < 2; ++e) {
+          low[2 * j + e] = fminf(low[2 * j + e], x[e]);
+          high[2 * j + e] = fmaxf(high[2 * j + e], y[e]);
+        }
+      }
+    }
+    float dots[kG] = {};
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int d = 2 * (lane + 32 * j);
+      if (d >= D) continue;
+#pragma unroll
+      for (int g = 0; g < kG; ++g) {
+        const Two minus = s.weights[g][0][d / 2], plus = s.weights[g][1][d / 2];
+        dots[g] = fmaf(minus.x, low[2 * j], fmaf(plus.x, high[2 * j], dots[g]));
+        dots[g] = fmaf(minus.y, low[2 * j + 1], fmaf(plus.y, high[2 * j + 1], dots[g]));
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kG; ++g) {
+      const float sum = warp_sum(dots[g]);
+      // NaN counts as -inf, -0 as 0: from here on scores compare as numbers.
+      if (lane == 0 && g < G)
+        scores[g * a.near.stride() + i] = sum > minus_infinity() ? sum + 0.0f : minus_infinity();
+    }
+  }
+}
+
+// Numbers that order as the floats do.
+__device__ __forceinline__ uint32_t order_key(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float float_of_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// Of n scores the chosen: every one >= limit, and the first `ties` of those that equal `tied`
+// (kernels/select.h).
+struct Threshold {
+  float limit, tied;
+  int ties;
+};
+
+__device__ int count_at_least(const float* scores, int n, float limit) {
+  int count = 0;
+  for (int i = threadIdx.x % 32; i < n; i += 32) count += scores[i] >= limit;
+  for (int offset = 16; offset > 0; offset /= 2) count += __shfl_xor_sync(kWholeWarp, count, offset);
+  return count;
+}
+
+// By a warp; 1 <= k < n.
+__device__ Threshold find_threshold(const float* scores, int n, int k) {
+  float low = __uint_as_float(0x7f800000u), high = minus_infinity();
+  for (int i = threadIdx.x % 32; i < n; i += 32) {
+    low = fminf(low, scores[i]);
+    high = fmaxf(high, scores[i]);
+  }
+  uint32_t from = order_key(-warp_max(-low)), to = order_key(warp_max(high));
+  int above = 0;
+  while (from < to) {
+    const uint32_t middle = to - (to - from) / 2;
+    const int count = count_at_least(scores, n, float_of_key(middle));
+    if (count == k) return {float_of_key(middle), 0.0f, 0};
+    if (count > k) {
+      from = middle;
+    } else {
+      to = middle - 1;
+      above = count;
+    }
+  }
+  const float tied = float_of_key(from) + 0.0f;
+  return {float_of_key(order_key(tied) + 1), tied, k - above};
+}
+
+// bits[i / 32]: the blocks that a head reads, by a warp.
+__device__ void choose(const float* scores, int n, int wanted, bool everything, uint32_t* bits) {
+  const int lane = threadIdx.x % 32;
+  Threshold t{minus_infinity(), 0.0f, 0};
+  if (!everything && wanted > 0) t = find_threshold(scores, n, wanted);
+  int ties = 0;  // that were taken
+  for (int base = 0; base < n; base += 32) {
+    const int i = base + lane;
+    bool pick = i < n && wanted > 0;
+    if (pick && !everything) {
+      const float x = scores[i];
+      pick = x >= t.limit;
+    }
+    if (!everything && wanted > 0 && ties < t.ties) {  // the same for the whole warp
+      const bool equal = i < n && !pick && scores[i] == t.tied;
+      const uint32_t those = __ballot_sync(kWholeWarp, equal);
+      pick = pick || (equal && ties + __popc(those & ((1u << lane) - 1)) < t.ties);
+      ties += __popc(those);
+    }
+    const uint32_t word = __ballot_sync(kWholeWarp, pick);
+    if (lane == 0) bits[base / 32] = word;
+  }
+}
+
+constexpr int kListThreads = 512, kListWarps = kListThreads / 32;
+
+struct ListShared {
+  int near[kListWarps], far[kListWarps];
+};
+
+// Grid: KV heads, rows. Every head chooses, a warp each; then the group's pages are listed in their order.
+template <class T>
+__global__ void __launch_bounds__(kListThreads) list_kernel(RankArgs a) {
+  auto& s = shared<ListShared>();
+  const int h = blockIdx.x, b = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const NearView& near = a.near;
+  const int G = a.port.group(), D = a.port.shape.head_dim, H = a.port.shape.kv_heads;
+  const int group = b * H + h;
+  const T* q = reinterpret_cast<const T*>(a.q.data + b * a.q.stride) + int64_t{h} * G * D;
+  int near_count = 0, far_count = 0;
+  const bool ranks = ranked(a, b);
+  if (ranks) {
+    const Middle middle(a, b);
+    const int wanted = near.wanted[b];
+    const int64_t head = int64_t{b} * a.port.shape.q_heads + h * G;
+    uint32_t* chosen = near.chosen + head * (near.stride() / 32);
+    if (warp < G) {
+      choose(near.scores + (head + warp) * near.stride(), middle.count, wanted, wanted >= middle.count,
+             chosen + warp * (near.stride() / 32));
+    }
+    __syncthreads();
+
+    const int32_t* table = near.table + int64_t{b} * near.shape.max_pages;
+    const int32_t* slot_of = near.slot_of + near.tile(a.layer, h, 0);
+    const int64_t place = int64_t{group} * near.shape.max_pages;
+    // The layer that is published next.
+    char* far = near.lists;
+    const FarLists lists = far_slot(near.far, a.port.state->sequence + 1);
+    auto* far_pages = reinterpret_cast<int32_t*>(far + lists.pages) + place;
+    auto* far_heads = reinterpret_cast<uint16_t*>(far + lists.heads) + place;
+    const uint32_t everyone = (1u << G) - 1, below = (1u << lane) - 1;
+    const int pages = middle.end_page - middle.first_page;
+    for (int base = 0; base < pages; base += kListThreads) {
+      const int p = middle.first_page + base + static_cast<int>(threadIdx.x);
+      uint32_t heads = 0;
+      int page = 0, slot = -1;
+      if (p < middle.end_page) {
+        const int i = (p >> middle.level) - middle.first;
+        for (int g = 0; g < G; ++g) heads |= (chosen[g * (near.stride() / 32) + i / 32] >> i % 32 & 1u) << g;
+        if (heads != 0 && near.shape.together) heads = everyone;
+        page = table[p];
+        if (heads != 0) slot = slot_of[page];
+      }
+      const bool is_near = heads != 0 && slot >= 0, is_far = heads != 0 && slot < 0;
+      const uint32_t nears = __ballot_sync(kWholeWarp, is_near), fars = __ballot_sync(kWholeWarp, is_far);
+      if (lane == 0) s.near[warp] = __popc(nears), s.far[warp] = __popc(fars);
+      __syncthreads();
+      int near_at = near_count + __popc(nears & below), far_at = far_count + __popc(fars & below);
+      for (int w = 0; w < kListWarps; ++w) {
+        if (w < warp) near_at += s.near[w], far_at += s.far[w];
+        near_count += s.near[w];
+        far_count += s.far[w];
+      }
+      if (is_near) {
+        near.near_slots[place + near_at] = -1 - (h * near.shape.slots + slot);
+        near.used[h * near.shape.slots + slot] = 1;
+        if (!near.shape.together) {
+          for (int g = 0; g < G; ++g) near.masks[(place + near_at) * G + g] = heads >> g & 1 ? 0xffff : 0;
+        }
+      }
+      if (is_far) {
+        near.missed[place + far_at] = page;
+        far_pages[far_at] = page;
+        far_heads[far_at] = static_cast<uint16_t>(heads);
+      }
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+      reinterpret_cast<int32_t*>(far + lists.counts)[group] = far_count;
+      atomicAdd(&near.counts[kNearHits], static_cast<uint32_t>(near_count));
+      atomicAdd(&near.counts[kNearMisses], static_cast<uint32_t>(far_count));
+    }
+  }
+  if (threadIdx.x == 0) {
+    near.tasks[group] = {q, nullptr, group * near.shape.max_pages, near_count};
+    near.missed_count[group] = far_count;
+  }
+}
+
+constexpr unsigned kMostScoreParts = 64;
+
+template <class T>
+void rank_of(cudaStream_t stream, const RankArgs& args) {
+  const MailboxShape& s = args.port.shape;
+  const unsigned heads = static_cast<unsigned>(s.kv_heads), rows = static_cast<unsigned>(args.rows);
+  // A warp has eight blocks of the longest request, or more.
+  const unsigned most =
+      static_cast<unsigned>(args.near.shape.max_pages + 8 * kScoreWarps - 1) / (8 * kScoreWarps);
+  const dim3 grid(most < kMostScoreParts ? most : kMostScoreParts, heads, rows);
+  with_group<T>(args.port.group(), [&](auto group) {
+    constexpr int kG = group.value;
+    launch("the launch of near scores", score_kernel<T, kG>, grid, dim3(kScoreThreads),
+           sizeof(ScoreShared<kG>), stream, args);
+  });
+  launch("the launch of near lists", list_kernel<T>, dim3(heads, rows), dim3(kListThreads),
+         sizeof(ListShared), stream, args);
+}
+
+}  // namespace
+
+void near_rank(const Near& near, const Port& port, cudaStream_t stream, int layer, int rows, Rows q) {
+  if (rows == 0) return;
+  const RankArgs args{port.view(), near.view(), q, layer, rows};
+  if (port.view().shape.element == 2) {
+    rank_of<BF16>(stream, args);
+  } else {
+    rank_of<float>(stream, args);
+  }
+}
+
+}  // namespace fluxion::device

@@ -1,0 +1,32 @@
+// The CPU's half of a step whose tiles a device has chosen (far_tiles.h): nothing of a layer is left to
+// decide.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+
+#include "device/mailbox.h"
+#include "engine/engine.h"
+
+namespace fluxion {
+
+struct FarStep {
+  std::array<std::shared_ptr<const LayerPlan>, 2> plans;  // of layers with an even and an odd sequence number
+  uint32_t sequence;                                      // of the first layer
+  int layers;
+  float scale;
+  int64_t timeout_ns;  // how long to wait for a layer
+};
+
+struct FarServed {
+  int layers;  // that were answered
+  Wait wait;   // of the next one; kReady: there is none, or the device did not take the last answer
+  bool taken;
+};
+
+// Waits for each layer of the engine's step and answers it. What a layer throws is thrown when the layer is
+// answered as failed.
+FarServed serve(Mailbox& mailbox, Engine& engine, const FarStep& step);
+
+}  // namespace fluxion

@@ -1,0 +1,209 @@
+"""The near middle on the simulated device: it reads what the CPU would, whatever is near and whatever is far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_stream_device import Broken, Passes, check_that_it_goes_on, fail
+
+from fluxion_sglang.device.library import load
+from fluxion_sglang.device.near import metadata_bytes
+from fluxion_sglang.kv.host_pool import GIB
+from fluxion_sglang.policy import Policy, parse_spec
+
+Make = Callable[..., Passes]
+
+
+def maker(monkeypatch: pytest.MonkeyPatch, made: list[Passes], **always: Any) -> Make:
+    def make(copies: int = 0, **kw: Any) -> Passes:
+        """copies: of tiles, a KV head."""
+        heads, dim = kw.get("heads", 2), kw.get("dim", 64)
+        tile = 2 * 16 * dim * kw.get("dtype", torch.float32).itemsize
+        made.append(Passes(monkeypatch, copies_gb=copies * heads * tile / GIB, **always, **kw))
+        return made[-1]
+
+    return make
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[Passes] = []
+    yield maker(monkeypatch, made)
+    for one in made:
+        one.library.inject("none", 1)
+        one.device.close()
+        one.pinned.release()
+
+
+def both(near: Passes, plain: Passes, rows: list[int], policies: list[Policy] | None = None) -> None:
+    """A decode step of two worlds that were drawn alike."""
+    for one in (near, plain):
+        one.begin_decode(rows, policies)
+    tolerance = 1e-4 if near.world.dtype == torch.float32 else 3e-2
+    for layer in range(near.world.layers):
+        (got, exact), (want, same) = near.layer(layer, rows), plain.layer(layer, rows)
+        assert torch.equal(exact, same), "the worlds differ"
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
+    for one in (near, plain):
+        one.device.finish()
+
+
+def counts(one: Passes) -> tuple[int, int, int]:
+    stats = one.device.stats()
+    return stats["near_tiles"], stats["far_tiles"], stats["near_copies"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "union"),
+    [("fixed:16:0.1", True), ("fixed:16:0.1", False), ("fixed:64:0.2", True), ("fixed:128:0.5", False), ("full", True),
+     ("streaming", True)],
+)  # fmt: skip
+@pytest.mark.parametrize("copies", [3, 60, 4000])
+def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union: bool) -> None:
+    """Steps that fill pages and move the window, of requests with no middle and with a cut last block."""
+    kw: dict[str, Any] = {"seed": 3, "policy": spec, "attend_union": union}
+    near, plain = passes(copies, **kw), passes(**kw)
+    for one in (near, plain):
+        one.extend({1: 1203, 2: 300, 3: 777, 4: 30})
+        one.extend({2: 401})
+    for _ in range(16):
+        both(near, plain, [3, 1, 2, 4])
+    hits, misses, kept = counts(near)
+    if spec == "streaming":
+        assert hits == misses == 0
+    elif copies == 4000:
+        assert hits > 0 and misses == kept == 0, "what was prefilled or decoded is near"
+    else:
+        assert misses > 0 and kept > 0
+        assert copies < 60 or hits > 0
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_shape(passes: Make, group: int, dim: int, dtype: torch.dtype) -> None:
+    # Whole numbers, so that both sides rank by the same scores, with many ties.
+    kw: dict[str, Any] = {
+        "seed": group, "policy": "fixed:32:0.15", "group": group, "dim": dim, "dtype": dtype, "whole": True, "layers": 1
+    }  # fmt: skip
+    near, plain = passes(40, **kw), passes(**kw)
+    for one in (near, plain):
+        one.extend({1: 900, 2: 1500})
+    for _ in range(3):
+        both(near, plain, [2, 1])
+    assert counts(near)[0] > 0 and counts(near)[1] > 0
+
+
+def test_copies_follow_what_is_read(passes: Make) -> None:
+    """With room for what steps read, they soon find it near."""
+    near = passes(150, seed=4, policy="full", layers=1)
+    near.extend({1: 2000})
+    for _ in range(2):  # another request takes the place
+        near.extend({2: 900})
+    misses = []
+    for _ in range(8):
+        before = counts(near)[1]
+        near.decode([1])
+        misses.append(counts(near)[1] - before)
+    assert misses[0] > 0 and misses[-1] == 0
+
+
+def test_pages_that_another_request_wrote(passes: Make) -> None:
+    """A prefix that is shared, and pages that were given back and written anew."""
+    kw: dict[str, Any] = {"seed": 5, "policy": "fixed:16:0.2"}
+    near, plain = passes(50, **kw), passes(**kw)
+    for one in (near, plain):
+        one.extend({1: 1500})
+    for _ in range(33):
+        both(near, plain, [1])
+    for one in (near, plain):
+        world = one.world
+        world.share(2, 1, world.length(1) // 16)  # also pages that decode steps filled
+        n = world.length(2)
+        one.device.heal(2, n, world.page_list(2, n))
+        one.extend({2: 400})
+    for _ in range(3):
+        both(near, plain, [2, 1])
+    for one in (near, plain):
+        world = one.world
+        world.free += world.pages.pop(1)[::-1]
+        for kept in (world.keys, world.values):
+            del kept[1]
+        # Those that are shared are the other's still.
+        world.free = [page for page in world.free if page not in world.pages[2]]
+        one.extend({3: 1400})
+    for _ in range(3):
+        both(near, plain, [3, 2])
+
+
+def test_policies_that_it_cannot_choose_for(passes: Make) -> None:
+    """Their steps are the CPU's, and what they fill is near afterwards."""
+    near, plain = (passes(copies, seed=6) for copies in (2000, 0))
+    for one in (near, plain):
+        one.extend({1: 900, 2: 1200})
+    fixed = parse_spec("fixed:16:0.1")
+    both(near, plain, [1, 2], [fixed, parse_spec("fixed:32:0.3")])
+    assert counts(near)[0] > 0
+    before = counts(near)
+    for _ in range(17):
+        both(near, plain, [1, 2], [fixed, parse_spec("anchor")])
+    assert counts(near)[:2] == before[:2]
+    both(near, plain, [1], [fixed])
+    assert counts(near)[1] == 0
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
+    blk=st.sampled_from([16, 32, 64, 128]),
+    budget=st.floats(0.01, 1.0),
+    copies=st.integers(1, 200),
+    seed=st.integers(0, 1000),
+)
+def test_any_step(lengths: list[int], blk: int, budget: float, copies: int, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kw: dict[str, Any] = {"seed": seed, "policy": f"fixed:{blk}:{budget:.3f}", "layers": 1}
+        made = [Passes(monkeypatch, copies_gb=n * 2 * 2 * 16 * 64 * 4 / GIB, **kw) for n in (copies, 0)]
+        try:
+            for one in made:
+                one.extend({row + 1: count for row, count in enumerate(lengths)})
+            for _ in range(3):
+                both(made[0], made[1], [row + 1 for row in range(len(lengths))])
+        finally:
+            for one in made:
+                one.device.close()
+                one.pinned.release()
+
+
+def test_after_a_pass_that_failed(passes: Make) -> None:
+    one = passes(400, seed=8, layers=3)
+    one.extend({1: 800, 2: 400})
+    one.begin_decode([1, 2], [Broken(fail), parse_spec("full")])
+    for layer in range(3):
+        one.layer(layer, [1, 2])
+    with pytest.raises(RuntimeError, match="the plan went wrong"):
+        one.device.finish()
+    check_that_it_goes_on(one, [1, 2])
+    one.begin_decode([1, 2])
+    one.layer(0, [1, 2])
+    one.device.abort()
+    one.device.finish()
+    check_that_it_goes_on(one, [1, 2])
+    assert counts(one)[0] > 0
+
+
+def test_less_memory_than_a_tile(passes: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="hot_tiles_gb is 1e-07, less than one tile"):
+        Passes(monkeypatch, copies_gb=1e-7)
+
+
+def test_metadata_is_a_sixteenth(passes: Make) -> None:
+    shape = passes(4).world.pool.shape
+    assert metadata_bytes(shape, 1600) * 16 == 1600 * shape.layers * shape.token_bytes
+    assert load("sim").backend == "sim"

@@ -30,8 +30,11 @@ NEW = 24
 OFF = "off"
 FULL = '{"policy": "full"}'
 SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
-CASES = (("bfloat16", OFF), ("bfloat16", FULL), ("bfloat16", SHARED))
-SIMULATED_CASES = (("float32", OFF), ("float32", FULL), ("float32", SHARED))
+NEAR = '{"policy": "full", "gpu_ranks": true, "hot_tiles_gb": 0.01}'
+"""Copies of some of the tiles."""
+CONFIGS = (OFF, FULL, SHARED, NEAR)
+CASES = tuple(("bfloat16", config) for config in CONFIGS)
+SIMULATED_CASES = tuple(("float32", config) for config in CONFIGS)
 CORES_OF_AN_ENGINE = 3
 """As many engines start at once as have so many cores: the model is small, and starting is most of the time."""
 

@@ -42,13 +42,6 @@ __device__ bool ranked(const RankArgs& a, int b) {
   return a.port.state->late == 0 && b < a.near.step->batch && b < a.port.state->batch;
 }
 
-// Two consecutive numbers.
-__device__ __forceinline__ void load_two(const float* at, float* x) { x[0] = at[0], x[1] = at[1]; }
-__device__ __forceinline__ void load_two(const BF16* at, float* x) {
-  const uint32_t raw = *reinterpret_cast<const uint32_t*>(at);
-  x[0] = __uint_as_float(raw << 16);
-  x[1] = __uint_as_float(raw & 0xffff0000u);
-}
 __device__ __forceinline__ float rounded(float x, const float*) { return x; }
 __device__ __forceinline__ float rounded(float x, const BF16*) {
   BF16 y;
@@ -57,19 +50,46 @@ __device__ __forceinline__ float rounded(float x, const BF16*) {
 }
 
 constexpr int kScoreThreads = 128, kScoreWarps = kScoreThreads / 32;
-constexpr int kPairs = kMaxHeadDim / 64;  // of numbers, that a lane has
 
-struct alignas(8) Two {
-  float x, y;
-};
-
+// An entry {minima, maxima} is one row of 2 D numbers. Vector v of it, 16 bytes, is lane v % 32's; a row of
+// more than 32 vectors is read in several passes.
+template <class T>
+inline constexpr int kPasses = 2 * kMaxHeadDim / kWide<T> / 32;
+// Blocks that a warp has under way: as registers allow, and no more sums than lanes.
 template <int kG>
+inline constexpr int kBlocksAhead = kG <= 4 ? 4 : 16 / kG;
+
+template <class T, int kG>
 struct ScoreShared {
-  Two weights[kG][2][kMaxHeadDim / 2];
+  // {(q - spread |q|) / 2, (q + spread |q|) / 2}, [head][4 numbers of a vector][vector].
+  float4 weights[kG][kWide<T> / 4][2 * kMaxHeadDim / kWide<T>];
 };
 
-// Grid: parts, KV heads, requests. A warp a block. The weights are those of kernels/score.h; sums have an
-// order of their own.
+// The sums over a warp of each lane's kN numbers: afterwards x[0] of lane l is that of number l * kN / 32.
+template <int kN>
+__device__ __forceinline__ void scatter_over_warp(float (&x)[kN]) {
+  static_assert(kN <= 32 && (kN & (kN - 1)) == 0);
+  const int lane = threadIdx.x % 32;
+  int n = kN;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    if (n > 1) {
+      n /= 2;
+      const bool upper = (lane & offset) != 0;
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) {
+        if (i < n) {
+          const float given = __shfl_xor_sync(kWholeWarp, upper ? x[i] : x[i + n], offset);
+          x[i] = (upper ? x[i + n] : x[i]) + given;
+        }
+      }
+    } else {
+      x[0] += __shfl_xor_sync(kWholeWarp, x[0], offset);
+    }
+  }
+}
+
+// Grid: parts, KV heads, requests. The weights are those of kernels/score.h; sums have an order of their own.
 template <class T, int kG>
 __global__ void __launch_bounds__(kScoreThreads) score_kernel(RankArgs a) {
   const int h = blockIdx.y, b = blockIdx.z;
@@ -77,60 +97,68 @@ __global__ void __launch_bounds__(kScoreThreads) score_kernel(RankArgs a) {
   const Middle middle(a, b);
   const int wanted = a.near.wanted[b];
   if (wanted == 0 || wanted >= middle.count) return;
-  auto& s = shared<ScoreShared<kG>>();
+  auto& s = shared<ScoreShared<T, kG>>();
+  constexpr int kW = kWide<T>, kA = kBlocksAhead<kG>;
   const int G = a.port.group(), D = a.port.shape.head_dim, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int vectors = 2 * D / kW;
   const T* q = reinterpret_cast<const T*>(a.q.data + b * a.q.stride) + int64_t{h} * G * D;
-  for (int i = threadIdx.x; i < kG * D; i += kScoreThreads) {
-    const int g = i / D, d = i % D;
-    const float x = g < G ? to_float(q[g * D + d]) : 0.0f, half = 0.5f * x;
-    const float wide = fabsf(half) * a.near.shape.spread;
-    reinterpret_cast<float*>(s.weights[g][0])[d] = rounded(half - wide, q);
-    reinterpret_cast<float*>(s.weights[g][1])[d] = rounded(half + wide, q);
+  for (int i = threadIdx.x; i < kG * 2 * D; i += kScoreThreads) {
+    const int g = i / (2 * D), e = i % (2 * D);
+    const float half = g < G ? 0.5f * to_float(q[g * D + e % D]) : 0.0f,
+                wide = fabsf(half) * a.near.shape.spread;
+    reinterpret_cast<float*>(&s.weights[g][e % kW / 4][e / kW])[e % 4] =
+        rounded(e < D ? half - wide : half + wide, q);
   }
   __syncthreads();
 
-  const T* entries = reinterpret_cast<const T*>(a.near.entries) + a.near.tile(a.layer, h, 0) * 2 * D;
+  const auto* entries = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(a.near.entries) +
+                                                       a.near.tile(a.layer, h, 0) * 2 * D);
   const int32_t* table = a.near.table + int64_t{b} * a.near.shape.max_pages;
   float* scores = a.near.scores + (int64_t{b} * a.port.shape.q_heads + h * G) * a.near.stride();
-  for (int i = blockIdx.x * kScoreWarps + warp; i < middle.count; i += gridDim.x * kScoreWarps) {
-    float low[2 * kPairs], high[2 * kPairs];
+  const int64_t stride = a.near.stride();
+  for (int first = (blockIdx.x * kScoreWarps + warp) * kA; first < middle.count;
+       first += gridDim.x * kScoreWarps * kA) {
+    float dots[kA * kG] = {};  // [block][head]
 #pragma unroll
-    for (int j = 0; j < 2 * kPairs; ++j) low[j] = -minus_infinity(), high[j] = minus_infinity();
-    const int from = middle.from(i), to = middle.to(i);
-    for (int p = from; p < to; ++p) {
-      const T* entry = entries + int64_t{table[p]} * 2 * D;
+    for (int pass = 0; pass < kPasses<T>; ++pass) {
+      const int v = lane + 32 * pass;
+      if (32 * pass >= vectors) break;
+      const bool there = v < vectors, is_low = v * kW < D;
+      uint4 raw[kA];
 #pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        const int d = 2 * (lane + 32 * j);
-        if (d >= D) continue;
-        float x[2], y[2];
-        load_two(entry + d, x);
-        load_two(entry + D + d, y);
-        for (int e = 0; e < 2; ++e) {
-          low[2 * j + e] = fminf(low[2 * j + e], x[e]);
-          high[2 * j + e] = fmaxf(high[2 * j + e], y[e]);
+      for (int i = 0; i < kA; ++i) {
+        if (there && first + i < middle.count)
+          raw[i] = entries[int64_t{table[middle.from(first + i)]} * vectors + v];
+      }
+#pragma unroll
+      for (int i = 0; i < kA; ++i) {
+        if (!there || first + i >= middle.count) continue;
+        float x[kW];
+        unpack(raw[i], x);
+        for (int p = middle.from(first + i) + 1; p < middle.to(first + i); ++p) {
+          float y[kW];
+          unpack(entries[int64_t{table[p]} * vectors + v], y);
+#pragma unroll
+          for (int j = 0; j < kW; ++j) x[j] = is_low ? fminf(x[j], y[j]) : fmaxf(x[j], y[j]);
+        }
+#pragma unroll
+        for (int g = 0; g < kG; ++g) {
+#pragma unroll
+          for (int j = 0; j < kW / 4; ++j) {
+            const float4 w = s.weights[g][j][v];
+            float& dot = dots[i * kG + g];
+            dot = fmaf(w.x, x[4 * j], dot), dot = fmaf(w.y, x[4 * j + 1], dot);
+            dot = fmaf(w.z, x[4 * j + 2], dot), dot = fmaf(w.w, x[4 * j + 3], dot);
+          }
         }
       }
     }
-    float dots[kG] = {};
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      const int d = 2 * (lane + 32 * j);
-      if (d >= D) continue;
-#pragma unroll
-      for (int g = 0; g < kG; ++g) {
-        const Two minus = s.weights[g][0][d / 2], plus = s.weights[g][1][d / 2];
-        dots[g] = fmaf(minus.x, low[2 * j], fmaf(plus.x, high[2 * j], dots[g]));
-        dots[g] = fmaf(minus.y, low[2 * j + 1], fmaf(plus.y, high[2 * j + 1], dots[g]));
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < kG; ++g) {
-      const float sum = warp_sum(dots[g]);
-      // NaN counts as -inf, -0 as 0: from here on scores compare as numbers.
-      if (lane == 0 && g < G)
-        scores[g * a.near.stride() + i] = sum > minus_infinity() ? sum + 0.0f : minus_infinity();
-    }
+    scatter_over_warp(dots);
+    constexpr int kSame = 32 / (kA * kG);  // lanes that have one number
+    const int number = lane / kSame, i = first + number / kG, g = number % kG;
+    // NaN counts as -inf, -0 as 0: from here on scores compare as numbers.
+    if (lane % kSame == 0 && g < G && i < middle.count)
+      scores[g * stride + i] = dots[0] > minus_infinity() ? dots[0] + 0.0f : minus_infinity();
   }
 }
 
@@ -297,13 +325,13 @@ void rank_of(cudaStream_t stream, const RankArgs& args) {
   const MailboxShape& s = args.port.shape;
   const unsigned heads = static_cast<unsigned>(s.kv_heads), rows = static_cast<unsigned>(args.rows);
   // A warp has eight blocks of the longest request, or more.
-  const unsigned most =
-      static_cast<unsigned>(args.near.shape.max_pages + 8 * kScoreWarps - 1) / (8 * kScoreWarps);
+  constexpr unsigned kEach = 8 * kScoreWarps;
+  const unsigned most = (static_cast<unsigned>(args.near.shape.max_pages) + kEach - 1) / kEach;
   const dim3 grid(most < kMostScoreParts ? most : kMostScoreParts, heads, rows);
   with_group<T>(args.port.group(), [&](auto group) {
     constexpr int kG = group.value;
     launch("the launch of near scores", score_kernel<T, kG>, grid, dim3(kScoreThreads),
-           sizeof(ScoreShared<kG>), stream, args);
+           sizeof(ScoreShared<T, kG>), stream, args);
   });
   launch("the launch of near lists", list_kernel<T>, dim3(heads, rows), dim3(kListThreads),
          sizeof(ListShared), stream, args);

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <memory>
 
-#include "device/far_step.h"
 #include "device/far_tiles.h"
 #include "device/mailbox.h"
+#include "device/steady_step.h"
 #include "ffi/engine.h"
 #include "ffi/plan.h"
 
@@ -108,9 +108,9 @@ TaskKindRef far_tiles_create(ffi::Tensor lists, int64_t max_requests, int64_t kv
   return make_kind<FarTiles>(data<char>(lists), shape, static_cast<int>(parity % 2), keep({lists}));
 }
 
-// out: [3], FarServed.
-void far_serve(MailboxRef ref, EngineRef engine, PlanRef even, PlanRef odd, int64_t sequence, int64_t layers,
-               double scale, int64_t timeout_ns, TensorView out) {
+// out: [3], Served.
+void mailbox_serve(MailboxRef ref, EngineRef engine, PlanRef even, PlanRef odd, int64_t sequence,
+                   int64_t layers, double scale, int64_t timeout_ns, TensorView out) {
   expect(out, "out", kInt64, {3}, 1);
   const MailboxShape& s = ref->mailbox->shape();
   const PoolShape& pool = engine->engine->pool().shape();
@@ -120,12 +120,12 @@ void far_serve(MailboxRef ref, EngineRef engine, PlanRef even, PlanRef odd, int6
       engine->engine->batch() > s.max_requests || layers < 0 || layers > pool.layers) {
     Raise("ValueError") << "The mailbox is for other layers than the engine's.";
   }
-  const FarStep step{{even->plan, odd->plan},
-                     static_cast<uint32_t>(sequence),
-                     static_cast<int>(layers),
-                     static_cast<float>(scale),
-                     timeout_ns};
-  const FarServed served = guarded([&] { return serve(*ref->mailbox, *engine->engine, step); });
+  const SteadyStep step{{even->plan, odd->plan},
+                        static_cast<uint32_t>(sequence),
+                        static_cast<int>(layers),
+                        static_cast<float>(scale),
+                        timeout_ns};
+  const Served served = guarded([&] { return serve(*ref->mailbox, *engine->engine, step); });
   int64_t* to = data<int64_t>(out);
   to[0] = served.layers, to[1] = static_cast<int64_t>(served.wait), to[2] = served.taken;
 }
@@ -148,4 +148,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_load, fluxion::mailbox_load);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_store, fluxion::mailbox_store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(far_lists_bytes, fluxion::far_lists_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(far_tiles_create, fluxion::far_tiles_create);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(far_serve, fluxion::far_serve);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mailbox_serve, fluxion::mailbox_serve);

@@ -12,10 +12,10 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from test_near import Make, both, counts, maker  # noqa: E402
-from test_stream_device import Passes  # noqa: E402
+from test_near import Make, both, counts, maker
+from test_stream_device import Passes
 
-from fluxion_sglang.device.library import DeviceLibrary  # noqa: E402
+from fluxion_sglang.device.library import DeviceLibrary
 
 pytestmark = pytest.mark.gpu
 
@@ -36,9 +36,9 @@ def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union
     kw: dict[str, Any] = {"seed": 3, "policy": spec, "attend_union": union, "workers": 4}
     near, plain = passes(copies, **kw), passes(**kw)
     for one in (near, plain):
-        one.extend({1: 1203, 2: 300, 3: 777, 4: 30})
+        one.extend({1: 1211, 2: 300, 3: 779, 4: 30})
         one.extend({2: 401})
-    for _ in range(20):
+    for _ in range(8):
         both(near, plain, [3, 1, 2, 4])
     hits, misses, _ = counts(near)
     assert (misses == 0) == (copies == 4000) and (hits > 0 or copies == 3)

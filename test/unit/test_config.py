@@ -39,7 +39,11 @@ def test_every_option_is_documented() -> None:
         assert option.doc.endswith(".")
         # The default must be JSON, and the example must be accepted for its key.
         assert json.loads(option.default) == getattr(FluxionConfig(), option.key)
-        needs = {"hot_tiles_gb": '"executors": "cpu+gpu", ', "audit_gb": '"audit": "/tmp/audit.npy", '}
+        needs = {
+            "hot_tiles_gb": '"executors": "cpu+gpu", ',
+            "gpu_ranks": '"hot_tiles_gb": 4, ',
+            "audit_gb": '"audit": "/tmp/audit.npy", ',
+        }
         needed = needs.get(option.key, "")
         parsed = FluxionConfig.parse(f'{{{needed}"{option.key}": {option.example}}}')
         assert getattr(parsed, option.key) == json.loads(option.example)
@@ -127,6 +131,17 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"executors": "cpu+gpu", "hot_tiles_gb": -1}', ["hot_tiles_gb is -1", "0 for none"]),
         ('{"executors": "cpu", "hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'cpu'", '"cpu+gpu"']),
         ('{"hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'auto'", '"cpu+gpu"']),
+        ('{"gpu_ranks": true}', ["gpu_ranks is set", "no memory", '"hot_tiles_gb": 8']),
+        (
+            '{"gpu_ranks": true, "hot_tiles_gb": 2, "executors": "cpu+gpu"}',
+            ["gpu_ranks does not work with executors 'cpu+gpu'", "leave one"],
+        ),
+        (
+            '{"gpu_ranks": true, "hot_tiles_gb": 2, "guard": 0.3}',
+            ["gpu_ranks does not work with guard 0.3"],
+        ),
+        ('{"gpu_ranks": true, "hot_tiles_gb": 2, "audit": "/tmp/a"}', ["gpu_ranks does not work with audit '/tmp/a'"]),
+        ('{"gpu_ranks": true, "hot_tiles_gb": 2, "disk": "/tmp/d"}', ["gpu_ranks does not work with disk '/tmp/d'"]),
         ('{"executors": "cpu+torch", "guard": 0.05}', ["guard does not work", 'executors "cpu"', "leave guard out"]),
         ('{"scheduler": "fifo"}', ["scheduler is 'fifo'", '"priority", "none", "uniform", "length"']),
         ('{"scheduler": null}', ["scheduler is null", "string"]),

@@ -60,19 +60,25 @@ def counts(one: Passes) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "union"),
-    [("fixed:16:0.1", True), ("fixed:16:0.1", False), ("fixed:64:0.2", True), ("fixed:128:0.5", False), ("full", True),
-     ("streaming", True)],
-)  # fmt: skip
-@pytest.mark.parametrize("copies", [3, 60, 4000])
+    ("spec", "copies", "union"),
+    [
+        ("fixed:16:0.1", 60, True),
+        ("fixed:16:0.1", 60, False),
+        ("fixed:16:0.1", 4000, True),
+        ("fixed:64:0.2", 3, True),
+        ("fixed:128:0.5", 60, False),
+        ("full", 60, True),
+        ("streaming", 60, True),
+    ],
+)
 def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union: bool) -> None:
     """Steps that fill pages and move the window, of requests with no middle and with a cut last block."""
     kw: dict[str, Any] = {"seed": 3, "policy": spec, "attend_union": union}
     near, plain = passes(copies, **kw), passes(**kw)
     for one in (near, plain):
-        one.extend({1: 1203, 2: 300, 3: 777, 4: 30})
+        one.extend({1: 1211, 2: 300, 3: 779, 4: 30})
         one.extend({2: 401})
-    for _ in range(16):
+    for _ in range(6):
         both(near, plain, [3, 1, 2, 4])
     hits, misses, kept = counts(near)
     if spec == "streaming":
@@ -84,9 +90,8 @@ def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union
         assert copies < 60 or hits > 0
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 16])
-@pytest.mark.parametrize("dim", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "dim"), [(1, 32), (4, 128), (7, 48), (16, 64), (8, 256)])
 def test_every_shape(passes: Make, group: int, dim: int, dtype: torch.dtype) -> None:
     # Whole numbers, so that both sides rank by the same scores, with many ties.
     kw: dict[str, Any] = {
@@ -95,7 +100,7 @@ def test_every_shape(passes: Make, group: int, dim: int, dtype: torch.dtype) -> 
     near, plain = passes(40, **kw), passes(**kw)
     for one in (near, plain):
         one.extend({1: 900, 2: 1500})
-    for _ in range(3):
+    for _ in range(2):
         both(near, plain, [2, 1])
     assert counts(near)[0] > 0 and counts(near)[1] > 0
 
@@ -120,7 +125,7 @@ def test_pages_that_another_request_wrote(passes: Make) -> None:
     near, plain = passes(50, **kw), passes(**kw)
     for one in (near, plain):
         one.extend({1: 1500})
-    for _ in range(33):
+    for _ in range(18):
         both(near, plain, [1])
     for one in (near, plain):
         world = one.world
@@ -158,7 +163,7 @@ def test_policies_that_it_cannot_choose_for(passes: Make) -> None:
     assert counts(near)[1] == 0
 
 
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
     blk=st.sampled_from([16, 32, 64, 128]),

@@ -100,7 +100,7 @@ class Mailbox:
         self._answer = function("mailbox_answer")
         self._fail = function("mailbox_fail")
         self._finish = function("mailbox_finish")
-        self._serve = function("far_serve")
+        self._serve = function("mailbox_serve")
         self._served = torch.zeros(3, dtype=torch.int64)
         self._times = torch.empty(TIMES, 8, dtype=torch.int64)
 
@@ -192,7 +192,7 @@ class Mailbox:
         scale: float,
         timeout_s: float,
     ) -> tuple[int, bool]:
-        """Wait for the layers of a step and answer them, without Python between them (csrc/device/far_step.h).
+        """Wait for the layers of a step and answer them, without Python between them (csrc/device/steady_step.h).
 
         Args:
             plans: of layers with an even and with an odd sequence number. sequence: of the first layer.

@@ -221,10 +221,12 @@ class LayerServer:
             except Exception as error:
                 self._fail(error)
         first = 0
-        if step.far is not None and self._failure is None and self._lost is None:
-            if (served := self._serve_far(step, step.far)) is None:
-                return
-            first = served
+        if self._failure is None and self._lost is None and step.rows.numel() > 0:
+            plans = step.far
+            if plans is None and (steady := self.engine.steady_plan()) is not None:
+                plans = steady, steady
+            if plans is not None:
+                first = self._serve_steady(step, plans)
         for layer in range(first, self.layers):
             if self._lost is not None:
                 return
@@ -239,8 +241,8 @@ class LayerServer:
         # After its last answer, so that the device does not wait for it.
         self.timeline.add(self.mailbox.times().tolist())
 
-    def _serve_far(self, step: _Step, plans: tuple[NativePlan, NativePlan]) -> int | None:
-        """A step whose tiles the device has chosen; how many are answered. None: the sides lost one another."""
+    def _serve_steady(self, step: _Step, plans: tuple[NativePlan, NativePlan]) -> int:
+        """The layers of a step whose plans are known; how many are answered."""
         engine, before = self.engine, self.mailbox.load(Word.ANSWERED)
         taken = True
         try:
@@ -249,14 +251,12 @@ class LayerServer:
             )
         except MailboxError as error:
             self._lose(str(error))
-            return None
         except Exception as error:
             self._fail(error)
         answered = (self.mailbox.load(Word.ANSWERED) - before) & 0xFFFFFFFF
         self._sequence += answered
         if not taken:
             self._lose(self.mailbox.late_sentence())
-            return None
         engine.served(answered)
         return answered
 

@@ -294,8 +294,15 @@ class DecodeEngine:
             observer.decoded(at)
         self.accounts.lap(Phase.PLAN)
 
+    def steady_plan(self) -> NativePlan | None:
+        """What every layer of the current step reads, where that is known and nobody wants to see its layers."""
+        watched = self.observers or type(self.accounts) is not Accounts
+        if self._looks or watched or self.executors or self._policy.uniform is None:
+            return None
+        return self._native_plan(self._policy.plan(0, torch.empty(0)))
+
     def served(self, layers: int) -> None:
-        """The first layers of the current step are done without `attend`: a device has chosen what they read."""
+        """The first layers of the current step are done without `attend`."""
         for layer in range(layers):
             self.accounts.layer(layer, self.native, None)
 

@@ -62,7 +62,7 @@ _BLOCKING = frozenset(
         "time_attend",
         "mailbox_wait",
         "mailbox_finish",
-        "far_serve",
+        "mailbox_serve",
     }
 )
 

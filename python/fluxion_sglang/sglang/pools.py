@@ -193,7 +193,13 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
     # One row more than requests: row 0 is SGLang's padding.
     room = resolved.max_total_num_tokens
-    if (maker := maker_of(configurator.device)) is not None:
+    if (maker := maker_of(configurator.device)) is None:
+        if config.gpu_ranks:
+            raise ConfigError(
+                "gpu_ranks is set, but the CPU is the device and no GPU would rank blocks; serve with --device cuda or "
+                "leave gpu_ranks out."
+            )
+    else:
         room -= maker.reserved_tokens(shape, config, capacity.plan_tokens(config, shape, available))
     rows, limit = room // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
     if configurator.device == "cpu":

@@ -11,7 +11,7 @@
 
 namespace fluxion {
 
-struct FarStep {
+struct SteadyStep {
   std::array<std::shared_ptr<const LayerPlan>, 2> plans;  // of layers with an even and an odd sequence number
   uint32_t sequence;                                      // of the first layer
   int layers;
@@ -19,7 +19,7 @@ struct FarStep {
   int64_t timeout_ns;  // how long to wait for a layer
 };
 
-struct FarServed {
+struct Served {
   int layers;  // that were answered
   Wait wait;   // of the next one; kReady: there is none, or the device did not take the last answer
   bool taken;
@@ -27,6 +27,6 @@ struct FarServed {
 
 // Waits for each layer of the engine's step and answers it. What a layer throws is thrown when the layer is
 // answered as failed.
-FarServed serve(Mailbox& mailbox, Engine& engine, const FarStep& step);
+Served serve(Mailbox& mailbox, Engine& engine, const SteadyStep& step);
 
 }  // namespace fluxion

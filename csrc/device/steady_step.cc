@@ -1,4 +1,4 @@
-#include "device/far_step.h"
+#include "device/steady_step.h"
 
 #include <stdexcept>
 #include <string>
@@ -7,7 +7,7 @@ namespace fluxion {
 
 namespace {
 
-void attend(const Mailbox& mailbox, Engine& engine, const FarStep& step, uint32_t sequence, int layer) {
+void attend(const Mailbox& mailbox, Engine& engine, const SteadyStep& step, uint32_t sequence, int layer) {
   const MailboxShape& s = mailbox.shape();
   const MailboxSlot at = mailbox_slot(s, sequence);
   char* arena = mailbox.arena();
@@ -32,8 +32,8 @@ void attend(const Mailbox& mailbox, Engine& engine, const FarStep& step, uint32_
 
 }  // namespace
 
-FarServed serve(Mailbox& mailbox, Engine& engine, const FarStep& step) {
-  FarServed served{0, Wait::kReady, true};
+Served serve(Mailbox& mailbox, Engine& engine, const SteadyStep& step) {
+  Served served{0, Wait::kReady, true};
   for (; served.layers < step.layers && served.taken; ++served.layers) {
     const uint32_t sequence = step.sequence + static_cast<uint32_t>(served.layers);
     served.wait = mailbox.wait(kPublished, sequence, step.timeout_ns);

@@ -3,7 +3,7 @@
 
 #include "cuda/device.cuh"
 #include "cuda/near.h"
-#include "engine/units.h"
+#include "kernels/units.h"
 
 namespace fluxion::device {
 

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(RankArgs a) {
   }
 }
 
-constexpr unsigned kMostScoreParts = 64;
+constexpr unsigned kMostScoreParts = 16;
 
 template <class T>
 void rank_of(cudaStream_t stream, const RankArgs& args) {

@@ -18,10 +18,11 @@ __device__ __forceinline__ void merge_parts(const float* o, const float* lse, in
   for (int p = 0; p < parts; ++p) total += exp2f(lse[int64_t{p} * G] - base);
   for (int d = threadIdx.x; d < D; d += kMergeThreads) {
     float sum = 0.0f;
+    // Loads of several parts at once; what a part without tokens has left in its place counts nothing.
+#pragma unroll 8
     for (int p = 0; p < parts; ++p) {
-      const float of_part = lse[int64_t{p} * G];
-      if (of_part == minus_infinity()) continue;
-      sum = fmaf(exp2f(of_part - base), o[int64_t{p} * G * D + d], sum);
+      const float weight = exp2f(lse[int64_t{p} * G] - base), x = o[int64_t{p} * G * D + d];
+      sum = fmaf(weight, weight == 0.0f ? 0.0f : x, sum);
     }
     to[d] = total == 0.0f ? 0.0f : sum / total;
   }

@@ -6,7 +6,7 @@
 
 #include "engine/layer.h"
 #include "engine/scratch.h"
-#include "engine/units.h"
+#include "kernels/units.h"
 
 namespace fluxion {
 

@@ -29,7 +29,7 @@ from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Appended, Device
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.variant import PLAIN, Variant
-from fluxion_sglang.kv.host_pool import HostPool
+from fluxion_sglang.kv.host_pool import GIB, HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.policy.base import Policy
@@ -88,17 +88,7 @@ class StreamDevice(Device):
             # A late task is the engine's to report; the device gives up on what nobody reported.
             timeout_s=1.25 * self._server.timeout_s,
         )
-        self._near: Near | None = None
-        if copies_gb > 0:
-            self._near = Near(
-                library,
-                pool,
-                self._mailbox.shape,
-                self._port,
-                max_pages=-(-max_tokens // PAGE),
-                copies_gb=copies_gb,
-                union=engine.union,
-            )
+        self._near = self._near_middle(max_tokens, copies_gb) if copies_gb > 0 else None
         self._writer = ChunkWriter(library, self._streams, pool, self._device, self._near)
         flash = flashinfer.serves(library.backend, shape.dtype, shape.head_dim)
         if not flash and library.backend == "cuda":
@@ -139,6 +129,20 @@ class StreamDevice(Device):
         self._requests: Sequence[ExtendRequest] = ()
         self._pages: list[torch.Tensor] = []
         atexit.register(self.close)  # after that of what is pinned, and so called before it
+
+    def _near_middle(self, max_tokens: int, copies_gb: float) -> Near:
+        pages, union = -(-max_tokens // PAGE), self._engine.union
+        near = Near(
+            self._library,
+            self._pool,
+            self._mailbox.shape,
+            self._port,
+            max_pages=pages,
+            copies_gb=copies_gb,
+            union=union,
+        )
+        logger.info("Fluxion: the device ranks blocks, with %.2f GiB for metadata, copies and lists", near.nbytes / GIB)
+        return near
 
     @property
     def description(self) -> str:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,19 @@ def test_the_cuda_library_has_code_for_every_device_it_is_for() -> None:
         return [line.rsplit(" ", 1)[1] for line in done.stdout.splitlines() if " file " in line]
 
     code, later = listed("-lelf"), listed("-lptx")
-    for source in ("attend", "copies", "merge", "pages", "port", "publish", "resident", "take"):
+    for source in ("attend", "copies", "merge", "near_keep", "near_rank", "pages", "port", "publish", "resident", "take"):
         assert f"{source}.sm_80.cubin" in code and f"{source}.sm_90a.cubin" in code and f"{source}.sm_90.ptx" in later
+
+
+@needs_cuda_library
+@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump")
+def test_kernels_have_the_registers_that_they_need() -> None:
+    """What a thread keeps in memory instead is a few numbers at most: in a loop that would be what it waits for."""
+    run = [str(cuobjdump()), "--dump-resource-usage", str(CUDA)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    kernels = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
+    assert len(kernels) > 100, "of two architectures"
+    assert not [name for name, stack, local in kernels if int(stack) > 96 or int(local) > 0]
 
 
 @needs_cuda_library

@@ -30,7 +30,7 @@ NEW = 24
 OFF = "off"
 FULL = '{"policy": "full"}'
 SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
-NEAR = '{"policy": "full", "gpu_ranks": true, "hot_tiles_gb": 0.01}'
+NEAR = '{"policy": "full", "host_tokens": 50000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
 """Copies of some of the tiles."""
 CONFIGS = (OFF, FULL, SHARED, NEAR)
 CASES = tuple(("bfloat16", config) for config in CONFIGS)

@@ -15,7 +15,7 @@ constexpr int kHeader = 2, kStepThreads = 128;
 __global__ void __launch_bounds__(kStepThreads)
     step_kernel(NearView near, const int32_t* staged, int requests, int max_requests) {
   const int b = blockIdx.x, columns = staged[1];
-  if (b == 0 && threadIdx.x == 0) near.step->batch = staged[0], near.step->columns = columns;
+  if (b == 0 && threadIdx.x == 0) near.step->batch = staged[0];
   if (b >= requests) return;
   const int32_t* row = staged + kHeader + 2 * max_requests + int64_t{b} * columns;
   if (threadIdx.x == 0) {

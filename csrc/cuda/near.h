@@ -6,8 +6,8 @@
 // a middle is known. Copies of tiles lie in slots, each KV head's in a part of its own; the second-chance
 // algorithm (CLOCK) decides which one makes room. A tile that is written again is written to its copy, too.
 //
-// All launches of a layer belong to the port's stream, in this order, so that nothing here is read and
-// written at once:
+// The launches of a decode layer belong to the port's stream, in this order, and near_write to passes of
+// prefill, which end before the next step begins. So nothing here is read and written at once:
 //
 //   near_rank    before publish: scores, choice, and the lists of what is near and what is far
 //   publish, resident
@@ -34,8 +34,7 @@ struct NearShape {
 
 // Of a step, in device memory.
 struct NearStep {
-  int32_t batch;    // requests whose blocks the device ranks: all of the port's step, or none
-  int32_t columns;  // of the table
+  int32_t batch;  // requests whose blocks the device ranks: all of the port's step, or none
 };
 
 // Counts since the start, modulo 2^32, pinned; written by near_keep.
@@ -87,8 +86,8 @@ class Near {
   Near(const Near&) = delete;
   Near& operator=(const Near&) = delete;
 
-  // Of a pool of H heads of D numbers: bytes of device memory beside the tiles.
   const NearView& view() const { return view_; }
+  // Of device memory.
   int64_t bytes() const { return bytes_; }
 
   // What a step's requests read: blocks of blk[b] tokens, the share budget[b] of them. ranks: false: the CPU

@@ -10,6 +10,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 // Tiles of a head that a layer of a step copies over the link, at most: so many cross it in about the time
 // that the CPU takes for what is far.
 constexpr int kMostKept = 32;
+// Slots that are looked at for one batch of pages, at most.
+constexpr int kMostLooked = 1024;
 
 struct KeepArgs {
   PortView port;
@@ -28,9 +30,10 @@ struct KeepShared {
   int32_t count, kept;
 };
 
-// Slots for the pages of a warp's lanes (-1: none), all different, of one head: -1 where none is free. Every
-// slot is looked at once at most.
-__device__ int find_slot(const KeepArgs& a, int h, int page, KeepShared& s) {
+// Slots for the pages of a warp's lanes (-1: none), all different, of one head: -1 where none is free among
+// the next kMostLooked. Every slot is looked at once at most. read: the pages are being read, and so no less
+// wanted than what was read lately.
+__device__ int find_slot(const KeepArgs& a, int h, int page, bool read, KeepShared& s) {
   const NearView& near = a.near;
   const int lane = threadIdx.x % 32, slots = near.shape.slots;
   const uint32_t below = (1u << lane) - 1;
@@ -39,11 +42,14 @@ __device__ int find_slot(const KeepArgs& a, int h, int page, KeepShared& s) {
   int slot = page >= 0 ? near.slot_of[near.tile(a.layer, h, page)] : -1;
   bool needs = page >= 0 && slot < 0;
   int hand = static_cast<int>(near.hand[h]);
+  // A copy that is there already is not to make room for another lane's.
+  if (slot >= 0) used[slot] = 1;
   __syncwarp();
-  for (int looked = 0; looked < slots;) {
+  const int most = slots < kMostLooked ? slots : kMostLooked;
+  for (int looked = 0; looked < most;) {
     const uint32_t wanting = __ballot_sync(kWholeWarp, needs);
     if (wanting == 0) break;
-    const int width = slots - looked < 32 ? slots - looked : 32;
+    const int width = most - looked < 32 ? most - looked : 32;
     const int at = (hand + lane) % slots;
     const bool free = lane < width && used[at] == 0;
     const uint32_t frees = __ballot_sync(kWholeWarp, free);
@@ -60,7 +66,7 @@ __device__ int find_slot(const KeepArgs& a, int h, int page, KeepShared& s) {
       const int before = owner[slot];
       if (before >= 0) near.slot_of[near.tile(before / near.shape.pages, h, before % near.shape.pages)] = -1;
       owner[slot] = a.layer * near.shape.pages + page;
-      used[slot] = 1;
+      used[slot] = read ? 1 : 0;
       near.slot_of[near.tile(a.layer, h, page)] = slot;
     }
     __syncwarp();
@@ -96,17 +102,18 @@ __device__ void describe(const char* tile, int D, T* entry) {
 }
 
 // The block has the pages of a batch and where each comes from: a window, or the host pool. Metadata of all,
-// where it is new; copies of those that find a slot.
+// where it is new; copies of those that find a slot. A page of -1 is none.
 template <class T>
-__device__ void keep_batch(const KeepArgs& a, int h, KeepShared& s, bool described) {
+__device__ void keep_batch(const KeepArgs& a, int h, KeepShared& s, bool described, bool read) {
   const NearView& near = a.near;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, D = a.port.shape.head_dim;
   const int64_t tile_bytes = a.host.tiles.tile_bytes(), vectors = tile_bytes / 16;
   __syncthreads();
-  if (warp == 0) s.slot[lane] = find_slot(a, h, lane < s.count ? s.page[lane] : -1, s);
+  if (warp == 0) s.slot[lane] = find_slot(a, h, lane < s.count ? s.page[lane] : -1, read, s);
   __syncthreads();
   for (int i = warp; i < s.count; i += kWarps) {
     const int page = s.page[i], slot = s.slot[i];
+    if (page < 0) continue;
     const int64_t in_pool = int64_t{h} * near.shape.pages + page;
     const char* from =
         s.from[i] >= 0 ? window_tile(a, s.from[i], h) : a.host.tiles.data + in_pool * tile_bytes;
@@ -149,37 +156,41 @@ __global__ void __launch_bounds__(kThreads) keep_kernel(KeepArgs a) {
     if (warp == 0) {
       const int b = first + lane;
       const int n = b < state.batch ? a.port.lengths[b] : 1;
-      const bool fills = b < state.batch && n % kPage == 0 && n / kPage <= near.step->columns;
+      const bool fills = n % kPage == 0;
       const uint32_t those = __ballot_sync(kWholeWarp, fills);
       const int at = __popc(those & ((1u << lane) - 1));
       if (fills) s.page[at] = near.table[int64_t{b} * near.shape.max_pages + n / kPage - 1], s.from[at] = b;
       if (lane == 0) s.count = __popc(those);
     }
     __syncthreads();
-    if (s.count > 0) keep_batch<T>(a, h, s, true);
+    if (s.count > 0) keep_batch<T>(a, h, s, true, false);
     __syncthreads();
   }
-  // What was far: some of it, of every request in turn.
+  // What was far: some of it, of every request in turn, from another request and place in every layer.
+  const int batch = near.step->batch < state.batch ? near.step->batch : state.batch;
   if (threadIdx.x == 0) s.kept = 0;
   __syncthreads();
-  for (int b = 0; b < near.step->batch && s.kept < kMostKept; ++b) {
+  for (int turn = 0; turn < batch && s.kept < kMostKept; ++turn) {
+    const int b =
+        static_cast<int>((state.sequence + static_cast<uint32_t>(turn)) % static_cast<uint32_t>(batch));
     const int group = b * H + h, missed = near.missed_count[group];
     if (missed == 0) continue;
-    const int share = (kMostKept - s.kept) / (near.step->batch - b), most = share > 0 ? share : 1;
+    const int share = (kMostKept - s.kept) / (batch - turn), most = share > 0 ? share : 1;
     const int count = missed < most ? missed : most;
-    if (threadIdx.x < 32 && lane < count) {
-      // From another place in every layer and step, lest the same ones wait for ever.
+    if (threadIdx.x < 32) {
       const int first = static_cast<int>(state.sequence * 7u % static_cast<uint32_t>(missed));
-      const int page = near.missed[int64_t{group} * near.shape.max_pages + (first + lane) % missed];
+      int page = -1;
+      if (lane < count) page = near.missed[int64_t{group} * near.shape.max_pages + (first + lane) % missed];
+      // Another request may have had it copied just now.
+      if (page >= 0 && near.slot_of[near.tile(a.layer, h, page)] >= 0) page = -1;
       s.page[lane] = page;
       s.from[lane] = -1;
+      const uint32_t those = __ballot_sync(kWholeWarp, page >= 0);
+      if (lane == 0) s.count = count;
+      if (lane == 0) atomicAdd(&near.counts[kNearKept], static_cast<uint32_t>(__popc(those)));
     }
-    if (threadIdx.x == 0) s.count = count;
-    keep_batch<T>(a, h, s, true);
-    if (threadIdx.x == 0) {
-      s.kept += count;
-      atomicAdd(&near.counts[kNearKept], static_cast<uint32_t>(count));
-    }
+    keep_batch<T>(a, h, s, true, true);
+    if (threadIdx.x == 0) s.kept += count;
     __syncthreads();
   }
   if (h == 0 && threadIdx.x < kNearCounts) near.told[threadIdx.x] = near.counts[threadIdx.x];
@@ -200,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(KeepArgs a) {
       if (lane == 0) s.count = __popc(those);
     }
     __syncthreads();
-    if (s.count > 0) keep_batch<T>(a, h, s, false);
+    if (s.count > 0) keep_batch<T>(a, h, s, false, false);
     __syncthreads();
   }
 }

@@ -32,7 +32,18 @@ def test_the_cuda_library_has_code_for_every_device_it_is_for() -> None:
         return [line.rsplit(" ", 1)[1] for line in done.stdout.splitlines() if " file " in line]
 
     code, later = listed("-lelf"), listed("-lptx")
-    for source in ("attend", "copies", "merge", "near_keep", "near_rank", "pages", "port", "publish", "resident", "take"):
+    for source in (
+        "attend",
+        "copies",
+        "merge",
+        "near_keep",
+        "near_rank",
+        "pages",
+        "port",
+        "publish",
+        "resident",
+        "take",
+    ):
         assert f"{source}.sm_80.cubin" in code and f"{source}.sm_90a.cubin" in code and f"{source}.sm_90.ptx" in later
 
 

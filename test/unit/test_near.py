@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stream_device import Broken, Passes, check_that_it_goes_on, fail
 
-from fluxion_sglang.device.library import load
-from fluxion_sglang.device.near import metadata_bytes
+from fluxion_sglang.device.near import metadata_bytes, request_bytes
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.policy import Policy, parse_spec
 
@@ -208,7 +207,26 @@ def test_less_memory_than_a_tile(passes: Make, monkeypatch: pytest.MonkeyPatch) 
         Passes(monkeypatch, copies_gb=1e-7)
 
 
-def test_metadata_is_a_sixteenth(passes: Make) -> None:
-    shape = passes(4).world.pool.shape
-    assert metadata_bytes(shape, 1600) * 16 == 1600 * shape.layers * shape.token_bytes
-    assert load("sim").backend == "sim"
+def test_copies_keep_apart_when_pages_are_written_anew(passes: Make) -> None:
+    """Pages of a request that has ended, among them those whose copies are next to make room."""
+    near, plain = (passes(copies, seed=3, layers=1) for copies in (64, 0))
+    for turn in range(4):
+        for one in (near, plain):
+            world = one.world
+            if 1 in world.pages:
+                world.free += world.pages.pop(1)[::-1]
+                del world.keys[1], world.values[1]
+            one.extend({1: 16 * (72 + 2 * turn) + 3})
+        both(near, plain, [1])
+
+
+@pytest.mark.parametrize("union", [True, False])
+def test_what_it_takes_is_known_before(passes: Make, union: bool) -> None:
+    one = passes(2000, attend_union=union)
+    shape, near = one.world.pool.shape, one.device._near
+    assert near is not None
+    tokens = one.world.pool.pages * 16
+    assert metadata_bytes(shape, tokens) * 16 == tokens * shape.layers * shape.token_bytes
+    copies = 2000 * 16 * shape.token_bytes
+    foreseen = metadata_bytes(shape, tokens) + copies + one.world.rows * request_bytes(shape, 4, 2048, union)
+    assert foreseen < near.nbytes < 1.03 * foreseen + 100_000

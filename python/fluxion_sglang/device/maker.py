@@ -10,7 +10,7 @@ from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import flashinfer
 from fluxion_sglang.device.extend import stage_tokens
 from fluxion_sglang.device.library import DeviceLibrary, load
-from fluxion_sglang.device.near import metadata_bytes
+from fluxion_sglang.device.near import metadata_bytes, request_bytes
 from fluxion_sglang.device.pinned import Pinned
 from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.executor.decode import DecodeEngine
@@ -31,6 +31,12 @@ class _StreamMaker(DeviceMaker):
         kept = int(config.hot_tiles_gb * GIB) + (metadata_bytes(shape, host_tokens) if config.gpu_ranks else 0)
         hot = -(-kept // (shape.layers * shape.token_bytes))
         return -(-stage_tokens() // shape.layers) + hot  # the stages are of one layer
+
+    def request_tokens(self, shape: KVShape, config: FluxionConfig, group: int, max_tokens: int) -> int:
+        if not config.gpu_ranks:
+            return 0
+        nbytes = request_bytes(shape, group, max_tokens, config.attend_union)
+        return -(-nbytes // (shape.layers * shape.token_bytes))
 
     def adopt(self, pool: HostPool) -> None:
         self._pinned.append(Pinned(self._library, pool.memory))

@@ -24,6 +24,9 @@ from fluxion_sglang.policy.base import Policy
 FAR = -2
 """The block size of groups whose tiles the device has chosen (csrc/device/far_tiles.h)."""
 
+MAX_PARTS = 64
+"""Into so many a list of tiles is cut at most (kMaxParts of csrc/cuda/attention.cuh)."""
+
 COUNTS = ("near_tiles", "far_tiles", "near_copies")
 _COUNTERS = 8  # of 32 bits each
 
@@ -31,6 +34,18 @@ _COUNTERS = 8  # of 32 bits each
 def metadata_bytes(shape: KVShape, tokens: int) -> int:
     """Device memory for the metadata of a host pool of so many tokens."""
     return tokens // PAGE * shape.layers * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
+
+
+def request_bytes(shape: KVShape, group: int, max_tokens: int, union: bool) -> int:
+    """Device memory for the lists and scores of one request of at most so many tokens; about.
+
+    Args:
+        group: query heads of a KV head. union: as of `Near`.
+    """
+    pages = -(-max_tokens // PAGE)
+    lists = pages * (4 * group + group // 8 + 8 + (0 if union else 2 * group))
+    parts = min(MAX_PARTS, -(-pages // 4)) * 4 * group * (shape.head_dim + 1)
+    return shape.kv_heads * (lists + parts) + 4 * pages
 
 
 class Near:

@@ -124,6 +124,7 @@ class StreamDevice(Device):
         self._lse = torch.empty(max_requests, q_heads, device=self._device)
         self._no_tokens = torch.empty(0, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
         self._parts = graphs  # whether the CPU plans by what the resident tokens say
+        self._ranks = graphs  # whether the device chooses what is near
         self._decoding = False
         self._muted = False
         self._requests: Sequence[ExtendRequest] = ()
@@ -187,6 +188,7 @@ class StreamDevice(Device):
         if self._near is not None:
             everyone = policies or [self._engine.policy] * rows.numel()
             far = self._near.step(self._streams.main, lengths, pages, everyone)
+            self._ranks = self._graphs or far is not None  # a graph serves steps of every policy
         self._server.begin(rows, lengths, pages, self._scale, policies, far)
         if self._residents is not None:
             self._residents.plan(rows, lengths, divided=self._parts)
@@ -198,7 +200,7 @@ class StreamDevice(Device):
         library, stream, windows = self._library, self._streams.main, self._windows.layers[layer]
         q = q.contiguous()
         out = torch.empty_like(q)
-        if self._near is not None:
+        if self._near is not None and self._ranks:
             self._near.rank(stream, layer, q)
         library.publish(self._port, stream, layer, q, k, v, windows)
         residents = None if self._muted else self._residents  # what nobody is to serve has no plan
@@ -213,7 +215,8 @@ class StreamDevice(Device):
         else:
             library.resident(self._port, stream, q, windows, scale, o, lse, self._parts)
         if self._near is not None:
-            self._near.attend(stream, scale, o, lse)
+            if self._ranks:
+                self._near.attend(stream, scale, o, lse)
             self._near.keep(stream, layer, windows)
         library.take(self._port, stream, o, lse, False, out)
         return out
@@ -289,13 +292,14 @@ class StreamDevice(Device):
         with suppress(Exception):  # the pass has failed already
             self._writer.drain()
         self._reset()
+        if self._near is not None:
+            self._near.renew(self._streams.main)
+            self._streams.settle()
 
     def _reset(self) -> None:
         self._streams.settle()
         self._server.reset()
         self._library.port_reset(self._port, self._streams.main)
-        if self._near is not None:
-            self._near.renew(self._streams.main)
         self._streams.settle()
         self._muted = False
 

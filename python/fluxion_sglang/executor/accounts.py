@@ -55,6 +55,9 @@ class Accounts:
         """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan; None: the layer has a window,
         and reads nothing of the middle."""
 
+    def served(self, layers: int, native: NativeEngine) -> None:
+        """The first layers of a step are done, of which nobody knows what they read."""
+
     def interrupted(self) -> None:
         """Something else runs between two steps: its time is no step's."""
 
@@ -148,6 +151,11 @@ class StepAccounts(Accounts):
                 self._sum += self._reads
                 self._blocks.update(self._sizes)
                 self._all_middle_tokens += self._middle_tokens
+
+    def served(self, layers: int, native: NativeEngine) -> None:
+        self._sampled = False
+        for layer in range(layers):
+            self.layer(layer, native, None)
 
     def interrupted(self) -> None:
         self._whole = False

@@ -146,6 +146,7 @@ class DecodeEngine:
             executor.bind(self.native, q_heads)
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._guarded = options.guard is not None
+        self._checked = options.canary > 0
         self.union = options.attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
@@ -297,14 +298,13 @@ class DecodeEngine:
     def steady_plan(self) -> NativePlan | None:
         """What every layer of the current step reads, where that is known and nobody wants to see its layers."""
         watched = self.observers or type(self.accounts) is not Accounts
-        if self._looks or watched or self.executors or self._policy.uniform is None:
+        if self._looks or watched or self._checked or self.executors or self._policy.uniform is None:
             return None
         return self._native_plan(self._policy.plan(0, torch.empty(0)))
 
     def served(self, layers: int) -> None:
         """The first layers of the current step are done without `attend`."""
-        for layer in range(layers):
-            self.accounts.layer(layer, self.native, None)
+        self.accounts.served(layers, self.native)
 
     def _native_plan(self, plan: LayerPlan) -> NativePlan:
         """Made once where a policy plans a step once and gives every layer the same plan."""

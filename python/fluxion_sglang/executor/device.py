@@ -124,6 +124,10 @@ class DeviceMaker(ABC):
         """Tokens of KV, all layers, for which there is no room on the device because passes, copies of tiles, and
         metadata of a host pool of so many tokens need it."""
 
+    def request_tokens(self, shape: KVShape, config: FluxionConfig, group: int, max_tokens: int) -> int:
+        """The same for each request of at most so many tokens, beside its window. group: query heads of a KV head."""
+        return 0
+
     @abstractmethod
     def adopt(self, pool: HostPool) -> None:
         """Make the pool's memory readable by the device, for as long as the process lives. Before executors are made.

@@ -26,7 +26,8 @@ class Observer:
         """A decode step began; policies: one a request."""
 
     def decoded(self, layer: Layer) -> None:
-        """A layer of the step is done. The native engine has its result and reads; no layer is open."""
+        """A layer of the step is done. The native engine has its result and reads; no layer is open. Not of steps whose
+        tiles a device has chosen (option gpu_ranks)."""
 
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float

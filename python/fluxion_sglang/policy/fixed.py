@@ -40,7 +40,8 @@ class FixedPolicy(Policy):
 
     @property
     def uniform(self) -> tuple[int, float] | None:
-        ours = type(self).plan is FixedPolicy.plan and type(self).begin_step is FixedPolicy.begin_step
+        own = type(self)
+        ours = (own.begin_step, own.plan, own.decoded) == (FixedPolicy.begin_step, FixedPolicy.plan, Policy.decoded)
         return (self.blk, self.budget) if ours and self.blk in (0, *BLOCKS) else None
 
     def begin_step(self, step: DecodeStep) -> None:

@@ -211,7 +211,7 @@ class FluxionAttnBackend(AttentionBackend):
             q_heads=layers[0].tp_q_head_num,
             scales=[float(layer.scaling) for layer in layers],
             max_requests=max(runner.max_running_requests, pool.windows.rows),
-            max_tokens=runner.model_config.context_len,
+            max_tokens=min(runner.model_config.context_len, pool.size),
             config=pool.config,
         )
         logger.info("Fluxion: passes run on %s", device.description)

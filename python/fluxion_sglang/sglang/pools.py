@@ -192,7 +192,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
 
     # SGLang's own figure, profiled for a pool that holds all KV, is the number of tokens the device has room for.
     # One row more than requests: row 0 is SGLang's padding.
-    room = resolved.max_total_num_tokens
+    room, each = resolved.max_total_num_tokens, placement.slots
     if (maker := maker_of(configurator.device)) is None:
         if config.gpu_ranks:
             raise ConfigError(
@@ -200,8 +200,14 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
                 "leave gpu_ranks out."
             )
     else:
-        room -= maker.reserved_tokens(shape, config, capacity.plan_tokens(config, shape, available))
-    rows, limit = room // placement.slots - 1, "--mem-fraction-static or --max-total-tokens"
+        longest = capacity.plan_tokens(config, shape, available)
+        room -= maker.reserved_tokens(shape, config, longest)
+        model = configurator.model_config
+        group = model.num_attention_heads // get_parallel().attn_tp_size // shape.kv_heads
+        each += maker.request_tokens(shape, config, group, min(model.context_len, longest))
+    rows, limit = room // each - 1, "--mem-fraction-static or --max-total-tokens"
+    if config.gpu_ranks:
+        limit += ", or have gpu_ranks keep less (host_tokens, hot_tiles_gb)"
     if configurator.device == "cpu":
         fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1
         rows, limit = min((rows, limit), (fitting, "the free memory"))

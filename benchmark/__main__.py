@@ -57,6 +57,8 @@ QUALITY = {
         ]
         for name, lengths, samples, seed, policies in (
             ("_first", "4k,8k", "12", "5", "full,adaptive"),
+            ("_second", "4k,8k", "12", "6", "full,adaptive"),
+            ("_third", "4k,8k", "12", "7", "full,adaptive"),
             ("", "4k,8k", "24", "12", "full,fluxion,adaptive"),
         )
     },

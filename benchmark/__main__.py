@@ -60,7 +60,7 @@ QUALITY = {
             ("_first", "4k,8k", "12", "5", "full,adaptive"),
             ("_second", "4k,8k", "12", "6", "full,adaptive"),
             ("_third", "4k,8k", "12", "7", "full,adaptive"),
-            ("_far_first", "31k", "12", "8", "full,adaptive"),
+            ("_far_first", "31k", "9", "8", "full,adaptive"),
             ("_far", "31k", "8", "13", "full,fluxion,adaptive"),
             ("", "4k,8k", "24", "12", "full,fluxion,adaptive"),
         )

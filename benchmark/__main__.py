@@ -155,6 +155,7 @@ def main() -> None:
         for name in QUALITY:
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
+        _run([sys.executable, str(HERE / "rounds.py")])
         for name in ("ruler", "psa", rivals.NAME):
             _run([sys.executable, "-m", "fluxion_quality.plot", str(results / f"quality_{name}.json")])
         for script in ("tables.py", "plot.py"):

@@ -54,15 +54,16 @@ def adaptive_rounds(results: Path) -> str:
 
 
 def adaptive_other(results: Path) -> str:
-    """The same of a model of another shape, and then what was asked to judge it."""
-    return _rounds(results, ("other_first", "other_second", "other_third", "other"))
+    """The same of a model of another shape, none of whose answers was looked at before."""
+    return _rounds(results, ("other_first", "other_second", "other_third"))
 
 
 def _rounds(results: Path, names: Sequence[str]) -> str:
     out = []
-    for path, rounds in result_files(results, ROUNDS, names[-1]):
-        lines, lengths = [], _lengths(rounds[names[-1]])
-        for number, data in enumerate((rounds[name] for name in names if name in rounds), 1):
+    for path, rounds in result_files(results, ROUNDS, names[0]):
+        asked = [rounds[name] for name in names if name in rounds]
+        lines, lengths = [], _lengths(asked[-1])
+        for number, data in enumerate(asked, 1):
             rows = data["rows"]
             parts = [[row for row in rows if row["length"] == length] for length in lengths]
             read = [f"{mean(row['read_fraction'] for row in part):.1%}" for part in parts]
@@ -72,7 +73,7 @@ def _rounds(results: Path, names: Sequence[str]) -> str:
             lines.append([str(number), f"{data['samples'] * len(rows):,}", str(data["seed"]), *read, *delta, lost])
         head = [f"{what} at {length:,}" for what in ("read", "delta") for length in lengths]
         drawn = table(["round", "questions", "seed", *head, "worst task"], lines, "lrr" + "r" * len(head) + "l")
-        out.append(_described(path, rounds[names[-1]], drawn))
+        out.append(_described(path, asked[-1], drawn))
     return "\n".join(out)
 
 

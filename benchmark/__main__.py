@@ -37,7 +37,8 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
-LEARNED = "build/learned"  # by the first run of adaptive, which begins with nothing, for those behind it
+# By the first run of adaptive, which begins with nothing, for those behind it. Long prompts go on from the third.
+LEARNED, LEARNED_FAR = "build/learned", "build/learned-far"
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
@@ -53,10 +54,14 @@ QUALITY = {
     **{
         f"adaptive{name}": [
             *("--suite", "ruler", "--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
-            *("--fluxion-config", f'{{"learned": "{LEARNED}"}}'),
+            *("--fluxion-config", f'{{"learned": "{LEARNED_FAR if "far" in name else LEARNED}"}}'),
         ]
         for name, lengths, samples, seed, policies in (
             ("_first", "4k,8k", "12", "5", "full,adaptive"),
+            ("_second", "4k,8k", "12", "6", "full,adaptive"),
+            ("_third", "4k,8k", "12", "7", "full,adaptive"),
+            ("_far_first", "31k", "9", "8", "full,adaptive"),
+            ("_far", "31k", "8", "13", "full,fluxion,adaptive"),
             ("", "4k,8k", "24", "12", "full,fluxion,adaptive"),
         )
     },
@@ -104,10 +109,13 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
     options += [] if "--dtype" in options else ["--dtype", "float32"]
     if name.startswith("adaptive"):
         fresh = True  # it learns, and so cannot continue
-        if quick:
-            options[-1] = options[-1].replace(LEARNED, f"{LEARNED}-quick")
+        end = "-quick" if quick else ""
+        options[-1] = options[-1].replace('"}', f'{end}"}}')
         if name == "adaptive_first":
-            shutil.rmtree(f"{LEARNED}-quick" if quick else LEARNED, ignore_errors=True)
+            shutil.rmtree(LEARNED + end, ignore_errors=True)
+        if name == "adaptive_far_first":
+            shutil.rmtree(LEARNED_FAR + end, ignore_errors=True)
+            shutil.copytree(LEARNED + end, LEARNED_FAR + end)
     options += ["--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
     return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 
@@ -147,6 +155,7 @@ def main() -> None:
         for name in QUALITY:
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
+        _run([sys.executable, str(HERE / "rounds.py")])
         for name in ("ruler", "psa", rivals.NAME):
             _run([sys.executable, "-m", "fluxion_quality.plot", str(results / f"quality_{name}.json")])
         for script in ("tables.py", "plot.py"):

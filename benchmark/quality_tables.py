@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,6 +12,7 @@ import common
 import numpy as np
 from rendering import link, result_files, table, where
 from rivals import rivals
+from rounds import NAME as ROUNDS
 
 from fluxion_quality import stats
 from fluxion_quality import table as quality_table
@@ -33,8 +34,7 @@ def adaptive_first(results: Path) -> str:
     """What it reads while it learns: the tasks in the order in which they were asked."""
 
     def draw(data: dict[str, Any]) -> str:
-        rows = [row for row in data["rows"] if row["policy"] == "adaptive"]
-        lengths = list(dict.fromkeys(row["length"] for row in rows))
+        rows, lengths = data["rows"], _lengths(data)
         by = {(row["task"], row["length"]): row for row in rows}
         lines = []
         for task in dict.fromkeys(row["task"] for row in rows):
@@ -44,7 +44,51 @@ def adaptive_first(results: Path) -> str:
         head = ["task", *(f"read at {length:,}" for length in lengths), "delta"]
         return table(head, lines, "l" + "r" * (len(head) - 1))
 
-    return _quality(results, draw, "quality_adaptive_first.json")
+    found = [(path, data["first"]) for path, data in result_files(results, ROUNDS, "first")]
+    return "\n".join(_described(path, data, draw(data)) for path, data in found)
+
+
+def adaptive_rounds(results: Path) -> str:
+    """What it reads of questions that come again and again, each time others of the same kinds."""
+    return _rounds(results, ("first", "second", "third"))
+
+
+def adaptive_other(results: Path) -> str:
+    """The same of a model of another shape, none of whose answers was looked at before."""
+    return _rounds(results, ("other_first", "other_second", "other_third"))
+
+
+def _rounds(results: Path, names: Sequence[str]) -> str:
+    out = []
+    for path, rounds in result_files(results, ROUNDS, names[0]):
+        asked = [rounds[name] for name in names if name in rounds]
+        lines, lengths = [], _lengths(asked[-1])
+        for number, data in enumerate(asked, 1):
+            rows = data["rows"]
+            parts = [[row for row in rows if row["length"] == length] for length in lengths]
+            read = [f"{mean(row['read_fraction'] for row in part):.1%}" for part in parts]
+            delta = [f"{mean(row['delta'] for row in part):+.3f}" for part in parts]
+            worst = min(rows, key=lambda row: row["delta"])
+            lost = f"{worst['task']} at {worst['length']:,}: {worst['delta']:+.3f}" if worst["delta"] < 0 else "none"
+            lines.append([str(number), f"{data['samples'] * len(rows):,}", str(data["seed"]), *read, *delta, lost])
+        head = [f"{what} at {length:,}" for what in ("read", "delta") for length in lengths]
+        drawn = table(["round", "questions", "seed", *head, "worst task"], lines, "lrr" + "r" * len(head) + "l")
+        out.append(_described(path, asked[-1], drawn))
+    return "\n".join(out)
+
+
+def _lengths(data: dict[str, Any]) -> list[int]:
+    return list(dict.fromkeys(row["length"] for row in data["rows"]))
+
+
+def _described(path: Path, data: dict[str, Any], drawn: str) -> str:
+    model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
+    return f"{drawn}\n{model}, seed {data['seed']}, dtype {data['dtype']}. {where(data)} [Data]({link(path)}).\n"
+
+
+def adaptive_far(results: Path) -> str:
+    """Once it has met prompts of that length."""
+    return _quality(results, quality_table.averages, "quality_adaptive_far.json")
 
 
 def psa(results: Path) -> str:
@@ -130,11 +174,7 @@ def calibration(_: Path) -> str:
 
 
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str) -> str:
-    out = []
-    for path, data in result_files(results, name):
-        model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
-        note = f"{model}, seed {data['seed']}, dtype {data['dtype']}. {where(data)}"
-        out.append(f"{draw(data)}\n{note} [Data]({link(path)}).\n")
+    out = [_described(path, data, draw(data)) for path, data in result_files(results, name)]
     suite = name.removeprefix("quality_").removesuffix(".json")
     return "\n".join(out) or f"Not measured yet: `fluxion bench quality --suite {suite}`.\n"
 
@@ -143,6 +183,9 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "large": large,
     "adaptive": adaptive,
     "adaptive_first": adaptive_first,
+    "adaptive_rounds": adaptive_rounds,
+    "adaptive_other": adaptive_other,
+    "adaptive_far": adaptive_far,
     "psa": psa,
     "far": far,
     "kv_quality": kv_dtype,

@@ -18,10 +18,10 @@ def table(head: list[str], rows: list[list[str]], align: str) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *rows])
 
 
-def result_files(results: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:
+def result_files(results: Path, name: str, part: str = "rows") -> list[tuple[Path, dict[str, Any]]]:
     files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
     loaded = [(path, common.load(path)) for path in files]
-    return [(path, data) for path, data in loaded if data is not None and data["rows"]]
+    return [(path, data) for path, data in loaded if data is not None and data.get(part)]
 
 
 def link(path: Path) -> str:

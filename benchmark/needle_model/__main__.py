@@ -2,6 +2,7 @@
 
 python -m benchmark.needle_model                          # about 90 minutes on two cores; can be interrupted
 python -m benchmark.needle_model --recipe smoke --eager   # a few steps of everything
+python -m benchmark.needle_model --recipe second --device cuda --eager --workers 14 --times 4   # another, on a GPU
 """
 
 from __future__ import annotations
@@ -40,11 +41,18 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make batches ahead")
+    parser.add_argument("--times", type=int, default=1, help="so many times the sequences of a step")
+    parser.add_argument("--share", type=float, default=1.0, help="this share of each stage's steps")
     parser.add_argument("--examine", type=int, nargs="+", default=[4096, 8192], help="lengths to look at heads at")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    train.run(RECIPES[args.recipe], args.out, not args.eager, weights=args.weights)
+    recipe = RECIPES[args.recipe].scaled(args.times, args.share)
+    train.run(
+        recipe, args.out, not args.eager, weights=args.weights, device=args.device, workers=args.workers, save_s=30.0
+    )
     model, step = export.load(args.out)
     folder = args.into or args.out / "model"
     export.write(model, folder)

@@ -15,8 +15,8 @@ from .model import NeedleModel, Shape
 
 def load(run: Path) -> tuple[NeedleModel, int]:
     """The model of a run's last saved state, and its step."""
-    state = torch.load(run / "state.pt", weights_only=False)
-    model = NeedleModel(Shape())
+    state = torch.load(run / "state.pt", weights_only=False, map_location="cpu")
+    model = NeedleModel(Shape(**state["recipe"]["shape"]))
     with torch.no_grad():
         for name, weight in model.weights().items():
             weight.copy_(state["model"][name])

@@ -115,7 +115,8 @@ class NeedleModel(nn.Module):
         """
         s = self.shape
         B, T = tokens.shape
-        frequency = s.theta ** (-torch.arange(0, s.head_dim, 2, dtype=torch.float32) / s.head_dim)
+        even = torch.arange(0, s.head_dim, 2, dtype=torch.float32, device=tokens.device)
+        frequency = s.theta ** (-even / s.head_dim)
         angle = positions[..., None].float() * frequency
         cos, sin = (torch.cat([f, f], -1)[:, None].bfloat16() for f in (angle.cos(), angle.sin()))
         x = F.embedding(tokens, self.weight("model.embed_tokens.weight"))
@@ -128,7 +129,7 @@ class NeedleModel(nn.Module):
                 for name in "qkv"
             )
             q, k = _rope(q, cos, sin), _rope(k, cos, sin)
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            o = _attention(q, k, v)
             if observe is not None:
                 observe(i, q, k, v, o)
             if probes is not None:
@@ -138,7 +139,7 @@ class NeedleModel(nn.Module):
             h = F.silu(self._linear(h, p + "mlp.gate_proj.weight")) * self._linear(h, p + "mlp.up_proj.weight")
             x = x + self._linear(h, p + "mlp.down_proj.weight").float()
         logits = F.linear(self._norm(x, "model.norm.weight"), self.weight("model.embed_tokens.weight").bfloat16())
-        return logits.float(), torch.stack(heads, 1) if heads else torch.zeros(2, 0)
+        return logits.float(), torch.stack(heads, 1) if heads else torch.zeros(2, 0, device=tokens.device)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.shape.eps)
@@ -152,6 +153,12 @@ def _linear(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns) / math.sqrt(columns)
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.is_cuda:  # its fast kernels want as many KV heads as there are query heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
@@ -163,8 +170,8 @@ def _head_norms(q: Tensor, k: Tensor, v: Tensor, o: Tensor, probes: Tensor) -> T
     H, N = k.shape[1], probes.shape[1]
     near = torch.cat(
         [
-            torch.arange(SINKS).expand(B, N, SINKS),
-            probes[..., None] - torch.arange(WINDOW - 1, -1, -1),
+            torch.arange(SINKS, device=q.device).expand(B, N, SINKS),
+            probes[..., None] - torch.arange(WINDOW - 1, -1, -1, device=q.device),
         ],
         -1,
     )  # [B, N, S]

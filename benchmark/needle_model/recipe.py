@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from .data import Mix
+from .model import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Recipe:
         warmup: steps until the full step size.
         word: weight of the loss on essay words; answers have 1.
         tau: error at which a head counts as half dependent on the middle.
+        shape: of the model.
     """
 
     stages: tuple[Stage, ...]
@@ -59,10 +62,28 @@ class Recipe:
     word: float = 0.1
     tau: float = 0.1
     seed: int = 0
+    shape: Shape = dataclasses.field(default_factory=Shape)
 
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
+
+    def places(self) -> Iterator[tuple[int, Stage, int]]:
+        """Every step: which one of the run it is, its stage and its number there."""
+        step = 0
+        for stage in self.stages:
+            for number in range(stage.steps):
+                yield step, stage, number
+                step += 1
+
+    def scaled(self, times: int, share: float = 1.0) -> Recipe:
+        """With so many times the sequences of a step, and this share of each stage's steps."""
+
+        def of(stage: Stage) -> Stage:
+            shapes = tuple((size * times, length) for size, length in stage.shapes)
+            return dataclasses.replace(stage, shapes=shapes, steps=max(1, round(stage.steps * share)))
+
+        return dataclasses.replace(self, stages=tuple(map(of, self.stages)))
 
     def rate(self, step: int, stage: Stage, number: int) -> float:
         """Share of the full step size at the stage's step `number`, the run's step `step`."""
@@ -246,3 +267,19 @@ RECIPES = {
         warmup=2,
     ),
 }
+
+
+def _second() -> Recipe:
+    """A model of another shape, whose heads are pressed half as hard: they need more of the middle, and more of them.
+
+    It learns more of the language's words, too. For a GPU: give each step several times the sequences.
+    """
+    recipe = RECIPES["bundled"]
+    stages = (
+        dataclasses.replace(stage, penalty=stage.penalty / 2, rest=stage.rest / 2, anew=False)
+        for stage in recipe.stages
+    )
+    return dataclasses.replace(recipe, stages=tuple(stages), word=0.2, seed=17, shape=Shape(layers=5, heads=16))
+
+
+RECIPES["second"] = _second()

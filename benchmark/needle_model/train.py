@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from fluxion_sglang.commands import needle
 
-from .data import CHAIN, COMMON, ECHO, FACT_VALUE, FREQUENT, KINDS, MULTI, WORD, Generator
-from .model import SINKS, WINDOW, NeedleModel, Shape
+from .data import CHAIN, COMMON, ECHO, FACT_VALUE, FREQUENT, KINDS, MULTI, WORD, Batch, Generator
+from .feed import Feed
+from .model import SINKS, WINDOW, NeedleModel
 from .muon import Muon
 from .recipe import Recipe, Stage
 
@@ -45,7 +46,7 @@ def losses(
     loss = (ce * answer).sum() / (answer.sum() + 1) + recipe.word * (ce * word).sum() / (word.sum() + 1)
     # Saturates: a head that needs the middle may need all of it, the others lose what they do not need.
     squared = error.pow(2)
-    pressure = torch.zeros(2)
+    pressure = torch.zeros(2, device=ce.device)
     if probes is not None:
         pressure = torch.stack([(squared / (squared + recipe.tau**2)).mean(), size.pow(2).mean()])
     with torch.no_grad():
@@ -53,18 +54,23 @@ def losses(
         counts = torch.stack(
             [torch.stack([(hit & (kinds == i)).sum(), (kinds == i).sum()]) for i in range(len(KINDS))], 1
         )
-        streaming = (error < 0.1).float().mean() if probes is not None else torch.zeros(())
+        streaming = (error < 0.1).float().mean() if probes is not None else ce.new_zeros(())
     return loss, pressure, torch.cat([counts.float(), streaming.expand(2, 1)], 1)
 
 
 class Trainer:
-    """The state of a run: everything that a continued run needs to make the same steps."""
+    """The state of a run: everything that a continued run needs to make the same steps.
 
-    def __init__(self, recipe: Recipe, out: Path, compiled: bool = True) -> None:
+    Args:
+        compiled: use torch.compile. device: that trains.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path, compiled: bool = True, device: str = "cpu") -> None:
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.out = out
-        self.model = NeedleModel(Shape())
+        self.device = torch.device(device)
+        self.model = NeedleModel(recipe.shape).to(self.device)
         self.data = Generator(recipe.seed + 1)
         self.rates = [recipe.lr, recipe.rest_lr]
         self.step = 0
@@ -119,7 +125,7 @@ class Trainer:
         path = self.out / "state.pt"
         if not path.exists():
             return
-        state = torch.load(path, weights_only=False)
+        state = torch.load(path, weights_only=False, map_location=self.device)
         if state["recipe"] != dataclasses.asdict(self.recipe):
             raise SystemExit(f"{path} is of another recipe; give another --out, or delete it to start over.")
         with torch.no_grad():
@@ -130,19 +136,17 @@ class Trainer:
         self.data.restore(state["data"])
         self.step = state["step"]
 
-    def train_step(self, stage: Stage, number: int) -> tuple[float, float, Tensor]:
+    def train_step(self, stage: Stage, number: int, batch: Batch | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """One step, the stage's step `number`: language loss, pressure of the middle, hits and counts (`losses`)."""
         for optimizer, full in zip(self.optimizers, self.rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full * self.recipe.rate(self.step, stage, number)
-        size, length, mix = stage.at(number)
-        batch = self.data.batch(size, length, mix)
-        tokens, targets, kinds, positions = (
-            torch.from_numpy(array) for array in (batch.tokens, batch.targets, batch.kinds, batch.positions)
-        )
+        batch = batch or self.data.batch(*stage.at(number))
+        arrays = [torch.from_numpy(array) for array in (batch.tokens, batch.targets, batch.kinds, batch.positions)]
         probes = None
-        if stage.penalty > 0 and length >= 2 * (SINKS + WINDOW):
-            probes = self._probes(kinds, stage.probes)
+        if stage.penalty > 0 and batch.tokens.shape[1] >= 2 * (SINKS + WINDOW):
+            probes = self._probes(arrays[2], stage.probes).to(self.device)
+        tokens, targets, kinds, positions = (array.to(self.device) for array in arrays)
         loss, pressure, counts = self.loss(self.model, self.recipe, stage, tokens, targets, kinds, positions, probes)
         (loss + stage.penalty * pressure[0] + stage.rest * pressure[1]).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -150,7 +154,7 @@ class Trainer:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
         self.step += 1
-        return loss.item(), pressure[0].item(), counts
+        return loss.detach(), pressure[0].detach(), counts
 
     def _probes(self, kinds: Tensor, count: int) -> Tensor:
         """[B, count]: places late enough to have a middle; two thirds in answers where there are any."""
@@ -163,62 +167,89 @@ class Trainer:
         return torch.multinomial(weights, count, replacement=True)
 
 
-def run(recipe: Recipe, out: Path, compiled: bool = True, stop: int | None = None, weights: Path | None = None) -> None:
+def run(
+    recipe: Recipe,
+    out: Path,
+    compiled: bool = True,
+    stop: int | None = None,
+    weights: Path | None = None,
+    device: str = "cpu",
+    workers: int = 0,
+    save_s: float = 600.0,
+) -> None:
     """Train in the folder `out`, from where an earlier run there has stopped.
 
     Args:
         compiled: use torch.compile. stop: end before this step, as an interruption would; for tests.
         weights: folder of a model to begin the last stage that begins anew with, instead of the stages before it.
+        device: that trains. workers: processes that make batches; 0: this one does, and each step's follow from the
+            last's. save_s: seconds after which the state is saved, besides every 50 steps on a CPU.
     """
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(recipe, out, compiled)
+    trainer = Trainer(recipe, out, compiled, device)
     if weights is not None:
         if (out / "state.pt").exists():
             raise SystemExit(f"{out} has a run already, which goes on without --from; give another --out to begin one.")
         trainer.start_from(weights)
     trainer.resume()
-    log = _log(out / "log.jsonl", trainer.step)
-    bar = tqdm(total=recipe.steps, initial=trainer.step, unit="step", mininterval=10)
-    since, tokens, total = time.time(), 0, torch.zeros(2, len(KINDS) + 1)
-    sums, count = [0.0, 0.0], 0
-    first = 0
-    for stage in recipe.stages:
-        for number in range(stage.steps):
-            if first + number < trainer.step or trainer.step == stop:
-                continue
-            if stage.anew and number == 0:
-                trainer.begin_anew()
-            torch.manual_seed(recipe.seed * 1_000_003 + trainer.step)  # probes do not depend on interruptions
-            loss, pressure, counts = trainer.train_step(stage, number)
-            total += counts
-            sums, count = [sums[0] + loss, sums[1] + pressure], count + 1
-            size, length, _ = stage.at(number)
-            tokens += size * length
-            bar.update()
-            if trainer.step % LOG_EVERY == 0:
-                shares = (total[0] / total[1].clamp(min=1)).tolist()
-                row: dict[str, Any] = {
-                    "step": trainer.step,
-                    "loss": round(sums[0] / count, 4),
-                    "pressure": round(sums[1] / count, 4),
-                }
-                row |= {name: round(shares[i], 3) for i, name in enumerate(KINDS) if total[1, i] > 0 and i}
-                row |= {
-                    "streaming": round(total[0, -1].item() / count, 3),
-                    "tokens_per_s": round(tokens / (time.time() - since)),
-                }
-                log.write(json.dumps(row) + "\n")
-                log.flush()
-                bar.set_postfix_str(json.dumps(row))
-                since, tokens, total, sums, count = time.time(), 0, torch.zeros(2, len(KINDS) + 1), [0.0, 0.0], 0
-            if trainer.step % SAVE_EVERY == 0:
-                trainer.save()
-        first += stage.steps
+    log = Log(out / "log.jsonl", trainer.step, recipe.steps, trainer.device)
+    saved = time.time()
+    places = [place for place in recipe.places() if place[0] >= trainer.step and (stop is None or place[0] < stop)]
+    feed = Feed(recipe.seed + 1, places, workers) if workers else None
+    for step, stage, number in places:
+        if stage.anew and number == 0:
+            trainer.begin_anew()
+        torch.manual_seed(recipe.seed * 1_000_003 + step)  # probes do not depend on interruptions
+        found = trainer.train_step(stage, number, next(feed) if feed is not None else None)
+        size, length, _ = stage.at(number)
+        log.add(trainer.step, size * length, *found)
+        if (trainer.step % SAVE_EVERY == 0 and trainer.device.type == "cpu") or time.time() - saved > save_s:
+            trainer.save()
+            saved = time.time()
+    if feed is not None:
+        feed.close()
     trainer.save()
 
 
-def _log(path: Path, step: int) -> TextIO:
-    """The run's log, without what was logged after the state that the run goes on from."""
-    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(row for row in rows if json.loads(row)["step"] <= step))
-    return path.open("a")
+class Log:
+    """A line every 25 steps, in a file and beside a bar.
+
+    Args:
+        step: that the run goes on from; what was logged after it goes. steps: of the whole run.
+    """
+
+    def __init__(self, path: Path, step: int, steps: int, device: torch.device) -> None:
+        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(row for row in rows if json.loads(row)["step"] <= step))
+        self._file = path.open("a")
+        self._bar = tqdm(total=steps, initial=step, unit="step", mininterval=10)
+        self._device = device
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since, self._tokens, self._count = time.time(), 0, 0
+        self._sums = torch.zeros(2, device=self._device)
+        self._total = torch.zeros(2, len(KINDS) + 1, device=self._device)
+
+    def add(self, step: int, tokens: int, loss: Tensor, pressure: Tensor, counts: Tensor) -> None:
+        """What step `step` gave; the device is waited for only where there is a line to write."""
+        self._total += counts
+        self._sums += torch.stack([loss, pressure])
+        self._tokens += tokens
+        self._count += 1
+        self._bar.update()
+        if step % LOG_EVERY:
+            return
+        count, total = self._count, self._total.cpu()
+        shares = (total[0] / total[1].clamp(min=1)).tolist()
+        means = (self._sums / count).tolist()
+        row: dict[str, Any] = {"step": step, "loss": round(means[0], 4), "pressure": round(means[1], 4)}
+        row |= {name: round(shares[i], 3) for i, name in enumerate(KINDS) if total[1, i] > 0 and i}
+        row |= {
+            "streaming": round(total[0, -1].item() / count, 3),
+            "tokens_per_s": round(self._tokens / (time.time() - self._since)),
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self._bar.set_postfix_str(json.dumps(row))
+        self._begin()

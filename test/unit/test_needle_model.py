@@ -24,6 +24,7 @@ from benchmark.needle_model.data import (
     Generator,
     Mix,
 )
+from benchmark.needle_model.feed import Feed
 from benchmark.needle_model.model import SINKS, WINDOW, NeedleModel, Shape
 from benchmark.needle_model.muon import Muon
 from benchmark.needle_model.recipe import RECIPES
@@ -109,9 +110,8 @@ def test_equal_seeds_make_equal_batches_and_states_restore() -> None:
 
 
 def test_an_interrupted_run_makes_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "Shape", lambda: SMALL)
     monkeypatch.setattr(train, "SAVE_EVERY", 2)
-    recipe = RECIPES["smoke"]
+    recipe = dataclasses.replace(RECIPES["smoke"], shape=SMALL)
     train.run(recipe, tmp_path / "whole", compiled=False)
     train.run(recipe, tmp_path / "parts", compiled=False, stop=4)
     lost = {"step": 5, "loss": 9.0}  # logged, but not saved before the interruption
@@ -195,12 +195,8 @@ def test_least_budget_is_where_the_error_stays_within_tau() -> None:
             assert abs(found["error"][n, h] - errors[0]) < 1e-5
 
 
-def test_a_stage_that_begins_anew_needs_only_the_exported_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (train, export):
-        monkeypatch.setattr(module, "Shape", lambda: SMALL)
-    smoke = RECIPES["smoke"]
+def test_a_stage_that_begins_anew_needs_only_the_exported_weights(tmp_path: Path) -> None:
+    smoke = dataclasses.replace(RECIPES["smoke"], shape=SMALL)
     last = dataclasses.replace(smoke.stages[1], anew=True, opening=2.0)
     whole = dataclasses.replace(smoke, stages=(smoke.stages[0], last))
     train.run(whole, tmp_path / "whole", compiled=False)
@@ -226,3 +222,26 @@ def test_muon_steps_are_orthogonal() -> None:
     for w, old in zip(weights, before, strict=True):
         values = torch.linalg.svdvals((w.detach() - old) / (0.2 * 48**0.5))
         assert values.min() > 0.5 and values.max() < 1.5
+
+
+def test_batches_made_ahead_are_the_same_however_many_make_them() -> None:
+    places = list(RECIPES["smoke"].places())
+    made = []
+    for workers, first in ((1, 0), (2, 2)):
+        feed = Feed(5, places[first:], workers)
+        made.append([batch.tokens for batch in feed])
+        feed.close()
+    assert len(made[0]) == len(places)
+    for ours, theirs in zip(made[0][2:], made[1], strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_a_second_shape_is_trained_and_exported(tmp_path: Path) -> None:
+    smoke = RECIPES["smoke"]
+    assert [stage.shapes for stage in smoke.scaled(3, 0.5).stages] == [((6, 64),), ((3, 768), (6, 128))]
+    shape = RECIPES["second"].shape
+    assert shape.heads // shape.kv_heads == 8
+    recipe = dataclasses.replace(smoke, shape=dataclasses.replace(shape, hidden=64, layers=2))
+    train.run(recipe, tmp_path, compiled=False, workers=1)
+    model, step = export.load(tmp_path)
+    assert model.shape == recipe.shape and step == recipe.steps

@@ -30,8 +30,9 @@ NEW = 24
 OFF = "off"
 FULL = '{"policy": "full"}'
 SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
-NEAR = '{"policy": "full", "host_tokens": 50000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
-"""Copies of some of the tiles."""
+NEAR = '{"policy": "full", "host_tokens": 21000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
+"""Copies of some of the tiles. A small host pool: `max_total_tokens` stands for the memory of the device, where its
+metadata is."""
 CONFIGS = (OFF, FULL, SHARED, NEAR)
 CASES = tuple(("bfloat16", config) for config in CONFIGS)
 SIMULATED_CASES = tuple(("float32", config) for config in CONFIGS)

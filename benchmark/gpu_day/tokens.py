@@ -27,12 +27,13 @@ from fluxion_sglang.commands.needle import needle_prompt, score
 LENGTHS = (700, 2000, 5000, 20000)
 QUICK_LENGTHS = (700, 1500)
 NEW = 24
+MOST_TOKENS = 80000
+"""For which the device has memory."""
 OFF = "off"
 FULL = '{"policy": "full"}'
 SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
-NEAR = '{"policy": "full", "host_tokens": 21000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
-"""Copies of some of the tiles. A small host pool: `max_total_tokens` stands for the memory of the device, where its
-metadata is."""
+NEAR = '{"policy": "full", "host_tokens": 50000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
+"""Copies of some of the tiles. A small host pool: its metadata takes room that MOST_TOKENS stands for."""
 CONFIGS = (OFF, FULL, SHARED, NEAR)
 CASES = tuple(("bfloat16", config) for config in CONFIGS)
 SIMULATED_CASES = tuple(("float32", config) for config in CONFIGS)
@@ -53,7 +54,7 @@ def answer(device: str, dtype: str, config: str, lengths: tuple[int, ...]) -> li
         options |= {"enable_fluxion": True, "fluxion_config": config}
     elif device == "cuda":
         options |= {"attention_backend": "flashinfer"}
-    engine = sglang.Engine(model_path=str(common.NEEDLE), max_total_tokens=4 * max(lengths), **options)
+    engine = sglang.Engine(model_path=str(common.NEEDLE), max_total_tokens=MOST_TOKENS, **options)
     try:
         sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
         return [

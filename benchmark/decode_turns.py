@@ -179,11 +179,11 @@ def reads_of(model_runner: Any) -> dict[str, int]:
         return dict.fromkeys(("tile_bytes", "gpu_tile_bytes", "gpu_link_bytes"), 0)
     stats = engine.stats()
     device = device_of(model_runner)
-    shape = engine.pool.shape
-    near = (device.stats() if device is not None else {}).get("near_tiles", 0)
-    near *= PAGE * shape.token_bytes // shape.kv_heads
+    near = device.stats().get("near_tiles", 0) if device is not None else 0
+    if near:
+        near *= PAGE * engine.pool.shape.token_bytes // engine.pool.shape.kv_heads
     return {
-        "tile_bytes": stats["tile_bytes"] + near,
+        "tile_bytes": stats.get("tile_bytes", 0) + near,
         "gpu_tile_bytes": stats.get("gpu_tile_bytes", 0) + near,
         "gpu_link_bytes": stats.get("gpu_link_bytes", 0),
     }

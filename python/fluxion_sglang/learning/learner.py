@@ -125,8 +125,8 @@ class Learner:
             )
             return
         self._result = found
-        logger.info("Fluxion: adaptive has learned from %d requests", len(requests))
         self._save(requests, found)
+        logger.info("Fluxion: adaptive has learned from %d requests", len(requests))
 
     def _save(self, requests: Sequence[Measured], learned: Learned | None) -> None:
         path = self.path

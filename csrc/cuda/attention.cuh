@@ -50,13 +50,14 @@ struct AttendShared {
   uint16_t masks[kRoundTiles][kMaxGroup];
 };
 
-// x[0..kN): each of the 8 threads that differ in their number's last 3 bits has kN addends. Afterwards the
-// thread with these bits `part` has, in x[0] and following, the sums of number part * kN / 8 and following.
-template <int kN>
+// x[0..kN): each of kThreads threads that differ in the last bits of their number, 8 or a warp, has kN
+// addends. Afterwards the thread with these bits `part` has, in x[0] and following, the sums of number part *
+// kN / kThreads and following.
+template <int kThreads, int kN>
 __device__ __forceinline__ void scatter_sums(float (&x)[kN], int part) {
   int n = kN;
 #pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) {
+  for (int offset = kThreads / 2; offset > 0; offset /= 2) {
     if (n > 1) {
       n /= 2;
       const bool upper = (part & offset) != 0;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void score_round(AttendShared<T, kG>& s, int D) {
     }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      scatter_sums<2 * kG>(dots[a], part);
+      scatter_sums<8>(dots[a], part);
       constexpr int kOwn = kG >= 4 ? kG / 4 : 1, kSame = kG >= 4 ? 1 : 4 / kG;
       if (part % kSame != 0) continue;
 #pragma unroll

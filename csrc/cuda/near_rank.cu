@@ -65,30 +65,6 @@ struct ScoreShared {
   float4 weights[kG][kWide<T> / 4][2 * kMaxHeadDim / kWide<T>];
 };
 
-// The sums over a warp of each lane's kN numbers: afterwards x[0] of lane l is that of number l * kN / 32.
-template <int kN>
-__device__ __forceinline__ void scatter_over_warp(float (&x)[kN]) {
-  static_assert(kN <= 32 && (kN & (kN - 1)) == 0);
-  const int lane = threadIdx.x % 32;
-  int n = kN;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    if (n > 1) {
-      n /= 2;
-      const bool upper = (lane & offset) != 0;
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) {
-        if (i < n) {
-          const float given = __shfl_xor_sync(kWholeWarp, upper ? x[i] : x[i + n], offset);
-          x[i] = (upper ? x[i + n] : x[i]) + given;
-        }
-      }
-    } else {
-      x[0] += __shfl_xor_sync(kWholeWarp, x[0], offset);
-    }
-  }
-}
-
 // Grid: parts, KV heads, requests. The weights are those of kernels/score.h; sums have an order of their own.
 template <class T, int kG>
 __global__ void __launch_bounds__(kScoreThreads) score_kernel(RankArgs a) {
@@ -153,7 +129,7 @@ __global__ void __launch_bounds__(kScoreThreads) score_kernel(RankArgs a) {
         }
       }
     }
-    scatter_over_warp(dots);
+    scatter_sums<32>(dots, lane);
     constexpr int kSame = 32 / (kA * kG);  // lanes that have one number
     const int number = lane / kSame, i = first + number / kG, g = number % kG;
     // NaN counts as -inf, -0 as 0: from here on scores compare as numbers.

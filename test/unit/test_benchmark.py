@@ -307,6 +307,12 @@ def test_saved_results_are_json_with_a_row_a_line(tmp_path: Path) -> None:
     assert sum('"tpot_ms"' in line for line in path.read_text().splitlines()) == 2
 
 
+def test_saved_fractions_have_six_digits_and_whole_numbers_all_of_theirs(tmp_path: Path) -> None:
+    write(tmp_path, "r.json", [{**row("off", 1 / 3), "each": [2e-7 / 3, 15400961.0, 15400961]}])
+    (saved,) = json.loads((tmp_path / "box" / "r.json").read_text())["rows"]
+    assert saved == {**row("off", 0.333333), "each": [6.66667e-08, 15400961.0, 15400961]}
+
+
 def test_a_result_file_is_continued_only_when_it_measured_the_same(tmp_path: Path) -> None:
     for name in "r.json", "r_quick.json":
         write(tmp_path, name, [row("off", 1.0)])

@@ -69,8 +69,8 @@ class FluxionConfig:
     tau: float | None = _option(
         None,
         "How far a head's output may be from exact attention, as a share of the layer's largest output of a head; "
-        "smaller reads more. For fluxion one that the predictor was trained for (by default the calibrated one), for "
-        "adaptive and anchor any (by default 0.10).",
+        "smaller reads more. fluxion takes one that its predictor was trained for (default: the calibrated one), "
+        "adaptive and anchor take any (default: 0.10).",
         "0.10",
         lambda tau: 0 < tau <= 1,
         "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "
@@ -163,7 +163,7 @@ class FluxionConfig:
     )
     attend_union: bool = _option(
         True,
-        "What one head of a group selected, all heads of the group attend to: it is read once for all of them.",
+        "All heads of a group attend to the blocks that any of them chose, which are read once for all of them.",
         "false",
         group=RESEARCH,
     )
@@ -188,10 +188,10 @@ class FluxionConfig:
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
         "in the same step; by default none does. With executors cpu alone, under fixed, fluxion, adaptive and anchor.",
-        "0.3",
+        "0.03",
         lambda guard: 0 < guard < 1,
         "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "
-        "below 1, such as 0.3, or leave the key out for no guard.",
+        "below 1, such as 0.03, or leave the key out for no guard.",
     )
     canary: float = _option(
         0.0,
@@ -233,8 +233,8 @@ class FluxionConfig:
     )
     step_graphs: bool = _option(
         True,
-        "Where model_kernels compute a model, decode steps of as many requests are traced twice and replayed from "
-        "then on, without the Python between the layers. Of one rank, without adapters.",
+        "Two decode steps of each batch size are recorded; later ones replay them, without the Python between the "
+        "layers. Needs model_kernels, one rank and no adapters.",
         "false",
         group=RESEARCH,
     )
@@ -257,9 +257,8 @@ class FluxionConfig:
     )
     gpu_kernels: str = _option(
         GPU_KERNELS[0],
-        "Whose kernels attend to tiles that are all in device memory: flashinfer, which takes bfloat16, head "
-        "dimensions of 64, 128 and 256 and most groups, or fluxion, which takes the others in any case. With "
-        "executors cpu+gpu.",
+        "Whose kernels attend to tiles in device memory, with executors cpu+gpu: flashinfer where it can (bfloat16, "
+        "head dimensions of 64, 128 and 256, most groups), or fluxion always.",
         '"fluxion"',
         lambda word: word in GPU_KERNELS,
         _one_of(GPU_KERNELS),

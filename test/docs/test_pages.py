@@ -174,6 +174,16 @@ def test_tables_are_up_to_date() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_the_first_picture_is_of_the_results_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    import overview
+
+    results = [
+        json.loads((ROOT / "benchmark/results" / overview.MACHINE / name).read_text()) for name in overview.DRAWN
+    ]
+    assert overview.origin(*results) in overview.OUT.read_text(), "python benchmark/overview.py draws it anew"
+
+
 # Commands
 
 

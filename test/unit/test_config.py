@@ -121,7 +121,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"cores": "\\u0661"}', ["not a core"]),
         ('{"spread": 0}', ["spread is 0", "above 0"]),
         ('{"spread": 1.01}', ["spread is 1.01", "at most 1"]),
-        ('{"guard": 0}', ["guard is 0", "above 0", "such as 0.3"]),
+        ('{"guard": 0}', ["guard is 0", "above 0", "such as 0.03"]),
         ('{"guard": 1}', ["guard is 1", "below 1"]),
         ('{"guard": -0.1}', ["guard is -0.1", "no guard"]),
         ('{"guard": Infinity}', ["guard is inf", "finite"]),

@@ -89,8 +89,8 @@ def serve_command(checks: list[Check]) -> str:
     """A server with the flag, as this machine needs it."""
     words = [program("python"), "-m sglang.launch_server --model-path", _model(), "--enable-fluxion"]
     if any(check.name == "gpu" and check.found == _NO_GPU for check in checks):
-        # SGLang's default for rows is thousands.
-        words.append("--device cpu --max-running-requests 8")
+        # SGLang's default for rows is thousands, and its idle scheduler keeps a core busy.
+        words.append("--device cpu --max-running-requests 8 --sleep-on-idle")
     return " ".join(words)
 
 

@@ -30,16 +30,17 @@ int BlockScorer::find_entries(const int32_t* tags, const Blocks& blocks, const i
   return without;
 }
 
-// The entries that were read: those of the blocks, and of blocks without one those of their pages.
-void BlockScorer::check(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
-                        int without) const {
+// Those of the blocks, and of blocks without one those of their pages.
+void BlockScorer::check(const HostPool& pool, int layer, int head, const Blocks& blocks,
+                        const int32_t* pages) const {
+  if (pool.canary() == nullptr) return;
   const Canary& canary = *pool.canary();
   const auto own = [&](int from, int to) {
     const int last = blocks.level == 0 ? blocks.from(from) : blocks.last(from);
     canary.read_entries(pool, layer, head, blocks.level, pages + last, int64_t{1} << blocks.level, to - from);
   };
   int from = 0;
-  for (int next = 0; next < without; ++next) {
+  for (int next = 0; next < without_count_; ++next) {
     const int i = without_[next];
     if (i > from) own(from, i);
     canary.read_entries(pool, layer, head, 0, pages + blocks.from(i), 1, blocks.to(i) - blocks.from(i));
@@ -56,6 +57,7 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
   const int64_t entry_bytes = pool.shape().entry_bytes();
   const int32_t* index = level == 0 ? pages + blocks.from(0) : index_.data();
   const int without = level == 0 ? 0 : find_entries(pool.tags(layer, level), blocks, pages);
+  without_count_ = without;
   // Where a block has no entry, that of another one is scored in its place, and then overwritten.
   kernels.score(q, group, D, pool.entries(layer, head, level), index, blocks.count, spread, scores, stride);
   int64_t bytes = (blocks.count - without) * entry_bytes;
@@ -78,7 +80,6 @@ int64_t BlockScorer::score(const HostPool& pool, int layer, int head, const Bloc
       for (int m = 0; m < count; ++m) scores[g * stride + block[m]] = merged_score_[g * kMergeBatch + m];
     }
   }
-  if (pool.canary() != nullptr) check(pool, layer, head, blocks, pages, without);
   return bytes;
 }
 

@@ -53,16 +53,18 @@ class BlockScorer {
   int64_t score(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
                 const char* q, int group, float spread, float* scores, int64_t stride);
 
+  // With the pool's canary the entries that `score` has just read of the same blocks. Throws CorruptMemory.
+  void check(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages) const;
+
  private:
   static constexpr int kMergeBatch = 32;
 
-  void check(const HostPool& pool, int layer, int head, const Blocks& blocks, const int32_t* pages,
-             int without) const;
   // Fills index_ and without_ for a level above 0; how many blocks have no entry.
   int find_entries(const int32_t* tags, const Blocks& blocks, const int32_t* pages);
 
   std::vector<int32_t> index_;       // [pages]
   std::vector<int32_t> without_;     // [pages]: blocks that have no entry
+  int without_count_ = 0;            // so many are there
   std::vector<char> merged_;         // [kMergeBatch] entries made for some of them
   std::vector<float> merged_score_;  // [G][kMergeBatch]
 };

@@ -70,8 +70,11 @@ int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, con
   constexpr int kUnit = 16;  // blocks: what the kernel scores at a time
   std::atomic<int64_t> bytes{0};
   const auto score = [&](int from, int to, Scratch* helper) {
-    const int64_t read = helper->scorer.score(layer.pool, layer.in.layer, task.head, at.part(from, to),
-                                              layer.pages(task), q, heads, spread, scores + from, stride);
+    const Blocks part = at.part(from, to);
+    BlockScorer& scorer = helper->scorer;
+    const int64_t read = scorer.score(layer.pool, layer.in.layer, task.head, part, layer.pages(task), q,
+                                      heads, spread, scores + from, stride);
+    scorer.check(layer.pool, layer.in.layer, task.head, part, layer.pages(task));
     bytes.fetch_add(read, std::memory_order_relaxed);
   };
   in_chunks(layer, at.count * layer.shape.entry_bytes(), at.count, kUnit, s, score);

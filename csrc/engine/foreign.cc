@@ -7,6 +7,8 @@
 
 namespace fluxion {
 
+static_assert(kStatTasksGpu - kStatTasksCpu + 1 == kExecutors, "every executor counts its tasks");
+
 int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
 
 void Engine::attach(std::shared_ptr<TaskReader> reader) {

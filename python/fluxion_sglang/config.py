@@ -15,7 +15,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 
-EXECUTORS = ("auto", "cpu", "cpu+gpu", "cpu+torch")
+EXECUTORS = ("cpu", "cpu+gpu", "cpu+torch")
+OBSERVERS = ("audit", "record")
+"""Options that ask for an observer (`executor/observer.py`)."""
 KV_DTYPES = ("auto", "int8")
 GPU_KERNELS = ("flashinfer", "fluxion")
 SCHEDULERS = ("priority", "none", "uniform", "length")
@@ -216,10 +218,10 @@ class FluxionConfig:
         '"0-3,8"',
     )
     executors: str = _option(
-        "auto",
-        "Who computes tasks: cpu (what auto means); cpu+gpu, where a device takes as much of a layer as lets both be "
-        "done at once; or cpu+torch, which adds a slow reference executor for tests.",
-        '"cpu"',
+        "cpu",
+        "Who computes tasks: cpu; cpu+gpu, where a device takes as much of a layer as lets both be done at once; or "
+        "cpu+torch, which adds a slow reference executor for tests.",
+        '"cpu+gpu"',
         lambda word: word in EXECUTORS,
         _one_of(EXECUTORS),
         group=GPU,
@@ -337,12 +339,12 @@ class FluxionConfig:
                 f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them to; "
                 f"give at most {len(cores)} workers or name more cores."
             )
-        if self.guard is not None and self.executors not in ("auto", "cpu"):
+        if self.guard is not None and self.executors != "cpu":
             raise ConfigError(
                 f"guard does not work with executors {self.executors!r}, because only the CPU's own tasks are given "
                 'what a guard estimates by; use executors "cpu" or leave guard out.'
             )
-        if self.int8 and self.executors not in ("auto", "cpu"):
+        if self.int8 and self.executors != "cpu":
             raise ConfigError(
                 f"kv_dtype int8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
                 'read such tiles; use executors "cpu" or leave kv_dtype out.'
@@ -436,7 +438,7 @@ class FluxionConfig:
                 'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
             )
         others = {
-            "executors": (self.executors not in ("auto", "cpu"), "the GPU then has no tasks to take"),
+            "executors": (self.executors != "cpu", "the GPU then has no tasks to take"),
             "guard": (self.guard is not None, "the CPU has no scores to estimate by"),
             "audit": (self.audit is not None, "the CPU does not know what was read"),
             "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),

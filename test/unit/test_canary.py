@@ -16,8 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request
 
+from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import CorruptMemory, NativePool, Workers, library
+from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.policy.testing import Request as Own
+from fluxion_sglang.policy.testing import Rig
 from fluxion_sglang.sglang.failures import FailureGuard
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -290,6 +294,39 @@ def test_all_who_are_read_together_end() -> None:
     requests = [parent, world.add(700, parent, 592), world.add(640, parent, 592), world.add(500)]
     flip(world.pool.tensor("tiles", 0)[0, parent.pages[20]], 5, 5)
     assert decode(world, requests).keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("spec", ["anchor", "adaptive", "fixed:16:0.2"])
+def test_who_looks_before_it_plans_ends_alone_too(spec: str) -> None:
+    """Anchors and measurements read all metadata, whatever the tasks of the step read of it."""
+    rig = Rig(parse_spec(spec), canary=1.0)
+    requests = [Own(seed) for seed in range(2)]
+    for request in requests:
+        rig.prefill(request, 700)
+    for level in range(4):
+        flip(rig.pool.tensor(f"meta{level}", 1)[0, requests[1].pages[15] >> level], 9, 6)
+    steps = [rig.decode(*requests)[0] for _ in range(3)]
+    assert set(rig.corrupt) <= {1} and (spec == "adaptive" or 1 in rig.corrupt)
+    alone, other = Rig(parse_spec(spec)), Own(0)
+    alone.prefill(other, 700)
+    torch.testing.assert_close(torch.stack(steps), torch.stack(alone.run(other, 3)))
+
+
+def test_a_chunk_that_reads_it_ends_its_request_alone() -> None:
+    rig = Rig(parse_spec("full"), canary=1.0)
+    requests = [Own(seed) for seed in range(2)]
+    for request in requests:
+        rig.prefill(request, 320)
+    flip(rig.pool.tensor("tiles", 0)[1, requests[1].pages[3]], 77, 1)
+    chunks = []
+    for place, request in enumerate(requests):
+        request.pages += [rig.free_pages.pop() for _ in range(2)]
+        chunks.append(ExtendRequest(request.row, 320, 352, 32 * place, request.page_list))
+    rig.device.begin_extend(chunks, None)
+    q, k, v = (torch.cat([getattr(r, x)[0, 320:352] for r in requests]) for x in "qkv")
+    out = rig.device.extend(0, q, k, v, 32**-0.5)
+    assert set(rig.corrupt) == {1} and "page" in rig.corrupt[1]
+    assert out[:32].abs().sum() > 0 and not out[32:].any()
 
 
 @settings(max_examples=examples(15))

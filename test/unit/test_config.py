@@ -28,7 +28,7 @@ def test_the_flag_alone_gives_the_defaults(text: str | None) -> None:
     config = FluxionConfig.parse(text)
     assert config == FluxionConfig()
     assert (config.policy, config.sinks, config.window, config.attend_union) == ("auto", 64, 256, True)
-    assert config.executors == "auto" and config.request_policies
+    assert config.executors == "cpu" and config.request_policies
 
 
 def test_every_option_is_documented() -> None:
@@ -126,11 +126,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"guard": -0.1}', ["guard is -0.1", "no guard"]),
         ('{"guard": Infinity}', ["guard is inf", "finite"]),
         ('{"guard": false}', ["guard is false", "number or null"]),
-        ('{"executors": "gpu"}', ["gpu", '"auto", "cpu", "cpu+gpu", "cpu+torch"']),
+        ('{"executors": "gpu"}', ["gpu", '"cpu", "cpu+gpu", "cpu+torch"']),
         ('{"executors": "cpu+gpu", "guard": 0.05}', ["guard does not work", "'cpu+gpu'", 'executors "cpu"']),
         ('{"executors": "cpu+gpu", "hot_tiles_gb": -1}', ["hot_tiles_gb is -1", "0 for none"]),
-        ('{"executors": "cpu", "hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'cpu'", '"cpu+gpu"']),
-        ('{"hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'auto'", '"cpu+gpu"']),
+        ('{"hot_tiles_gb": 2}', ["hot_tiles_gb is 2", "'cpu'", '"cpu+gpu"']),
         ('{"gpu_ranks": true}', ["gpu_ranks is set", "no memory", '"hot_tiles_gb": 8']),
         (
             '{"gpu_ranks": true, "hot_tiles_gb": 2, "executors": "cpu+gpu"}',
@@ -201,7 +200,7 @@ def valid(draw: st.DrawFn) -> dict[str, Any]:
         "share_prefixes": draw(st.booleans()),
         "guard": draw(st.none() | st.floats(1e-9, 0.999)),
         "workers": draw(st.none() | st.integers(1, 512)),
-        "executors": draw(st.sampled_from(["auto", "cpu", "cpu+gpu", "cpu+torch"])),
+        "executors": draw(st.sampled_from(["cpu", "cpu+gpu", "cpu+torch"])),
         "scheduler": draw(st.sampled_from(["priority", "none", "uniform", "length"])),
     }
     if values["guard"] is not None and values["executors"] in ("cpu+gpu", "cpu+torch"):

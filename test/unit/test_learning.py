@@ -253,6 +253,30 @@ def test_what_comes_while_there_is_no_room_teaches_nothing() -> None:
     assert len(learner) == KEPT + 1, "one came after it was thinned"
 
 
+def test_what_a_training_was_given_stays_until_it_ends() -> None:
+    """Also when the one before it failed, and what comes meanwhile fills the list."""
+    go, given = threading.Event(), []
+
+    def slow(requests: Sequence[Measured], tau: float) -> Learned:
+        given.append(len(requests))
+        if len(given) == 1:
+            raise ValueError("no head needed anything")
+        assert go.wait(60)
+        return learned_of(requests, tau)
+
+    learner = Learner(TAU, train=slow)
+    for seed in range(learner_module.MOST + 5):
+        learner.take(measured(seed))
+        if len(learner) == FIRST:
+            learner.wait()
+            assert learner.poll() is None
+    assert given == [FIRST, 2 * FIRST] and len(learner) == learner_module.MOST
+    go.set()
+    learner.wait()
+    assert learner.poll() is not None
+    assert sum(float(request.stands_for) for request in learner._requests) == learner_module.MOST
+
+
 def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []
 

@@ -138,20 +138,67 @@ def test_a_long_spec_is_not_looked_at(policies: RequestPolicies) -> None:
     assert run(policies, [bad]) is None and bad.to_finish is not None
 
 
-def test_a_refusal_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that was refused goes on to the end of its prefill, a chunk at a time."""
+def test_a_refused_request_is_looked_at_once_and_the_next_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was refused goes on to the end of its prefill, a chunk at a time. What its policy lacked, such as
+    a predictor's file, may be there for the next."""
     seen: list[str] = []
 
     def parse(spec: str, context: Context) -> Policy:
         seen.append(spec)
-        return parse_spec(spec, context)
+        if len(seen) == 1:
+            raise ValueError("its file cannot be read.")
+        return parse_spec("streaming", context)
 
     monkeypatch.setattr(requests_module, "parse_spec", parse)
     policies = RequestPolicies(parse_spec("full"))
+    bad, good = (request({"fluxion_policy": "fluxion"}) for _ in range(2))
     for _ in range(3):
-        bad = request({"fluxion_policy": "nonsense"})
-        assert run(policies, [bad]) is None and bad.to_finish is not None
-    assert seen == ["nonsense"]
+        assert run(policies, [bad]) is None and bad.to_finish.message == "its file cannot be read."
+    assert policies.refused == 1 and seen == ["fluxion"]
+    assert run(policies, [good]) == ["streaming"] and good.to_finish is None
+
+
+def test_specs_of_one_policy_share_what_it_knows() -> None:
+    """adaptive keeps what it has learned in one file for each tau."""
+
+    def policies_of(*specs: str) -> list[Policy]:
+        asked = [request({"fluxion_policy": spec}) for spec in specs]
+        with policies.of(asked, True):
+            return list(policies.current or [policies.server] * len(specs))
+
+    policies = RequestPolicies(parse_spec("adaptive"))
+    policies.server.spec = "adaptive"
+    assert {id(policy) for policy in policies_of("adaptive", "adaptive:0.1", "adaptive:0.10")} == {id(policies.server)}
+    own, other = policies_of("adaptive:0.05", "adaptive:0.050")
+    assert own is other is not policies.server
+    assert policies_of("anchor:0.1")[0] is not policies_of("anchor:0.10")[0], "these know nothing but their requests"
+
+
+@pytest.mark.parametrize("name", ["holds", "remembers"])
+def test_a_policy_that_fails_before_a_pass_ends_its_request_alone(name: str) -> None:
+    def fails(*_: object) -> int:
+        raise ZeroDivisionError("no heads")
+
+    server = Holds()
+    broken = type("Broken", (Holds,), {name: fails, "spec": "broken"})()
+    policies = RequestPolicies(server, room=StateRoom(None, 1000))  # type: ignore[arg-type]
+    policies._named = lambda spec: broken if spec == "broken" else server  # type: ignore[method-assign, assignment]
+    asked = [request({"fluxion_policy": "broken"}), request()]
+    for row, one in enumerate(asked):
+        one.kv = SimpleNamespace(req_pool_idx=row)
+    assert run(policies, asked) == ["full", "holds"] and asked[1].to_finish is None
+    assert asked[0].to_finish.status_code == 500 and "ZeroDivisionError: no heads" in asked[0].to_finish.message
+
+
+def test_a_folder_that_cannot_be_reached_ends_who_wants_a_record() -> None:
+    def check(wish: object, tokens: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    policies = RequestPolicies(parse_spec("full"), check=check)
+    wants, plain = request({"fluxion_record": {"task": "t"}}), request()
+    assert run(policies, [wants, plain], ForwardMode.EXTEND) is None
+    assert plain.to_finish is None and wants.to_finish.status_code == 500
+    assert "PermissionError" in wants.to_finish.message
 
 
 @pytest.mark.parametrize("error", [RecursionError("too deep"), KeyError("x"), OverflowError()])
@@ -358,14 +405,30 @@ def test_what_a_policy_keeps_for_all_counts_as_long_as_it_is_there() -> None:
 
 
 def test_a_policy_that_has_no_room_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_module, "parse_spec", lambda spec, context: Holds())
-    policies = RequestPolicies(parse_spec("full"), room=StateRoom(None, 130))  # type: ignore[arg-type]
-    asked = []
-    for row, spec in enumerate(["a", "b", "c"]):
-        asked.append(request({"fluxion_policy": spec}))
-        asked[-1].kv, asked[-1].origin_input_ids = SimpleNamespace(req_pool_idx=row), [1]
-    assert run(policies, asked, ForwardMode.EXTEND) == ["holds", "holds", "full"]
+    def parse(spec: str, context: Context) -> Policy:
+        policy = Holds()
+        policy.spec = spec
+        return policy
+
+    room, full = StateRoom(None, 130), parse_spec("full")  # type: ignore[arg-type]
+    monkeypatch.setattr(requests_module, "parse_spec", parse)
+    policies = RequestPolicies(full, room=room)
+
+    def asks(row: int, spec: str) -> Request:
+        one = request({"fluxion_policy": spec})
+        one.kv, one.origin_input_ids = SimpleNamespace(req_pool_idx=row), [1]
+        return one
+
+    asked = [asks(row, spec) for row, spec in enumerate(["a", "b", "c"])]
+    assert run(policies, asked, ForwardMode.EXTEND) == ["a", "b", "full"]
     assert [one.to_finish and one.to_finish.status_code for one in asked] == [None, None, 503]
+    # Once nobody has the others, what they held is free.
+    for row in range(3):
+        room.give_back(row)
+    del asked
+    gc.collect()
+    later = asks(3, "d")
+    assert run(policies, [later]) == ["d"] and later.to_finish is None and room.taken == 62
 
 
 def test_refusals_push_out_no_policy(policies: RequestPolicies) -> None:

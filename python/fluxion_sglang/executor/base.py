@@ -101,7 +101,7 @@ def executors_of(options: FluxionConfig, pool: HostPool) -> list[Executor]:
     Raises:
         DeviceError: there is no device.
     """
-    if options.executors in ("auto", "cpu"):
+    if options.executors == "cpu":
         return []
     make: MakeExecutors = plugins.load(plugins.EXECUTORS, options.executors)
     return make(options, pool)

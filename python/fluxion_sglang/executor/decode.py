@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from fluxion_sglang.predictor.anchors import Anchors
 from fluxion_sglang.predictor.criterion import Criterion
 from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.kernel import features as decode_features
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -82,7 +85,7 @@ class Layer(ABC):
 class DecodeEngine:
     """Runs decode steps over the host pool and the windows.
 
-    Every layer: the new token goes to its window slot and to the host, then resident attention and the queue's tasks
+    Every layer: the new token goes to the host and to its window slot, then resident attention and the queue's tasks
     run side by side, and the later of the two merges them by LSE. A policy that wants to see the heads first gets the
     resident attention computed before the plan. A failing worker fails the layer with a RuntimeError; the engine stays
     usable.
@@ -90,8 +93,8 @@ class DecodeEngine:
     Args:
         policy: what requests follow that have none of their own.
         executors: beside the native workers.
-        options: attend_union, guard, scheduler and share_prefixes count. With a guard every policy's plan follows the
-            resident attention, so that what a request reads does not depend on the policies beside it.
+        options: attend_union, guard, canary, scheduler and share_prefixes count. With a guard every policy's plan
+            follows the resident attention, so that what a request reads does not depend on the policies beside it.
         q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
         keeps: as of `World`.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
@@ -146,7 +149,7 @@ class DecodeEngine:
             executor.bind(self.native, q_heads)
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._guarded = options.guard is not None
-        self._checked = options.canary > 0
+        self._canary = options.canary > 0
         self.union = options.attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
@@ -185,10 +188,12 @@ class DecodeEngine:
     def forget(self, row: int) -> None:
         """The row's request has ended, or it has another one, or one that came without a prefill."""
         self.anchors.forget(row)
-        for policy in self._bound:
-            policy.released(row)
-        for observer in self.observers:
-            observer.released(row)
+        watching: list[Policy | Observer] = [*self._bound, *self.observers]
+        for one in watching:
+            try:
+                one.released(row)
+            except Exception:  # nobody contains what happens between passes; the server would end with it
+                logger.exception("Fluxion: %s could not forget a request", type(one).__name__)
 
     @property
     def state_bytes(self) -> int:
@@ -298,7 +303,7 @@ class DecodeEngine:
     def steady_plan(self) -> NativePlan | None:
         """What every layer of the current step reads, where that is known and nobody wants to see its layers."""
         watched = self.observers or type(self.accounts) is not Accounts
-        if self._looks or watched or self._checked or self.executors or self._policy.uniform is None:
+        if self._looks or watched or self._canary or self.executors or self._policy.uniform is None:
             return None
         return self._native_plan(self._policy.plan(0, torch.empty(0)))
 
@@ -341,9 +346,14 @@ class DecodeEngine:
             )
         return Observed(features, at.scale, parts, at.window)
 
+    def done(self) -> dict[str, int]:
+        """Cumulative counts of all that the native engine did, for observers, too: `NativeEngine.stats`, the canary's,
+        and worker_ns."""
+        return self.native.stats() | self.pool.canary_counts() | {"worker_ns": sum(self.native.worker_ns())}
+
     def stats(self) -> dict[str, int]:
-        """Cumulative counts of what decoding did (`NativeEngine.stats`), and of what its executors count besides."""
-        stats = self.native.stats() | self.pool.canary_counts()
+        """Cumulative counts of what decoding did, and of what its executors count besides."""
+        stats = self.done()
         for observer in self.observers:
             stats = observer.count(stats)
         for executor in self.executors:

@@ -32,7 +32,7 @@ class Observer:
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float
     ) -> None:
-        """A chunk of a request is in the host pool.
+        """A chunk of a request that wants something recorded is in the host pool (on servers with the option record).
 
         Args:
             wishes: what the request's custom_params want recorded of it.

@@ -69,9 +69,9 @@ class Audit(Observer):
     def _compare(self, layer: Layer, step: DecodeStep) -> None:
         reads = torch.empty((step.batch, step.kv_heads, 2), dtype=torch.int64)
         self._native.reads(reads)
-        before = self._native.stats()
+        before = self._engine.done()
         got, want = self._merged(layer) if layer.out is None else self._whole(layer)
-        for name, value in self._native.stats().items():
+        for name, value in self._engine.done().items():
             self._not_ours[name] = self._not_ours.get(name, 0) + value - before[name]
         self._records.append(self._record(layer.index, reads, head_errors(got, want)))
 

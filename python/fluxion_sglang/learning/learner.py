@@ -79,7 +79,7 @@ class Learner:
             return
         if any(request.like(other) for other in self._requests):
             return
-        if len(self._requests) == MOST and self._failed:
+        if len(self._requests) == MOST and self._failed and self._thread is None:
             self._requests = thinned(self._requests, KEPT)
         full = len(self._requests) == MOST
         if not full:

@@ -76,11 +76,14 @@ class AdaptivePolicy(Policy):
         arguments.at_most(words, 1)
         return cls(Criterion(Deviation.LAYER, arguments.fraction(words[0]) if words else context.tau))
 
+    @property
+    def same(self) -> str:
+        return f"adaptive-{tau_key(self.criterion.limit)}"
+
     def bind(self, world: World) -> None:
         super().bind(world)
-        tau = self.criterion.limit
         self.learner = Learner(
-            tau, None if world.keeps is None else world.keeps / f"adaptive-{tau_key(tau)}.safetensors"
+            self.criterion.limit, None if world.keeps is None else world.keeps / f"{self.same}.safetensors"
         )
         self._requests = {}
         self._familiar = 0
@@ -103,7 +106,7 @@ class AdaptivePolicy(Policy):
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
         first = shape.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
-        return most_bytes(shape.layers, world.q_heads)[0] + first + shape.layers * MOST * 4
+        return most_bytes(shape.layers, world.q_heads)[0] + first + MOST * 4
 
     @property
     def state_bytes(self) -> int:
@@ -214,7 +217,7 @@ class _Request:
     Attributes:
         steps: that began. familiar: it is, by what is known. outgrown: its middle is longer than what was measured.
         stands_for: 0, or it is learnt from, and so many are like it. measuring: this step measures it.
-        looked: bytes that it read for that in the layer at hand.
+        looked: bytes that it read for that in the layer at hand. nbytes: of what is kept of it.
     """
 
     def __init__(self) -> None:
@@ -224,6 +227,7 @@ class _Request:
         self.stands_for = 0
         self.measuring = False
         self.looked = 0
+        self.nbytes = 0
         self._first: list[_Seen] = []  # layers of the first step, until the second
         self._anchor: list[torch.Tensor] = []  # of each of them [Hq * 28]
         self._distances: torch.Tensor | None = None
@@ -238,6 +242,7 @@ class _Request:
         """The next layer of the first step."""
         self._first.append(seen._replace(q=seen.q.clone(), features=seen.features.clone()))
         self._anchor.append(anchor_of(seen.features))
+        self.nbytes += seen.q.nbytes + seen.features.nbytes + self._anchor[-1].nbytes
         if learned is not None:
             if self._distances is None:
                 self._distances = learned.familiar.start()
@@ -259,6 +264,7 @@ class _Request:
         """Another step; room: it may measure what it wants."""
         self.measuring = room and self.wants() > 0
         if self.steps > 2 or (self.steps == 2 and not self.measuring):
+            self.nbytes -= sum(seen.q.nbytes + seen.features.nbytes for seen in self._first)
             self._first = []
         if self.steps > 1:
             self._distances = None
@@ -274,6 +280,7 @@ class _Request:
         """What was measured of a layer: [Hq, 41] and [Hq, 5]."""
         if place < len(self._samples):  # a first step that broke off has shown fewer
             self._samples[place].append((features, budgets))
+            self.nbytes += features.nbytes + budgets.nbytes
 
     def measured(self) -> Measured | None:
         """None: nothing was, or not of all layers."""
@@ -281,10 +288,3 @@ class _Request:
             return None
         features, budgets = (torch.cat([step[i] for layer in self._samples for step in layer]) for i in range(2))
         return Measured.of(torch.stack(self._anchor), features, budgets, self.stands_for)
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [tensor for layer in self._samples for step in layer for tensor in step]
-        tensors += [tensor for seen in self._first for tensor in (seen.q, seen.features)]
-        tensors += [*self._anchor, *([] if self._distances is None else [self._distances])]
-        return sum(tensor.nbytes for tensor in tensors)

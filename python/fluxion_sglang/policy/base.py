@@ -305,6 +305,11 @@ class Policy(ABC):
         """
         return cls(*words)
 
+    @property
+    def same(self) -> str:
+        """Two policies with the same words here are one: requests that name either share what it knows."""
+        return self.spec
+
     def bind(self, world: World) -> None:
         """Called by an engine before anything else; by another engine again, and then it starts anew."""
         self.world = world

@@ -70,17 +70,19 @@ class Rig:
 
     Args:
         policy: of the requests that have none of their own. Every plan of it is checked.
-        keeps: folder of what policies keep.
+        keeps: folder of what policies keep. canary: of the pool; who reads what nobody wrote is in `corrupt`.
     """
 
     policy: Policy
     workers: int = 2
     keeps: Path | None = None
+    canary: float = 0.0
+    corrupt: dict[int, str] = field(default_factory=dict)
     plans: list[LayerPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shape = KVShape(_LAYERS, _HEADS, _DIM, torch.float32)
-        self.pool = HostPool(shape, _TOKENS, _PLACEMENT, Workers(self.workers))
+        self.pool = HostPool(shape, _TOKENS, _PLACEMENT, Workers(self.workers), canary=self.canary)
         self.windows = Windows(self.pool, _ROWS, "cpu")
         self.watch(self.policy)
         self.engine = DecodeEngine(
@@ -94,6 +96,7 @@ class Rig:
             max_tokens=_TOKENS,
             keeps=self.keeps,
         )
+        self.engine.corrupt = self.corrupt.__setitem__
         self.device = HostDevice(self.pool, self.windows, self.engine)
         self.free_pages = list(range(self.pool.pages - 1, 0, -1))
         self.free_rows = list(range(_ROWS - 1, 0, -1))

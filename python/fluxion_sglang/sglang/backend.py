@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from fluxion_sglang import plugins
-from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.config import OBSERVERS, FluxionConfig
 from fluxion_sglang.executor.accounts import StepAccounts
 from fluxion_sglang.executor.base import executors_of
 from fluxion_sglang.executor.decode import DecodeEngine
@@ -26,7 +26,7 @@ from fluxion_sglang.executor.state import SHARE, StateRoom
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
-from fluxion_sglang.native import NativeLayers
+from fluxion_sglang.native import CorruptMemory, NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.sglang import predictors, served_models
 from fluxion_sglang.sglang.failures import FailureGuard
@@ -111,7 +111,7 @@ class FluxionAttnBackend(AttentionBackend):
 
             pool.manifest = partial(disk.manifest, runner, pool)
             pool.weights = partial(disk.weights_digest, runner.model, whole=False)
-        for name in ("audit", "record"):
+        for name in OBSERVERS:
             if getattr(options, name) is not None:
                 self.engine.observers.append(plugins.load(plugins.OBSERVERS, name)(self.engine, options, identity))
         self.device = self._device(runner, layers)
@@ -231,8 +231,7 @@ class FluxionAttnBackend(AttentionBackend):
             if source is not None:
                 events |= source.stats()
         if self.metrics is not None and not (self._counted and events == self._events):
-            events_and_time = events | {"worker_ns": sum(self.engine.native.worker_ns())}
-            stats = self.engine.stats() | self.device.stats() | events_and_time
+            stats = self.engine.stats() | self.device.stats() | events
             self.metrics.update(stats, self.engine.state_bytes)
         self._counted, self._events = True, events
 
@@ -271,7 +270,10 @@ class FluxionAttnBackend(AttentionBackend):
         if (disk := self.token_to_kv_pool.disk) is not None:
             disk.append(pages, lengths - 1)
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
-            self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
+            try:
+                self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
+            except CorruptMemory as error:
+                self.failures.lose(i, str(error))
             self.engine.forget(int(rows[i]))
             self._healed += 1
         self._counted, self._chunks = False, []

@@ -97,9 +97,9 @@ class RequestPolicies:
         self.riding: Collection[int] = ()
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
-        # Apart, so that specs that nobody can have push out no policy that somebody has.
-        self._refusal = lru_cache(_PARSED_SPECS)(partial(_refused, context=context))
-        self._parse = lru_cache(_PARSED_SPECS)(partial(parse_spec, context=context))
+        # Specs that failed are not kept: what they lack may be there the next time.
+        self._parse = lru_cache(_PARSED_SPECS)(partial(self._make, context=context))
+        self._alive = weakref.WeakValueDictionary({server.same: server})
         self._room, self._check, self._one, self._canary = room, check, one, canary
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -128,12 +128,23 @@ class RequestPolicies:
             self.current, self.riding, self.checks, self.recorded = None, (), (), ()
 
     def _policy(self, request: Any, decoding: bool) -> Policy:
+        try:
+            return self._policy_of(request, decoding)
+        except Exception as error:  # of a policy; the scheduler would end with it
+            logger.exception("Fluxion: the policy of a request failed, and the request is ended")
+            sentence = f"the policy of this request failed ({_said(error)}); use another one."
+            end_request(request, sentence, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+            return self._ending
+
+    def _policy_of(self, request: Any, decoding: bool) -> Policy:
         kept = self._approximating.get(request)
         if kept is None:
+            if request.to_finish is not None:  # it is seen in each pass until it has ended
+                return self._ending
             try:
                 policy = self._wanted(request)
             except ValueError as error:
-                self.refused += request.to_finish is None  # it is seen again in each pass until it has ended
+                self.refused += 1
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
                 return self._ending  # for what is already under way
             if policy.exact:
@@ -153,9 +164,11 @@ class RequestPolicies:
         if self._room is None or policy is self._ending:
             return True
         tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        holds = policy is self.server or self._room.hold(policy)
-        if holds and self._room.take(request.kv.req_pool_idx, policy, tokens):
-            return True
+        for _ in range(2):
+            holds = policy is self.server or self._room.hold(policy)
+            if holds and self._room.take(request.kv.req_pool_idx, policy, tokens):
+                return True
+            self._parse.cache_clear()  # what policies hold that no request has any more comes free
         end_request(
             request,
             f"policy {policy.spec!r} has no room to remember a request of {tokens} tokens beside those that run; try "
@@ -175,6 +188,11 @@ class RequestPolicies:
                 self._check(wish, len(request.origin_input_ids))
             except ValueError as error:
                 end_request(request, str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")
+                return None
+            except Exception as error:  # the folder cannot be reached; the scheduler would end with it
+                logger.exception("Fluxion: what a request wants recorded could not be looked at; it is ended")
+                sentence = f"{wishes.RECORD} cannot be done now ({_said(error)}); send the request without it."
+                end_request(request, sentence, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
                 return None
             self._checked.add(request)
         return wish if isinstance(wish, Mapping) else None
@@ -219,8 +237,6 @@ class RequestPolicies:
             )
         if len(spec) > LONGEST:
             check_spec(spec)  # refuses it; what is kept of others' specs stays
-        if (refusal := self._refusal(spec)) is not None:
-            raise ValueError(refusal)
         policy = self._parse(spec)
         if policy.yardstick and not self.yardsticks:
             raise ValueError(
@@ -229,18 +245,26 @@ class RequestPolicies:
             )
         return policy
 
+    def _make(self, spec: str, context: Context) -> Policy:
+        """The policy of a spec: one that there is already, wherever two would be the same.
 
-def _refused(spec: str, context: Context) -> str | None:
-    """What is wrong with the spec; None: there is a policy of it, which is made to find out."""
-    try:
-        parse_spec(spec, context)
-        return None
-    except ValueError as error:
-        return str(error)
-    except Exception as error:
-        logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
-        reason = str(error).strip().partition("\n")[0]
-        return f"{wishes.POLICY} {spec!r} cannot be used ({type(error).__name__}: {reason}); use another policy."
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            policy = parse_spec(spec, context)
+        except ValueError:
+            raise
+        except Exception as error:
+            logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
+            raise ValueError(
+                f"{wishes.POLICY} {spec!r} cannot be used ({_said(error)}); use another policy."
+            ) from error
+        return self._alive.setdefault(policy.same, policy)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def forward_batch_generation(

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
-from fluxion_sglang.config import ConfigError, FluxionConfig
+from fluxion_sglang.config import OBSERVERS, ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.predictor.artifact import JSON_NAME
@@ -176,7 +176,7 @@ def check_config(config: FluxionConfig, args: Any) -> None:
         )
     for option in ("tp_size", "pp_size", "dp_size"):
         count = getattr(args, option)
-        for key in ("audit", "record"):
+        for key in OBSERVERS:
             if getattr(config, key) is not None and count > 1:
                 raise ConfigError(
                     f"{key} does not work with {_flag(option)} {count}, because one process that has every head of "
@@ -280,7 +280,7 @@ def check_speculation(args: Any, config: FluxionConfig) -> None:
             f"--enable-fluxion works with {what} on one rank alone, because ranks could accept different drafts; use "
             f"--tp-size 1 and --pp-size 1, or {out}."
         )
-    if (key := next((key for key in ("audit", "record") if getattr(config, key) is not None), None)) is not None:
+    if (key := next((key for key in OBSERVERS if getattr(config, key) is not None), None)) is not None:
         raise ConfigError(
             f"{key} does not work with {what}, because it watches steps of one token a request, and every step has a "
             f"draft; leave one of the two out."

@@ -5,7 +5,9 @@ It reads a file of `measured.pack` from its input and writes one of `Learned.ten
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -61,7 +63,14 @@ def _samples(requests: Sequence[Measured], which: Sequence[int]) -> Samples:
     return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(SETTINGS.seed))[:MOST]]
 
 
+def _end_with_server() -> None:
+    """Have Linux end this process when the thread that began it ends, however that comes."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_server()
     os.nice(NICE)
     torch.set_num_threads(1)
     # Whatever the libraries print is no part of the answer.

@@ -77,7 +77,9 @@ class Backend(FluxionAttnBackend):
             extend_seq_lens_cpu=list(counts.values()),
         )
         params = SimpleNamespace(custom_params=None)
-        requests = [Request(sampling_params=params, skip_radix_cache_insert=False, row=row) for row in rows]
+        requests = [
+            Request(sampling_params=params, skip_radix_cache_insert=False, to_finish=None, row=row) for row in rows
+        ]
         with self.requests.of(requests, False, [request for request in requests if request.row in riding]):
             self.init_forward_metadata(batch)
             for index in range(world.layers):

@@ -98,8 +98,8 @@ class RequestPolicies:
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         # Specs that failed are not kept: what they lack may be there the next time.
-        self._parse = lru_cache(_PARSED_SPECS)(partial(self._make, context=context))
-        self._alive = weakref.WeakValueDictionary({server.same: server})
+        alive = weakref.WeakValueDictionary({server.same: server})
+        self._parse = lru_cache(_PARSED_SPECS)(partial(_policy_of, context=context, alive=alive))
         self._room, self._check, self._one, self._canary = room, check, one, canary
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -245,22 +245,21 @@ class RequestPolicies:
             )
         return policy
 
-    def _make(self, spec: str, context: Context) -> Policy:
-        """The policy of a spec: one that there is already, wherever two would be the same.
 
-        Raises:
-            ValueError: there is none.
-        """
-        try:
-            policy = parse_spec(spec, context)
-        except ValueError:
-            raise
-        except Exception as error:
-            logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
-            raise ValueError(
-                f"{wishes.POLICY} {spec!r} cannot be used ({_said(error)}); use another policy."
-            ) from error
-        return self._alive.setdefault(policy.same, policy)
+def _policy_of(spec: str, context: Context, alive: weakref.WeakValueDictionary[str, Policy]) -> Policy:
+    """The policy of a spec: one that is alive, wherever two would be the same.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        policy = parse_spec(spec, context)
+    except ValueError:
+        raise
+    except Exception as error:
+        logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
+        raise ValueError(f"{wishes.POLICY} {spec!r} cannot be used ({_said(error)}); use another policy.") from error
+    return alive.setdefault(policy.same, policy)
 
 
 def _said(error: Exception) -> str:

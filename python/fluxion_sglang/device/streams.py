@@ -6,6 +6,7 @@ the main stream is ever still to be done.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,7 @@ class _SimulatedSide(Side):
     def __init__(self, library: DeviceLibrary) -> None:
         self._library = library
         self.handle = library.stream_create()
+        weakref.finalize(self, library.stream_destroy, self.handle).atexit = False  # it has a thread, and many stacks
 
     def follow_main(self) -> None:
         pass

@@ -133,11 +133,11 @@ struct Attention {
     run.template operator()<1>();
   }
 
-  // A multiple of the rows that are read together, and at most what `TileRows` allows: further ahead was
-  // slower.
+  // A multiple of the rows that are read together, and less than a tile: of the next one the same places are
+  // bad ones (simd/pace.h).
   template <int kTiles>
   static int rows_ahead(int D) {
-    constexpr int kTogether = 4, kMost = 40;
+    constexpr int kTogether = 4, kMost = 2 * kPage * 3 / 4;
     const int rows = Pace<kTiles>::kAheadBytes / (kTiles * D * static_cast<int>(sizeof(T)));
     return rows < kTogether ? kTogether : smaller(rows, kMost) / kTogether * kTogether;
   }
@@ -149,9 +149,7 @@ struct Attention {
       const int ahead = rows_ahead<kTiles>(dim());
       for (int s = 0; s < smaller(kTiles, n); ++s) fetch_scales(tile(s));
       for (int row = 0; row < ahead; ++row) {
-        const int first = row / (2 * kPage) * kTiles;
-        for (int s = first; s < smaller(first + kTiles, n); ++s)
-          fetch_row(tile(s) + row % (2 * kPage) * dim());
+        for (int s = 0; s < smaller(kTiles, n); ++s) fetch_row(tile(s) + row * dim());
       }
       const int steps = n / kTiles;
       const auto add = [&]<int kGap>(int first, int end) {
@@ -162,8 +160,7 @@ struct Attention {
           for (int s = 0; s < kTiles; ++s) {
             note.of[s] = alone(0, i + s);
             rows.now[s] = tile(i + s);
-            for (int to = 1; to <= 2; ++to)
-              rows.next[to - 1][s] = i + to * kTiles + s < known ? tile(i + to * kTiles + s) : nullptr;
+            rows.next[s] = i + kTiles + s < known ? tile(i + kTiles + s) : nullptr;
           }
           add_tiles<kTiles, kHeads, kGap>(queries, rows, state(0), note);
         }
@@ -174,7 +171,7 @@ struct Attention {
         throttled<kTiles>(steps, kTiles * tile_bytes() / kLine, add);
       }
       for (int i = steps * kTiles; i < n; ++i) {
-        const TileRows<T, 1> rows{{tile(i)}, {{i + 1 < known ? tile(i + 1) : nullptr}}, 2 * kPage};
+        const TileRows<T, 1> rows{{tile(i)}, {i + 1 < known ? tile(i + 1) : nullptr}, 2 * kPage};
         add_tiles<1, kHeads>(queries, rows, state(0), {{alone(0, i)}, G});
       }
     });
@@ -197,7 +194,7 @@ struct Attention {
     if constexpr (kByTokens) {
       attend_part<T, Values, kHeads>(q, tile, mask, count, dim(), to, note);
     } else {
-      attend_int8<kD, 1, kHeads, true>(q, {{tile}, {}, 0}, mask, count, D, to, note);
+      attend_int8<kD, 1, kHeads, true>(q, {{tile}, {nullptr}, 0}, mask, count, D, to, note);
     }
   }
 
@@ -284,7 +281,7 @@ struct Attention {
       for (int s = 0; s < kTogether; ++s) {
         note.of[s] = alone(p, whole[i + s]);
         rows.now[s] = tile(whole[i + s]);
-        rows.next[0][s] = ahead->take();
+        rows.next[s] = ahead->take();
       }
       add_tiles<kTogether, kHeads>(q, rows, states, note);
     };

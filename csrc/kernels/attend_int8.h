@@ -13,31 +13,29 @@ namespace {
 template <int kTiles, int kGap>
 class Int8Fetch {
  public:
-  Int8Fetch(const TileRows<Int8, kTiles>& tiles, int D) : end_(2 * kPage * D) {
-    const int first = tiles.ahead / (2 * kPage);
-    offset_ = tiles.ahead % (2 * kPage) * D;
-    for (int half = 0; half < 2; ++half) {
-      const Int8* const* of = first + half == 0 ? tiles.now : tiles.next[smaller(first + half, 2) - 1];
+  Int8Fetch(const TileRows<Int8, kTiles>& tiles, int D) : ahead_(tiles.ahead * D), end_(2 * kPage * D) {
+    for (int s = 0; s < kTiles; ++s) {
+      now_[s] = tiles.now[s];
       // Where nothing follows, what is there already.
-      for (int s = 0; s < kTiles; ++s) from_[half][s] = of[s] != nullptr ? of[s] : tiles.now[s];
+      next_[s] = tiles.next[s] != nullptr ? tiles.next[s] : tiles.now[s];
     }
   }
 
   // Up to byte `to` of what is read, a multiple of a line.
   void until(int to) {
     for (; at_ < to; at_ += kLine) {
-      const int64_t offset = at_ + offset_;
-      const bool first = offset < end_;
-      const Int8* const* tiles = from_[!first];
+      const bool here = at_ + ahead_ < end_;
+      const Int8* const* tiles = here ? now_ : next_;
+      const int64_t offset = at_ + ahead_ - (here ? 0 : end_);
 #pragma GCC unroll 4
-      for (int s = 0; s < kTiles; ++s)
-        prefetch(spaced_.next<kGap>(tiles[s] + (first ? offset : offset - end_)));
+      for (int s = 0; s < kTiles; ++s) prefetch(spaced_.next<kGap>(tiles[s] + offset));
     }
   }
 
  private:
-  const Int8* from_[2][kTiles];  // the first line is fetched at offset_ of the first ones
-  int at_ = 0, offset_, end_;
+  const Int8* now_[kTiles];
+  const Int8* next_[kTiles];
+  int at_ = 0, ahead_, end_;
   Spaced spaced_;
 };
 
@@ -180,7 +178,7 @@ template <int kD, int kTiles, int kHeads, bool kMasked = false, int kGap = Pace<
     return !kMasked ? kEveryLane : h < count ? (masks[h] >> v * kLanes) & kEveryLane : 0u;
   };
   for (int s = 0; s < kTiles; ++s) {
-    if (tiles.next[0][s] != nullptr) fetch(scales_of(tiles.next[0][s], D), kScaleBytes);
+    if (tiles.next[s] != nullptr) fetch(scales_of(tiles.next[s], D), kScaleBytes);
   }
   Int8Fetch<kTiles, kGap> ahead(tiles, D);
   Vec scores[kVecs * kHeads];

@@ -45,19 +45,19 @@ inline float lse_of(float top, float sum) { return sum == 0.0f ? kNegInf : top +
 template <class T, int kTiles>
 struct TileRows {
   const T* now[kTiles];
-  const T* next[2][kTiles] = {};  // the tiles that follow, and those after them; nullptr: nothing to fetch
-  int ahead;  // in rows, a multiple of those read together, at most twice the 2 * kPage of a tile
+  const T* next[kTiles];  // the tiles that follow; nullptr: nothing to fetch
+  int ahead;              // in rows, a multiple of those read together, at most the 2 * kPage of a tile
 
   // What lies as far ahead of row `row` on, a stretch of each tile.
   class Stretch {
    public:
     Stretch(const TileRows& tiles, int row, int D) {
-      const int to = row + tiles.ahead, which = to / (2 * kPage);
-      const int64_t offset = to % (2 * kPage) * static_cast<int64_t>(D);
-      const T* const* of = which == 0 ? tiles.now : tiles.next[which - 1];
+      const int to = row + tiles.ahead;
+      const bool here = to < 2 * kPage;
+      const int64_t offset = (here ? to : to - 2 * kPage) * static_cast<int64_t>(D);
 #pragma GCC unroll 4
       for (int s = 0; s < kTiles; ++s) {
-        const T* tile = of[s];
+        const T* tile = here ? tiles.now[s] : tiles.next[s];
         from_[s] = tile == nullptr ? nullptr : reinterpret_cast<const char*>(tile + offset);
       }
     }

@@ -28,6 +28,7 @@ from fluxion_sglang.policy import examples
 pytestmark = pytest.mark.full
 
 CHUNK, POOL, NEW = 512, 5600, 12
+STATE_GB = 0.1  # an eighth of so small a pool is less than adaptive keeps
 DOCUMENT = needle_prompt(1500, 4, seed=5)
 PROMPTS = [DOCUMENT.token_ids(i) for i in range(4)]
 specs = pytest.mark.parametrize("spec", [None, *examples()])
@@ -71,7 +72,7 @@ def both(logs: Path) -> Iterator[list[Audited]]:
                 Audited(
                     Server(
                         "--chunked-prefill-size", str(CHUNK),
-                        fluxion=json.dumps({"host_tokens": POOL, "audit": str(log)}),
+                        fluxion=json.dumps({"host_tokens": POOL, "policy_state_gb": STATE_GB, "audit": str(log)}),
                         env={"SGLANG_TEST_RETRACT": "1", **env}, log=logs / f"policies-{name}.log",
                     ),
                     log,
@@ -156,7 +157,8 @@ class TestTensorParallel:
     @pytest.fixture(scope="class")
     def server(self, logs: Path) -> Iterator[Server]:
         with Server(
-            "--tp", "2", "--chunked-prefill-size", str(CHUNK), fluxion=json.dumps({"host_tokens": POOL, "workers": 1}),
+            "--tp", "2", "--chunked-prefill-size", str(CHUNK),
+            fluxion=json.dumps({"host_tokens": POOL, "policy_state_gb": STATE_GB, "workers": 1}),
             env={"FLUXION_DEVICE": "sim", "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_TEST_RETRACT": "1"},
             log=logs / "policies-tp2.log",
         ) as server:  # fmt: skip

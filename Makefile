@@ -8,10 +8,11 @@ NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc %.cuh %.cu,$(SOURCES) $(shell find test/fuzz test/native -type f 2>/dev/null))
 TESTS := test/engine test/soak test/models test/unit test/gpu test/docs test/wheel
-# A file is one process's, because its tests share a server; the files with servers come first.
-PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder
+# A file is one process's, because its tests share a server; the files with servers come first. A process that dies ends
+# the run: with another in its place pytest would wait for tests that nobody has.
+PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
-SANITIZED := arguments operations canary prefill linear dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels int8 mla host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device offload
+SANITIZED := arguments operations canary prefill linear dispatcher hot_tiles calibration mailbox layer_server helping listed hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels int8 mla host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device near offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
   test/unit/test_engine.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
 # Where the run of a sanitizer is recorded: the results of this machine, if all of those files ran and nothing is said here.

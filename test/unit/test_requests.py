@@ -174,6 +174,26 @@ def test_specs_of_one_policy_share_what_it_knows() -> None:
     assert policies_of("anchor:0.1")[0] is not policies_of("anchor:0.10")[0], "these know nothing but their requests"
 
 
+def test_a_session_is_told_the_words_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next turn says them again, whoever named the policy first and how."""
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(requests_module.sessions, "approximated", lambda _, spec, server: told.append((spec, server)))
+    policies = RequestPolicies(parse_spec("adaptive"))
+    run(policies, [request({"fluxion_policy": "adaptive:0.10"}), request()])
+    assert told == [("adaptive:0.10", "adaptive"), ("adaptive", "adaptive")]
+
+
+def test_a_request_that_never_fits_costs_others_nothing() -> None:
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    policies = RequestPolicies(parse_spec("full"), room=room)
+    policies._parse.cache_clear = lambda: pytest.fail("others' policies were dropped")  # type: ignore[method-assign]
+    policies._named = lambda spec: Remembers()  # type: ignore[method-assign]
+    large = request({"fluxion_policy": "remembers"})
+    large.origin_input_ids, large.kv = [1] * 200, SimpleNamespace(req_pool_idx=1)
+    run(policies, [large])
+    assert large.to_finish.status_code == 503 and room.taken == 0
+
+
 @pytest.mark.parametrize("name", ["holds", "remembers"])
 def test_a_policy_that_fails_before_a_pass_ends_its_request_alone(name: str) -> None:
     def fails(*_: object) -> int:

@@ -52,6 +52,10 @@ class StateRoom:
             self.taken += more
         return True
 
+    def too_large(self, policy: Policy, tokens: int) -> bool:
+        """Whether a request of so many tokens would find no room under the policy if it were alone."""
+        return policy.holds(self._world) + policy.remembers(self._world, tokens) > self.limit
+
     def give_back(self, row: int) -> None:
         """The request in `row` has ended."""
         self.taken -= self._rows.pop(row, 0)

@@ -307,7 +307,7 @@ class Policy(ABC):
 
     @property
     def same(self) -> str:
-        """Two policies with the same words here are one: requests that name either share what it knows."""
+        """Two policies of a class with the same words here are one: requests that name either share what it knows."""
         return self.spec
 
     def bind(self, world: World) -> None:

@@ -23,6 +23,8 @@ from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
 
 logger = logging.getLogger(__name__)
 
+_Alive = weakref.WeakValueDictionary[tuple[type[Policy], str], Policy]
+
 _PARSED_SPECS = 64
 _SHOWN = 60
 """Characters of a wrong value that the answer repeats."""
@@ -98,7 +100,7 @@ class RequestPolicies:
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         # Specs that failed are not kept: what they lack may be there the next time.
-        alive = weakref.WeakValueDictionary({server.same: server})
+        alive: _Alive = weakref.WeakValueDictionary({(type(server), server.same): server})
         self._parse = lru_cache(_PARSED_SPECS)(partial(_policy_of, context=context, alive=alive))
         self._room, self._check, self._one, self._canary = room, check, one, canary
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
@@ -134,6 +136,8 @@ class RequestPolicies:
             logger.exception("Fluxion: the policy of a request failed, and the request is ended")
             sentence = f"the policy of this request failed ({_said(error)}); use another one."
             end_request(request, sentence, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+            if (kept := self._approximating.get(request)) is not None:
+                kept.policy = self._ending  # it is not asked again
             return self._ending
 
     def _policy_of(self, request: Any, decoding: bool) -> Policy:
@@ -154,7 +158,8 @@ class RequestPolicies:
                 keep_out_of_tree(request, kept)
         if decoding:
             kept.decoding = True
-            sessions.approximated(request, kept.policy.spec, self.server.spec)
+            # In the request's own words: a session's next turn is asked for the same ones.
+            sessions.approximated(request, str(wishes.spec_of(request, self.server.spec)), self.server.spec)
         if not self._remembered(request, kept.policy):
             kept.policy = self._ending
         return kept.policy
@@ -164,11 +169,14 @@ class RequestPolicies:
         if self._room is None or policy is self._ending:
             return True
         tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        for _ in range(2):
+        for again in (False, True):
+            if again and self._room.too_large(policy, tokens):
+                break
+            if again:
+                self._parse.cache_clear()  # what policies hold that no request has any more comes free
             holds = policy is self.server or self._room.hold(policy)
             if holds and self._room.take(request.kv.req_pool_idx, policy, tokens):
                 return True
-            self._parse.cache_clear()  # what policies hold that no request has any more comes free
         end_request(
             request,
             f"policy {policy.spec!r} has no room to remember a request of {tokens} tokens beside those that run; try "
@@ -246,7 +254,7 @@ class RequestPolicies:
         return policy
 
 
-def _policy_of(spec: str, context: Context, alive: weakref.WeakValueDictionary[str, Policy]) -> Policy:
+def _policy_of(spec: str, context: Context, alive: _Alive) -> Policy:
     """The policy of a spec: one that is alive, wherever two would be the same.
 
     Raises:
@@ -259,7 +267,7 @@ def _policy_of(spec: str, context: Context, alive: weakref.WeakValueDictionary[s
     except Exception as error:
         logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
         raise ValueError(f"{wishes.POLICY} {spec!r} cannot be used ({_said(error)}); use another policy.") from error
-    return alive.setdefault(policy.same, policy)
+    return alive.setdefault((type(policy), policy.same), policy)
 
 
 def _said(error: Exception) -> str:

@@ -64,7 +64,7 @@ def _samples(requests: Sequence[Measured], which: Sequence[int]) -> Samples:
 
 
 def _end_with_server() -> None:
-    """Have Linux end this process when the thread that began it ends, however that comes."""
+    """Have Linux end this process with the thread that began it, also when the server is killed."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -6,9 +6,9 @@ import functools
 from typing import Final
 
 from fluxion_sglang.commands import provenance
-from fluxion_sglang.commands.provenance import ROOT, load, machine, save
+from fluxion_sglang.commands.provenance import ROOT, load, machine, rounded, save
 
-__all__ = ["ROOT", "SAME", "commit", "header", "load", "machine", "save", "versions"]
+__all__ = ["ROOT", "SAME", "commit", "header", "load", "machine", "rounded", "save", "versions"]
 
 SAME: Final = ("commit", "sources", "machine", "versions", "environment")
 """Results of runs that agree in these belong together."""

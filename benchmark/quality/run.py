@@ -98,6 +98,7 @@ def _measure(plan: Plan, cell: Cell, policies: tuple[str, ...], server: Server, 
     full = next((row for row in rows if row.items() >= where.items() and row["policy"] == FULL), None)
     for row in rows[-len(policies) :]:
         stats.compare(row, full, plan.settings.seed)
+    rows[:] = record.rounded(rows)
     record.save(plan.settings.out, plan.results)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from world import World
+from world import World, counts
 
 from fluxion_sglang.lab.audit import head_errors
 from fluxion_sglang.lab.audit_file import AuditLog, read, record_dtype
@@ -46,13 +46,6 @@ def test_every_layer_of_every_request_is_recorded(dtype: torch.dtype, executors:
             assert torch.equal(world.pool.tensor(name, layer), twin.pool.tensor(name, layer)), name
     assert counts(world) == counts(twin), "the audit's own reads are not in the statistics"
     assert world.engine.native.stats()["layers"] == 2 * twin.engine.native.stats()["layers"]
-
-
-def counts(world: World) -> dict[str, int]:
-    """But for the workers' time, of which the audit's is less than all."""
-    found = world.engine.stats()
-    assert 0 < found.pop("worker_ns") <= world.engine.done()["worker_ns"]
-    return found
 
 
 def check_step(world: World, step: np.ndarray, results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from python_device import DeviceWorld, GaveUp
-from world import World
+from world import World, counts
 
 from fluxion_sglang.device.mailbox import Word
 from fluxion_sglang.policy import LayerPlan, Observed, Policy, parse_spec
@@ -40,7 +40,7 @@ def test_every_policy_decides_as_it_does_where_the_windows_are_the_cpus(spec: st
                 torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
                 if spec == "full":
                     torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
-    assert cpu.engine.stats() == other.engine.stats()
+    assert counts(cpu) == counts(other)
     # What the next steps find in the host pool is the same, bit by bit.
     for layer in range(cpu.layers):
         for name in ("tiles", "meta0", "meta1", "meta2", "meta3", "moments"):
@@ -56,7 +56,7 @@ def test_requests_with_policies_of_their_own() -> None:
         for _ in range(3):
             for (want, _), (got, _) in zip(cpu.decode([1, 2, 3], ours), device.decode([1, 2, 3], theirs), strict=True):
                 torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
-    assert cpu.engine.stats() == other.engine.stats()
+    assert counts(cpu) == counts(other)
 
 
 def test_half_precision_and_a_foreign_executor() -> None:

@@ -173,3 +173,10 @@ class World:
         logits, cap = torch.einsum("hd,shd->hs", q.double(), k) * self.scale, self.variant(layer).cap
         logits = cap * torch.tanh(logits / cap) if cap else logits
         return torch.einsum("hs,shd->hd", logits.softmax(-1), v)
+
+
+def counts(world: World) -> dict[str, int]:
+    """What an engine counted, without the workers' time: nobody knows it beforehand."""
+    found = world.engine.stats()
+    assert 0 <= found.pop("worker_ns") <= world.engine.done()["worker_ns"]
+    return found

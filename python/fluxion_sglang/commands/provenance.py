@@ -133,11 +133,12 @@ def save(path: Path, data: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """The value as `save` writes it."""
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
+        return [rounded(inner) for inner in value]
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
     return value
@@ -145,7 +146,7 @@ def _rounded(value: Any) -> Any:
 
 def _dump(data: dict[str, Any]) -> str:
     # One row a line: results are read in diffs.
-    data = _rounded(data)
+    data = rounded(data)
     rows = data.get("rows", [])
     text = json.dumps({**data, "rows": []}, indent=1)
     if not rows:

@@ -348,11 +348,12 @@ class DecodeEngine:
 
     def done(self) -> dict[str, int]:
         """Cumulative counts of all that the native engine did, for observers, too: `NativeEngine.stats`, the canary's,
-        and worker_ns."""
+        and worker_ns, the time of all workers."""
         return self.native.stats() | self.pool.canary_counts() | {"worker_ns": sum(self.native.worker_ns())}
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts of what decoding did, and of what its executors count besides."""
+        """Cumulative counts of what decoding did, its workers' time included, and of what its executors count
+        besides."""
         stats = self.done()
         for observer in self.observers:
             stats = observer.count(stats)

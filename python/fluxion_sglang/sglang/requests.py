@@ -101,7 +101,7 @@ class RequestPolicies:
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         # Specs that failed are not kept: what they lack may be there the next time.
         alive: _Alive = weakref.WeakValueDictionary({(type(server), server.same): server})
-        self._parse = lru_cache(_PARSED_SPECS)(partial(_policy_of, context=context, alive=alive))
+        self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context, alive=alive))
         self._room, self._check, self._one, self._canary = room, check, one, canary
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -169,13 +169,16 @@ class RequestPolicies:
         if self._room is None or policy is self._ending:
             return True
         tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        for again in (False, True):
-            if again and self._room.too_large(policy, tokens):
-                break
-            if again:
-                self._parse.cache_clear()  # what policies hold that no request has any more comes free
-            holds = policy is self.server or self._room.hold(policy)
-            if holds and self._room.take(request.kv.req_pool_idx, policy, tokens):
+        room, row = self._room, request.kv.req_pool_idx
+
+        def fits() -> bool:
+            return (policy is self.server or room.hold(policy)) and room.take(row, policy, tokens)
+
+        if fits():
+            return True
+        if not room.too_large(policy, tokens):
+            self._parse.cache_clear()  # what policies hold that no request has any more comes free
+            if fits():
                 return True
         end_request(
             request,
@@ -254,7 +257,7 @@ class RequestPolicies:
         return policy
 
 
-def _policy_of(spec: str, context: Context, alive: _Alive) -> Policy:
+def _made(spec: str, context: Context, alive: _Alive) -> Policy:
     """The policy of a spec: one that is alive, wherever two would be the same.
 
     Raises:
@@ -271,7 +274,8 @@ def _policy_of(spec: str, context: Context, alive: _Alive) -> Policy:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    reason = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {reason}"
 
 
 def forward_batch_generation(

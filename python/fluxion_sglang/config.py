@@ -20,6 +20,7 @@ OBSERVERS = ("audit", "record")
 """Options that ask for an observer (`executor/observer.py`)."""
 KV_DTYPES = ("auto", "int8")
 GPU_KERNELS = ("flashinfer", "fluxion")
+DISK_GB = 32.0
 SCHEDULERS = ("priority", "none", "uniform", "length")
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
 """What options are for, in the order in which they are shown."""
@@ -132,7 +133,7 @@ class FluxionConfig:
         group=EVERYDAY,
     )
     disk_gb: float = _option(
-        32.0,
+        DISK_GB,
         "Most GiB of files in disk, of one model; the tensor-parallel ranks of a host divide them.",
         "500",
         lambda gib: gib > 0,
@@ -358,6 +359,10 @@ class FluxionConfig:
             self._check_gpu_ranks()
         if self.audit_gb is not None and self.audit is None:
             raise ConfigError("audit_gb limits the audit file, and there is none; name one in audit or leave it out.")
+        if self.disk is None and self.disk_gb != DISK_GB:
+            raise ConfigError(
+                "disk_gb limits the files in disk, and there are none; name a folder in disk or leave it out."
+            )
         self._check_files()
         return self
 
@@ -456,7 +461,8 @@ class FluxionConfig:
             raise ConfigError(
                 f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
             )
-        for key, example in (("learned", "/var/cache/fluxion-learned"), ("record", "/tmp/samples")):
+        folders = {"learned": "/var/cache/fluxion-learned", "record": "/tmp/samples", "disk": "/var/cache/fluxion"}
+        for key, example in folders.items():
             path, value = self.path(key), getattr(self, key)
             if path is None:
                 continue

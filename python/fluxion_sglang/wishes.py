@@ -1,6 +1,6 @@
 """What a request may ask of Fluxion: keys of its `sampling_params.custom_params`.
 
-SGLang carries these from every endpoint to the scheduler's request, on every rank.
+SGLang carries these to the scheduler's request, on every rank, from /generate and from OpenAI's completions and chat.
 """
 
 from __future__ import annotations

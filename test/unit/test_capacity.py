@@ -66,6 +66,12 @@ def test_a_policy_that_is_none_is_refused_with_the_options() -> None:
     with pytest.raises(ConfigError, match=r"""^policy 'ful' is not one .*; or "auto"\.$"""):
         options_of(args(fluxion_config='{"policy": "ful"}'))
     assert options_of(args(fluxion_config='{"policy": "auto"}')) == FluxionConfig()
+    with pytest.raises(ConfigError, match=r"in request_policies, policy 'ful' is not one that"):
+        options_of(args(fluxion_config='{"request_policies": ["ful"]}'))
+    with pytest.raises(ConfigError, match=r"'oracle:0.1', which reads everything to decide"):
+        options_of(args(fluxion_config='{"request_policies": ["full", "oracle:0.1"]}'))
+    audited = '{"request_policies": ["full", "oracle:0.1"], "audit": "/tmp/audit.npy"}'
+    assert options_of(args(fluxion_config=audited)).request_policies == ["full", "oracle:0.1"]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_every_option_is_documented() -> None:
             "hot_tiles_gb": '"executors": "cpu+gpu", ',
             "gpu_ranks": '"hot_tiles_gb": 4, ',
             "audit_gb": '"audit": "/tmp/audit.npy", ',
+            "disk_gb": '"disk": "/tmp/fluxion", ',
         }
         needed = needs.get(option.key, "")
         parsed = FluxionConfig.parse(f'{{{needed}"{option.key}": {option.example}}}')
@@ -84,6 +85,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"request_policies": "full"}', ["boolean or list"]),
         ('{"policy_state_gb": -1}', ["policy_state_gb is -1", "eighth"]),
         ('{"audit_gb": 1}', ["audit_gb", "name one in audit"]),
+        ('{"disk_gb": 500}', ["disk_gb", "name a folder in disk"]),
+        ('{"disk": ""}', ["disk is ''", "is no folder"]),
         ('{"nonsense": 1}', ["'nonsense'", "legal keys are policy"]),
         ('{"window": true}', ["window is true", "integer"]),
         ('{"window": 256.0}', ["window is 256.0", "integer"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import Context, Policy, parse_spec
 from fluxion_sglang.policy.full import FullPolicy
 from fluxion_sglang.sglang import requests as requests_module
+from fluxion_sglang.sglang.failures import FailureGuard, Failures
 from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
 
 
@@ -40,7 +42,12 @@ def request(params: Any = None, end: int = 100) -> Request:
     )
 
 
-def run(policies: RequestPolicies, requests: list[Request], mode: ForwardMode = ForwardMode.DECODE) -> list[str] | None:
+def run(
+    policies: RequestPolicies,
+    requests: list[Request],
+    mode: ForwardMode = ForwardMode.DECODE,
+    guard: FailureGuard | None = None,
+) -> list[str] | None:
     """The specs that a pass over `requests` ran with; None when all follow the server's."""
     seen: list[list[str] | None] = []
 
@@ -49,7 +56,8 @@ def run(policies: RequestPolicies, requests: list[Request], mode: ForwardMode = 
         seen.append(None if current is None else [policy.spec for policy in current])
         return word
 
-    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(requests=policies)))
+    backend = SimpleNamespace(requests=policies, failures=guard or FailureGuard())
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
     assert (
         forward_batch_generation(
             original, worker, SimpleNamespace(reqs=requests, forward_mode=mode, decoding_reqs=None), "logits"
@@ -172,6 +180,69 @@ def test_specs_of_one_policy_share_what_it_knows() -> None:
     own, other = policies_of("adaptive:0.05", "adaptive:0.050")
     assert own is other is not policies.server
     assert policies_of("anchor:0.1")[0] is not policies_of("anchor:0.10")[0], "these know nothing but their requests"
+
+
+def test_what_was_learned_outlives_the_requests_and_others_specs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that name a policy the next one need not begin anew; until there is no room but its own."""
+
+    class Learns(Remembers):
+        learns = True
+
+        def holds(self, world: object) -> int:
+            return 40
+
+    def parse(spec: str, context: Context) -> Policy:
+        policy = Learns() if spec.startswith("l") else Remembers()
+        policy.spec = spec
+        return policy
+
+    monkeypatch.setattr(requests_module, "parse_spec", parse)
+    full = parse_spec("full")
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    policies = RequestPolicies(full, room=room)
+
+    def policy_of(spec: str) -> weakref.ref[Policy]:
+        one = request({"fluxion_policy": spec})
+        one.kv, one.origin_input_ids = SimpleNamespace(req_pool_idx=1), []
+        with policies.of([one], True):
+            assert policies.current is not None and one.to_finish is None
+            policy = weakref.ref(policies.current[0])
+        room.give_back(1)
+        return policy
+
+    first = policy_of("l1")
+    for i in range(100):
+        policy_of(f"r{i}")
+    gc.collect()
+    assert first() is not None and policy_of("l1")() is first() and room.taken == 40
+    second = policy_of("l2")
+    gc.collect()
+    assert first() is not None and second() is not None and room.taken == 80
+    third = policy_of("l3")  # takes the place of both
+    gc.collect()
+    assert first() is None and second() is None and third() is not None and room.taken == 40
+
+
+def test_what_the_servers_own_policy_holds_is_not_counted_against_its_requests() -> None:
+    room = StateRoom(None, 100)  # type: ignore[arg-type]
+    assert room.too_large(Holds(), 50) and not room.too_large(Holds(), 50, held=True)
+    assert room.too_large(Holds(), 101, held=True)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_what_one_rank_refuses_ends_on_all_of_them(policies: RequestPolicies, mode: ForwardMode) -> None:
+    """A predictor's file may be there on one machine and not on another."""
+    guard = FailureGuard()
+    with guard.containing():
+        bad, ended = request({"fluxion_policy": "none such"}), request()
+        ended.to_finish = "the client left"
+        assert run(policies, [request(), ended, bad], mode, guard) is None
+    assert list(guard.found.lost) == [2] and guard.found.lost[2] == bad.to_finish.message
+    with guard.containing():  # it goes on to the end of its prefill, and is told once
+        run(policies, [bad], mode, guard)
+    assert guard.found == Failures(None, {})
+    run(policies, [request({"fluxion_policy": "none such"})], mode, guard)  # outside of a scheduler nobody asks
+    assert guard.found == Failures(None, {})
 
 
 def test_a_session_is_told_the_words_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "disaggregation_decode_enable_offload_kvcache": (True, "leave --disaggregation-decode-enable"),
     "decoupled_spec_role": ("verifier", "leave --decoupled-spec-role out"),
     "encoder_only": (True, "leave --encoder-only out"),
+    "is_embedding": (True, "leave --is-embedding out"),
     "enable_pdmux": (True, "leave --enable-pdmux out"),
     "dcp_size": (2, "--dcp-size 1"),
     "attn_cp_size": (2, "--attn-cp-size 1"),
@@ -143,6 +144,30 @@ def test_what_follows_from_the_flag(server_args: Any) -> None:
     assert view.cuda_graph_config.decode.backend == view.cuda_graph_config.prefill.backend == "disabled"
     assert view.disable_overlap_schedule is False  # as it was: overlap works on the CPU
     assert (args.attention_backend, args.page_size) == (None, None)  # the record stays what the operator gave
+
+
+@pytest.mark.parametrize("executors", ["cpu+gpu", "cpu+torch"])
+def test_a_gpu_reads_no_pool_that_nobody_gave_it(executors: str) -> None:
+    config = FluxionConfig(executors=executors)
+    if executors == "cpu+torch":
+        return validation.check_device("cpu", config)
+    with pytest.raises(ConfigError, match=r"executors is 'cpu\+gpu', but the CPU is the device"):
+        validation.check_device("cpu", config)
+    return None
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(None, 4096), (512, 512), (-1, -1)])
+def test_a_machine_of_much_memory_gets_no_longer_passes(
+    server_args: Any, monkeypatch: pytest.MonkeyPatch, asked: int | None, taken: int
+) -> None:
+    """SGLang sizes them by the memory, as if it were a GPU's."""
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda device: 512 * 1024)
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, chunked_prefill_size=asked)
+    args.resolve_once()
+    assert resolving_view(args).chunked_prefill_size == taken
 
 
 def test_other_devices_are_refused(server_args: Any) -> None:

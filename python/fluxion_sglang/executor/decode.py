@@ -153,7 +153,7 @@ class DecodeEngine:
         self.union = options.attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
-        self.world = World(pool, windows, q_heads, windows.rows, keeps)
+        self.world = World(pool, windows, q_heads, windows.rows, pool.shape.layers, keeps)
         self._bound: WeakSet[Policy] = WeakSet()
         self._bind(policy)
         # Of the current step.

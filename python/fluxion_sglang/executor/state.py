@@ -52,9 +52,14 @@ class StateRoom:
             self.taken += more
         return True
 
-    def too_large(self, policy: Policy, tokens: int) -> bool:
-        """Whether a request of so many tokens would find no room under the policy if it were alone."""
-        return policy.holds(self._world) + policy.remembers(self._world, tokens) > self.limit
+    def too_large(self, policy: Policy, tokens: int, held: bool = False) -> bool:
+        """Whether a request of so many tokens would find no room under the policy if it were alone.
+
+        Args:
+            held: the policy is the server's own; what it keeps whoever asks is not counted.
+        """
+        size = policy.remembers(self._world, tokens)
+        return size + (0 if held else policy.holds(self._world)) > self.limit
 
     def give_back(self, row: int) -> None:
         """The request in `row` has ended."""

@@ -172,7 +172,7 @@ class HgcaPolicy(Policy):
         pages, group = 3 * (tokens // PAGE + 1) // 2 + 1, world.q_heads // shape.kv_heads
         lists = shape.kv_heads * (64 + pages * (4 + 2 * group))
         heads = world.q_heads * (4 * slots + self.prefill_rows * shape.head_dim * shape.dtype.itemsize)
-        return shape.layers * (4 + lists + heads)
+        return world.layers * (4 + lists + heads)
 
     @property
     def state_bytes(self) -> int:

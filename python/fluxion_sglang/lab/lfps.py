@@ -106,7 +106,7 @@ class LfpsPolicy(Policy):
             self.bind(self.world)  # nobody is left: the room for plans goes, too
 
     def remembers(self, world: World, tokens: int) -> int:
-        heads, shape = world.pool.shape.layers * world.q_heads, world.pool.shape
+        heads, shape = world.layers * world.q_heads, world.pool.shape
         return heads * (table_bytes(tokens) + self.prefill_rows * shape.head_dim * shape.dtype.itemsize)
 
     @property

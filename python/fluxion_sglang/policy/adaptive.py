@@ -58,6 +58,7 @@ class AdaptivePolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("adaptive[:TAU]",)
     needs = Needs.FEATURES
+    option_keys = frozenset({"tau", "learned"})
     prefill_rows = 1
     learns = True
 
@@ -101,12 +102,12 @@ class AdaptivePolicy(Policy):
             self.learner.take(measured)
 
     def holds(self, world: World) -> int:
-        return MOST * most_bytes(world.pool.shape.layers, world.q_heads)[1]
+        return MOST * most_bytes(world.layers, world.q_heads)[1]
 
     def remembers(self, world: World, tokens: int) -> int:
         shape = world.pool.shape
-        first = shape.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
-        return most_bytes(shape.layers, world.q_heads)[0] + first + MOST * 4
+        first = world.layers * world.q_heads * (shape.head_dim * shape.dtype.itemsize + COUNT * 4)
+        return most_bytes(world.layers, world.q_heads)[0] + first + MOST * 4
 
     @property
     def state_bytes(self) -> int:

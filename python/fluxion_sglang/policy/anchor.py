@@ -29,6 +29,7 @@ class AnchorPolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("anchor[:TAU]",)
     needs = Needs.FEATURES
+    option_keys = frozenset({"tau"})
 
     def __init__(self, criterion: Criterion, choice: Choice = DYNAMIC) -> None:
         self.criterion = criterion

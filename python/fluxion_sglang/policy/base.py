@@ -46,6 +46,8 @@ class World:
         windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
         rows: rows of SGLang's request table: state of a request belongs to one of them.
+        layers: of the model that this process has. What a policy holds and remembers goes by it: stages of a pipeline
+            count alike where it is the most that any of them has.
         keeps: folder in which a policy may keep what it has learned of this process's layers and heads; it need not
             exist. None: nothing is kept.
     """
@@ -54,6 +56,7 @@ class World:
     windows: Windows
     q_heads: int
     rows: int
+    layers: int
     keeps: Path | None = None
 
 
@@ -278,6 +281,7 @@ class Policy(ABC):
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
         yardstick: it reads every key to decide: to measure by, not to serve with.
+        option_keys: of --fluxion-config, what `from_spec` looks at: tau (if the spec has no words), predictor, learned.
         exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
         prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
         learns: what it reads of a request depends on what others asked before.
@@ -289,6 +293,7 @@ class Policy(ABC):
     needs: Needs = Needs.NOTHING
     criterion: Criterion = Criterion()
     yardstick: bool = False
+    option_keys: ClassVar[frozenset[str]] = frozenset()
     exact: bool = False
     prefill_rows: int = 0
     learns: bool = False

@@ -26,6 +26,7 @@ class FluxionPolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("fluxion[:TAU]",)
     needs = Needs.FEATURES
+    option_keys = frozenset({"tau", "predictor"})
 
     def __init__(self, predictor: LoadedPredictor, choice: Choice = DYNAMIC) -> None:
         self.criterion = Criterion(Deviation.LAYER, predictor.tau)

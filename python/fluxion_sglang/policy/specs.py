@@ -51,10 +51,15 @@ def _legal(tau: float | None) -> LoadedPredictor:
     raise _Legal
 
 
-def check_spec(spec: str) -> None:
-    """Raises ValueError, one sentence naming the legal specs, for a string that is none; needs no predictor."""
+def check_spec(spec: str) -> Policy | None:
+    """The policy that `spec` names, or None where that takes a predictor, which is not needed here.
+
+    Raises:
+        ValueError: it names none; one sentence with the legal specs.
+    """
     with suppress(_Legal):
-        parse_spec(spec, Context(predictor=_legal))
+        return parse_spec(spec, Context(predictor=_legal))
+    return None
 
 
 def parse_spec(spec: str, context: Context = BARE) -> Policy:

@@ -129,10 +129,14 @@ class FluxionAttnBackend(AttentionBackend):
             )
             # Before others: an audit has the engine compute each layer again.
             self.engine.observers.insert(0, ReadHistograms(self.engine.native, pool.host.shape))
+        parallel = get_parallel()
+        self._first = parallel.attn_tp_rank == 0 and parallel.pp_rank == 0
         self._counted = True  # the metrics have what was decoded
         self._healed = 0
         self._events: dict[str, int] = {}
-        self._room = StateRoom(self.engine.world, _state_limit(options, pool))
+        # Stages of a pipeline that have more layers than others count as they do: they must end the same requests.
+        most = -least_over_ranks(-pool.host.shape.layers)
+        self._room = StateRoom(dataclasses.replace(self.engine.world, layers=most), _state_limit(options, pool))
         self.requests = RequestPolicies(
             policy,
             options.request_policies,
@@ -224,8 +228,9 @@ class FluxionAttnBackend(AttentionBackend):
     def _publish(self) -> None:
         events = {
             "failed_passes": self.failures.failed,
-            "refused_specs": self.requests.refused,
-            "healed_windows": self._healed,
+            # Every rank refuses and heals the same, and their numbers are added up.
+            "refused_specs": self.requests.refused if self._first else 0,
+            "healed_windows": self._healed if self._first else 0,
         }
         for source in (self.token_to_kv_pool.disk, self.token_to_kv_pool.zone):
             if source is not None:
@@ -443,10 +448,6 @@ def _verifying(policy: Policy) -> Policy:
 
 
 def _state_limit(options: FluxionConfig, pool: FluxionKVPool) -> int:
-    """Bytes that policies may remember requests in.
-
-    What a request takes goes by a rank's layers. Ranks that have more of them have as much more room, to the byte: they
-    must end the same requests.
-    """
-    gib, layers = options.policy_state_gb, pool.host.shape.layers
-    return least_over_ranks(int(pool.host.nbytes * SHARE if gib is None else gib * GIB) // layers) * layers
+    """Bytes that policies may remember requests in: the same on every rank."""
+    gib = options.policy_state_gb
+    return least_over_ranks(int(pool.host.nbytes * SHARE if gib is None else gib * GIB))

@@ -3,7 +3,8 @@
 SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
 less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
 the pass computed may enter the radix tree. A prompt whose chunk failed ends after its last chunk, as an aborted one
-does. Tensor-parallel ranks compute one pass together: what has failed on one has failed on all.
+does. Tensor-parallel ranks compute one pass together: what has failed on one has failed on all. So has a request that
+one of them ended before the pass (`requests.py`).
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class FailureGuard:
             raise RuntimeError(reason)
         logger.error("Fluxion: a request of this pass is ended: %s", reason)
         self.found.lost.setdefault(request, reason)
+
+    def ended(self, request: int, reason: str) -> None:
+        """One request of the pass has been told to end before it was computed; the other ranks are to hear of it."""
+        if self._contained:
+            self.found.lost.setdefault(request, reason)
 
     def _close(self) -> None:
         if self.reason is None:

@@ -9,7 +9,8 @@ from typing import Any, Final
 from fluxion_sglang import openmp
 
 CHUNK: Final = 4096
-"""Tokens of a prefill chunk: bounds what a chunk's queries take. SGLang would size it by the memory of a GPU."""
+"""Tokens of a prefill chunk, unless somebody says otherwise: bounds what its queries take, and on a CPU how long a pass
+is. SGLang would size it by the memory of a GPU."""
 
 
 def engine_options(

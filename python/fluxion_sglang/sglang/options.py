@@ -47,9 +47,14 @@ def _read(text: str | None) -> FluxionConfig:
             check_spec(config.policy)
     except ValueError as error:
         raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
-    try:
-        for spec in config.request_policies if isinstance(config.request_policies, list) else ():
-            check_spec(spec)
-    except ValueError as error:
-        raise ConfigError(f"request_policies names a {error}") from None
+    for spec in config.request_policies if isinstance(config.request_policies, list) else ():
+        try:
+            policy = check_spec(spec)
+        except ValueError as error:
+            raise ConfigError(f"in request_policies, {error}") from None
+        if policy is not None and policy.yardstick and config.audit is None:
+            raise ConfigError(
+                f"request_policies has {spec!r}, which reads everything to decide, and requests may name such a policy "
+                "only where the option audit is set; set it, or leave the policy out."
+            )
     return config

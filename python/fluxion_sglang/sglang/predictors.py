@@ -127,7 +127,7 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
     if config.policy != AUTO:
         policy = parse_spec(config.policy, context)
         logger.info("Fluxion: policy %s, as --fluxion-config says.", config.policy)
-        _say_what_is_unused(config)
+        _say_what_is_unused(config, policy)
         return policy
     try:
         policy = parse_spec("fluxion", context)
@@ -173,16 +173,10 @@ def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> N
             )
 
 
-def _say_what_is_unused(config: FluxionConfig) -> None:
+def _say_what_is_unused(config: FluxionConfig, policy: Policy) -> None:
     """A line in the log for options that the server's policy does not look at."""
-    name, given = config.policy.partition(":")[::2]
-    unused = []
-    if config.tau is not None and (given or name not in ("fluxion", "adaptive", "anchor", "labels")):
-        unused.append("tau")
-    if config.predictor is not None and name != "fluxion":
-        unused.append("predictor")
-    if config.learned is not None and name != "adaptive":
-        unused.append("learned")
+    used = policy.option_keys - ({"tau"} if ":" in config.policy else set())
+    unused = [key for key in ("tau", "predictor", "learned") if getattr(config, key) is not None and key not in used]
     if unused:
         who = "only requests that bring a policy of their own do" if config.request_policies else "nothing here does"
         logger.warning("Fluxion: policy %s does not use the option %s; %s", config.policy, " or ".join(unused), who)

@@ -103,6 +103,7 @@ class RequestPolicies:
         alive: _Alive = weakref.WeakValueDictionary({(type(server), server.same): server})
         self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context, alive=alive))
         self._room, self._check, self._one, self._canary = room, check, one, canary
+        self._learned: set[Policy] = set()  # alive between requests: what they know is others', too
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._swept: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -110,13 +111,17 @@ class RequestPolicies:
         legal()  # reads every policy's module now: no request is to wait for it when a client's spec is wrong
 
     @contextmanager
-    def of(self, requests: Sequence[Any], decoding: bool, riding: Sequence[Any] = ()) -> Iterator[None]:
+    def of(self, requests: Sequence[Any], decoding: bool, riding: Sequence[Any] = ()) -> Iterator[dict[int, str]]:
         """Make the policies of `requests` (SGLang's) current, and end those that have no legal one.
 
         Args:
             decoding: the pass is a decode step; any other is exact.
             riding: those of `requests` that decode in a pass that is none.
+
+        Yields:
+            The requests that were ended for it, by their place, each with the reason.
         """
+        before = [request.to_finish for request in requests]
         policies = [self._policy(request, decoding) for request in requests]
         if any(policy is not self.server for policy in policies):
             self.current = policies
@@ -125,7 +130,11 @@ class RequestPolicies:
         self.recorded = [None if decoding else self._recorded(request) for request in requests]
         self.checks = [i for i, request in enumerate(requests) if self._wants_check(request)]
         try:
-            yield
+            yield {
+                place: str(getattr(request.to_finish, "message", ""))
+                for place, request in enumerate(requests)
+                if before[place] is None and request.to_finish is not None
+            }
         finally:
             self.current, self.riding, self.checks, self.recorded = None, (), (), ()
 
@@ -174,12 +183,18 @@ class RequestPolicies:
         def fits() -> bool:
             return (policy is self.server or room.hold(policy)) and room.take(row, policy, tokens)
 
-        if fits():
-            return True
-        if not room.too_large(policy, tokens):
+        if not fits():
+            if room.too_large(policy, tokens, held=policy is self.server):
+                return self._no_room(request, policy, tokens)
+            self._learned &= {policy}
             self._parse.cache_clear()  # what policies hold that no request has any more comes free
-            if fits():
-                return True
+            if not fits():
+                return self._no_room(request, policy, tokens)
+        if policy.learns:
+            self._learned.add(policy)
+        return True
+
+    def _no_room(self, request: Any, policy: Policy, tokens: int) -> bool:
         end_request(
             request,
             f"policy {policy.spec!r} has no room to remember a request of {tokens} tokens beside those that run; try "
@@ -287,5 +302,7 @@ def forward_batch_generation(
         return original(worker, batch, *args, **kwargs)
     # Asked of the batch: by the time the backend sees a mixed pass, it is called an extend.
     riding = (batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
-    with policies.of(batch.reqs, batch.forward_mode.is_decode(), riding):
+    with policies.of(batch.reqs, batch.forward_mode.is_decode(), riding) as ended:
+        for place, reason in ended.items():
+            worker.model_runner.attn_backend.failures.ended(place, reason)
         return original(worker, batch, *args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import capacity, compat, served_models, validation
+from fluxion_sglang.sglang.offline import CHUNK
 from fluxion_sglang.sglang.options import options_of, rank_options
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,10 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         # SGLang's own choice needs the tiers of HiCache.
         declare_resolution(server_args, "fluxion", disaggregation_decode_retraction_backup="cpu_tensor")
     _narrow_drafts(server_args, view)
+    if view.device == "cpu" and view.chunked_prefill_size is None:
+        # SGLang takes the memory for a GPU's, and so up to 16,384 tokens into a pass: minutes of work for a CPU, in
+        # which /health is silent and the watchdog's time runs out.
+        declare_resolution(server_args, "fluxion", chunked_prefill_size=CHUNK)
     # One host pool has all layers: a cached prefix then serves those with a window, too.
     declare_resolution(
         server_args,

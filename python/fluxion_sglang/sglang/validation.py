@@ -55,6 +55,7 @@ _GIVEN = {
     "host KV has a layout of its own": ("enable_page_major_kv_layout",),
     "the host pool is indexed by SGLang's own radix tree": ("radix_cache_backend",),
     "an encoder has no KV cache": ("encoder_only",),
+    "an embedding model decodes nothing, and host KV is for decoding": ("is_embedding",),
     "prefill and decode share one attention backend and one host pool": ("enable_pdmux",),
     _WHOLE_REQUESTS: ("enable_prefill_cp", "enable_kv_cache_sharding"),
     "its attention backend keeps the state of one batch at a time": ("enable_two_batch_overlap",),
@@ -253,7 +254,11 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"canary is {config.canary:g}, but host KV is checked where the CPU reads all of it, and SGLang would use "
             f"{device}; leave the key out."
         )
-    maker_of(device)  # raises where its library is missing
+    if maker_of(device) is None and "gpu" in config.executors:  # raises where the device's library is missing
+        raise ConfigError(
+            f"executors is {config.executors!r}, but the CPU is the device, and nobody has given a GPU the memory that "
+            'it would read; serve with --device cuda, or use executors "cpu".'
+        )
 
 
 def check_speculation(args: Any, config: FluxionConfig) -> None:

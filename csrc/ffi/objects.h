@@ -63,8 +63,8 @@ inline const float* sinks_of(const ffi::Optional<TensorView>& sinks, int64_t q_h
 // cap: of logits, 0 for none.
 inline Scale scale_of(double factor, double cap) {
   if (!(cap >= 0) || cap > kMostCap) {
-    TVM_FFI_THROW(ValueError) << "cap is " << cap << "; a cap of logits is above 0 and at most " << kMostCap
-                              << ", 0 is none.";
+    Raise("ValueError") << "cap is " << cap << "; a cap of logits is above 0 and at most " << kMostCap
+                        << ", 0 is none.";
   }
   return {static_cast<float>(factor), static_cast<float>(cap)};
 }

@@ -18,7 +18,7 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 34;
+constexpr int64_t kAbiVersion = 35;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages) {
@@ -32,14 +32,14 @@ PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t he
 int64_t abi_version() { return kAbiVersion; }
 
 // spin_us: that idle ones wait for work; below 0: what is best where the CPU is the device.
-Workers workers_create(int64_t n, TensorView cores, int64_t spin_us) {
+Workers workers_create(int64_t n, TensorView cores, int64_t spin_us, bool pinned) {
   expect(cores, "cores", kInt32, {-1}, 1);
   return guarded([&] {
     const int32_t* c = data<int32_t>(cores);
     const int threads = static_cast<int>(std::clamp<int64_t>(n, -1, 1 << 20));
     const int64_t spin_ns = spin_us < 0 ? kIdleSpinNs : std::min<int64_t>(spin_us, 1'000'000) * 1000;
     return Workers(ffi::make_object<WorkersObj>(
-        std::make_shared<WorkerPool>(threads, std::vector<int>(c, c + cores.numel()), spin_ns)));
+        std::make_shared<WorkerPool>(threads, std::vector<int>(c, c + cores.numel()), spin_ns, pinned)));
   });
 }
 

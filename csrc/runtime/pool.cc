@@ -228,21 +228,21 @@ void HostPool::append(int layer, const int32_t* pages, int64_t n_pages, int64_t 
     const int32_t* pages;
     int64_t start, count;
     TokenView k, v;
-  } job{this, layer, pages, start, count, k, v};
+    FirstFailure* failure;  // of any head; the others are written all the same
+  };
+  FirstFailure failure;
+  Job job{this, layer, pages, start, count, k, v, &failure};
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
-    FirstFailure failure;
     for (int64_t t = 0; t < j.count; ++t) {
       const int64_t position = j.start + t;
       const int logical = static_cast<int>(position / kPage), offset = static_cast<int>(position % kPage);
       j.pool->write_token(j.layer, h, j.pages[logical], offset, j.k.at(t, h), j.v.at(t, h));
       if (offset != kPage - 1) continue;
-      failure.guard([&] { j.pool->seal_page(j.layer, h, j.pages, logical); });
-      failure.guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, logical); });
+      j.failure->guard([&] { j.pool->seal_page(j.layer, h, j.pages, logical); });
+      j.failure->guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, logical); });
     }
-    failure.rethrow();
   };
-  FirstFailure failure;
   failure.guard([&] { workers_->parallel_for(shape_.kv_heads, head_body, &job); });
   // Every head sealed its blocks in this same order, so on a collision tag and entries have the same last
   // writer. A failure changes nothing about that: an entry that has a new owner must not keep the old tag.
@@ -281,14 +281,18 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const int32_t* pages;
     int64_t start, count;
     int first, full, stop;  // logical pages: written, of them filled, behind the last one written
-  } job{this,
-        layer,
-        pages,
-        start,
-        count,
-        static_cast<int>(start / kPage),
-        static_cast<int>((start + count) / kPage),
-        static_cast<int>((start + count + kPage - 1) / kPage)};
+    FirstFailure* failure;  // as in append()
+  };
+  FirstFailure failure;
+  Job job{this,
+          layer,
+          pages,
+          start,
+          count,
+          static_cast<int>(start / kPage),
+          static_cast<int>((start + count) / kPage),
+          static_cast<int>((start + count + kPage - 1) / kPage),
+          &failure};
   // What follows from a page alone, by pages, because there may be more workers than heads.
   const auto pages_body = [](void* arg, int item) {
     const Job& j = *static_cast<Job*>(arg);
@@ -300,14 +304,11 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const Job& j = *static_cast<Job*>(arg);
     for (int p = j.first; p < j.stop; ++p) j.pool->count_write(j.layer, h, j.pages[p]);
     if (j.pool->canary_ != nullptr) j.pool->vouch(j.layer, h, j.pages, j.start, j.count);
-    FirstFailure failure;
     for (int p = j.first; p < j.full; ++p) {
       j.pool->chain_page(j.layer, h, j.pages, p);
-      failure.guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, p); });
+      j.failure->guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, p); });
     }
-    failure.rethrow();
   };
-  FirstFailure failure;
   if (const int full = job.full - job.first; !described && full > 0) {
     const int items = (full + kAdoptPages - 1) / kAdoptPages * shape_.kv_heads;
     failure.guard([&] { workers_->parallel_for(items, pages_body, &job); });

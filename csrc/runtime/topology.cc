@@ -115,6 +115,7 @@ int64_t keyed_number(const fs::path& path, const std::string& key) {
 
 struct CgroupFiles {
   const char* limit;
+  const char* throttle;  // above it the kernel makes whoever asks for memory wait; nullptr: there is none
   const char* used;
   const char* droppable;
 };
@@ -133,7 +134,10 @@ void walk_cgroup(const fs::path& mount, fs::path relative, const Visit& visit) {
 // What is left is the least of what is left at every level.
 void read_memory(const fs::path& mount, const fs::path& relative, const CgroupFiles& files, Topology* t) {
   walk_cgroup(mount, relative, [&](const fs::path& dir) {
-    const int64_t limit = read_number(dir / files.limit), used = read_number(dir / files.used);
+    int64_t limit = read_number(dir / files.limit);
+    const int64_t used = read_number(dir / files.used);
+    const int64_t high = files.throttle == nullptr ? -1 : read_number(dir / files.throttle);
+    if (high >= 0) limit = limit < 0 ? high : std::min(limit, high);
     if (limit >= 0 && limit < t->mem_total && used >= 0) {  // v1 writes a huge number for "no limit"
       const int64_t droppable = std::max<int64_t>(0, keyed_number(dir / "memory.stat", files.droppable));
       const int64_t left = std::max<int64_t>(0, limit - used + std::min(droppable, used));
@@ -181,10 +185,10 @@ void read_cgroups(const fs::path& root, Topology* t) {
   if (!memory_v1.empty() && fs::exists(mounts / "memory")) {
     t->cgroup_version = 1;
     read_memory(mounts / "memory", memory_v1,
-                {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}, t);
+                {"memory.limit_in_bytes", nullptr, "memory.usage_in_bytes", "total_inactive_file"}, t);
   } else if (has_v2) {
     t->cgroup_version = 2;
-    read_memory(mounts, v2, {"memory.max", "memory.current", "inactive_file"}, t);
+    read_memory(mounts, v2, {"memory.max", "memory.high", "memory.current", "inactive_file"}, t);
   }
   if (!cpu_v1.empty() && fs::exists(mounts / "cpu")) {
     read_quota(mounts / "cpu", cpu_v1, quota_v1, t);

@@ -34,7 +34,7 @@ struct Start {
 
 }  // namespace
 
-WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns)
+WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns, bool pinned)
     : threads_(threads), cores_(std::move(cores)), owner_(getpid()) {
   if (threads < 1 || threads > 4096) {
     throw std::invalid_argument("The number of workers is " + std::to_string(threads) +
@@ -51,7 +51,7 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns)
                                   "topology() or widen the affinity (taskset, cpuset).");
     }
   }
-  for (size_t i = 0; i < cores_.size(); ++i) {
+  for (size_t i = 0; pinned && i < cores_.size(); ++i) {
     const size_t first =
         i == 0 ? cores_.size() : i;  // the first worker that is pinned to it: 0 is the caller
     (first < static_cast<size_t>(threads_) ? worker_cores_ : other_cores_).push_back(cores_[i]);
@@ -62,11 +62,11 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns)
   pthread_sigmask(SIG_SETMASK, &all, &before);
   int error = 0;
   for (int w = 1; w < threads_ && error == 0; ++w) {
-    const int core = cores_[w % cores_.size()];
     pthread_attr_t attr;
     pthread_attr_init(&attr);
-    CoreSet one(core);
-    pthread_attr_setaffinity_np(&attr, CoreSet::kBytes, one.get());
+    CoreSet mine(cores_[w % cores_.size()]);
+    for (int core : pinned ? std::vector<int>() : cores_) mine.add(core);
+    pthread_attr_setaffinity_np(&attr, CoreSet::kBytes, mine.get());
     pthread_t handle;
     auto* start = new Start{this, w};
     error = pthread_create(&handle, &attr, &WorkerPool::thread_main, start);

@@ -83,9 +83,9 @@ class FirstFailure {
   std::exception_ptr failure_;
 };
 
-// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool. A caller that
-// is on the core of another worker when it launches moves to a core that has none: the scheduler would leave
-// both there for milliseconds.
+// The calling thread is worker 0 and is never pinned; workers 1..n-1 are threads of the pool. Where these are
+// pinned, a caller that is on the core of another worker when it launches moves to a core that has none: the
+// scheduler would leave both there for milliseconds.
 //
 // Invariant of the gate: a worker runs the published function only between entering (count + 1, possible only
 // while the gate is open) and leaving (count - 1). join() closes the gate and waits for the count to reach
@@ -100,10 +100,11 @@ class WorkerPool {
   using Fn = void (*)(void* ctx, int worker);
   using ItemFn = void (*)(void* ctx, int item);
 
-  // cores: cores to pin to, worker w on cores[w % size]; empty: every allowed core. Throws
-  // std::invalid_argument for a bad count or a core this process may not use, std::runtime_error when a
-  // thread cannot be started. spin_ns: idle_spin_ns().
-  WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns = kIdleSpinNs);
+  // cores: cores to pin to, worker w on cores[w % size]; empty: every allowed core. pinned: false leaves it
+  // to the scheduler which of the cores a worker is on. Throws std::invalid_argument for a bad count or a
+  // core this process may not use, std::runtime_error when a thread cannot be started. spin_ns:
+  // idle_spin_ns().
+  WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns = kIdleSpinNs, bool pinned = true);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;

@@ -105,7 +105,7 @@ class Rig:
         return {
             **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},
             **{f"program_{name}": [self.unrun, *arguments] for name, arguments in layers.items()},
-            "workers_create": [1, i32(), -1],
+            "workers_create": [1, i32(), -1, True],
             "pool_bytes": [1, 1, 4, DIM, 0],
             "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, "", 0.5],
             "pool_canary_counts": [self.guarded.handle, torch.empty(2, dtype=torch.int64)],

@@ -16,12 +16,13 @@ from sglang.srt.model_executor.forward_context import (
 from world import World
 
 from fluxion_sglang.executor.host import HostDevice
+from fluxion_sglang.native import CorruptMemory
 from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import DecodeStep
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.failures import FailureGuard, Failures
 from fluxion_sglang.sglang.pools import FluxionKVPool, enable_fused_set_kv_buffer
 from fluxion_sglang.sglang.requests import RequestPolicies
 
@@ -57,7 +58,7 @@ class Backend(FluxionAttnBackend):
         self.failures = FailureGuard()
         self.device = HostDevice(world.pool, world.windows, world.engine)
         self.metrics, self._records = None, False
-        self._counted, self._healed = True, 0
+        self._counted, self._healed, self._first = True, 0, True
         self._chunks = []
 
     def forward(self, counts: dict[int, int], riding: list[int]) -> None:
@@ -145,6 +146,26 @@ def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
     # A chunk of one token that was prefilled is an anchor like any other.
     backend.forward({RUNNING: 1}, [])
     assert not torch.equal(queries(world, RUNNING), prefilled)
+
+
+def test_a_prefix_from_files_that_is_corrupt_ends_its_request_alone() -> None:
+    class Disk:
+        def append(self, *_: object) -> None: ...
+
+        def begin(self, pages: torch.Tensor, start: int, stop: int) -> None:
+            if start == 400:
+                raise CorruptMemory("layer 0, page 7")
+
+        def stats(self) -> dict[str, int]:
+            return {}
+
+    world = World()
+    backend = Backend(world)
+    backend.token_to_kv_pool.disk = Disk()
+    backend.forward({RUNNING: 400}, [])
+    with backend.failures.containing():
+        backend.forward({NEW: 16, RUNNING: 16}, [])
+    assert backend.failures.found == Failures(None, {1: "layer 0, page 7"})
 
 
 def test_a_row_that_another_request_took_over_has_no_anchor() -> None:

@@ -255,17 +255,19 @@ def test_what_a_block_is_made_of_is_read(name: str) -> None:
     assert decode(world, requests) == {}
 
 
+@pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.parametrize("name", ["tiles", "meta0"])
-def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str) -> None:
-    """All of the chunk is written all the same: no tag is left behind that points at another request's entry."""
-    world = watched()
+def test_a_prompt_whose_blocks_are_made_of_it_fails(name: str, head: int) -> None:
+    """All of the chunk is written all the same, other heads by the same worker included: no tag is left behind that
+    points at another request's entry."""
+    world = watched(workers=1)
     request = world.add(280)
     pages = torch.tensor([*request.pages, *(world.free.pop() for _ in range(6))], dtype=torch.int32)
     k, v = (world.randn(90, world.heads, world.dim) for _ in range(2))
     page = int(pages[17 if name == "tiles" else 16])
-    place = world.pool.tensor(name, 0)[1, page]
+    place = world.pool.tensor(name, 0)[head, page]
     flip(place, 77, 1)
-    with pytest.raises(CorruptMemory, match=f"layer 0, KV head 1, page {page},"):
+    with pytest.raises(CorruptMemory, match=f"layer 0, KV head {head}, page {page},"):
         world.pool.append(0, pages, 280, k, v)
     flip(place, 77, 1)
     for last in (17, 19, 21):

@@ -206,7 +206,9 @@ def test_a_gpu_with_its_library(two_gpus: pytest.MonkeyPatch) -> None:
     two_gpus.setattr(library, "load", lambda backend: device_library())
     two_gpus.setitem(sys.modules, "flashinfer", None)  # an import of it fails
     two_gpus.setattr(flashinfer, "module", flashinfer.module.__wrapped__)
-    assert one("gpu") == Check("gpu", OK, "GPU 0, GPU 1; compute capability 9.0")
+    check = one("gpu")
+    assert (check.status, check.found) == (WARN, "GPU 0, GPU 1; compute capability 9.0")
+    assert "CUDA_VISIBLE_DEVICES" in check.advice and "--device cpu" in check.advice
     check = one("flashinfer")
     assert check.status == FAIL and "does not import" in check.found and "--device cpu" in check.found
     two_gpus.setitem(sys.modules, "flashinfer", SimpleNamespace())

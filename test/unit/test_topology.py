@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device.maker import Cuda
 from fluxion_sglang.executor import workers
-from fluxion_sglang.native import function, topology
+from fluxion_sglang.native import Workers, function, topology
 
 
 class Machine:
@@ -79,6 +79,19 @@ def test_the_tightest_quota_counts(
     assert machine.read()["cpu_quota"] == pytest.approx(quota)
 
 
+@pytest.mark.parametrize(
+    ("most", "high", "limit"), [("max", "max", -1), ("500000000", "max", 5e8), ("max", "4096", 4096), ("9", "8", 8)]
+)
+def test_memory_above_which_the_kernel_makes_others_wait_is_a_limit(
+    machine: Machine, most: str, high: str, limit: float
+) -> None:
+    """systemd's MemoryHigh, and Kubernetes' quality of service for memory."""
+    machine.v2()
+    for name, text in (("max", most), ("high", high), ("current", "0")):
+        machine.write(f"sys/fs/cgroup/user/server/memory.{name}", text + "\n")
+    assert machine.read()["cgroup_limit_bytes"] == limit
+
+
 @pytest.mark.parametrize(("quota", "expected"), [("-1", -1), ("350000", 3.5)])
 def test_a_quota_of_the_first_version(machine: Machine, quota: str, expected: float) -> None:
     machine.write("proc/self/cgroup", "5:memory:/box\n4:cpu,cpuacct:/box\n1:name=systemd:/box\n")
@@ -113,6 +126,32 @@ def test_a_server_has_as_many_workers_as_time(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": 1.5})
     assert workers.create_workers(FluxionConfig()).count == 1
     assert workers.create_workers(FluxionConfig(workers=3)).count == 3, "who names a number gets it"
+
+
+@pytest.mark.parametrize(
+    ("quota", "config", "pinned"),
+    [(-1.0, {}, True), (1.5, {}, False), (2.0, {}, True), (1.5, {"cores": "0-1"}, True), (1.5, {"workers": 2}, False)],
+)
+def test_servers_that_share_a_machine_by_quotas_do_not_pin_to_its_first_cores(
+    monkeypatch: pytest.MonkeyPatch, quota: float, config: dict[str, Any], pinned: bool
+) -> None:
+    """Another container would pin its own to the same ones, and both would have half of them."""
+    here, found = topology() | {"cores": [0, 1], "numa": []}, []
+    monkeypatch.setattr(workers, "topology", lambda: here | {"cpu_quota": quota})
+    monkeypatch.setattr(workers, "Workers", lambda *given: found.append(given))
+    workers.create_workers(FluxionConfig(**config))
+    assert found[0][3] is pinned
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_who_is_not_pinned_may_run_on_all_of_its_cores(pinned: bool) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    before = set(os.listdir("/proc/self/task"))
+    pool = Workers(len(cores), torch.tensor(cores, dtype=torch.int32), pinned=pinned)
+    tasks = set(os.listdir("/proc/self/task")) - before
+    masks = [sorted(os.sched_getaffinity(int(task))) for task in tasks]
+    assert sorted(masks) == ([[core] for core in cores[1:]] if pinned else [cores] * (len(cores) - 1))
+    assert pool.cores == cores
 
 
 def test_workers_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

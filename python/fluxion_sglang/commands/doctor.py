@@ -310,7 +310,8 @@ def _gpu() -> Iterator[Check]:
         mend = f"FLUXION_CUDA=on {_reinstall()}" if shutil.which("nvcc") else 'export CUDA_VISIBLE_DEVICES=""'
         yield Check("gpu", FAIL, f"{names}: SGLang would serve on it, and Fluxion cannot: {error}", f"or {hide}", mend)
         return
-    yield Check("gpu", OK, f"{names}; compute capability {capability}")
+    tried = f"on a GPU only a few prompts have been checked; to serve on the CPU, {hide}"
+    yield Check("gpu", WARN, f"{names}; compute capability {capability}", tried)
     try:
         flashinfer.module()
     except DeviceError as error:

@@ -37,7 +37,8 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside:
     control group has CPU time for, less what others need.
 
     The calling thread counts as a worker and is never pinned; the others are pinned to this rank's share of
-    `config.cores`, in the order given, or of the cores that the process may use.
+    `config.cores`, in the order given, or of the cores that the process may use. Where a quota leaves some of these
+    without a worker, nobody is pinned: another container on the machine would pin its own to the same first ones.
 
     Args:
         rank, ranks: this process among those that share the machine's cores, rank < ranks.
@@ -46,8 +47,10 @@ def create_workers(config: FluxionConfig, rank: int = 0, ranks: int = 1, beside:
     machine = topology()
     named = config.core_list()
     cores = share_of(named, rank, ranks) if named else share_of_machine(machine, rank, ranks)
-    count = config.workers or max(within_quota(len(cores), float(machine["cpu_quota"]), ranks) - beside.busy, 1)
-    return Workers(count, torch.tensor(cores, dtype=torch.int32), beside.spin_us)
+    fitting = within_quota(len(cores), float(machine["cpu_quota"]), ranks)
+    count = config.workers or max(fitting - beside.busy, 1)
+    pinned = bool(named) or fitting == len(cores)
+    return Workers(count, torch.tensor(cores, dtype=torch.int32), beside.spin_us, pinned)
 
 
 def within_quota(cores: int, quota: float, ranks: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 34
+ABI_VERSION = 35
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -56,6 +56,7 @@ _BLOCKING = frozenset(
         "engine_layer_append",
         "engine_layer_newest",
         "engine_layer_finish",
+        "engine_abandon",
         "engine_selection",
         "dispatcher_create",
         "dispatcher_stop",

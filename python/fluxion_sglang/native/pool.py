@@ -51,16 +51,19 @@ class Workers:
             may use.
         spin_us: microseconds that idle threads wait for work before they sleep, unless FLUXION_SPIN_US or a quota of
             CPU time says otherwise. None: what is best where the CPU is the device.
+        pinned: False leaves it to the scheduler on which of the cores a thread is.
 
     Raises:
         ValueError: a bad count, or a core this process may not run on.
         RuntimeError: the threads cannot be started.
     """
 
-    def __init__(self, count: int, cores: torch.Tensor | None = None, spin_us: int | None = None) -> None:
+    def __init__(
+        self, count: int, cores: torch.Tensor | None = None, spin_us: int | None = None, pinned: bool = True
+    ) -> None:
         empty = torch.empty(0, dtype=torch.int32)
         self.handle = function("workers_create")(
-            count, empty if cores is None else cores, -1 if spin_us is None else spin_us
+            count, empty if cores is None else cores, -1 if spin_us is None else spin_us, pinned
         )
         self.count = count
 

@@ -28,6 +28,7 @@ from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.native import CorruptMemory, NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
+from fluxion_sglang.policy.base import World
 from fluxion_sglang.sglang import predictors, served_models
 from fluxion_sglang.sglang.failures import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
@@ -129,14 +130,11 @@ class FluxionAttnBackend(AttentionBackend):
             )
             # Before others: an audit has the engine compute each layer again.
             self.engine.observers.insert(0, ReadHistograms(self.engine.native, pool.host.shape))
-        parallel = get_parallel()
-        self._first = parallel.attn_tp_rank == 0 and parallel.pp_rank == 0
+        self._first = get_parallel().attn_tp_rank == get_parallel().pp_rank == 0
         self._counted = True  # the metrics have what was decoded
         self._healed = 0
         self._events: dict[str, int] = {}
-        # Stages of a pipeline that have more layers than others count as they do: they must end the same requests.
-        most = -least_over_ranks(-pool.host.shape.layers)
-        self._room = StateRoom(dataclasses.replace(self.engine.world, layers=most), _state_limit(options, pool))
+        self._room = _room(self.engine.world, options, pool)
         self.requests = RequestPolicies(
             policy,
             options.request_policies,
@@ -332,8 +330,11 @@ class FluxionAttnBackend(AttentionBackend):
             for chunk in self._chunks:
                 if chunk.rides:
                     disk.append(chunk.request.pages.unsqueeze(0), torch.tensor([chunk.request.start]))
-                else:
+                    continue
+                try:
                     disk.begin(chunk.request.pages, chunk.request.start, chunk.request.stop)
+                except CorruptMemory as error:
+                    self.failures.lose(chunk.place, str(error))
         self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
@@ -447,7 +448,9 @@ def _verifying(policy: Policy) -> Policy:
     return parse_spec("full")
 
 
-def _state_limit(options: FluxionConfig, pool: FluxionKVPool) -> int:
-    """Bytes that policies may remember requests in: the same on every rank."""
+def _room(world: World, options: FluxionConfig, pool: FluxionKVPool) -> StateRoom:
+    """The memory that policies may remember requests in. All ranks count alike, those of a pipeline whose stages have
+    fewer layers included: they must end the same requests."""
     gib = options.policy_state_gb
-    return least_over_ranks(int(pool.host.nbytes * SHARE if gib is None else gib * GIB))
+    limit = least_over_ranks(int(pool.host.nbytes * SHARE if gib is None else gib * GIB))
+    return StateRoom(dataclasses.replace(world, layers=-least_over_ranks(-world.layers)), limit)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.host_pool import GIB, KVShape
+from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang.capacity import AUTO_FRACTION, EXPLICIT_FRACTION, plan_tokens
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
@@ -56,6 +57,17 @@ def test_too_large_is_refused_with_the_number_that_fits(config: FluxionConfig) -
     fits = int(str(error.value).split("host_tokens=")[-1].split()[0])
     assert SHAPE.pool_bytes(fits) <= 2 * GIB * EXPLICIT_FRACTION
     assert plan_tokens(FluxionConfig(host_tokens=fits), SHAPE, 2 * GIB) == fits
+
+
+def test_sums_of_the_canary_have_room_beside_the_largest_pool() -> None:
+    """They are not part of the size, and come out of the same memory."""
+    with pytest.raises(ConfigError) as caught:
+        plan_tokens(FluxionConfig(host_tokens=10**9, canary=0.01), SHAPE, 2 * GIB)
+    fits = int(str(caught.value).split("host_tokens=")[-1].split()[0])
+    heads, pages = SHAPE.layers * SHAPE.kv_heads, fits // PAGE + 1
+    sums = heads * (pages * PAGE + sum(-(-pages // size) for size in (1, 2, 4, 8))) * 8
+    room = EXPLICIT_FRACTION * 2 * GIB - SHAPE.pool_bytes(fits)
+    assert 0.99 * sums < room < 1.05 * sums + SHAPE.pool_bytes(PAGE)
 
 
 def test_too_small_is_refused() -> None:

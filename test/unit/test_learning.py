@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -374,6 +375,17 @@ def test_a_damaged_file_begins_anew(tmp_path: Path, damage: str, caplog: pytest.
         learner = Learner(TAU, path, learned_of)
     assert learner.learned is None and len(learner) == 0
     assert "begins anew" in caplog.text and str(path) in caplog.text
+
+
+def test_what_killed_servers_left_behind_goes(tmp_path: Path) -> None:
+    path = tmp_path / "adaptive-0.1.safetensors"
+    old, new, other = (tmp_path / name for name in (f"{path.name}.x1.part", f"{path.name}.x2.part", "others.part"))
+    for file in (old, new, other):
+        file.write_bytes(b"half")
+    for file in (old, other):
+        os.utime(file, (0, 0))
+    Learner(0.1, path)._save([measured(0)], None)
+    assert path.exists() and not old.exists() and new.exists() and other.exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,9 @@ KEPT: Final = 256
 
 MOST: Final = KEPT + KEPT // 8
 """So many are there at most, until a training has thinned them. Those that come then teach nothing."""
+
+STALE_S: Final = 3600
+"""Nobody writes a file for that long."""
 
 AT_ONCE: Final = "FLUXION_LEARNS_AT_ONCE"
 """Of the environment: everybody waits for a training, so that what is known does not depend on how long it takes."""
@@ -135,6 +139,9 @@ class Learner:
         part = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for left in path.parent.glob(f"{path.name}.*.part"):  # by a server that was killed while it wrote
+                if time.time() - left.stat().st_mtime > STALE_S:
+                    left.unlink(missing_ok=True)
             # A reader sees the old file or the new one, never half of one; nor do two writers share one.
             handle, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
             with os.fdopen(handle, "wb") as file:

@@ -87,7 +87,7 @@ class NativePool:
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
         canary: share of the reads of tiles and metadata that are compared with sums that were made when they were
             written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
-            (`NativeEngine.corrupt`). The sums take 128 bytes a tile. Not compared are moments, tags, and keys that
+            (`NativeEngine.corrupt`). The sums take 143 bytes a tile. Not compared are moments, tags, and keys that
             policies score by themselves (hgca, lfps) or predictors are measured with.
 
     Raises:

@@ -15,6 +15,10 @@ AUTO_FRACTION = 0.5
 EXPLICIT_FRACTION = 0.9
 """Share of the available host memory that a size named by the user may take; the rest keeps the process alive."""
 
+SUMS = 16 * 8 + 15
+"""Bytes beside the pool that the option `canary` takes for a page of a KV head in a layer: a sum of 8 bytes for every
+token, and for every entry of metadata (`csrc/runtime/canary.cc`)."""
+
 
 def ranks_on_host(server_args: Any) -> int:
     """Processes of this server on one host that have a host pool: tensor- and pipeline-parallel ranks of all replicas.
@@ -51,11 +55,16 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
         ConfigError: the size asked for does not fit, or no useful pool fits; the sentence names the number that does.
     """
 
-    def fitting(budget: float) -> int:
-        # Page 0 is padding, so a pool of n tokens has n / 16 + 1 pages; the native library says what they take.
-        return bisect.bisect_right(range(1, MAX_PAGES), budget, key=lambda p: shape.pool_bytes(p * PAGE)) * PAGE
+    def fitting(budget: float, beside: int = 0) -> int:
+        """Tokens of the largest pool that takes no more, with so many bytes a page beside it."""
 
-    most = fitting(available * EXPLICIT_FRACTION)
+        # Page 0 is padding, so a pool of n tokens has n / 16 + 1 pages; the native library says what they take.
+        def taken(pages: int) -> int:
+            return shape.pool_bytes(pages * PAGE) + beside * (pages + 1)
+
+        return bisect.bisect_right(range(1, MAX_PAGES), budget, key=taken) * PAGE
+
+    most = fitting(available * EXPLICIT_FRACTION, SUMS * shape.layers * shape.kv_heads if config.canary > 0 else 0)
     floor = Placement(config.sinks, config.window).slots
     if config.host_tokens is not None:
         tokens = config.host_tokens // PAGE * PAGE

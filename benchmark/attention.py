@@ -2,6 +2,7 @@
 
     python benchmark/attention.py                    # the bundled model; some minutes on two cores
     python benchmark/attention.py --models random    # random KV in the shape of Llama-3.1-8B, two layers
+    python benchmark/attention.py --models random --policies full deciding --name deciding --lengths 8192 32768
     python benchmark/attention.py --quick
 
 Requests share a document, each has a copy of its own in the host pool, filled as prefill fills it, and asks a question
@@ -26,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import common
+import drawn
 from one_batch import BATCHES, BEST_FIXED, LENGTHS, QUICK_LENGTHS
 
 from fluxion_sglang import openmp
@@ -143,6 +145,10 @@ SOURCES: dict[str, Callable[[int, int], Requests]] = {"needle": needle_requests,
 def policies_of(model: str, specs: Sequence[str]) -> dict[str, Policy]:
     """By spec; those whose anchors and predictor random numbers would mislead only for the model."""
     context = Context(predictor=lambda tau: load(common.PREDICTOR, features=NAMES, tau=tau))
+    if drawn.DECIDING in specs:
+        deciding = drawn.DecidingPolicy(drawn.plans(), context.predictor(None))
+        others = [spec for spec in specs if spec != drawn.DECIDING]
+        return {**policies_of(model, others), drawn.DECIDING: deciding}
     found = {spec: parse_spec(spec, context) for spec in specs}
     return {spec: policy for spec, policy in found.items() if model == "needle" or policy.needs is Needs.NOTHING}
 

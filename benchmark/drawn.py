@@ -4,7 +4,7 @@
 
 A model with random weights has no heads worth predicting. To time what `fluxion` would cost on it, every group of every
 step draws a plan (block size, a budget a head) from those that the bundled model's predictor makes for its own heads.
-The deciding itself is not in that time: `plan` draws before the step.
+The deciding itself is not in that time: `plan` draws before the step. `deciding` decides as well, for nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from pathlib import Path
 
 import torch
 
-from fluxion_sglang.policy import DecodeStep, LayerPlan, Policy
+from fluxion_sglang.policy import DecodeStep, LayerPlan, Needs, Policy
 from fluxion_sglang.policy.base import UNSEEN, Observed, task_value
+from fluxion_sglang.policy.fluxion import FluxionPolicy
+from fluxion_sglang.predictor.artifact import LoadedPredictor
 
 PLANS = Path(__file__).with_name("plans.json")
 SPEC = "drawn"
+DECIDING = "deciding"
 
 
 class DrawnPolicy(Policy):
@@ -57,9 +60,45 @@ class DrawnPolicy(Policy):
         return torch.randint(below, (count,), generator=self._random)
 
 
+class DecidingPolicy(DrawnPolicy):
+    """Describes each head and asks a network, as `fluxion` does on a model of any shape, and reads what is drawn.
+
+    Args:
+        predictor: of the bundled model; what it says of another one means nothing, and takes as long.
+    """
+
+    spec = DECIDING
+    needs = Needs.FEATURES
+
+    def __init__(self, plans: torch.Tensor, predictor: LoadedPredictor, seed: int = 0) -> None:
+        super().__init__(plans, seed)
+        self._predictor = predictor
+        self._fluxion: FluxionPolicy | None = None
+
+    def begin_step(self, step: DecodeStep) -> None:
+        super().begin_step(step)
+        assert self.world is not None
+        if self._fluxion is None:
+            margins = torch.ones(self.world.layers, step.q_heads, 4)
+            self._fluxion = FluxionPolicy(self._predictor._replace(margins=margins))
+            self.criterion = self._fluxion.criterion
+        self._fluxion.begin_step(step)
+        self._ready = [super(DecidingPolicy, self).plan(layer, step.rows) for layer in range(self.world.layers)]
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        assert self._fluxion is not None
+        self._fluxion.plan(layer, q, observed)
+        return self._ready[layer]
+
+
+def plans() -> torch.Tensor:
+    """Those of plans.json."""
+    return torch.tensor(json.loads(PLANS.read_text())["plans"])
+
+
 def drawn() -> DrawnPolicy:
     """The policy with the plans of plans.json."""
-    return DrawnPolicy(torch.tensor(json.loads(PLANS.read_text())["plans"]))
+    return DrawnPolicy(plans())
 
 
 def planned(samples: Path, predictor: Path, shortest: int) -> torch.Tensor:

@@ -96,7 +96,8 @@ HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, 
       l.moments = reinterpret_cast<double*>(at);
     }
   });
-  const int touching = std::min(workers_->size(), shape_.kv_heads);
+  // Threads that are not pinned may all be on one node.
+  const int touching = workers_->pinned() ? std::min(workers_->size(), shape_.kv_heads) : 0;
   const std::vector<NumaNode> nodes = nodes_to_interleave(read_topology(), workers_->cores(), touching);
   if (!nodes.empty()) touch_in_turn(memory_, nodes);
   const auto body = [](void* self, int worker) { static_cast<HostPool*>(self)->first_touch(worker); };

@@ -35,7 +35,7 @@ struct Start {
 }  // namespace
 
 WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns, bool pinned)
-    : threads_(threads), cores_(std::move(cores)), owner_(getpid()) {
+    : threads_(threads), pinned_(pinned), cores_(std::move(cores)), owner_(getpid()) {
   if (threads < 1 || threads > 4096) {
     throw std::invalid_argument("The number of workers is " + std::to_string(threads) +
                                 ", but it counts the calling thread and must be between 1 and 4096.");

@@ -1,4 +1,4 @@
-// Persistent pinned threads that run one function at a time.
+// Persistent threads that run one function at a time.
 #pragma once
 
 #include <pthread.h>
@@ -111,6 +111,7 @@ class WorkerPool {
 
   int size() const { return threads_; }
   const std::vector<int>& cores() const { return cores_; }
+  bool pinned() const { return pinned_; }
 
   // Starts fn(ctx, w) on the threads and returns at once. False, and nothing started, when the pool is busy.
   // wake: threads that sleep come, too. It costs the caller a system call of some 10 us, and them as much to
@@ -137,6 +138,7 @@ class WorkerPool {
   static constexpr uint64_t kCount = kOpen - 1;
 
   int threads_;
+  bool pinned_;
   std::vector<int> cores_;
   std::vector<int> worker_cores_,
       other_cores_;  // of cores_: those that workers are pinned to, and the others

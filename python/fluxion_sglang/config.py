@@ -215,7 +215,7 @@ class FluxionConfig:
     cores: str | None = _option(
         None,
         "Cores that the engine's threads are pinned to, divided among the ranks of the host; by default those the "
-        "process may use.",
+        "process may use. Under a limit of CPU time threads are pinned only where this is set.",
         '"0-3,8"',
     )
     executors: str = _option(

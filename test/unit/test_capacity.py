@@ -70,6 +70,8 @@ def test_a_policy_that_is_none_is_refused_with_the_options() -> None:
         options_of(args(fluxion_config='{"request_policies": ["ful"]}'))
     with pytest.raises(ConfigError, match=r"'oracle:0.1', which reads everything to decide"):
         options_of(args(fluxion_config='{"request_policies": ["full", "oracle:0.1"]}'))
+    own = '{"policy": "oracle:0.1", "request_policies": ["oracle:0.1"]}'
+    assert options_of(args(fluxion_config=own)).policy == "oracle:0.1"
     audited = '{"request_policies": ["full", "oracle:0.1"], "audit": "/tmp/audit.npy"}'
     assert options_of(args(fluxion_config=audited)).request_policies == ["full", "oracle:0.1"]
 

@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import Context, Policy, parse_spec
 from fluxion_sglang.policy.full import FullPolicy
+from fluxion_sglang.sglang import plugin
 from fluxion_sglang.sglang import requests as requests_module
 from fluxion_sglang.sglang.failures import FailureGuard, Failures
 from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
@@ -182,45 +183,77 @@ def test_specs_of_one_policy_share_what_it_knows() -> None:
     assert policies_of("anchor:0.1")[0] is not policies_of("anchor:0.10")[0], "these know nothing but their requests"
 
 
+class Asked:
+    """Requests that name policies: those of l... learn and keep `holds` bytes, all remember a byte a token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, holds: int) -> None:
+        class Learns(Remembers):
+            learns = True
+
+            def holds(self, world: object) -> int:
+                return holds
+
+        def parse(spec: str, context: Context) -> Policy:
+            policy = Learns() if spec.startswith("l") else Remembers()
+            policy.spec = spec
+            return policy
+
+        full = parse_spec("full")
+        monkeypatch.setattr(requests_module, "parse_spec", parse)
+        self.room = StateRoom(None, 100)  # type: ignore[arg-type]
+        self.policies = RequestPolicies(full, room=self.room)
+
+    def run(self, spec: str, row: int = 1, tokens: int = 1) -> tuple[Request, weakref.ref[Policy]]:
+        """A step of a request, which goes on; and its policy."""
+        one = request({"fluxion_policy": spec})
+        one.kv, one.origin_input_ids = SimpleNamespace(req_pool_idx=row), [1] * (tokens - 1)
+        with self.policies.of([one], True):
+            return one, weakref.ref((self.policies.current or [self.policies.server])[0])
+
+    def policy_of(self, spec: str) -> weakref.ref[Policy]:
+        """Of a request that was answered, and is gone."""
+        one, policy = self.run(spec)
+        assert one.to_finish is None
+        self.room.give_back(1)
+        del one
+        gc.collect()
+        return policy
+
+
 def test_what_was_learned_outlives_the_requests_and_others_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of requests that name a policy the next one need not begin anew; until there is no room but its own."""
-
-    class Learns(Remembers):
-        learns = True
-
-        def holds(self, world: object) -> int:
-            return 40
-
-    def parse(spec: str, context: Context) -> Policy:
-        policy = Learns() if spec.startswith("l") else Remembers()
-        policy.spec = spec
-        return policy
-
-    monkeypatch.setattr(requests_module, "parse_spec", parse)
-    full = parse_spec("full")
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    policies = RequestPolicies(full, room=room)
-
-    def policy_of(spec: str) -> weakref.ref[Policy]:
-        one = request({"fluxion_policy": spec})
-        one.kv, one.origin_input_ids = SimpleNamespace(req_pool_idx=1), []
-        with policies.of([one], True):
-            assert policies.current is not None and one.to_finish is None
-            policy = weakref.ref(policies.current[0])
-        room.give_back(1)
-        return policy
-
-    first = policy_of("l1")
+    asked = Asked(monkeypatch, holds=40)
+    first = asked.policy_of("l1")
     for i in range(100):
-        policy_of(f"r{i}")
+        asked.policy_of(f"r{i}")
+    assert first() is not None and asked.policy_of("l1")() is first() and asked.room.taken == 40
+    second = asked.policy_of("l2")
+    assert first() is not None and second() is not None and asked.room.taken == 80
+    third = asked.policy_of("l3")  # takes the place of both
+    assert first() is None and second() is None and third() is not None and asked.room.taken == 40
+
+
+def test_what_was_learned_is_not_forgotten_for_a_request_that_finds_no_room_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Asked(monkeypatch, holds=40)
+    learned = asked.policy_of("l1")
+    running, _ = asked.run("r", row=2, tokens=55)
+    refused, _ = asked.run("r", row=3, tokens=46)
+    assert refused.to_finish.status_code == 503 and running.to_finish is None and learned() is not None
+    served, _ = asked.run("r", row=3, tokens=45)
     gc.collect()
-    assert first() is not None and policy_of("l1")() is first() and room.taken == 40
-    second = policy_of("l2")
+    assert served.to_finish is None and learned() is None and asked.room.taken == 100
+
+
+def test_few_learn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may write any number of specs, and what they keep may be nothing yet."""
+    asked = Asked(monkeypatch, holds=0)
+    found = [asked.policy_of(f"l{i}") for i in range(100)]
+    asked.policies._parse.cache_clear()
     gc.collect()
-    assert first() is not None and second() is not None and room.taken == 80
-    third = policy_of("l3")  # takes the place of both
-    gc.collect()
-    assert first() is None and second() is None and third() is not None and room.taken == 40
+    alive = [policy() is not None for policy in found]
+    assert 1 <= sum(alive) <= 10 and all(alive[-sum(alive) :])
 
 
 def test_what_the_servers_own_policy_holds_is_not_counted_against_its_requests() -> None:
@@ -230,13 +263,20 @@ def test_what_the_servers_own_policy_holds_is_not_counted_against_its_requests()
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
-def test_what_one_rank_refuses_ends_on_all_of_them(policies: RequestPolicies, mode: ForwardMode) -> None:
+def test_what_one_rank_refuses_ends_on_all_of_them(
+    policies: RequestPolicies, mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A predictor's file may be there on one machine and not on another."""
     guard = FailureGuard()
-    with guard.containing():
-        bad, ended = request({"fluxion_policy": "none such"}), request()
-        ended.to_finish = "the client left"
-        assert run(policies, [request(), ended, bad], mode, guard) is None
+    bad, ended = request({"fluxion_policy": "none such"}), request()
+    ended.to_finish = "the client left"
+    backend = SimpleNamespace(requests=policies, failures=guard)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+    parallel = SimpleNamespace(tp_size=1, tp_rank=0, pp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    monkeypatch.setattr(plugin, "enabled_here", lambda: True)
+    batch = SimpleNamespace(reqs=[request(), ended, bad], forward_mode=mode, decoding_reqs=None)
+    plugin._forward_batch_generation(lambda *_: None, worker, batch)  # the hook, as it goes in
     assert list(guard.found.lost) == [2] and guard.found.lost[2] == bad.to_finish.message
     with guard.containing():  # it goes on to the end of its prefill, and is told once
         run(policies, [bad], mode, guard)

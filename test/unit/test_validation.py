@@ -156,18 +156,30 @@ def test_a_gpu_reads_no_pool_that_nobody_gave_it(executors: str) -> None:
     return None
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(None, 4096), (512, 512), (-1, -1)])
+@pytest.mark.parametrize(
+    ("gib", "asked", "taken"),
+    [(512, None, 4096), (512, 512, 512), (512, 8192, 8192), (512, -1, -1), (24, None, 4096), (8, None, 2048)],
+)
 def test_a_machine_of_much_memory_gets_no_longer_passes(
-    server_args: Any, monkeypatch: pytest.MonkeyPatch, asked: int | None, taken: int
+    server_args: Any, monkeypatch: pytest.MonkeyPatch, gib: int, asked: int | None, taken: int
 ) -> None:
     """SGLang sizes them by the memory, as if it were a GPU's."""
     from sglang.srt.arg_groups import memory_hook
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda device: 512 * 1024)
+    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda device: gib * 1024)
     args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, chunked_prefill_size=asked)
     args.resolve_once()
     assert resolving_view(args).chunked_prefill_size == taken
+
+
+@pytest.mark.parametrize(("given", "taken"), [({}, 3600), ({"watchdog_timeout": 60}, 60)])
+def test_the_watchdog_waits_for_a_pass_of_a_cpu(server_args: Any, given: dict[str, Any], taken: float) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    args = server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, **given)
+    args.resolve_once()
+    assert resolving_view(args).watchdog_timeout == taken
 
 
 def test_other_devices_are_refused(server_args: Any) -> None:

@@ -52,6 +52,17 @@ class StateRoom:
             self.taken += more
         return True
 
+    def held(self, policy: Policy) -> int:
+        """Bytes that the policy has whoever asks."""
+        return policy.holds(self._world) if policy in self._held else 0
+
+    def missing(self, row: int, policy: Policy, tokens: int) -> int:
+        """Bytes that have to come free before the policy may remember the request in `row`."""
+        more = policy.remembers(self._world, tokens) - self._rows.get(row, 0)
+        if policy not in self._held:
+            more += policy.holds(self._world)
+        return self.taken + more - self.limit
+
     def too_large(self, policy: Policy, tokens: int, held: bool = False) -> bool:
         """Whether a request of so many tokens would find no room under the policy if it were alone.
 

@@ -140,8 +140,9 @@ class Learner:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             for left in path.parent.glob(f"{path.name}.*.part"):  # by a server that was killed while it wrote
-                if time.time() - left.stat().st_mtime > STALE_S:
-                    left.unlink(missing_ok=True)
+                with suppress(OSError):  # another's, or gone by now
+                    if time.time() - left.stat().st_mtime > STALE_S:
+                        left.unlink()
             # A reader sees the old file or the new one, never half of one; nor do two writers share one.
             handle, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
             with os.fdopen(handle, "wb") as file:

@@ -46,8 +46,8 @@ class World:
         windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
         rows: rows of SGLang's request table: state of a request belongs to one of them.
-        layers: of the model that this process has. What a policy holds and remembers goes by it: stages of a pipeline
-            count alike where it is the most that any of them has.
+        layers: of the model that this process has. Where `holds` and `remembers` are asked it is the most that any
+            stage of a pipeline has, so that all stages count alike: they must go by this number, not by the pool's.
         keeps: folder in which a policy may keep what it has learned of this process's layers and heads; it need not
             exist. None: nothing is kept.
     """

@@ -52,7 +52,7 @@ def _read(text: str | None) -> FluxionConfig:
             policy = check_spec(spec)
         except ValueError as error:
             raise ConfigError(f"in request_policies, {error}") from None
-        if policy is not None and policy.yardstick and config.audit is None:
+        if policy is not None and policy.yardstick and config.audit is None and spec != config.policy:
             raise ConfigError(
                 f"request_policies has {spec!r}, which reads everything to decide, and requests may name such a policy "
                 "only where the option audit is set; set it, or leave the policy out."

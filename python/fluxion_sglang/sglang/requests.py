@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _Alive = weakref.WeakValueDictionary[tuple[type[Policy], str], Policy]
 
 _PARSED_SPECS = 64
+_LEARNED = 8
 _SHOWN = 60
 """Characters of a wrong value that the answer repeats."""
 
@@ -103,7 +104,8 @@ class RequestPolicies:
         alive: _Alive = weakref.WeakValueDictionary({(type(server), server.same): server})
         self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context, alive=alive))
         self._room, self._check, self._one, self._canary = room, check, one, canary
-        self._learned: set[Policy] = set()  # alive between requests: what they know is others', too
+        # Alive between requests, because what they know is others', too; the one that was asked last comes last.
+        self._learned: dict[Policy, None] = {}
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._swept: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -186,12 +188,19 @@ class RequestPolicies:
         if not fits():
             if room.too_large(policy, tokens, held=policy is self.server):
                 return self._no_room(request, policy, tokens)
-            self._learned &= {policy}
             self._parse.cache_clear()  # what policies hold that no request has any more comes free
             if not fits():
-                return self._no_room(request, policy, tokens)
+                # Nor is anything forgotten that others have learned, if that would not do.
+                if room.missing(row, policy, tokens) > sum(map(room.held, self._learned.keys() - {policy})):
+                    return self._no_room(request, policy, tokens)
+                self._learned = {one: None for one in self._learned if one is policy}
+                if not fits():
+                    return self._no_room(request, policy, tokens)
         if policy.learns:
-            self._learned.add(policy)
+            self._learned.pop(policy, None)
+            self._learned[policy] = None
+            if len(self._learned) > _LEARNED:
+                del self._learned[next(iter(self._learned))]
         return True
 
     def _no_room(self, request: Any, policy: Policy, tokens: int) -> bool:

@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 _Step = Callable[[Any], None]
 
+WATCHDOG_S = 3600.0
+"""Seconds after which SGLang's watchdog ends a server on a CPU whose pass has not ended, unless somebody says
+otherwise. A pass late in a prompt of 131,072 tokens of an 8B takes two cores seven minutes; one without bfloat16 an hour.
+"""
+
 
 def run(step: str, server_args: Any, previous: _Step) -> None:
     """Run one step. What it refuses reaches a terminal as one sentence, and a caller as an exception."""
@@ -68,10 +73,6 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         # SGLang's own choice needs the tiers of HiCache.
         declare_resolution(server_args, "fluxion", disaggregation_decode_retraction_backup="cpu_tensor")
     _narrow_drafts(server_args, view)
-    if view.device == "cpu" and view.chunked_prefill_size is None:
-        # SGLang takes the memory for a GPU's, and so up to 16,384 tokens into a pass: minutes of work for a CPU, in
-        # which /health is silent and the watchdog's time runs out.
-        declare_resolution(server_args, "fluxion", chunked_prefill_size=CHUNK)
     # One host pool has all layers: a cached prefix then serves those with a window, too.
     declare_resolution(
         server_args,
@@ -93,12 +94,10 @@ def _narrow_drafts(server_args: Any, view: Any) -> None:
     """SGLang drafts by breadth only where a page is one token. Raises ConfigError where that was asked for."""
     if view.speculative_algorithm is None:
         return
-    import msgspec
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    name, breadth = "speculative_ngram_max_bfs_breadth", view.speculative_ngram_max_bfs_breadth
-    default = next(field.default for field in msgspec.structs.fields(type(server_args)) if field.name == name)
-    if breadth not in (1, default):
+    breadth = view.speculative_ngram_max_bfs_breadth
+    if breadth not in (1, _default(server_args, "speculative_ngram_max_bfs_breadth")):
         raise ConfigError(
             f"--speculative-ngram-max-bfs-breadth is {breadth}, and with pages of {PAGE} tokens SGLang drafts with a "
             "breadth of 1 alone; leave the option out."
@@ -156,6 +155,8 @@ def _validate_deepep_v2_dispatch_token_budget(server_args: Any, previous: _Step)
     previous(server_args)
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    if resolving_view(server_args).device == "cpu":
+        _make_time_for_passes(server_args)
     validation.check_resolved(resolving_view(server_args), options_of(server_args))
 
 
@@ -165,6 +166,25 @@ _STEPS: dict[str, Callable[[Any, _Step], None]] = {
     "handle_model_specific_adjustments": _handle_model_specific_adjustments,
     "validate_deepep_v2_dispatch_token_budget": _validate_deepep_v2_dispatch_token_budget,
 }
+
+
+def _make_time_for_passes(server_args: Any) -> None:
+    """A pass of a long prompt takes a CPU minutes, and SGLang's defaults are a GPU's. Here passes are shorter, so that
+    /health is answered between them, and the watchdog waits for them. What the operator says stays."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    # SGLang takes the memory for a GPU's, and so up to 16,384 tokens into a pass.
+    if server_args.chunked_prefill_size is None and (view.chunked_prefill_size or 0) > CHUNK:
+        declare_resolution(server_args, "fluxion", chunked_prefill_size=CHUNK)
+    if view.watchdog_timeout == _default(server_args, "watchdog_timeout"):
+        declare_resolution(server_args, "fluxion", watchdog_timeout=WATCHDOG_S)
+
+
+def _default(server_args: Any, name: str) -> Any:
+    import msgspec
+
+    return next(field.default for field in msgspec.structs.fields(type(server_args)) if field.name == name)
 
 
 def _print_as_sentence(refusal: type[BaseException]) -> None:

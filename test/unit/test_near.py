@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,10 +35,11 @@ def maker(monkeypatch: pytest.MonkeyPatch, made: list[Passes], **always: Any) ->
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Passes] = []
     yield maker(monkeypatch, made)
-    for one in made:
-        one.library.inject("none", 1)
-        one.device.close()
-        one.pinned.release()
+    while made:
+        made[-1].library.inject("none", 1)
+        made[-1].device.close()
+        made.pop().pinned.release()
+    gc.collect()  # streams end with their owners: of each a hundred stacks, and what a sanitizer keeps of them
 
 
 def both(near: Passes, plain: Passes, rows: list[int], policies: list[Policy] | None = None) -> None:

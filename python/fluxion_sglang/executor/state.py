@@ -56,10 +56,10 @@ class StateRoom:
         """Bytes that the policy has whoever asks."""
         return policy.holds(self._world) if policy in self._held else 0
 
-    def missing(self, row: int, policy: Policy, tokens: int) -> int:
-        """Bytes that have to come free before the policy may remember the request in `row`."""
+    def missing(self, row: int, policy: Policy, tokens: int, held: bool = False) -> int:
+        """Bytes that have to come free before the policy may remember the request in `row`. held: as `too_large`."""
         more = policy.remembers(self._world, tokens) - self._rows.get(row, 0)
-        if policy not in self._held:
+        if not held and policy not in self._held:
             more += policy.holds(self._world)
         return self.taken + more - self.limit
 

@@ -180,30 +180,18 @@ class RequestPolicies:
         if self._room is None or policy is self._ending:
             return True
         tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        room, row = self._room, request.kv.req_pool_idx
+        room, row, held = self._room, request.kv.req_pool_idx, policy is self.server
 
         def fits() -> bool:
-            return (policy is self.server or room.hold(policy)) and room.take(row, policy, tokens)
+            return (held or room.hold(policy)) and room.take(row, policy, tokens)
 
-        if not fits():
-            if room.too_large(policy, tokens, held=policy is self.server):
-                return self._no_room(request, policy, tokens)
-            self._parse.cache_clear()  # what policies hold that no request has any more comes free
-            if not fits():
-                # Nor is anything forgotten that others have learned, if that would not do.
-                if room.missing(row, policy, tokens) > sum(map(room.held, self._learned.keys() - {policy})):
-                    return self._no_room(request, policy, tokens)
-                self._learned = {one: None for one in self._learned if one is policy}
-                if not fits():
-                    return self._no_room(request, policy, tokens)
-        if policy.learns:
-            self._learned.pop(policy, None)
-            self._learned[policy] = None
-            if len(self._learned) > _LEARNED:
-                del self._learned[next(iter(self._learned))]
-        return True
-
-    def _no_room(self, request: Any, policy: Policy, tokens: int) -> bool:
+        if any(fits() for _ in self._frees(room, row, policy, tokens, held)):
+            if policy.learns:
+                self._learned.pop(policy, None)
+                self._learned[policy] = None
+                if len(self._learned) > _LEARNED:
+                    del self._learned[next(iter(self._learned))]
+            return True
         end_request(
             request,
             f"policy {policy.spec!r} has no room to remember a request of {tokens} tokens beside those that run; try "
@@ -212,6 +200,20 @@ class RequestPolicies:
             "ServiceUnavailableError",
         )
         return False
+
+    def _frees(self, room: StateRoom, row: int, policy: Policy, tokens: int, held: bool) -> Iterator[None]:
+        """Makes room for a request, a step at a time: nothing, what nobody uses, what others have learned. Stops where
+        more would not help."""
+        yield
+        if room.too_large(policy, tokens, held):
+            return
+        self._parse.cache_clear()  # what policies hold that no request has any more comes free
+        yield
+        others = self._learned.keys() - {policy}
+        if room.missing(row, policy, tokens, held) <= sum(map(room.held, others)):
+            self._learned = {one: None for one in self._learned if one is policy}
+            del others
+            yield
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:
         """What a request wants recorded; None: nothing, or it is ended for it."""

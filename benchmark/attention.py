@@ -145,12 +145,11 @@ SOURCES: dict[str, Callable[[int, int], Requests]] = {"needle": needle_requests,
 def policies_of(model: str, specs: Sequence[str]) -> dict[str, Policy]:
     """By spec; those whose anchors and predictor random numbers would mislead only for the model."""
     context = Context(predictor=lambda tau: load(common.PREDICTOR, features=NAMES, tau=tau))
+    found = {spec: parse_spec(spec, context) for spec in specs if spec != drawn.DECIDING}
+    found = {spec: policy for spec, policy in found.items() if model == "needle" or policy.needs is Needs.NOTHING}
     if drawn.DECIDING in specs:
-        deciding = drawn.DecidingPolicy(drawn.plans(), context.predictor(None))
-        others = [spec for spec in specs if spec != drawn.DECIDING]
-        return {**policies_of(model, others), drawn.DECIDING: deciding}
-    found = {spec: parse_spec(spec, context) for spec in specs}
-    return {spec: policy for spec, policy in found.items() if model == "needle" or policy.needs is Needs.NOTHING}
+        found[drawn.DECIDING] = drawn.DecidingPolicy(drawn.plans(), context.predictor(None))
+    return found
 
 
 class Clock:

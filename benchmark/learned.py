@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from fluxion_sglang.commands.needle import MODEL, needle_prompt
+from fluxion_sglang.learning.learned import THRESHOLD
 from fluxion_sglang.learning.learner import AT_ONCE, FIRST
 from fluxion_sglang.sglang.offline import engine_options, start_engine
 
@@ -43,6 +46,10 @@ def main() -> None:
             engine.generate(input_ids=prompt.token_ids(), sampling_params={"temperature": 0, "max_new_tokens": 32})
     finally:
         engine.shutdown()
+    if not any(THRESHOLD in load_file(file) for file in args.folder.rglob("*.safetensors")):
+        sys.exit(
+            f"error: {args.prompts} prompts were not enough to train on; give more (--prompts) or an empty folder."
+        )
 
 
 if __name__ == "__main__":

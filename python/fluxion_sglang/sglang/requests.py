@@ -212,7 +212,7 @@ class RequestPolicies:
         others = self._learned.keys() - {policy}
         if room.missing(row, policy, tokens, held) <= sum(map(room.held, others)):
             self._learned = {one: None for one in self._learned if one is policy}
-            del others
+            del others  # while it has them, they live
             yield
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:

@@ -11,8 +11,8 @@ namespace fluxion {
 namespace {
 
 void measure_of(Pool pool_ref, int64_t layer, TensorView pages, TensorView lengths, TensorView q,
-                double scale, int64_t window, TensorView criteria, TensorView anchor, TensorView mean_k,
-                TensorView parts, TensorView result, TensorView budgets) {
+                double scale, int64_t window, TensorView criteria, bool single_tokens, TensorView anchor,
+                TensorView mean_k, TensorView parts, TensorView result, TensorView budgets) {
   const HostPool& pool = *pool_ref->pool;
   const PoolShape& s = pool.shape();
   expect(pages, "pages", kInt32, {-1}, 1);
@@ -44,6 +44,7 @@ void measure_of(Pool pool_ref, int64_t layer, TensorView pages, TensorView lengt
   args.window = static_cast<int>(window);
   args.criteria = data<float>(criteria);
   args.criterion_count = static_cast<int>(C);
+  args.single_tokens = single_tokens;
   args.anchor = data<float>(anchor);
   args.mean_k = data<float>(mean_k);
   args.parts = data<float>(parts);

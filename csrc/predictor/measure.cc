@@ -1,17 +1,22 @@
 #include "predictor/measure.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "engine/block_scores.h"
 #include "engine/resident_parts.h"
+#include "runtime/host_memory.h"
 
 namespace fluxion {
 
@@ -45,6 +50,33 @@ double norm_of_row(const char* row, int D, DType dtype) {
     square += x * x;
   }
   return std::sqrt(square);
+}
+
+// 64-byte aligned, the thread's until it asks again. Each measurement would have to fault its pages in anew,
+// which takes as long as a third of it.
+char* kept_room(int64_t bytes) {
+  thread_local std::unique_ptr<char, decltype(&std::free)> room{nullptr, &std::free};
+  thread_local int64_t size = 0;
+  if (bytes > size) {
+    room.reset();
+    size = 0;
+    const int64_t wanted = round_up(bytes, kHugePage);
+    room.reset(static_cast<char*>(std::aligned_alloc(kHugePage, wanted)));
+    if (room == nullptr) throw std::bad_alloc();
+    size = wanted;
+    madvise(room.get(), wanted, MADV_HUGEPAGE);  // a refusal costs speed only
+  }
+  return room.get();
+}
+
+// The largest of factor * x, a multiple of 16 of them; what is no number is not it.
+float largest_of(const float* x, int n, float factor) {
+  float lanes[kPage];
+  std::fill_n(lanes, kPage, kMinusInf);
+  for (int i = 0; i < n; i += kPage) {
+    for (int j = 0; j < kPage; ++j) lanes[j] = factor * x[i + j] > lanes[j] ? factor * x[i + j] : lanes[j];
+  }
+  return *std::max_element(lanes, lanes + kPage);
 }
 
 // Mean, variance, skewness and kurtosis of a population, from its central moments.
@@ -120,12 +152,16 @@ class Measurement {
  private:
   struct Scratch {
     std::unique_ptr<uint16_t[]> masks;
-    std::unique_ptr<float[]> scores, weights;  // [G][tokens]
-    std::unique_ptr<float[]> block_scores;     // [G][pages]
-    std::unique_ptr<float[]> page_values;      // [G][pages][D]
-    std::unique_ptr<double[]> page_weights;    // [G][pages]
-    std::unique_ptr<uint64_t[]> keys;          // [tokens]
+    std::unique_ptr<float[]> block_scores;  // [G][pages]
+    std::unique_ptr<uint64_t[]> keys;       // [tokens]
     BlockScorer scorer;
+  };
+  // What every token and page of the middle adds to the outputs of one query and group. Weights are in units
+  // of exp(unit_).
+  struct Middle {
+    double* page_weights;     // [G][pages]
+    float* page_values;       // [G][pages][D]
+    float *scores, *weights;  // [G][tokens]
   };
   // One head on its way through the blocks: sum = sum over what it has read of weight * (v - o), so that its
   // output differs from o by sum / weight.
@@ -136,13 +172,18 @@ class Measurement {
   };
 
   void check() const;
-  void phase(void (Measurement::*item)(int, Scratch*));
+  int64_t middle_bytes() const;
+  int queries_together() const;
+  void phase(void (Measurement::*item)(int, Scratch*), int first, int queries);
   void survey(int item, Scratch* s);
-  void weigh(int item, Scratch* s);
+  void weigh(int item, float* o, float* lse);
+  void weigh_pages(int item, const float* units);
+  void mean_rows(const float* rows, int n, double weight, float* mean) const;
+  void compare(int query);
   void find_budgets(int item, Scratch* s);
   void sink_norms(int n, int head, double* k, double* v) const;
-  void walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s);
-  void walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s);
+  void walk_blocks(int state, int g, int size, const Blocks& at, const Middle& m, Scratch* s);
+  void walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, const Middle& m, Scratch* s);
   void start(int state, Walk* walk) const;
   uint32_t step(int state, float square, Walk* walk) const;
   void set_budget(int state, int size, uint32_t criteria, float value) const;
@@ -153,6 +194,7 @@ class Measurement {
   const char* query(int query, int head) const {
     return args_.q + query * args_.q_stride + static_cast<int64_t>(head) * G_ * shape_.token_bytes();
   }
+  Middle& middle_of(int item) { return middles_[item % middles_.size()]; }
   Criterion kind(int c) const { return static_cast<Criterion>(static_cast<int>(args_.criteria[2 * c])); }
   float threshold(int c) const { return args_.criteria[2 * c + 1]; }
   uint32_t all_criteria() const { return ~uint32_t{0} >> (32 - args_.criterion_count); }
@@ -167,11 +209,13 @@ class Measurement {
   const int D_, G_;
   int64_t max_pages_ = 0;  // of a middle
   std::vector<Scratch> scratch_;
+  std::vector<Middle> middles_;  // of the KV heads of queries that are measured together
   // [N][Hq], times D where it says o: a state is a query's head.
-  std::vector<float> resident_o_, resident_lse_, o_, lse_, o_norm_, largest_;
-  std::vector<double> total_;  // weight of everything, in units of exp(lse_): 1 but for rounding
+  std::vector<float> resident_o_, resident_lse_, o_, unit_, o_norm_, largest_;
+  std::vector<double> total_;  // weight of everything, in units of exp(unit_)
   void (Measurement::*item_)(int, Scratch*) = nullptr;
   std::atomic<int> next_{0};
+  int end_ = 0;  // of the items of a phase
 };
 
 Measurement::Measurement(const HostPool& pool, const MeasureArgs& args)
@@ -186,21 +230,41 @@ Measurement::Measurement(const HostPool& pool, const MeasureArgs& args)
     max_pages_ = std::max<int64_t>(max_pages_, window_page(i) - shape_.sink_pages);
   }
   const int64_t states = static_cast<int64_t>(args_.queries) * args_.q_heads, tokens = max_pages_ * kPage;
-  for (std::vector<float>* v : {&resident_lse_, &lse_, &o_norm_}) v->resize(states);
+  for (std::vector<float>* v : {&resident_lse_, &unit_, &o_norm_}) v->resize(states);
   for (std::vector<float>* v : {&resident_o_, &o_}) v->resize(states * D_);
   total_.resize(states);
   largest_.resize(args_.queries);
   scratch_.resize(pool_.workers().size());
   for (Scratch& s : scratch_) {
     s.masks = room<uint16_t>((std::max(shape_.sink_pages, args_.window / kPage + 1) + 1) * int64_t{G_});
-    s.scores = room<float>(G_ * tokens);
-    s.weights = room<float>(G_ * tokens);
     s.block_scores = room<float>(G_ * max_pages_);
-    s.page_values = room<float>(G_ * max_pages_ * D_);
-    s.page_weights = room<double>(G_ * max_pages_);
     s.keys = room<uint64_t>(tokens);
     s.scorer.resize(static_cast<int>(max_pages_), G_, shape_.entry_bytes());
   }
+  middles_.resize(int64_t{queries_together()} * shape_.kv_heads);
+  if (max_pages_ == 0) return;
+  char* const memory = kept_room(middles_.size() * middle_bytes());
+  for (size_t i = 0; i < middles_.size(); ++i) {
+    Middle& m = middles_[i];
+    m.page_weights = reinterpret_cast<double*>(memory + i * middle_bytes());
+    m.page_values = reinterpret_cast<float*>(m.page_weights + G_ * max_pages_);
+    m.scores = m.page_values + G_ * max_pages_ * D_;
+    m.weights = m.scores + G_ * tokens;
+  }
+}
+
+int64_t Measurement::middle_bytes() const {
+  const int64_t page = sizeof(double) + (D_ + 2 * kPage) * sizeof(float);
+  return round_up(G_ * max_pages_ * page, 64);
+}
+
+// As many as every worker has a head of, and more where their room is small.
+int Measurement::queries_together() const {
+  constexpr int64_t kRoom = 64 << 20;  // bytes
+  const int heads = shape_.kv_heads, workers = pool_.workers().size();
+  const int64_t query = std::max<int64_t>(1, heads * middle_bytes());
+  const int64_t together = std::max<int64_t>((workers + heads - 1) / heads, kRoom / query);
+  return static_cast<int>(std::min<int64_t>(args_.queries, together));
 }
 
 void Measurement::check() const {
@@ -236,13 +300,14 @@ void Measurement::check() const {
   if (!wrong.empty()) refuse("The request cannot be measured: " + wrong + ".");
 }
 
-void Measurement::phase(void (Measurement::*item)(int, Scratch*)) {
+// An item is a KV head of a query.
+void Measurement::phase(void (Measurement::*item)(int, Scratch*), int first, int queries) {
   item_ = item;
-  next_.store(0);
+  next_.store(first * shape_.kv_heads);
+  end_ = (first + queries) * shape_.kv_heads;
   const WorkerPool::Fn body = [](void* arg, int worker) {
     auto* m = static_cast<Measurement*>(arg);
-    const int items = m->args_.queries * m->shape_.kv_heads;
-    for (int i; (i = m->next_.fetch_add(1, std::memory_order_relaxed)) < items;) {
+    for (int i; (i = m->next_.fetch_add(1, std::memory_order_relaxed)) < m->end_;) {
       (m->*m->item_)(i, &m->scratch_[worker]);
     }
   };
@@ -255,24 +320,29 @@ void Measurement::phase(void (Measurement::*item)(int, Scratch*)) {
 }
 
 void Measurement::run() {
-  if (args_.queries == 0) return;
-  phase(&Measurement::survey);
-  for (int i = 0; i < args_.queries; ++i) {
-    // Over all heads of the query, so between the phases.
-    const int64_t at = static_cast<int64_t>(i) * args_.q_heads;
-    float largest = 0.0f, largest_resident = 0.0f;
-    for (int h = 0; h < args_.q_heads; ++h) {
-      largest = std::max(largest, o_norm_[at + h]);
-      largest_resident = std::max(largest_resident, args_.parts[(at + h) * kParts + 4]);
-    }
-    largest_[i] = largest;
-    for (int h = 0; h < args_.q_heads; ++h) {
-      float& error = args_.result[(at + h) * kResults + 1];  // survey left it as a distance
-      if (error > 0.0f) error /= largest;
-      args_.anchor[(at + h) * kAnchorFeatures + 27] = largest_resident;
-    }
+  const int together = queries_together();
+  for (int first = 0; first < args_.queries; first += together) {
+    const int count = std::min(together, args_.queries - first);
+    phase(&Measurement::survey, first, count);
+    for (int i = first; i < first + count; ++i) compare(i);
+    phase(&Measurement::find_budgets, first, count);
   }
-  phase(&Measurement::find_budgets);
+}
+
+// All heads of a query, once all are surveyed.
+void Measurement::compare(int query) {
+  const int64_t at = static_cast<int64_t>(query) * args_.q_heads;
+  float largest = 0.0f, largest_resident = 0.0f;
+  for (int h = 0; h < args_.q_heads; ++h) {
+    largest = std::max(largest, o_norm_[at + h]);
+    largest_resident = std::max(largest_resident, args_.parts[(at + h) * kParts + 4]);
+  }
+  largest_[query] = largest;
+  for (int h = 0; h < args_.q_heads; ++h) {
+    float& error = args_.result[(at + h) * kResults + 1];  // survey left it as a distance
+    if (error > 0.0f) error /= largest;
+    args_.anchor[(at + h) * kAnchorFeatures + 27] = largest_resident;
+  }
 }
 
 void Measurement::sink_norms(int n, int head, double* k, double* v) const {
@@ -306,8 +376,7 @@ void Measurement::survey(int item, Scratch* s) {
   resident_parts(kernels_, *kernel_table(kernels_.isa, DType::kF32), q, G_, D_, args_.scale, resident, local,
                  s->masks.get(), o, lse, parts);
   float middle_o[kMaxGroup * kMaxHeadDim], middle_lse[kMaxGroup];
-  kernels_.attend(q, G_, D_, args_.scale, tiles, args_.pages + sinks, nullptr, middle, 0, middle_o,
-                  middle_lse);
+  weigh(item, middle_o, middle_lse);
 
   double sink_k, sink_v;
   sink_norms(n, head, &sink_k, &sink_v);
@@ -334,7 +403,7 @@ void Measurement::survey(int item, Scratch* s) {
   for (int g = 0; g < G_; ++g) {
     const int64_t at = state + g;
     float* full = &o_[at * D_];
-    lse_[at] = exact.merge_state(o + g * D_, lse[g], middle_o + g * D_, middle_lse[g], D_, full);
+    const float full_lse = exact.merge_state(o + g * D_, lse[g], middle_o + g * D_, middle_lse[g], D_, full);
     o_norm_[at] = norm(full, D_);
     double square = 0.0;
     for (int d = 0; d < D_; ++d) {
@@ -344,7 +413,7 @@ void Measurement::survey(int item, Scratch* s) {
     float* result = args_.result + at * kResults;
     result[0] = o_norm_[at];
     result[1] = static_cast<float>(std::sqrt(square));
-    result[2] = middle_lse[g] == kMinusInf ? 0.0f : std::min(1.0f, std::exp(middle_lse[g] - lse_[at]));
+    result[2] = middle_lse[g] == kMinusInf ? 0.0f : std::min(1.0f, std::exp(middle_lse[g] - full_lse));
     float* anchor = args_.anchor + at * kAnchorFeatures;
     const float* part = parts + g * kParts;
     anchor[0] = static_cast<float>(sink_k);
@@ -363,26 +432,75 @@ void Measurement::survey(int item, Scratch* s) {
   }
 }
 
-// What every token and page of one query and group weighs.
-void Measurement::weigh(int item, Scratch* s) {
+// Attention of one query and group to the middle alone, from one pass over it: o [G][D], lse [G]. Leaves what
+// every token and page adds to it.
+void Measurement::weigh(int item, float* o, float* lse) {
   const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
   const int64_t state = static_cast<int64_t>(i) * args_.q_heads + head * G_;
   const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
-  const int32_t* middle = args_.pages + shape_.sink_pages;
-  const char* tiles = pool_.tiles(args_.layer, head);
-  kernels_.score_tokens(query(i, head), G_, D_, tiles, middle, pages, s->scores.get(), tokens);
-  kernels_.page_values(s->scores.get(), tokens, G_, D_, args_.scale, &lse_[state], tiles, middle, pages,
-                       s->weights.get(), s->page_values.get(), int64_t{pages} * D_);
+  std::fill_n(o, G_ * D_, 0.0f);
+  std::fill_n(lse, G_, kMinusInf);
+  if (pages == 0) return;
+  const Middle& m = middle_of(item);
+  kernels_.score_tokens(query(i, head), G_, D_, pool_.tiles(args_.layer, head),
+                        args_.pages + shape_.sink_pages, pages, m.scores, tokens);
+  float units[kMaxGroup];
   for (int g = 0; g < G_; ++g) {
-    total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - lse_[state + g]);
+    const float largest = largest_of(&m.scores[int64_t{g} * tokens], tokens, args_.scale);
+    units[g] = largest == kMinusInf ? 0.0f : largest;
+  }
+  weigh_pages(item, units);
+  for (int g = 0; g < G_; ++g) {
+    double weight = 0.0;
+    for (int p = 0; p < pages; ++p) weight += m.page_weights[g * pages + p];
+    if (weight == 0.0) continue;
+    lse[g] = static_cast<float>(units[g] + std::log(weight));
+    mean_rows(&m.page_values[int64_t{g} * pages * D_], pages, weight, o + g * D_);
+  }
+  // Beside residents that weigh more by far, sums over both would leave float32: in their units, then.
+  constexpr float kFar = 20.0f;
+  bool far = false;
+  for (int g = 0; g < G_; ++g) {
+    if (!(resident_lse_[state + g] > units[g] + kFar)) continue;
+    units[g] = resident_lse_[state + g];
+    far = true;
+  }
+  if (far) weigh_pages(item, units);
+  for (int g = 0; g < G_; ++g) {
+    unit_[state + g] = units[g];
+    total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - units[g]);
+    for (int p = 0; p < pages; ++p) total_[state + g] += m.page_weights[g * pages + p];
+  }
+}
+
+// What every token and page of one query and group weighs, in units of exp(units[g]), and its values.
+void Measurement::weigh_pages(int item, const float* units) {
+  const int i = item / shape_.kv_heads, head = item % shape_.kv_heads;
+  const int pages = window_page(i) - shape_.sink_pages, tokens = pages * kPage;
+  const Middle& m = middle_of(item);
+  kernels_.page_values(m.scores, tokens, G_, D_, args_.scale, units, pool_.tiles(args_.layer, head),
+                       args_.pages + shape_.sink_pages, pages, m.weights, m.page_values, int64_t{pages} * D_);
+  for (int g = 0; g < G_; ++g) {
     for (int p = 0; p < pages; ++p) {
-      const float* weights = &s->weights[int64_t{g} * tokens + p * kPage];
+      const float* weights = &m.weights[int64_t{g} * tokens + p * kPage];
       double sum = 0.0;
       for (int t = 0; t < kPage; ++t) sum += weights[t];
-      s->page_weights[g * pages + p] = sum;
-      total_[state + g] += sum;
+      m.page_weights[g * pages + p] = sum;
     }
   }
+}
+
+// [D] of n rows: their sum over weight.
+void Measurement::mean_rows(const float* rows, int n, double weight, float* mean) const {
+  constexpr int kTogether = 64;  // rows whose sum is float32
+  const float zeros[kMaxHeadDim] = {};
+  double sum[kMaxHeadDim] = {};
+  for (int first = 0; first < n; first += kTogether) {
+    float part[kMaxHeadDim] = {};
+    kernels_.add_rows(rows + int64_t{first} * D_, std::min(kTogether, n - first), 0.0f, zeros, D_, part);
+    for (int d = 0; d < D_; ++d) sum[d] += part[d];
+  }
+  for (int d = 0; d < D_; ++d) mean[d] = static_cast<float>(sum[d] / weight);
 }
 
 // The budgets of one query and group, and what its scores say of it as an anchor.
@@ -395,13 +513,18 @@ void Measurement::find_budgets(int item, Scratch* s) {
                 0.0f);
     return;
   }
-  weigh(item, s);
+  const Middle& middle = middle_of(item);
   for (int g = 0; g < G_; ++g) {
     float* anchor = args_.anchor + (state + g) * kAnchorFeatures;
     const double length = anchor[22];
     if (length > 0.0)
-      shape_of_scores(&s->scores[int64_t{g} * tokens], tokens, args_.scale / length, anchor + 12);
-    walk_tokens(static_cast<int>(state) + g, head, g, args_.pages + shape_.sink_pages, tokens, s);
+      shape_of_scores(&middle.scores[int64_t{g} * tokens], tokens, args_.scale / length, anchor + 12);
+    const int one = static_cast<int>(state) + g;
+    if (args_.single_tokens) {
+      walk_tokens(one, head, g, args_.pages + shape_.sink_pages, tokens, middle, s);
+    } else {
+      set_budget(one, 0, all_criteria(), std::numeric_limits<float>::quiet_NaN());
+    }
   }
   for (int size = 1; size < kBlockSizes; ++size) {
     const Blocks at(kMeasuredBlocks[size], shape_.sink_pages, window_page(i));
@@ -409,7 +532,7 @@ void Measurement::find_budgets(int item, Scratch* s) {
                     s->block_scores.get(), pages);
     for (int g = 0; g < G_; ++g) {
       const int64_t one = state + g;
-      walk_blocks(static_cast<int>(one), g, size, at, s);
+      walk_blocks(static_cast<int>(one), g, size, at, middle, s);
       args_.anchor[one * kAnchorFeatures + 22 + size] = *budget(static_cast<int>(one), 0, size);
     }
   }
@@ -419,7 +542,7 @@ void Measurement::find_budgets(int item, Scratch* s) {
 void Measurement::start(int state, Walk* walk) const {
   const float* resident = &resident_o_[int64_t{state} * D_];
   const float* o = &o_[int64_t{state} * D_];
-  walk->weight = std::exp(static_cast<double>(resident_lse_[state]) - lse_[state]);
+  walk->weight = std::exp(static_cast<double>(resident_lse_[state]) - unit_[state]);
   const float weight = static_cast<float>(walk->weight);
   for (int d = 0; d < D_; ++d) walk->sum[d] = weight * (resident[d] - o[d]);
   walk->open = 0;
@@ -472,14 +595,14 @@ void Measurement::set_budget(int state, int size, uint32_t criteria, float value
   for (; criteria != 0; criteria &= criteria - 1) *budget(state, std::countr_zero(criteria), size) = value;
 }
 
-void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, Scratch* s) {
+void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, const Middle& m, Scratch* s) {
   Walk walk;
   start(state, &walk);
   set_budget(state, size, all_criteria() & ~walk.open, 0.0f);
   if (walk.open == 0) return;
   const int middle = at.end_page - at.first_page, blk = kMeasuredBlocks[size];
-  const float* values = &s->page_values[int64_t{g} * middle * D_];
-  const double* weights = &s->page_weights[int64_t{g} * middle];
+  const float* values = &m.page_values[int64_t{g} * middle * D_];
+  const double* weights = &m.page_weights[int64_t{g} * middle];
   const float* o = &o_[int64_t{state} * D_];
   Order order(&s->block_scores[int64_t{g} * middle], at.count, s->keys.get());
   // All of them need no arithmetic.
@@ -497,18 +620,19 @@ void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, Scra
   set_budget(state, size, walk.open, 1.0f);
 }
 
-void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, Scratch* s) {
+void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, const Middle& m,
+                              Scratch* s) {
   constexpr int kAhead = 8;  // tokens between the one fetched and the one in use
   constexpr int kLine = 64;
   Walk walk;
   start(state, &walk);
   set_budget(state, 0, all_criteria() & ~walk.open, 0.0f);
   if (walk.open == 0) return;
-  const float* weights = &s->weights[int64_t{g} * tokens];
+  const float* weights = &m.weights[int64_t{g} * tokens];
   const float* o = &o_[int64_t{state} * D_];
   const int together = shape_.dtype == DType::kInt8 ? kInt8Values : 1;  // values
   const int64_t bytes = together > 1 ? together * D_ : shape_.token_bytes();
-  Order order(&s->scores[int64_t{g} * tokens], tokens, s->keys.get());
+  Order order(&m.scores[int64_t{g} * tokens], tokens, s->keys.get());
   const auto tile = [&](int token) { return pool_.tile(args_.layer, head, pages[token / kPage]); };
   for (int count = 1; count < tokens && walk.open != 0; ++count) {
     const int token = order[count - 1];

@@ -35,6 +35,7 @@ struct MeasureArgs {
   int window;             // tokens, a multiple of 16
   const float* criteria;  // [C][2]: kind, threshold
   int criterion_count;    // C, at least 1
+  bool single_tokens;     // false: budgets for blocks of one token are NaN
 
   float* anchor;  // [N][Hq][28]: see predictor/measure.py
   float* mean_k;  // [N][Hk][D]: of the middle; 0 where it is empty
@@ -51,8 +52,9 @@ float budget_of_blocks(int count, int tokens, int blk, int blocks);
 // then the two best, and so on; the first prefix that meets a criterion is the budget. All of them always
 // meet it.
 //
-// Reads only tokens below each length. Runs on the pool's workers, in the caller alone while they are busy;
-// the layer's pages must not be written meanwhile. Throws std::invalid_argument before anything is written.
+// Reads keys and values once, and for single tokens the values of those that are needed once more. Only
+// tokens below each length. Runs on the pool's workers, in the caller alone while they are busy; the layer's
+// pages must not be written meanwhile. Throws std::invalid_argument before anything is written.
 void measure(const HostPool& pool, const MeasureArgs& args);
 
 }  // namespace fluxion

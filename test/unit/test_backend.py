@@ -131,7 +131,7 @@ def test_a_token_that_rides_along_is_no_anchor(monkeypatch: Any) -> None:
     world.decode([RUNNING], [anchor])
     measured: list[int] = []
     measure = anchors.measure
-    monkeypatch.setattr(anchors, "measure", lambda *args: measured.append(1) or measure(*args))
+    monkeypatch.setattr(anchors, "measure", lambda *args, **kept: measured.append(1) or measure(*args, **kept))
     backend.token_to_kv_pool.windows.mark(
         torch.tensor([RUNNING]), torch.ones(1, dtype=torch.int64), torch.tensor([901])
     )

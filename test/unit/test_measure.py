@@ -371,6 +371,47 @@ def test_scores_far_apart() -> None:
     assert got.result[0, 0, 2] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_residents_that_weigh_more_by_far(dtype: torch.dtype) -> None:
+    """What the middle weighs beside them, float32 does not know; what it is by itself, the features say all the same.
+    One head of a group is so, the other is not."""
+    world = GridWorld(heads=1, group=2, dtype=dtype)
+    request = world.add(330)
+    q = world.randn(1, 2, world.dim)
+    q[0, 1] -= (q[0, 1] @ q[0, 0]) / (q[0, 0] @ q[0, 0]) * q[0, 0]
+    request.keys[0][7, 0] += 8 * q[0, 0]
+    world.pool.append(0, torch.tensor(request.pages, dtype=torch.int32), 0, request.keys[0], request.values[0])
+    got = world.measure(request, [330], q)
+    check(world, request, [330], q, got)
+    assert got.result[0, 0, 2] < 1e-9 and (got.budgets[0, 0, :2] == 0).all()
+    assert got.result[0, 1, 2] > 0.1 and (got.budgets[0, 1, :2] > 0).all()
+
+
+def test_single_tokens_may_be_left_out() -> None:
+    world = GridWorld()
+    request = world.add(330)
+    q = world.randn(1, world.q_heads, world.dim)
+    pages, at = torch.tensor(request.pages, dtype=torch.int32), torch.tensor([330], dtype=torch.int32)
+    whole = world.measure(request, [330], q)
+    got = measure(world.pool, 0, pages, at, q, world.sharp, world.placement.window, CRITERIA, single_tokens=False)
+    assert got.budgets[..., 0].isnan().all() and torch.equal(got.budgets[..., 1:], whole.budgets[..., 1:])
+    for name in ("anchor", "mean_k", "parts", "result"):
+        assert torch.equal(getattr(got, name), getattr(whole, name)), name
+
+
+def test_many_queries_are_measured_as_each_alone() -> None:
+    """More than are measured together: their room would be too large."""
+    world = GridWorld(heads=2, group=8, dim=128, pages=2200, rows=1)
+    n = 32_000
+    request = world.add(n)
+    q = world.randn(3, world.q_heads, world.dim)
+    got = world.measure(request, [n, n - 1, 900], q)
+    for i, length in enumerate((n, n - 1, 900)):
+        alone = world.measure(request, [length], q[i : i + 1])
+        for name, tensor in vars(got).items():
+            assert torch.equal(tensor[i : i + 1], getattr(alone, name)), name
+
+
 def test_what_cannot_be_is_refused() -> None:
     world = GridWorld()
     request = world.add(100)

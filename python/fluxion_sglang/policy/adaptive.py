@@ -197,9 +197,10 @@ class AdaptivePolicy(Policy):
             world.pool.placement.window, [self.criterion],
         )  # fmt: skip
         request.take(self._place, seen.features.clone(), found.budgets[0, :, 0])
-        # It goes over keys and values twice, for what attention is, and for what every page adds to it; and over some
-        # of the values once more.
-        request.looked += 2 * int(step.middle[b]) * world.pool.shape.token_bytes
+        # It goes over keys and values once, and over the values of the single tokens that a head needs once more.
+        shape = world.pool.shape
+        again = float(found.budgets[0, :, 0, 0].sum()) / (2 * shape.kv_heads)
+        request.looked += round((1 + again) * int(step.middle[b]) * shape.token_bytes)
 
 
 class _Seen(NamedTuple):

@@ -82,6 +82,7 @@ class Anchors:
                 scale,
                 self.pool.placement.window,
                 [criterion],
+                single_tokens=False,
             )
             self.statistics[layer][row] = found.anchor[0]
             self.mean_k[layer][row] = found.mean_k[0]

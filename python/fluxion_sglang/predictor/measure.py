@@ -53,6 +53,7 @@ def measure(
     scale: float,
     window: int,
     criteria: torch.Tensor | Sequence[tuple[int, float]],
+    single_tokens: bool = True,
 ) -> Measurement:
     """Read everything, and find out what would have been enough.
 
@@ -71,6 +72,7 @@ def measure(
         scale: multiplies q.k.
         window: tokens, a multiple of 16.
         criteria: [C, 2] float32 or pairs: (Deviation, limit); 1 to 32 of them.
+        single_tokens: False spares the most expensive block size; its budgets are NaN.
 
     Raises:
         ValueError: a shape, dtype, length, page id or criterion that cannot be; nothing was computed.
@@ -87,7 +89,7 @@ def measure(
         result=torch.empty(count, heads, 3),
         budgets=torch.empty(count, heads, len(criteria), len(BLOCK_SIZES)),
     )
-    measure_into(pool, layer, pages, lengths, q, scale, window, criteria, found)
+    measure_into(pool, layer, pages, lengths, q, scale, window, criteria, found, single_tokens)
     return found
 
 
@@ -101,9 +103,10 @@ def measure_into(
     window: int,
     criteria: torch.Tensor,
     out: Measurement,
+    single_tokens: bool = True,
 ) -> None:
     """`measure` into tensors that exist: every element of `out` is written; they are contiguous, on the CPU."""
     function("measure")(
-        pool.handle, layer, pages, lengths, q, scale, window, criteria,
+        pool.handle, layer, pages, lengths, q, scale, window, criteria, single_tokens,
         out.anchor, out.mean_k, out.parts, out.result, out.budgets,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from fluxion_sglang.learning.familiar import Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
-from fluxion_sglang.learning.measured import Measured, anchor_of, is_measured
+from fluxion_sglang.learning.measured import Measured, anchor_of
 from fluxion_sglang.policy import adaptive as adaptive_module
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.adaptive import ONE_OF, AdaptivePolicy
@@ -161,7 +161,7 @@ def test_what_is_measured_is_what_each_step_needed() -> None:
     rig.run(request, 5)
     pages, length = request.page_list, request.length
     want = []
-    for step in (length - 5 + i for i in range(5) if is_measured(i)):
+    for step in range(length - 5, length):
         found = [
             measure(
                 rig.pool, layer, pages, torch.tensor([step + 1], dtype=torch.int32), request.q[layer, step : step + 1],
@@ -172,8 +172,13 @@ def test_what_is_measured_is_what_each_step_needed() -> None:
         want.append(torch.stack(found))
     rig.release(request)
     assert len(taken) == 1
-    torch.testing.assert_close(taken[0].budgets, torch.stack(want, 1).flatten(0, 2))
-    features = taken[0].features.view(LAYERS, 4, HEADS, COUNT).transpose(0, 1)
+    # The first two steps are measured together, layer by layer; then a step at a time.
+    want = [torch.stack(want[:2], 1).flatten(0, 1), *want[2:]]
+    torch.testing.assert_close(taken[0].budgets, torch.cat(want).flatten(0, 1))
+    features = taken[0].features
+    early, later = features[: 2 * LAYERS * HEADS], features[2 * LAYERS * HEADS :]
+    early = early.view(LAYERS, 2, HEADS, COUNT).transpose(0, 1)
+    features = torch.cat([early, later.view(3, LAYERS, HEADS, COUNT)])
     assert bool((features[..., INDEX["layer"]] == torch.arange(LAYERS).view(1, -1, 1)).all())
     assert bool((features[:, 0, 0, INDEX["cpu_tokens"]].diff() >= 0).all())
     for layer in range(LAYERS):
@@ -189,7 +194,7 @@ def test_few_steps_of_a_long_answer_are_measured() -> None:
     rig.prefill(request, 300)
     rig.run(request, 150)
     rig.release(request)
-    assert len(taken[0].budgets) == 9 * LAYERS * HEADS
+    assert len(taken[0].budgets) == (16 + 4) * LAYERS * HEADS
 
 
 def test_what_it_reads_to_measure_is_said() -> None:
@@ -201,14 +206,15 @@ def test_what_it_reads_to_measure_is_said() -> None:
     rig.prefill(request, 400)
     assert policy.read_besides(request.row) == 0
     found = []
-    for _ in range(18):
+    for _ in range(32):
         rig.decode(request)
         middle = int(policy._step.middle[0])
         found.append(policy.read_besides(request.row) / (middle * rig.pool.shape.token_bytes))
-    measured = [0, 2, 1, 0, 1, *[0] * 3, 1, *[0] * 7, 1, 0]  # steps 0, 1, 2, 4, 8 and 16
+    measured = [0, 2, *[1] * 14, *found[16:]]
     most = 1 + HEADS / rig.pool.shape.kv_heads / 2  # every value for each query head
     assert all(times <= read <= times * most for read, times in zip(found, measured, strict=True))
     assert any(read > times for read, times in zip(found, measured, strict=True))
+    assert sum(read > 0 for read in found[16:]) == 1
     rig.release(request)
     assert policy.read_besides(request.row) == 0
 
@@ -227,7 +233,7 @@ def test_a_request_of_one_step_and_one_that_begins_again_teach_what_was_seen() -
     rig.prefill(request, 20)
     rig.run(request, 4)
     rig.release(request)
-    assert [len(one.budgets) for one in taken] == [3 * LAYERS * HEADS, 3 * LAYERS * HEADS]
+    assert [len(one.budgets) for one in taken] == [3 * LAYERS * HEADS, 4 * LAYERS * HEADS]
 
 
 def test_a_middle_that_outgrows_what_was_measured_is_read_exactly_and_measured() -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,18 @@ from fluxion_sglang.learning.apart import train_apart
 from fluxion_sglang.learning.familiar import ALONE, FURTHEST, MISTAKEN, NEIGHBOURS, STRETCH, Familiar, thinned
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
-from fluxion_sglang.learning.measured import MOST_STEPS, SAMPLES, Measured, anchor_of, is_measured, pack, unpack
+from fluxion_sglang.learning.measured import (
+    FIRST_STEPS,
+    LAYERS,
+    SAMPLES,
+    STRETCHES,
+    Measured,
+    anchor_of,
+    layers_measured,
+    most_bytes,
+    pack,
+    unpack,
+)
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.features import COUNT, INDEX
 from fluxion_sglang.predictor.network import HeadPredictor
@@ -62,13 +74,34 @@ def same(a: Learned, b: Learned) -> bool:
     return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
-def test_the_measured_steps() -> None:
-    chosen = [step for step in range(10_000) if is_measured(step)]
-    assert chosen == [0, *(1 << i for i in range(14))]
-    assert sum(map(is_measured, range(1 << 20))) == MOST_STEPS
+@given(number=st.integers(0, 1 << 40), layers=st.integers(1, 130))
+def test_the_measured_steps(number: int, layers: int) -> None:
+    """All of the first ones, then one in each stretch; and every layer as often as another, but for one turn."""
+    chosen = [(step, found) for step in range(1 << 12) if (found := layers_measured(step, number, layers))]
+    steps = [step for step, _ in chosen]
+    assert steps[:FIRST_STEPS] == list(range(FIRST_STEPS))
+    assert [step.bit_length() for step in steps[FIRST_STEPS:]] == list(range(5, 13))
+    assert all(len(found) == min(LAYERS, layers) and max(found) < layers for _, found in chosen)
+    times = Counter(place for step in range(FIRST_STEPS) for place in layers_measured(step, number, layers))
+    assert max(times.values()) - min(times[place] for place in range(layers)) <= 1
+    assert not layers_measured(FIRST_STEPS << STRETCHES, number, layers)
 
 
-@given(steps=st.lists(st.integers(1, MOST_STEPS), min_size=1, max_size=6))
+def test_later_steps_differ_from_request_to_request() -> None:
+    for begin in (16, 256, 4096):
+        found = [[s for s in range(begin, 2 * begin) if layers_measured(s, n, 4)] for n in range(200)]
+        assert all(len(steps) == 1 for steps in found)
+        assert len({steps[0] for steps in found}) >= min(begin, 150)
+
+
+def test_there_is_room_for_all_that_is_measured() -> None:
+    running, kept = most_bytes(6, 8)
+    pairs = sum(len(layers_measured(step, 3, 6)) for step in range(FIRST_STEPS << STRETCHES))
+    assert running == 6 * 8 * 28 * 4 + pairs * 8 * (COUNT + 5) * 4
+    assert kept <= running
+
+
+@given(steps=st.lists(st.integers(1, FIRST_STEPS), min_size=1, max_size=6))
 def test_requests_come_back_from_a_file(steps: list[int]) -> None:
     requests = [measured(seed, count) for seed, count in enumerate(steps)]
     again = unpack(pack(requests))

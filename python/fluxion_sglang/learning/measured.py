@@ -10,13 +10,33 @@ import torch
 from fluxion_sglang.predictor.features import ANCHOR, COUNT
 from fluxion_sglang.predictor.measure import BLOCK_SIZES
 
-MOST_STEPS: Final = 18
-"""Steps of a request that are measured at most. Each reads the middle twice."""
+FIRST_STEPS: Final = 16
+"""So many steps of a request are measured. Of later ones, one in each stretch that is twice as long as the last."""
+
+STRETCHES: Final = 14
+"""Of them, at most: up to 262,144 tokens of an answer."""
+
+LAYERS: Final = 4
+"""Layers of a step that are measured. The middle is read once for each."""
 
 
-def is_measured(step: int) -> bool:
-    """Whether the step of this number, from 0, is one of them: the first two, then each twice as far as the last."""
-    return step == 0 or (step < 1 << MOST_STEPS - 1 and step.bit_count() == 1)
+def layers_measured(step: int, number: int, layers: int) -> frozenset[int]:
+    """Those of a step, of so many; none: the step is not measured.
+
+    Predictors err more on steps that are never measured, so which of a long answer's later steps these are, and which
+    layers come first, differs from request to request.
+
+    Args:
+        step: from 0, since the request is measured. number: of the request, among those that are measured.
+    """
+    turn = step
+    if step >= FIRST_STEPS:
+        turn = step.bit_length() - 1
+        begin = 1 << turn
+        if step != begin + number * 0x9E3779B1 % begin or begin >= FIRST_STEPS << STRETCHES:
+            return frozenset()
+    first = (turn + number) * LAYERS
+    return frozenset(place % layers for place in range(first, first + min(LAYERS, layers)))
 
 
 SAMPLES: Final = 2048
@@ -27,8 +47,9 @@ _SAMPLE_BYTES: Final = (COUNT + len(BLOCK_SIZES)) * 4
 
 def most_bytes(layers: int, heads: int) -> tuple[int, int]:
     """Most bytes of what is measured of a request: while it runs, and of what is kept of it."""
-    anchor, step = layers * heads * len(ANCHOR) * 4, layers * heads * _SAMPLE_BYTES
-    return anchor + MOST_STEPS * step, anchor + min(MOST_STEPS * step, SAMPLES * _SAMPLE_BYTES)
+    anchor, step = layers * heads * len(ANCHOR) * 4, min(LAYERS, layers) * heads * _SAMPLE_BYTES
+    samples = (FIRST_STEPS + STRETCHES) * step
+    return anchor + samples, anchor + min(samples, SAMPLES * _SAMPLE_BYTES)
 
 
 class Measured(NamedTuple):

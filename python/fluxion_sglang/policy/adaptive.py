@@ -17,7 +17,7 @@ import torch
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import MOST, Learner
-from fluxion_sglang.learning.measured import Measured, anchor_of, is_measured, most_bytes
+from fluxion_sglang.learning.measured import Measured, anchor_of, layers_measured, most_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import (
     UNSEEN,
@@ -70,6 +70,7 @@ class AdaptivePolicy(Policy):
         self._learned: Learned | None = None
         self._requests: dict[int, _Request] = {}  # by row
         self._familiar = 0  # requests that were
+        self._chosen = 0  # requests to learn from
         self._turn = 0
 
     @classmethod
@@ -179,13 +180,17 @@ class AdaptivePolicy(Policy):
             self._familiar += 1
             every = ONE_OF[len(self.learner) >= FEW]
             if self._familiar % every == 0:
-                request.stands_for = every
-        elif request.steps > 1 and not request.trusted:
-            request.stands_for = request.stands_for or 1
+                self._learn_from(request, every)
+        elif request.steps > 1 and not request.trusted and request.stands_for == 0:
+            self._learn_from(request, 1)
         wanted = middle * request.wants()
         room = wanted <= left or left == TOKENS_A_STEP
         request.begin(room)
         return left - wanted if room else left
+
+    def _learn_from(self, request: _Request, stands_for: int) -> None:
+        request.learn_from(stands_for, self._chosen)
+        self._chosen += 1
 
     def _measure(self, request: _Request, b: int, seen: _Seen) -> None:
         """Of the step's request b."""
@@ -196,7 +201,7 @@ class AdaptivePolicy(Policy):
             world.pool, seen.layer, step.page_table[b], length, seen.q.unsqueeze(0), seen.scale,
             world.pool.placement.window, [self.criterion],
         )  # fmt: skip
-        request.take(self._place, seen.features.clone(), found.budgets[0, :, 0])
+        request.take(seen.features.clone(), found.budgets[0, :, 0])
         # It goes over keys and values once, and over the values of the single tokens that a head needs once more.
         shape = world.pool.shape
         again = float(found.budgets[0, :, 0, 0].sum()) / (2 * shape.kv_heads)
@@ -218,7 +223,7 @@ class _Request:
 
     Attributes:
         steps: that began. familiar: it is, by what is known. outgrown: its middle is longer than what was measured.
-        stands_for: 0, or it is learnt from, and so many are like it. measuring: this step measures it.
+        stands_for: 0, or it is learnt from, and so many are like it. number: how many came before it that are, too.
         looked: bytes that it read for that in the layer at hand. nbytes: of what is kept of it.
     """
 
@@ -227,13 +232,15 @@ class _Request:
         self.familiar = False
         self.outgrown = False
         self.stands_for = 0
-        self.measuring = False
+        self.number = 0
+        self._since = 1  # the step that is the first to be measured
         self.looked = 0
         self.nbytes = 0
         self._first: list[_Seen] = []  # layers of the first step, until the second
         self._anchor: list[torch.Tensor] = []  # of each of them [Hq * 28]
         self._distances: torch.Tensor | None = None
-        self._samples: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of layers, of steps
+        self._measured: list[frozenset[int]] = []  # of the steps that this step measures, which layers
+        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def trusted(self) -> bool:
@@ -256,37 +263,50 @@ class _Request:
         for place, anchor in enumerate(self._anchor):
             self.familiar = learned.familiar.add(place, anchor, self._distances)
 
+    def learn_from(self, stands_for: int, number: int) -> None:
+        """From this step on, or if it is the second, from the first."""
+        self.stands_for, self.number = stands_for, number
+        self._since = 1 if self.steps == 2 else self.steps
+
     def wants(self) -> int:
         """How many of its steps this one is to measure."""
+        return len(self._wanted())
+
+    def _wanted(self) -> list[frozenset[int]]:
+        """Layers of those steps: of this one, and before it of the first with the second."""
         if self.stands_for == 0:
-            return 0
-        return (self.steps == 2) + is_measured(self.steps - 1)
+            return []
+        steps = [0, 1] if self.steps == 2 else [self.steps - self._since]
+        wanted = [layers_measured(step, self.number, len(self._anchor)) for step in steps]
+        return [layers for layers in wanted if layers]
 
     def begin(self, room: bool) -> None:
         """Another step; room: it may measure what it wants."""
-        self.measuring = room and self.wants() > 0
+        self._measured = self._wanted() if room else []
         if self.steps > 2 or (self.steps == 2 and not self.measuring):
             self.nbytes -= sum(seen.q.nbytes + seen.features.nbytes for seen in self._first)
             self._first = []
         if self.steps > 1:
             self._distances = None
-        if self.measuring and not self._samples:
-            self._samples = [[] for _ in self._anchor]
 
     def to_measure(self, place: int, seen: _Seen) -> list[_Seen]:
         """Of the next layer of this step."""
         first = self._first[place : place + 1] if self.steps == 2 else []
-        return [*first, seen]
+        return [one for one, layers in zip([*first, seen], self._measured, strict=False) if place in layers]
 
-    def take(self, place: int, features: torch.Tensor, budgets: torch.Tensor) -> None:
+    @property
+    def measuring(self) -> bool:
+        """This step."""
+        return bool(self._measured)
+
+    def take(self, features: torch.Tensor, budgets: torch.Tensor) -> None:
         """What was measured of a layer: [Hq, 41] and [Hq, 5]."""
-        if place < len(self._samples):  # a first step that broke off has shown fewer
-            self._samples[place].append((features, budgets))
-            self.nbytes += features.nbytes + budgets.nbytes
+        self._samples.append((features, budgets))
+        self.nbytes += features.nbytes + budgets.nbytes
 
     def measured(self) -> Measured | None:
-        """None: nothing was, or not of all layers."""
-        if not self._samples or not all(self._samples):
+        """None: nothing was."""
+        if not self._samples:
             return None
-        features, budgets = (torch.cat([step[i] for layer in self._samples for step in layer]) for i in range(2))
+        features, budgets = (torch.cat(parts) for parts in zip(*self._samples, strict=True))
         return Measured.of(torch.stack(self._anchor), features, budgets, self.stands_for)

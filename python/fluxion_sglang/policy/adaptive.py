@@ -16,7 +16,7 @@ import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.learning.learned import Learned
-from fluxion_sglang.learning.learner import MOST, Learner
+from fluxion_sglang.learning.learner import KEPT, MOST, Learner
 from fluxion_sglang.learning.measured import Measured, anchor_of, layers_measured, most_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import (
@@ -36,11 +36,8 @@ from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.measure import measure
 
-FEW: Final = 128
-"""Up to so many requests that were learnt from, more of the familiar ones are."""
-
 ONE_OF: Final = (8, 128)
-"""Of so many familiar requests one is learnt from: while there are few, and later."""
+"""Of so many familiar requests one is learnt from: until as many are kept as can be, and later."""
 
 OUTGROWN: Final = 2.0
 """The longest middle that was measured, times this, is the longest that the predictor is asked about."""
@@ -178,7 +175,7 @@ class AdaptivePolicy(Policy):
         request.outgrown = self._learned is not None and middle > OUTGROWN * self._learned.longest
         if request.steps == 2 and request.familiar:
             self._familiar += 1
-            every = ONE_OF[len(self.learner) >= FEW]
+            every = ONE_OF[len(self.learner) >= KEPT]
             if self._familiar % every == 0:
                 self._learn_from(request, every)
         elif request.steps > 1 and not request.trusted and request.stands_for == 0:

@@ -37,8 +37,17 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
-# By the first run of adaptive, which begins with nothing, for those behind it. Long prompts go on from the third.
-LEARNED, LEARNED_FAR = "build/learned", "build/learned-far"
+# By the first run of adaptive, which begins with nothing, for those behind it. Runs of other prompts go on from the
+# third, each kind by itself.
+LEARNED = "build/learned"
+OTHERS = ("far", "extraction")
+
+
+def learned(name: str) -> str:
+    """The folder of an adaptive run."""
+    return "-".join([LEARNED, *(other for other in OTHERS if other in name)])
+
+
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
@@ -53,8 +62,9 @@ QUALITY = {
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
     **{
         f"adaptive{name}": [
-            *("--suite", "ruler", "--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
-            *("--fluxion-config", f'{{"learned": "{LEARNED_FAR if "far" in name else LEARNED}"}}'),
+            *("--suite", "extraction" if "extraction" in name else "ruler"),
+            *("--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
+            *("--fluxion-config", f'{{"learned": "{learned(name)}"}}'),
         ]
         for name, lengths, samples, seed, policies in (
             ("_first", "4k,8k", "12", "5", "full,adaptive"),
@@ -62,6 +72,8 @@ QUALITY = {
             ("_third", "4k,8k", "12", "7", "full,adaptive"),
             ("_far_first", "31k", "9", "8", "full,adaptive"),
             ("_far", "31k", "8", "13", "full,fluxion,adaptive"),
+            ("_extraction_first", "4k,8k", "12", "8", "full,adaptive"),
+            ("_extraction", "4k,8k", "12", "13", "full,fluxion,adaptive"),
             ("", "4k,8k", "24", "12", "full,fluxion,adaptive"),
         )
     },
@@ -113,9 +125,9 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
         options[-1] = options[-1].replace('"}', f'{end}"}}')
         if name == "adaptive_first":
             shutil.rmtree(LEARNED + end, ignore_errors=True)
-        if name == "adaptive_far_first":
-            shutil.rmtree(LEARNED_FAR + end, ignore_errors=True)
-            shutil.copytree(LEARNED + end, LEARNED_FAR + end)
+        elif name.endswith("_first"):
+            shutil.rmtree(learned(name) + end, ignore_errors=True)
+            shutil.copytree(LEARNED + end, learned(name) + end)
     options += ["--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
     return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 

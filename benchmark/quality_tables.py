@@ -91,6 +91,11 @@ def adaptive_far(results: Path) -> str:
     return _quality(results, quality_table.averages, "quality_adaptive_far.json")
 
 
+def adaptive_extraction(results: Path) -> str:
+    """Many facts in one answer."""
+    return _quality(results, quality_table.averages, "quality_adaptive_extraction.json")
+
+
 def psa(results: Path) -> str:
     """PSA's Fig. 5: the least that each family reads at 98% of full quality, and at equal error; then all of them."""
 
@@ -186,6 +191,7 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "adaptive_rounds": adaptive_rounds,
     "adaptive_other": adaptive_other,
     "adaptive_far": adaptive_far,
+    "adaptive_extraction": adaptive_extraction,
     "psa": psa,
     "far": far,
     "kv_quality": kv_dtype,

@@ -136,9 +136,9 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
     def standard(x: torch.Tensor) -> torch.Tensor:
         return ((x - mean) / std).clamp(-FURTHEST, FURTHEST)
 
-    def neighbours(x: torch.Tensor, others: list[int], layer: int) -> list[tuple[float, int]]:
+    def neighbours(x: torch.Tensor, others: list[int], layer: int, count: int) -> list[tuple[float, int]]:
         apart = [(float((standard(x) - standard(values[j])).square()[: layer + 1].sum()), j) for j in others]
-        return sorted(apart)[:NEIGHBOURS]
+        return sorted(apart)[:count]
 
     def all_but(share: float, found: list[float]) -> float:
         counts = map(int, stand_for.tolist())
@@ -147,17 +147,33 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
 
     distances = familiar.start()
     for layer in range(L):
-        around = [neighbours(values[i], [j for j in range(n) if j != i], layer) for i in range(n)]
+        around = [neighbours(values[i], [j for j in range(n) if j != i], layer, NEIGHBOURS - 1) for i in range(n)]
         own = [found[-1][0] for found in around]
         most = all_but(ALONE, own)
         near = [min(distance, most) for distance in own]
         ratios = [own[i] / min(near[j] for _, j in around[i]) for i in range(n)]
         limit = min(all_but(MISTAKEN, ratios), STRETCH[1] * all_but(STRETCH[0], ratios))
-        found = neighbours(asked.double(), list(range(n)), layer)
+        found = neighbours(asked.double(), list(range(n)), layer, NEIGHBOURS)
         ratio = found[-1][0] / min(near[j] for _, j in found)
         said = familiar.add(layer, asked[layer], distances)
         if n > NEIGHBOURS and abs(ratio - limit) > 1e-3 * limit:
             assert said == (ratio <= limit)
+
+
+def test_a_kind_beside_one_that_is_just_known_is_not_familiar() -> None:
+    """Of the known kind there are as few as there may be, and the next of the others is far away."""
+    random = torch.Generator().manual_seed(3)
+
+    def ask(count: int, at: float) -> torch.Tensor:
+        return torch.randn(count, L, 40, generator=random) * 0.05 + at
+
+    familiar = Familiar.of(torch.cat([ask(80, 0.0), ask(NEIGHBOURS, 6.0)]), torch.ones(80 + NEIGHBOURS))
+    for at, known in ((6.0, True), (4.5, False)):
+        answers = []
+        for one in ask(50, at):
+            distances = familiar.start()
+            answers.append([familiar.add(layer, one[layer], distances) for layer in range(L)][-1])
+        assert sum(answers) >= 45 if known else not any(answers)
 
 
 def test_kinds_that_vary_more_than_others_are_familiar_too() -> None:

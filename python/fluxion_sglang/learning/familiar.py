@@ -3,10 +3,11 @@
 A predictor is right on requests of the kinds that it has seen, and may be wrong on every one of another kind. What a
 request is like is told by its anchor features (`predictor/features.py`): those of its last prefilled token, of all
 heads, which its first decode step measures anyway. How far a request is from the eighth nearest of the training
-requests is compared with how far its neighbours are from theirs, as the local outlier factor does (Breunig et al.,
-2000): some kinds of requests are more alike than others. A request is familiar if that ratio is no larger than it is
-for nearly all training requests, as in conformal prediction (Bates et al., 2023). So few that come like the others are
-called unfamiliar. How many strange ones are taken for familiar, nothing bounds.
+requests is compared with how far its neighbours are from their seventh (of eight of a kind, each has seven others), as
+the local outlier factor does (Breunig et al., 2000): some kinds of requests are more alike than others. A request is
+familiar if that ratio is no larger than it is for nearly all training requests, as in conformal prediction (Bates et
+al., 2023). So few that come like the others are called unfamiliar. How many strange ones are taken for familiar,
+nothing bounds.
 
 Distances add up layer by layer, each with a limit of its own: so a step is judged before it is over.
 """
@@ -50,7 +51,7 @@ class Familiar:
 
     Attributes:
         mean, std: [L, F] float32. known: [n, L, F] float32, standardised.
-        near: [L, n] float32: how far each is from its own eighth nearest, in the squares of the layers up to this one,
+        near: [L, n] float32: how far each is from its own seventh nearest, in the squares of the layers up to this one,
             but no further than nearly all are: one that is alone tells nothing of its neighbourhood.
         limits: [L] float32: how many times as far as the least of its neighbours a request may be.
     """
@@ -72,7 +73,9 @@ class Familiar:
         known = _standardised(anchors, mean, std)
         apart = torch.stack([((known - one) ** 2).sum(-1).cumsum(-1) for one in known]).permute(2, 0, 1)
         apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)  # nobody is a neighbour of its own
-        nearest, neighbours = apart.topk(min(NEIGHBOURS, len(anchors) - 1), dim=2, largest=False)  # [L, n, 3]
+        # Not the eighth: of a kind of which just eight are known it would be one of another kind, so that requests of
+        # any kind between the two would pass.
+        nearest, neighbours = apart.topk(min(NEIGHBOURS - 1, len(anchors) - 1), dim=2, largest=False)  # [L, n, 7]
         own = nearest[..., -1]
         near = torch.minimum(own, _all_but(ALONE, own, stand_for).unsqueeze(1))
         around = near.gather(1, neighbours.flatten(1)).view(neighbours.shape).amin(2)

@@ -52,21 +52,28 @@ double norm_of_row(const char* row, int D, DType dtype) {
   return std::sqrt(square);
 }
 
-// 64-byte aligned, the thread's until it asks again. Each measurement would have to fault its pages in anew,
-// which takes as long as a third of it.
-char* kept_room(int64_t bytes) {
-  thread_local std::unique_ptr<char, decltype(&std::free)> room{nullptr, &std::free};
+using Memory = std::unique_ptr<char, decltype(&std::free)>;
+
+Memory huge_pages(int64_t bytes) {
+  Memory memory(static_cast<char*>(std::aligned_alloc(kHugePage, round_up(bytes, kHugePage))), &std::free);
+  if (memory == nullptr) throw std::bad_alloc();
+  madvise(memory.get(), bytes, MADV_HUGEPAGE);  // a refusal costs speed only
+  return memory;
+}
+
+// Of the thread, until it asks for more: to fault pages in takes as long as a third of a measurement. At most
+// kMostKept bytes.
+constexpr int64_t kMostKept = 64 << 20;
+char* kept_memory(int64_t bytes) {
+  thread_local Memory memory{nullptr, &std::free};
   thread_local int64_t size = 0;
   if (bytes > size) {
-    room.reset();
     size = 0;
-    const int64_t wanted = round_up(bytes, kHugePage);
-    room.reset(static_cast<char*>(std::aligned_alloc(kHugePage, wanted)));
-    if (room == nullptr) throw std::bad_alloc();
-    size = wanted;
-    madvise(room.get(), wanted, MADV_HUGEPAGE);  // a refusal costs speed only
+    memory.reset();
+    memory = huge_pages(bytes);
+    size = bytes;
   }
-  return room.get();
+  return memory.get();
 }
 
 // The largest of factor * x, a multiple of 16 of them; what is no number is not it.
@@ -210,6 +217,7 @@ class Measurement {
   int64_t max_pages_ = 0;  // of a middle
   std::vector<Scratch> scratch_;
   std::vector<Middle> middles_;  // of the KV heads of queries that are measured together
+  Memory memory_{nullptr, &std::free};  // of theirs that is not kept
   // [N][Hq], times D where it says o: a state is a query's head.
   std::vector<float> resident_o_, resident_lse_, o_, unit_, o_norm_, largest_;
   std::vector<double> total_;  // weight of everything, in units of exp(unit_)
@@ -243,7 +251,9 @@ Measurement::Measurement(const HostPool& pool, const MeasureArgs& args)
   }
   middles_.resize(int64_t{queries_together()} * shape_.kv_heads);
   if (max_pages_ == 0) return;
-  char* const memory = kept_room(middles_.size() * middle_bytes());
+  const int64_t bytes = middles_.size() * middle_bytes();
+  if (bytes > kMostKept) memory_ = huge_pages(bytes);
+  char* const memory = bytes > kMostKept ? memory_.get() : kept_memory(bytes);
   for (size_t i = 0; i < middles_.size(); ++i) {
     Middle& m = middles_[i];
     m.page_weights = reinterpret_cast<double*>(memory + i * middle_bytes());
@@ -447,7 +457,7 @@ void Measurement::weigh(int item, float* o, float* lse) {
   float units[kMaxGroup];
   for (int g = 0; g < G_; ++g) {
     const float largest = largest_of(&m.scores[int64_t{g} * tokens], tokens, args_.scale);
-    units[g] = largest == kMinusInf ? 0.0f : largest;
+    units[g] = largest == kMinusInf ? 0.0f : std::min(largest, std::numeric_limits<float>::max());
   }
   weigh_pages(item, units);
   for (int g = 0; g < G_; ++g) {
@@ -457,15 +467,6 @@ void Measurement::weigh(int item, float* o, float* lse) {
     lse[g] = static_cast<float>(units[g] + std::log(weight));
     mean_rows(&m.page_values[int64_t{g} * pages * D_], pages, weight, o + g * D_);
   }
-  // Beside residents that weigh more by far, sums over both would leave float32: in their units, then.
-  constexpr float kFar = 20.0f;
-  bool far = false;
-  for (int g = 0; g < G_; ++g) {
-    if (!(resident_lse_[state + g] > units[g] + kFar)) continue;
-    units[g] = resident_lse_[state + g];
-    far = true;
-  }
-  if (far) weigh_pages(item, units);
   for (int g = 0; g < G_; ++g) {
     unit_[state + g] = units[g];
     total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - units[g]);
@@ -511,6 +512,8 @@ void Measurement::find_budgets(int item, Scratch* s) {
   if (pages == 0) {
     std::fill_n(budget(static_cast<int>(state), 0, 0), int64_t{G_} * args_.criterion_count * kBlockSizes,
                 0.0f);
+    for (int c = 0; c < G_ * args_.criterion_count && !args_.single_tokens; ++c)
+      *budget(static_cast<int>(state), c, 0) = std::numeric_limits<float>::quiet_NaN();
     return;
   }
   const Middle& middle = middle_of(item);

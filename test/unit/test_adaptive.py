@@ -12,9 +12,9 @@ import torch
 from fluxion_sglang.learning.familiar import Familiar
 from fluxion_sglang.learning.learned import Learned
 from fluxion_sglang.learning.learner import FIRST, KEPT, MORE, Learner
-from fluxion_sglang.learning.measured import Measured, anchor_of
+from fluxion_sglang.learning.measured import Measured, anchor_of, layers_measured
 from fluxion_sglang.policy import adaptive as adaptive_module
-from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.policy import parse_spec, testing
 from fluxion_sglang.policy.adaptive import ONE_OF, AdaptivePolicy
 from fluxion_sglang.policy.testing import Request, Rig
 from fluxion_sglang.predictor.artifact import LoadedPredictor
@@ -185,6 +185,37 @@ def test_what_is_measured_is_what_each_step_needed() -> None:
         assert torch.equal(taken[0].anchor[layer], anchor_of(features[3, layer]))
 
 
+def test_of_a_deeper_model_each_step_measures_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "_LAYERS", 6)
+    for seed in range(3):
+        taken: list[Measured] = []
+        policy = adaptive("adaptive:0.2")
+        rig = Rig(policy)
+        policy._chosen = seed
+        policy.learner.take = taken.append  # type: ignore[method-assign]
+        request = Request(7)
+        rig.prefill(request, PROMPT)
+        assert policy.world is not None
+        begin = request.length
+        for _ in range(40):
+            rig.decode(request)
+            assert policy.state_bytes - policy._held <= policy.remembers(policy.world, request.length)
+        want = []
+        for step in range(40):
+            for layer in sorted(layers_measured(step, seed, 6)):
+                at = torch.tensor([begin + step + 1], dtype=torch.int32)
+                q, scale = request.q[layer, begin + step : begin + step + 1], request.q.shape[-1] ** -0.5
+                window, pages = rig.pool.placement.window, request.page_list
+                found = measure(rig.pool, layer, pages, at, q, scale, window, [policy.criterion])
+                want.append((layer, float(at) - 1, found.budgets[0, :, 0]))
+        rig.release(request)
+        budgets, features = taken[0].budgets.view(-1, HEADS, 5), taken[0].features.view(-1, HEADS, COUNT)
+        layers = features[:, 0, INDEX["layer"]].int().tolist()
+        order = sorted(range(len(want)), key=lambda i: (max(want[i][1], begin + 1), want[i][0], want[i][1]))
+        assert layers == [want[i][0] for i in order] and 4 * (16 + 4) <= len(order) <= 4 * (16 + 8)
+        torch.testing.assert_close(budgets, torch.stack([want[i][2] for i in order]))
+
+
 def test_few_steps_of_a_long_answer_are_measured() -> None:
     taken: list[Measured] = []
     policy = adaptive()
@@ -194,7 +225,7 @@ def test_few_steps_of_a_long_answer_are_measured() -> None:
     rig.prefill(request, 300)
     rig.run(request, 150)
     rig.release(request)
-    assert len(taken[0].budgets) == (16 + 4) * LAYERS * HEADS
+    assert 16 + 3 * 4 <= len(taken[0].budgets) / (LAYERS * HEADS) <= 16 + 4 * 4
 
 
 def test_what_it_reads_to_measure_is_said() -> None:
@@ -210,11 +241,11 @@ def test_what_it_reads_to_measure_is_said() -> None:
         rig.decode(request)
         middle = int(policy._step.middle[0])
         found.append(policy.read_besides(request.row) / (middle * rig.pool.shape.token_bytes))
-    measured = [0, 2, *[1] * 14, *found[16:]]
+    measured = [0, 2, *[1] * 14, *(float(read > 0) for read in found[16:])]
     most = 1 + HEADS / rig.pool.shape.kv_heads / 2  # every value for each query head
     assert all(times <= read <= times * most for read, times in zip(found, measured, strict=True))
     assert any(read > times for read, times in zip(found, measured, strict=True))
-    assert sum(read > 0 for read in found[16:]) == 1
+    assert sum(read > 0 for read in found[16:]) == 4
     rig.release(request)
     assert policy.read_besides(request.row) == 0
 

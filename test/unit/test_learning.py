@@ -76,22 +76,33 @@ def same(a: Learned, b: Learned) -> bool:
 
 @given(number=st.integers(0, 1 << 40), layers=st.integers(1, 130))
 def test_the_measured_steps(number: int, layers: int) -> None:
-    """All of the first ones, then one in each stretch; and every layer as often as another, but for one turn."""
-    chosen = [(step, found) for step in range(1 << 12) if (found := layers_measured(step, number, layers))]
-    steps = [step for step, _ in chosen]
-    assert steps[:FIRST_STEPS] == list(range(FIRST_STEPS))
-    assert [step.bit_length() for step in steps[FIRST_STEPS:]] == list(range(5, 13))
-    assert all(len(found) == min(LAYERS, layers) and max(found) < layers for _, found in chosen)
-    times = Counter(place for step in range(FIRST_STEPS) for place in layers_measured(step, number, layers))
+    """All of the first ones, and every layer as often as another, but for one turn; then one in every quarter."""
+    chosen = {step: found for step in range(1 << 12) if (found := layers_measured(step, number, layers))}
+    assert all(len(found) == min(LAYERS, layers) and max(found) < layers for found in chosen.values())
+    assert list(chosen)[:FIRST_STEPS] == list(range(FIRST_STEPS))
+    times = Counter(place for step in range(FIRST_STEPS) for place in chosen[step])
     assert max(times.values()) - min(times[place] for place in range(layers)) <= 1
-    assert not layers_measured(FIRST_STEPS << STRETCHES, number, layers)
+    quarters = [(step.bit_length(), step * 4 >> step.bit_length() - 1) for step in list(chosen)[FIRST_STEPS:]]
+    assert quarters == [(bits, 4 + quarter) for bits in range(5, 13) for quarter in range(4)]
+    assert not any(layers_measured((FIRST_STEPS << STRETCHES) + step, number, layers) for step in range(64))
+
+
+@pytest.mark.parametrize("layers", [16, 32, 80])
+def test_every_layer_is_measured_at_every_step(layers: int) -> None:
+    """Whatever number of the requests is kept: of a prompt that is asked again and again, one is."""
+    for numbers in (range(0, 16000, 8), range(3, 6003, 3)):
+        for steps in ((0,), (5,), (17, 18, 19), (40,)):
+            seen = {place for n in numbers for step in steps for place in layers_measured(step, n, layers)}
+            assert len(seen) == layers, (numbers, steps)
+        few = numbers[:96]
+        assert len({place for n in few for step in range(3) for place in layers_measured(step, n, layers)}) == layers
 
 
 def test_later_steps_differ_from_request_to_request() -> None:
     for begin in (16, 256, 4096):
-        found = [[s for s in range(begin, 2 * begin) if layers_measured(s, n, 4)] for n in range(200)]
-        assert all(len(steps) == 1 for steps in found)
-        assert len({steps[0] for steps in found}) >= min(begin, 150)
+        found = [[s for s in range(begin, 2 * begin) if layers_measured(s, n, 4)] for n in range(300)]
+        assert all(len(steps) == 4 for steps in found)
+        assert len({step for steps in found for step in steps}) >= min(0.95 * begin, 600)
 
 
 def test_there_is_room_for_all_that_is_measured() -> None:

@@ -387,6 +387,19 @@ def test_residents_that_weigh_more_by_far(dtype: torch.dtype) -> None:
     assert got.result[0, 1, 2] > 0.1 and (got.budgets[0, 1, :2] > 0).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_score_beyond_float32(isa: str) -> None:
+    """The one token that has it has all the attention."""
+    world = GridWorld(heads=1, group=1, isa=isa)
+    request = world.add(330)
+    q = world.randn(1, 1, world.dim)
+    q[0, 0, 0] = request.keys[0][100, 0, 0] = 3e19
+    world.pool.append(0, torch.tensor(request.pages, dtype=torch.int32), 0, request.keys[0], request.values[0])
+    got = world.measure(request, [330], q)
+    assert got.result[0, 0, 2] == 1
+    assert got.budgets[0, 0, 0, 0].item() == pytest.approx(1 / world.placement.middle(330))
+
+
 def test_single_tokens_may_be_left_out() -> None:
     world = GridWorld()
     request = world.add(330)
@@ -397,6 +410,8 @@ def test_single_tokens_may_be_left_out() -> None:
     assert got.budgets[..., 0].isnan().all() and torch.equal(got.budgets[..., 1:], whole.budgets[..., 1:])
     for name in ("anchor", "mean_k", "parts", "result"):
         assert torch.equal(getattr(got, name), getattr(whole, name)), name
+    got = measure(world.pool, 0, pages, at - 270, q, world.sharp, world.placement.window, CRITERIA, single_tokens=False)
+    assert got.budgets[..., 0].isnan().all() and (got.budgets[..., 1:] == 0).all()
 
 
 def test_many_queries_are_measured_as_each_alone() -> None:

@@ -14,6 +14,7 @@ Distances add up layer by layer, each with a limit of its own: so a step is judg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
@@ -28,7 +29,7 @@ NEIGHBOURS: Final = 8
 MISTAKEN: Final = 0.02
 """The share of requests that may be called unfamiliar although they come like the others."""
 
-ALONE: Final = 0.05
+ALONE: Final = 0.02
 """The share of requests that may be alone of their kind before everything looks familiar."""
 
 STRETCH: Final = (0.1, 1.4)
@@ -63,11 +64,11 @@ class Familiar:
     limits: torch.Tensor
 
     @classmethod
-    def of(cls, anchors: torch.Tensor, stand_for: torch.Tensor) -> Self:
+    def of(cls, anchors: torch.Tensor) -> Self:
         """Of at least two requests.
 
         Args:
-            anchors: [n, L, F] float32. stand_for: [n] float32, of how many that were served each is one.
+            anchors: [n, L, F] float32.
         """
         mean, std = _spread(anchors)
         known = _standardised(anchors, mean, std)
@@ -77,11 +78,11 @@ class Familiar:
         # any kind between the two would pass.
         nearest, neighbours = apart.topk(min(NEIGHBOURS - 1, len(anchors) - 1), dim=2, largest=False)  # [L, n, 7]
         own = nearest[..., -1]
-        near = torch.minimum(own, _all_but(ALONE, own, stand_for).unsqueeze(1))
+        near = torch.minimum(own, _all_but(ALONE, own).unsqueeze(1))
         around = near.gather(1, neighbours.flatten(1)).view(neighbours.shape).amin(2)
         ratios = own / around.clamp(min=LEAST)
         share, times = STRETCH
-        limits = torch.minimum(_all_but(MISTAKEN, ratios, stand_for), times * _all_but(share, ratios, stand_for))
+        limits = torch.minimum(_all_but(MISTAKEN, ratios), times * _all_but(share, ratios))
         return cls(mean, std, known, near, limits)
 
     def start(self) -> torch.Tensor:
@@ -106,17 +107,12 @@ def _spread(anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, torch.maximum(std, SAME * mean.abs() + 1e-6)
 
 
-def _all_but(share: float, values: torch.Tensor, stand_for: torch.Tensor) -> torch.Tensor:
-    """[L]: the least of [L, n] that all but this share of those served do not exceed.
-
-    Those that are not familiar are all kept, the others seldom: each counts for as many as it stands for. Of few
-    requests the largest value is no such quantile, and the best that there is.
-    """
-    ranked, order = values.sort(dim=1)
-    counts = stand_for.double()[order].cumsum(1)
-    rank = (1 - share) * (float(stand_for.double().sum()) + 1) - 1e-9
-    at = (counts < rank).sum(1, keepdim=True).clamp(max=values.shape[1] - 1)
-    return ranked.gather(1, at)[:, 0]
+def _all_but(share: float, values: torch.Tensor) -> torch.Tensor:
+    """[L]: the least of [L, n] that all but this share do not exceed. Of few the largest is no such quantile, and the
+    best that there is."""
+    n = values.shape[1]
+    rank = math.ceil((1 - share) * (n + 1) - 1e-9)
+    return values.sort(dim=1).values[:, min(rank, n) - 1]
 
 
 def _standardised(values: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

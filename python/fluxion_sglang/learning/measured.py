@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
@@ -11,10 +12,13 @@ from fluxion_sglang.predictor.features import ANCHOR, COUNT
 from fluxion_sglang.predictor.measure import BLOCK_SIZES
 
 FIRST_STEPS: Final = 16
-"""So many steps of a request are measured. Of later ones, one in each stretch that is twice as long as the last."""
+"""So many steps of a request are measured. Of later ones, some in each stretch that is twice as long as the last."""
 
 STRETCHES: Final = 14
 """Of them, at most: up to 262,144 tokens of an answer."""
+
+OF_A_STRETCH: Final = 4
+"""Steps of it that are measured, each somewhere in its quarter."""
 
 LAYERS: Final = 4
 """Layers of a step that are measured. The middle is read once for each."""
@@ -24,19 +28,25 @@ def layers_measured(step: int, number: int, layers: int) -> frozenset[int]:
     """Those of a step, of so many; none: the step is not measured.
 
     Predictors err more on steps that are never measured, so which of a long answer's later steps these are, and which
-    layers come first, differs from request to request.
+    layers come first, differs from request to request as by chance.
 
     Args:
         step: from 0, since the request is measured. number: of the request, among those that are measured.
     """
-    turn = step
+    turn = 0
     if step >= FIRST_STEPS:
-        turn = step.bit_length() - 1
-        begin = 1 << turn
-        if step != begin + number * 0x9E3779B1 % begin or begin >= FIRST_STEPS << STRETCHES:
+        begin = 1 << step.bit_length() - 1
+        quarter = begin // OF_A_STRETCH
+        turn = step // quarter * quarter  # where its own begins
+        if step != turn + _drawn(b"step", number, turn) % quarter or begin >= FIRST_STEPS << STRETCHES:
             return frozenset()
-    first = (turn + number) * LAYERS
+    first = _drawn(b"layer", number) + step * LAYERS if step < FIRST_STEPS else _drawn(b"layer", number, turn)
     return frozenset(place % layers for place in range(first, first + min(LAYERS, layers)))
+
+
+def _drawn(what: bytes, *numbers: int) -> int:
+    """The same of the same, as by chance of others."""
+    return int.from_bytes(hashlib.blake2b(b"%s %r" % (what, numbers), digest_size=8).digest(), "little")
 
 
 SAMPLES: Final = 2048
@@ -48,7 +58,7 @@ _SAMPLE_BYTES: Final = (COUNT + len(BLOCK_SIZES)) * 4
 def most_bytes(layers: int, heads: int) -> tuple[int, int]:
     """Most bytes of what is measured of a request: while it runs, and of what is kept of it."""
     anchor, step = layers * heads * len(ANCHOR) * 4, min(LAYERS, layers) * heads * _SAMPLE_BYTES
-    samples = (FIRST_STEPS + STRETCHES) * step
+    samples = (FIRST_STEPS + STRETCHES * OF_A_STRETCH) * step
     return anchor + samples, anchor + min(samples, SAMPLES * _SAMPLE_BYTES)
 
 

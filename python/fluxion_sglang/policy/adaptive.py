@@ -85,7 +85,7 @@ class AdaptivePolicy(Policy):
             self.criterion.limit, None if world.keeps is None else world.keeps / f"{self.same}.safetensors"
         )
         self._requests = {}
-        self._familiar = 0
+        self._familiar = self._chosen = 0
         self._held = self.holds(world)
         self._fluxion = self._learned = None
         if self.learner.learned is not None:

@@ -40,15 +40,17 @@ def train(requests: Sequence[Measured], tau: float) -> Learned:
     """At least `HELD` requests, of the same layers and heads.
 
     Raises:
-        ValueError: no head of theirs needs anything of the middle, or training diverged.
+        ValueError: of a layer nothing was measured, no head needs anything of the middle, or training diverged.
     """
     held = torch.randperm(len(requests), generator=torch.Generator().manual_seed(SETTINGS.seed)) % HELD == HELD - 1
     train, validation = (_samples(requests, which.nonzero().flatten().tolist()) for which in (~held, held))
+    if len(train.features[:, INDEX["layer"]].unique()) < len(requests[0].anchor):
+        raise ValueError("there are layers of which nothing was measured")
     if bool(train.streaming.all()):
         raise ValueError("no head needed anything but sinks and window")
     network, threshold, margins = learn(train, validation, SETTINGS, progress=False)
     anchors = torch.stack([one.anchor for one in requests])
-    familiar = Familiar.of(anchors, torch.stack([one.stands_for for one in requests]))
+    familiar = Familiar.of(anchors)
     longest = max(float(torch.expm1(one.features[:, INDEX["cpu_tokens"]].max())) for one in requests)
     return Learned(LoadedPredictor(network, tau, threshold, margins, {}), familiar, longest)
 

@@ -52,7 +52,7 @@ def nothing(requests: Sequence[Measured], tau: float) -> Learned:
     last.weight.zero_()
     last.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
     anchors = torch.stack([request.anchor for request in requests])
-    familiar = Familiar.of(anchors, torch.ones(len(anchors)))
+    familiar = Familiar.of(anchors)
     longest = max(float(one.features[:, INDEX["cpu_tokens"]].expm1().max()) for one in requests)
     return Learned(
         LoadedPredictor(network, tau, 0.0, torch.ones(LAYERS, HEADS, 4), {}),

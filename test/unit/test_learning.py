@@ -61,7 +61,7 @@ def learned_of(requests: Sequence[Measured], tau: float) -> Learned:
     """At once, and nothing."""
     network = HeadPredictor().eval().requires_grad_(False)
     anchors = torch.stack([request.anchor for request in requests])
-    familiar = Familiar.of(anchors, torch.ones(len(anchors)))
+    familiar = Familiar.of(anchors)
     return Learned(
         LoadedPredictor(network, tau, 0.0, torch.ones(L, H, len(BLOCKS)), {}),
         familiar,
@@ -138,8 +138,7 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
     asked = torch.randn(L, 5, generator=random) * 1.5
     if constant:
         asked[..., 0] = 1000.0005  # rounding
-    stand_for = torch.randint(1, 5, (n,), generator=random).float()
-    familiar = Familiar.of(anchors, stand_for)
+    familiar = Familiar.of(anchors)
     values = anchors.double()
     mean, std = values.mean(0), values.std(0, correction=0)
     std = torch.maximum(std, 1e-3 * mean.abs() + 1e-6)
@@ -152,9 +151,7 @@ def test_familiar_by_its_definition(n: int, seed: int, constant: bool) -> None:
         return sorted(apart)[:count]
 
     def all_but(share: float, found: list[float]) -> float:
-        counts = map(int, stand_for.tolist())
-        served = sorted(value for value, count in zip(found, counts, strict=True) for _ in range(count))
-        return served[min(math.ceil((1 - share) * (len(served) + 1) - 1e-9), len(served)) - 1]
+        return sorted(found)[min(math.ceil((1 - share) * (n + 1) - 1e-9), n) - 1]
 
     distances = familiar.start()
     for layer in range(L):
@@ -178,7 +175,7 @@ def test_a_kind_beside_one_that_is_just_known_is_not_familiar() -> None:
     def ask(count: int, at: float) -> torch.Tensor:
         return torch.randn(count, L, 40, generator=random) * 0.05 + at
 
-    familiar = Familiar.of(torch.cat([ask(80, 0.0), ask(NEIGHBOURS, 6.0)]), torch.ones(80 + NEIGHBOURS))
+    familiar = Familiar.of(torch.cat([ask(80, 0.0), ask(NEIGHBOURS, 6.0)]))
     for at, known in ((6.0, True), (4.5, False)):
         answers = []
         for one in ask(50, at):
@@ -194,7 +191,7 @@ def test_kinds_that_vary_more_than_others_are_familiar_too() -> None:
     def ask(count: int) -> list[torch.Tensor]:
         return [torch.randn(count, L, 40, generator=random) * spread + at for at, spread in kinds]
 
-    familiar = Familiar.of(torch.cat(ask(40)), torch.ones(120))
+    familiar = Familiar.of(torch.cat(ask(40)))
     for kind in ask(100):
         answers = []
         for one in kind:
@@ -207,12 +204,26 @@ def test_kinds_that_vary_more_than_others_are_familiar_too() -> None:
     assert not [familiar.add(layer, stranger[layer], distances) for layer in range(L)][-1]
 
 
+def test_a_rare_kind_that_varies_is_familiar_too() -> None:
+    """Three of a hundred, each further from its like than the others are from any."""
+    random = torch.Generator().manual_seed(5)
+
+    def ask(count: int, at: float, spread: float) -> torch.Tensor:
+        return torch.randn(count, L, 40, generator=random) * spread + at
+
+    familiar = Familiar.of(torch.cat([ask(388, 0.0, 0.02), ask(12, 4.0, 1.0)]))
+    answers = []
+    for one in ask(100, 4.0, 1.0):
+        distances = familiar.start()
+        answers.append([familiar.add(layer, one[layer], distances) for layer in range(L)][-1])
+    assert sum(answers) > 80
+
+
 @given(seed=st.integers(0, 1000), n=st.integers(1, 40), most=st.integers(1, 40))
 def test_what_is_most_alike_goes_first(seed: int, n: int, most: int) -> None:
     requests = [measured(seed + i) for i in range(n)]
     kept = thinned(requests, most)
     assert len(kept) == min(n, most)
-    assert sum(float(one.stands_for) for one in kept) == n, "each stands for its like"
     names = [next(i for i, one in enumerate(requests) if one.anchor is other.anchor) for other in kept]
     assert names == sorted(names)
     if len(kept) < n:
@@ -223,7 +234,7 @@ def test_what_is_most_alike_goes_first(seed: int, n: int, most: int) -> None:
 
 def test_familiar_calls_few_strange_and_all_that_are() -> None:
     random = torch.Generator().manual_seed(0)
-    familiar = Familiar.of(torch.randn(150, L, 40, generator=random), torch.ones(150))
+    familiar = Familiar.of(torch.randn(150, L, 40, generator=random))
 
     def known(shift: float) -> float:
         found = []
@@ -242,7 +253,7 @@ def test_a_kind_has_to_be_seen_more_than_once_or_twice() -> None:
     random = torch.Generator().manual_seed(1)
     usual, other = torch.randn(200, L, 40, generator=random), torch.randn(9, L, 40, generator=random) * 0.1 + 6
     for seen in (0, 1, 3, NEIGHBOURS - 1, NEIGHBOURS):
-        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]), torch.ones(200 + seen))).start()
+        distances = (familiar := Familiar.of(torch.cat([usual, other[:seen]]))).start()
         asked = torch.randn(L, 40, generator=random) * 0.1 + 6
         answers = [familiar.add(layer, asked[layer], distances) for layer in range(L)]
         assert answers[-1] == (seen >= NEIGHBOURS)
@@ -335,7 +346,7 @@ def test_what_a_training_was_given_stays_until_it_ends() -> None:
     go.set()
     learner.wait()
     assert learner.poll() is not None
-    assert sum(float(request.stands_for) for request in learner._requests) == learner_module.MOST
+    assert len(learner) == learner_module.MOST
 
 
 def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -478,6 +489,18 @@ def test_a_process_that_fails_says_why() -> None:
     idle = [request._replace(budgets=request.budgets * 0) for request in map(measured, range(10))]
     with pytest.raises(RuntimeError, match="no head needed anything"):
         train_apart(idle, TAU)
+
+
+def test_nothing_is_trained_while_a_layer_was_never_measured() -> None:
+    requests = [measured(seed) for seed in range(20)]
+    below = [one.features[:, INDEX["layer"]] < L - 1 for one in requests]
+    shallow = [
+        one._replace(features=one.features[chosen], budgets=one.budgets[chosen])
+        for one, chosen in zip(requests, below, strict=True)
+    ]
+    with pytest.raises(ValueError, match="layers of which nothing was measured"):
+        train(shallow, TAU)
+    assert len(train([*shallow, *requests[5:]], TAU).predictor.margins) == L
 
 
 def test_more_samples_than_are_trained_on() -> None:

@@ -120,10 +120,7 @@ def _standardised(values: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -
 
 
 def thinned(requests: Sequence[Measured], most: int) -> list[Measured]:
-    """So many of them at most, in their order: of the two nearest the older one goes, again and again.
-
-    The other stands for its like, too.
-    """
+    """So many of them at most, in their order: of the two nearest the older one goes, again and again."""
     kept = list(requests)
     if len(kept) <= most:
         return kept
@@ -133,8 +130,7 @@ def thinned(requests: Sequence[Measured], most: int) -> list[Measured]:
     apart = torch.cdist(known, known).fill_diagonal_(torch.inf)
     gone = set()
     for _ in range(len(kept) - most):
-        older, newer = sorted(divmod(int(apart.argmin()), len(kept)))
-        kept[newer] = kept[newer]._replace(stands_for=kept[newer].stands_for + kept[older].stands_for)
+        older = min(divmod(int(apart.argmin()), len(kept)))
         apart[older] = apart[:, older] = torch.inf
         gone.add(older)
     return [request for i, request in enumerate(kept) if i not in gone]

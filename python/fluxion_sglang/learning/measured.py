@@ -69,22 +69,20 @@ class Measured(NamedTuple):
         anchor: [L, F] float32, what its last prefilled token said in each layer that is planned (`anchor_of`).
         features: [S, 41] float32, of heads in layers in steps. budgets: [S, 5] float32, their least budgets
             (`predictor/measure.py`).
-        stands_for: [] float32, how many requests like it were served for each that is kept.
     """
 
     anchor: torch.Tensor
     features: torch.Tensor
     budgets: torch.Tensor
-    stands_for: torch.Tensor
 
     @classmethod
-    def of(cls, anchor: torch.Tensor, features: torch.Tensor, budgets: torch.Tensor, stands_for: float = 1) -> Self:
+    def of(cls, anchor: torch.Tensor, features: torch.Tensor, budgets: torch.Tensor) -> Self:
         """Of the features [..., 41] and budgets [..., 5] at most `SAMPLES`, chosen at random."""
         features, budgets = features.reshape(-1, COUNT), budgets.reshape(-1, len(BLOCK_SIZES))
         if len(features) > SAMPLES:
             chosen = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))[:SAMPLES]
             features, budgets = features[chosen], budgets[chosen]
-        return cls(anchor, features, budgets, torch.tensor(float(stands_for)))
+        return cls(anchor, features, budgets)
 
     def like(self, other: Self) -> bool:
         """Whether both are answers to one prompt, but for rounding."""
@@ -106,7 +104,6 @@ def pack(requests: Sequence[Measured]) -> dict[str, torch.Tensor]:
         "anchors": torch.stack([request.anchor for request in requests]),
         "features": torch.cat([request.features for request in requests]),
         "budgets": torch.cat([request.budgets for request in requests]),
-        "stands_for": torch.stack([request.stands_for for request in requests]),
         "samples": torch.tensor([len(request.features) for request in requests]),
     }
 
@@ -122,7 +119,6 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> list[Measured]:
         shapes = [list(part.shape) for part in (anchors, features, budgets)]
         raise ValueError(f"anchors, features and budgets have the shapes {shapes}")
     samples = tensors["samples"].tolist()
-    stand_for = tensors["stands_for"].unbind()
-    parts = zip(anchors.unbind(), features.split(samples), budgets.split(samples), stand_for, strict=True)
+    parts = zip(anchors.unbind(), features.split(samples), budgets.split(samples), strict=True)
     # Copies, so that none keeps the memory of all.
     return [Measured(*(tensor.clone() for tensor in part)) for part in parts]

@@ -177,16 +177,16 @@ class AdaptivePolicy(Policy):
             self._familiar += 1
             every = ONE_OF[len(self.learner) >= KEPT]
             if self._familiar % every == 0:
-                self._learn_from(request, every)
-        elif request.steps > 1 and not request.trusted and request.stands_for == 0:
-            self._learn_from(request, 1)
+                self._learn_from(request)
+        elif request.steps > 1 and not request.trusted and request.number is None:
+            self._learn_from(request)
         wanted = middle * request.wants()
         room = wanted <= left or left == TOKENS_A_STEP
         request.begin(room)
         return left - wanted if room else left
 
-    def _learn_from(self, request: _Request, stands_for: int) -> None:
-        request.learn_from(stands_for, self._chosen)
+    def _learn_from(self, request: _Request) -> None:
+        request.learn_from(self._chosen)
         self._chosen += 1
 
     def _measure(self, request: _Request, b: int, seen: _Seen) -> None:
@@ -220,7 +220,7 @@ class _Request:
 
     Attributes:
         steps: that began. familiar: it is, by what is known. outgrown: its middle is longer than what was measured.
-        stands_for: 0, or it is learnt from, and so many are like it. number: how many came before it that are, too.
+        number: None, or it is learnt from, as so many before it are.
         looked: bytes that it read for that in the layer at hand. nbytes: of what is kept of it.
     """
 
@@ -228,8 +228,7 @@ class _Request:
         self.steps = 0
         self.familiar = False
         self.outgrown = False
-        self.stands_for = 0
-        self.number = 0
+        self.number: int | None = None
         self._since = 1  # the step that is the first to be measured
         self.looked = 0
         self.nbytes = 0
@@ -260,9 +259,9 @@ class _Request:
         for place, anchor in enumerate(self._anchor):
             self.familiar = learned.familiar.add(place, anchor, self._distances)
 
-    def learn_from(self, stands_for: int, number: int) -> None:
+    def learn_from(self, number: int) -> None:
         """From this step on, or if it is the second, from the first."""
-        self.stands_for, self.number = stands_for, number
+        self.number = number
         self._since = 1 if self.steps == 2 else self.steps
 
     def wants(self) -> int:
@@ -271,7 +270,7 @@ class _Request:
 
     def _wanted(self) -> list[frozenset[int]]:
         """Layers of those steps: of this one, and before it of the first with the second."""
-        if self.stands_for == 0:
+        if self.number is None:
             return []
         steps = [0, 1] if self.steps == 2 else [self.steps - self._since]
         wanted = [layers_measured(step, self.number, len(self._anchor)) for step in steps]
@@ -306,4 +305,4 @@ class _Request:
         if not self._samples:
             return None
         features, budgets = (torch.cat(parts) for parts in zip(*self._samples, strict=True))
-        return Measured.of(torch.stack(self._anchor), features, budgets, self.stands_for)
+        return Measured.of(torch.stack(self._anchor), features, budgets)

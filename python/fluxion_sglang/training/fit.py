@@ -53,6 +53,7 @@ class Settings:
             streaming.
         coverage: in (0, 1), the share of budgets that shall suffice, for every head: margins are set so on the
             validation sequences.
+        whole: that is the share of sequences all of whose budgets shall suffice.
 
     Raises:
         ValueError: one sentence.
@@ -63,6 +64,7 @@ class Settings:
     quantile: float
     miss_rate: float
     coverage: float
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name, legal, words in (
@@ -159,7 +161,7 @@ def learn(
     _, budgets, logits = _predicted(network, validation.features)
     threshold = streaming_threshold(logits, validation.streaming, settings.miss_rate)
     shape = tuple(int(numbers.max()) + 1 for numbers in _heads(torch.cat([train.features, validation.features])))
-    return network, threshold, _margins(budgets, validation, (shape[0], shape[1]), settings.coverage)
+    return network, threshold, _margins(budgets, validation, (shape[0], shape[1]), settings)
 
 
 def streaming_threshold(logits: torch.Tensor, streaming: torch.Tensor, miss_rate: float) -> float:
@@ -302,11 +304,12 @@ def _heads(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return features[:, INDEX["layer"]].long(), features[:, INDEX["head"]].long()
 
 
-def _margins(budgets: torch.Tensor, samples: Samples, shape: tuple[int, int], coverage: float) -> torch.Tensor:
+def _margins(budgets: torch.Tensor, samples: Samples, shape: tuple[int, int], settings: Settings) -> torch.Tensor:
     """Of the samples' retrieval heads, whose predicted budgets are among `budgets` [S, 4]."""
     keep = ~samples.streaming
     layer, head = _heads(samples.features[keep])
-    return fit_margins(budgets[keep], samples.budgets[keep], layer, head, shape, coverage)
+    sequence = samples.sequence[keep] if settings.whole else None
+    return fit_margins(budgets[keep], samples.budgets[keep], layer, head, shape, settings.coverage, sequence)
 
 
 def _head_constant(

@@ -216,7 +216,7 @@ class Measurement {
   const int D_, G_;
   int64_t max_pages_ = 0;  // of a middle
   std::vector<Scratch> scratch_;
-  std::vector<Middle> middles_;  // of the KV heads of queries that are measured together
+  std::vector<Middle> middles_;         // of the KV heads of queries that are measured together
   Memory memory_{nullptr, &std::free};  // of theirs that is not kept
   // [N][Hq], times D where it says o: a state is a query's head.
   std::vector<float> resident_o_, resident_lse_, o_, unit_, o_norm_, largest_;

@@ -270,10 +270,9 @@ int64_t Measurement::middle_bytes() const {
 
 // As many as every worker has a head of, and more where their room is small.
 int Measurement::queries_together() const {
-  constexpr int64_t kRoom = 64 << 20;  // bytes
   const int heads = shape_.kv_heads, workers = pool_.workers().size();
   const int64_t query = std::max<int64_t>(1, heads * middle_bytes());
-  const int64_t together = std::max<int64_t>((workers + heads - 1) / heads, kRoom / query);
+  const int64_t together = std::max<int64_t>((workers + heads - 1) / heads, kMostKept / query);
   return static_cast<int>(std::min<int64_t>(args_.queries, together));
 }
 
@@ -463,14 +462,11 @@ void Measurement::weigh(int item, float* o, float* lse) {
   for (int g = 0; g < G_; ++g) {
     double weight = 0.0;
     for (int p = 0; p < pages; ++p) weight += m.page_weights[g * pages + p];
+    unit_[state + g] = units[g];
+    total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - units[g]) + weight;
     if (weight == 0.0) continue;
     lse[g] = static_cast<float>(units[g] + std::log(weight));
     mean_rows(&m.page_values[int64_t{g} * pages * D_], pages, weight, o + g * D_);
-  }
-  for (int g = 0; g < G_; ++g) {
-    unit_[state + g] = units[g];
-    total_[state + g] = std::exp(static_cast<double>(resident_lse_[state + g]) - units[g]);
-    for (int p = 0; p < pages; ++p) total_[state + g] += m.page_weights[g * pages + p];
   }
 }
 

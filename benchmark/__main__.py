@@ -40,7 +40,7 @@ RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sin
 # By the first run of adaptive, which begins with nothing, for those behind it. Runs of other prompts go on from the
 # third, each kind by itself.
 LEARNED = "build/learned"
-OTHERS = ("far", "extraction")
+OTHERS = ("far", "extraction", "perplexity")
 
 
 def learned(name: str) -> str:
@@ -62,19 +62,21 @@ QUALITY = {
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
     **{
         f"adaptive{name}": [
-            *("--suite", "extraction" if "extraction" in name else "ruler"),
+            *("--suite", suite),
             *("--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
             *("--fluxion-config", f'{{"learned": "{learned(name)}"}}'),
         ]
-        for name, lengths, samples, seed, policies in (
-            ("_first", "4k,8k", "12", "5", "full,adaptive"),
-            ("_second", "4k,8k", "12", "6", "full,adaptive"),
-            ("_third", "4k,8k", "12", "7", "full,adaptive"),
-            ("_far_first", "31k", "9", "8", "full,adaptive"),
-            ("_far", "31k", "8", "13", "full,fluxion,adaptive"),
-            ("_extraction_first", "4k,8k", "12", "8", "full,adaptive"),
-            ("_extraction", "4k,8k", "12", "13", "full,fluxion,adaptive"),
-            ("", "4k,8k", "24", "12", "full,fluxion,adaptive"),
+        for name, suite, lengths, samples, seed, policies in (
+            ("_first", "ruler", "4k,8k", "12", "5", "full,adaptive"),
+            ("_second", "ruler", "4k,8k", "12", "6", "full,adaptive"),
+            ("_third", "ruler", "4k,8k", "12", "7", "full,adaptive"),
+            ("", "ruler", "4k,8k", "24", "12", "full,fluxion,adaptive"),
+            ("_far_first", "ruler", "31k", "9", "8", "full,adaptive"),
+            ("_far", "ruler", "31k", "8", "13", "full,fluxion,adaptive"),
+            ("_extraction_first", "extraction", "4k,8k", "24", "8", "full,adaptive"),
+            ("_extraction", "extraction", "4k,8k", "48", "13", "full,fluxion,adaptive"),
+            ("_perplexity_first", "perplexity", "4k,8k", "24", "8", "full,adaptive"),
+            ("_perplexity", "perplexity", "4k,8k", "24", "13", "full,fluxion,adaptive"),
         )
     },
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],

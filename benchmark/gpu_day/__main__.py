@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python -m benchmark.gpu_day` as for the scripts beside it
 import common
+import psutil
 from rendering import table
 from tqdm import tqdm
 
@@ -163,6 +164,13 @@ STEPS = (
         (Shown("gpu_tokens.json", "Answers of the bundled model", ("dtype", "config", "prompts", "same", "right")),),
     ),
     Step(
+        "load",
+        "do servers answer many clients as without the flag, and live",
+        ("benchmark/gpu_day/load.py", "--machine", HERE),
+        ("benchmark/gpu_day/load.py", "--machine", HERE, "--device", "sim", "--quick"),
+        (Shown("gpu_load.json", "Servers under load", ("config", "answers", "right", "alive")),),
+    ),
+    Step(
         "decode",
         "how long is a step of 4 x 32K, and how long the device idle in it",
         *_one_batch("--name", "decode"),
@@ -261,7 +269,11 @@ def of_now() -> dict[str, Any]:
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Whatever is left of a process that began a session, and of its children."""
+    """Whatever is left of a process that began a session, and of its children, which may have begun others."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()

@@ -1,0 +1,129 @@
+"""Whether servers on a GPU answer many clients as well with the flag as without it, and are whole afterwards.
+
+    python benchmark/gpu_day/load.py                # on a machine with a GPU; some minutes
+    python benchmark/gpu_day/load.py --device sim   # on the simulated device, fewer and shorter prompts
+
+Clients ask several questions about each of some documents, so prompts share their beginnings. Some clients hang up in
+the middle of an answer, and SGLang retracts a request now and then. All of it happens twice, the second time with
+prompts that are in the radix tree. Right answers are counted; then the server has to be able to empty its pools, which
+SGLang checks for leaks, and to answer once more. All servers run at once: this is no measurement of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common
+
+from fluxion_sglang.commands import serving
+from fluxion_sglang.commands.needle import needle_prompt, score
+
+LENGTHS, QUICK_LENGTHS = (600, 1200, 2400, 4000, 6000, 9000, 12000, 16000), (600, 900)
+QUESTIONS = 4
+ROUNDS = 2
+CLIENTS = 16
+NEW = 24
+HANGS_UP = 6
+"""One of so many clients does, after a few tokens of a long answer."""
+MOST_TOKENS = 80000
+"""For which each server has memory."""
+OFF: dict[str, Any] | None = None
+NEAR = {"policy": "full", "host_tokens": 50000, "gpu_ranks": True, "hot_tiles_gb": 0.01}
+SHARED = {"policy": "fluxion", "executors": "cpu+gpu", "hot_tiles_gb": 0.01}
+QUICK_CONFIGS: tuple[dict[str, Any] | None, ...] = (OFF, SHARED, NEAR)
+CONFIGS = (*QUICK_CONFIGS, {"policy": "full"}, {"policy": "fluxion"}, {"policy": "adaptive"})
+LOST = 0.03
+"""Right answers that a sparse policy may lose, of all. `full` may lose one, to rounding."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt with the answer that is right; None: its client hangs up."""
+
+    token_ids: list[int]
+    answer: tuple[int, ...] | None
+
+
+def cases(lengths: tuple[int, ...]) -> list[Case]:
+    """In an order that mixes documents; the same for every server."""
+    found = []
+    for length in lengths:
+        prompt = needle_prompt(length, keys=QUESTIONS, seed=length)
+        found += [Case(prompt.token_ids(i), question.answer_ids) for i, question in enumerate(prompt.questions)]
+    random.Random(0).shuffle(found)
+    return [Case(case.token_ids, None) if i % HANGS_UP == HANGS_UP - 1 else case for i, case in enumerate(found)]
+
+
+def ask(server: serving.Server, case: Case) -> bool:
+    """Whether the answer is right; a client that hangs up has none, and waits for a few tokens of it."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW if case.answer else 2000, "ignore_eos": True}
+    if case.answer is None:
+        for piece in server.stream([case.token_ids], sampling):
+            if len(piece.tokens) > 2:
+                break
+        return False
+    return score(case.answer, server.generate(sampling, input_ids=case.token_ids)["output_ids"])
+
+
+def options(device: str, config: dict[str, Any] | None) -> list[str]:
+    """Of the command line."""
+    place, dtype = ("cuda", "bfloat16") if device == "cuda" else ("cpu", "float32")
+    words = ["--device", place, "--dtype", dtype]
+    words += ["--max-total-tokens", str(MOST_TOKENS), "--max-running-requests", "8", "--chunked-prefill-size", "2048"]
+    words += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-server-warmup"]
+    if device == "cuda" and config is OFF:
+        words += ["--attention-backend", "flashinfer"]
+    return words
+
+
+def serve(device: str, config: dict[str, Any] | None, asked: list[Case]) -> dict[str, Any]:
+    """What one server answered."""
+    port = serving.free_port()
+    if config is not OFF and device == "cuda":
+        config = {**config, "cuda_graphs": True}
+    command = serving.launch_command(str(common.NEEDLE), port, *options(device, config), fluxion=config)
+    with serving.running_server(command, port, {"SGLANG_TEST_RETRACT": "1"}, json.dumps(config)) as server:
+        right = 0
+        for _ in range(ROUNDS):
+            with ThreadPoolExecutor(CLIENTS) as clients:
+                right += sum(clients.map(lambda case: ask(server, case), asked))
+        server.flush()
+        again = next(case for case in asked if case.answer)
+        alive = ask(server, again) and server.healthy()
+    whole = sum(case.answer is not None for case in asked) * ROUNDS
+    return {"config": json.dumps(config), "answers": whole, "right": right, "alive": alive}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts")
+    parser.add_argument("--machine", help="folder under benchmark/results; without it nothing is kept")
+    args = parser.parse_args()
+    configs = QUICK_CONFIGS if args.quick else CONFIGS
+    asked = cases(QUICK_LENGTHS if args.quick else LENGTHS)
+    with ThreadPoolExecutor(len(configs) if args.device == "cuda" else 1) as pool:
+        rows = list(pool.map(lambda config: serve(args.device, config, asked), configs))
+    for row in rows:
+        print(row, flush=True)
+    if args.machine:
+        common.save(common.RESULTS / args.machine / "gpu_load.json", {**common.header("gpu_load"), "rows": rows})
+    base, whole = rows[0]["right"], rows[0]["answers"]
+    if base < 0.9 * whole:
+        raise SystemExit("error: the model does not answer without the flag either, so this says nothing")
+    for row, config in zip(rows, configs, strict=True):
+        exact = config is OFF or config["policy"] == "full"
+        if not row["alive"] or row["right"] < base - (1 if exact else max(1, LOST * whole)):
+            raise SystemExit(f"error: a server under load lost answers or did not live: {row}")
+
+
+if __name__ == "__main__":
+    main()

@@ -157,6 +157,12 @@ STEPS = (
         (*_TESTS, "test/gpu/test_gpu_flashinfer.py", "-k", "stand-in"),
     ),
     Step(
+        "ranks",
+        "does a GPU that ranks blocks read what the CPU would read",
+        (*_TESTS, "test/gpu/test_gpu_near.py"),
+        (*_TESTS, "test/unit/test_near.py", "-k", "every_shape"),
+    ),
+    Step(
         "tokens",
         "does the bundled model answer as without the flag",
         ("benchmark/gpu_day/tokens.py", "--machine", HERE),

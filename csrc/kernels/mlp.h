@@ -1,41 +1,69 @@
 #pragma once
 
 #include "kernels/table.h"
+#include "simd/words.h"
 
 namespace fluxion::FLUXION_ISA {
 namespace {
 
+// Whether vectors of pairs are multiplied, not only matrices of them.
+template <class Words>
+inline constexpr bool kMultipliesPairs = Words::kElements == 2 && requires { typename Words::Factor; };
+
+// The products of two inputs with R rows' values of them, added to sums.
+template <class Words, int R, int N>
+inline void add_inputs(const float* x, int64_t x_stride, int pair, const BF16* const (&weights)[N],
+                       Vec (&sums)[R][N]) {
+  if constexpr (kMultipliesPairs<Words>) {
+    typename Words::Factor w[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) w[j] = Words::factors(reinterpret_cast<const float*>(weights[j]));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const auto value = Words::factor_for_all(x + r * x_stride + pair);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; ++j) sums[r][j] = Words::add(sums[r][j], value, w[j]);
+    }
+  } else {
+    Vec even[N], odd[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) load_pair(weights[j], even[j], odd[j]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const float* values = x + r * x_stride + 2 * pair;
+      const Vec first = set1(values[0]), second = set1(values[1]);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; ++j) sums[r][j] = fma(second, odd[j], fma(first, even[j], sums[r][j]));
+    }
+  }
+}
+
 // R rows times P panels of 16 outputs, all sums in registers. Every sum runs over the inputs in their order,
 // so an output depends neither on the tile it falls into nor on the other rows.
 template <int R, int P>
-inline void dense_tile(const float* x, int64_t x_stride, int in, const float* weights, const float* bias,
+inline void dense_tile(const float* x, int64_t x_stride, int pairs, const BF16* weights, const float* bias,
                        bool relu, float* y, int64_t y_stride) {
-  constexpr int kVectors = kDensePanel / kLanes;
-  Vec sums[R][P * kVectors];
+  constexpr int kVectors = kDensePanel / kLanes, kSums = P * kVectors;
+  Vec sums[R][kSums];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int j = 0; j < P * kVectors; ++j) sums[r][j] = load(bias + j * kLanes);
+    for (int j = 0; j < kSums; ++j) sums[r][j] = load(bias + j * kLanes);
   }
-  for (int i = 0; i < in; ++i) {
-    Vec w[P * kVectors];
+  for (int i = 0; i < pairs; ++i) {
+    const BF16* at[kSums];
 #pragma GCC unroll 16
-    for (int j = 0; j < P * kVectors; ++j) {
-      w[j] =
-          load(weights + (j / kVectors * static_cast<int64_t>(in) + i) * kDensePanel + j % kVectors * kLanes);
+    for (int j = 0; j < kSums; ++j) {
+      const int64_t row = j / kVectors * static_cast<int64_t>(pairs) + i;
+      at[j] = weights + 2 * (row * kDensePanel + j % kVectors * kLanes);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec value = set1(x[r * x_stride + i]);
-#pragma GCC unroll 16
-      for (int j = 0; j < P * kVectors; ++j) sums[r][j] = fma(value, w[j], sums[r][j]);
-    }
+    add_inputs<WordsOf<BF16>>(x, x_stride, i, at, sums);
   }
   const Vec zero = set1(0.0f);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int j = 0; j < P * kVectors; ++j) {
+    for (int j = 0; j < kSums; ++j) {
       // A NaN in the second place of max stays NaN.
       store(y + r * y_stride + j * kLanes, relu ? max(zero, sums[r][j]) : sums[r][j]);
     }
@@ -43,28 +71,45 @@ inline void dense_tile(const float* x, int64_t x_stride, int in, const float* we
 }
 
 template <int R, int P>
-inline void dense_panels(const float* x, int64_t x_stride, int rows, int in, const float* weights,
+inline void dense_panels(const float* x, int64_t x_stride, int rows, int pairs, const BF16* weights,
                          const float* bias, bool relu, float* y, int64_t y_stride) {
   for (; rows >= R; rows -= R, x += R * x_stride, y += R * y_stride)
-    dense_tile<R, P>(x, x_stride, in, weights, bias, relu, y, y_stride);
+    dense_tile<R, P>(x, x_stride, pairs, weights, bias, relu, y, y_stride);
   if constexpr (R > 1) {
-    if (rows > 0) dense_panels<R / 2, P>(x, x_stride, rows, in, weights, bias, relu, y, y_stride);
+    if (rows > 0) dense_panels<R / 2, P>(x, x_stride, rows, pairs, weights, bias, relu, y, y_stride);
   }
 }
 
-void dense(const float* x, int64_t x_stride, int rows, int in, const float* weights, const float* bias,
+// A row as it is multiplied, in its own place.
+template <class Words>
+inline void prepare_row(float* x, int in) {
+  if (in % 2 != 0) x[in] = 0;
+  if constexpr (kMultipliesPairs<Words>) {
+    for (int i = 0; i < in; i += 2 * kLanes) {
+      const Vec both[2] = {load(x + i), load(x + i + kLanes)};
+      Words::template weights<2>(both, x + i / 2);
+    }
+  }
+}
+
+void dense(float* x, int64_t x_stride, int rows, int in, const uint16_t* weights, const float* bias,
            int panels, bool relu, float* y, int64_t y_stride) {
-  // Sums, weights and one broadcast value fit into the registers: 24 + 3 of 32, or 8 + 2 of 16.
+  // Sums, weights and one or two broadcast values fit into the registers: 24 + 3 + 1 of 32, or 8 + 4 + 2
+  // of 16.
   constexpr int kRows = kLanes >= 16 ? 8 : kLanes >= 8 ? 4 : 1;
-  constexpr int kPanels = kLanes >= 16 ? 3 : 1;
+  constexpr int kPanels = kMultipliesPairs<WordsOf<BF16>> ? 3 : kLanes >= 16 ? 2 : 1;
+  for (int r = 0; r < rows; ++r) prepare_row<WordsOf<BF16>>(x + r * x_stride, in);
+  const int pairs = (in + 1) / 2;
+  const auto at = [&](int panel) {
+    return reinterpret_cast<const BF16*>(weights) + panel * static_cast<int64_t>(2 * pairs) * kDensePanel;
+  };
   int p = 0;
-  const auto at = [&](int panel) { return weights + static_cast<int64_t>(panel) * in * kDensePanel; };
   for (; p + kPanels <= panels; p += kPanels) {
-    dense_panels<kRows, kPanels>(x, x_stride, rows, in, at(p), bias + p * kDensePanel, relu,
+    dense_panels<kRows, kPanels>(x, x_stride, rows, pairs, at(p), bias + p * kDensePanel, relu,
                                  y + p * kDensePanel, y_stride);
   }
   for (; p < panels; ++p) {
-    dense_panels<kRows, 1>(x, x_stride, rows, in, at(p), bias + p * kDensePanel, relu, y + p * kDensePanel,
+    dense_panels<kRows, 1>(x, x_stride, rows, pairs, at(p), bias + p * kDensePanel, relu, y + p * kDensePanel,
                            y_stride);
   }
 }

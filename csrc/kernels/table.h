@@ -256,9 +256,11 @@ struct KernelTable {
   float (*add_value)(const void* tile, int token, float weight, const float* target, int D, float* sum);
 
   // y = x W^T + b, then max(0, .) with relu, of `rows` rows with stride x_stride and y_stride elements.
-  // weights: [panels][in][16], output o of input i at [o / 16][i][o % 16]; bias [panels * 16]. Writes
-  // panels * 16 outputs a row. A row's outputs do not depend on the other rows; NaN stays NaN.
-  void (*dense)(const float* x, int64_t x_stride, int rows, int in, const float* weights, const float* bias,
+  // weights: bfloat16, of two inputs side by side, output o of input i at [o / 16][i / 2][o % 16][i % 2], 0
+  // for an input that is not there; bias [panels * 16]. Writes panels * 16 outputs a row. A row's outputs do
+  // not depend on the other rows; NaN stays NaN. An ISA that multiplies bf16 rounds x to it. x is scratch,
+  // with room for whole pairs of vectors.
+  void (*dense)(float* x, int64_t x_stride, int rows, int in, const uint16_t* weights, const float* bias,
                 int panels, bool relu, float* y, int64_t y_stride);
 
   // Writes `rows` rows of x, x_stride elements apart, as `linear` takes them: linear_pack_bytes(rows, in)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <stdexcept>
 
@@ -27,6 +28,16 @@ void check_finite(const float* values, int64_t n, const char* what) {
     throw std::invalid_argument(std::string(what) +
                                 " of the predictor holds a value that is not finite; train it again.");
   }
+}
+
+// The nearest bfloat16, of two equally near ones the even one.
+uint16_t rounded(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  if ((nearest & 0x7f80) == 0x7f80) {
+    throw std::invalid_argument("A weight of the predictor is too large for bfloat16; train it again.");
+  }
+  return static_cast<uint16_t>(nearest);
 }
 
 int panels_of(int outputs) { return (outputs + kDensePanel - 1) / kDensePanel; }
@@ -82,7 +93,8 @@ Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, con
   for (size_t l = 0; l < widths.size(); ++l) {
     if (widths[l] < 1 || widths[l] > 1 << 16)
       throw std::invalid_argument("A layer of the predictor is " + std::to_string(widths[l]) + " wide.");
-    stride_ = std::max<int64_t>(stride_, panels_of(widths[l]) * kDensePanel);
+    // Whole pairs of vectors, as `dense` asks for.
+    stride_ = std::max<int64_t>(stride_, (panels_of(widths[l]) + 1) / 2 * 2 * kDensePanel);
     if (l > 0) wanted += (static_cast<int64_t>(widths[l - 1]) + 1) * widths[l];
   }
   if (count != wanted) {
@@ -103,11 +115,15 @@ Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, con
   for (size_t l = 1; l < widths.size(); ++l) {
     const int in = widths[l - 1], out = widths[l];
     Layer layer{in, panels_of(out), {}, {}};
-    layer.weights.assign(static_cast<size_t>(layer.panels) * in * kDensePanel, 0);
+    const int pairs = (in + 1) / 2;
+    layer.weights.assign(static_cast<size_t>(layer.panels) * pairs * kDensePanel * 2, 0);
     layer.bias.assign(static_cast<size_t>(layer.panels) * kDensePanel, 0);
     for (int o = 0; o < out; ++o) {
-      float* panel = layer.weights.data() + static_cast<int64_t>(o / kDensePanel) * in * kDensePanel;
-      for (int i = 0; i < in; ++i) panel[i * kDensePanel + o % kDensePanel] = *parameters++;
+      uint16_t* panel =
+          layer.weights.data() + static_cast<int64_t>(o / kDensePanel) * pairs * kDensePanel * 2;
+      for (int i = 0; i < in; ++i) {
+        panel[(i / 2 * kDensePanel + o % kDensePanel) * 2 + i % 2] = rounded(*parameters++);
+      }
     }
     std::copy_n(parameters, out, layer.bias.begin());
     parameters += out;

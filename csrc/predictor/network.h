@@ -14,8 +14,9 @@ namespace fluxion {
 // Of one query head: least budget of single tokens, its growth with log2 of the block size, streaming logit.
 inline constexpr int kPredictions = 3;
 
-// A multilayer perceptron in float32: features standardised and clipped to +-8, ReLU between the layers. One
-// object belongs to one thread at a time, as it holds the workers' scratch.
+// A multilayer perceptron: features standardised and clipped to +-8, ReLU between the layers. Weights are
+// rounded to bfloat16; sums are float32. One object belongs to one thread at a time, as it holds the workers'
+// scratch.
 class Predictor {
  public:
   // widths: features, hidden layers, kPredictions. mean, std: [features]. parameters: of each layer in turn
@@ -37,7 +38,7 @@ class Predictor {
   struct Layer {
     int in;
     int panels;
-    std::vector<float> weights;  // as KernelTable::dense takes them
+    std::vector<uint16_t> weights;  // as KernelTable::dense takes them
     std::vector<float> bias;
   };
 

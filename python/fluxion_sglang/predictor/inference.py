@@ -12,7 +12,7 @@ from fluxion_sglang.predictor.network import WIDTHS, HeadPredictor
 
 
 class NativePredictor:
-    """A HeadPredictor's weights, copied and packed for one instruction set.
+    """A HeadPredictor's weights, copied, rounded to bfloat16 and packed for one instruction set.
 
     One object serves one thread at a time.
 

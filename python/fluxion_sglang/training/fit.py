@@ -157,6 +157,7 @@ def learn(
         network = HeadPredictor()
     _standardise(network, train.features)
     _train(network, train, validation, settings, progress)
+    network.round_weights()
     network = network.eval().requires_grad_(False)
     _, budgets, logits = _predicted(network, validation.features)
     threshold = streaming_threshold(logits, validation.streaming, settings.miss_rate)

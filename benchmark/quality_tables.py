@@ -50,7 +50,7 @@ def adaptive_first(results: Path) -> str:
 
 def adaptive_rounds(results: Path) -> str:
     """What it reads of questions that come again and again, each time others of the same kinds."""
-    return _rounds(results, ("first", "second", "third"))
+    return _rounds(results, ("first", "second", "third", "fourth"))
 
 
 def adaptive_other(results: Path) -> str:
@@ -94,6 +94,13 @@ def adaptive_far(results: Path) -> str:
 def adaptive_extraction(results: Path) -> str:
     """Many facts in one answer."""
     return _quality(results, quality_table.averages, "quality_adaptive_extraction.json")
+
+
+def adaptive_perplexity(results: Path) -> str:
+    """Texts, of which every next word counts."""
+    return _quality(
+        results, lambda data: quality_table.scores(data, intervals=False), "quality_adaptive_perplexity.json"
+    )
 
 
 def psa(results: Path) -> str:
@@ -192,6 +199,7 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "adaptive_other": adaptive_other,
     "adaptive_far": adaptive_far,
     "adaptive_extraction": adaptive_extraction,
+    "adaptive_perplexity": adaptive_perplexity,
     "psa": psa,
     "far": far,
     "kv_quality": kv_dtype,

@@ -95,6 +95,21 @@ def test_it_begins_exact_and_then_does_what_it_learned() -> None:
     assert served.serve(lean, 1000)[0] == 0
 
 
+def test_it_counts_requests_and_trainings() -> None:
+    served = Served()
+    served.warm(lean)
+    for seed in range(3):
+        served.serve(lean, 1000 + seed)
+    served.serve(Request, 1)
+    assert served.rig.engine.policy_events == {
+        ("adaptive", "familiar_requests"): 3,
+        ("adaptive", "unfamiliar_requests"): FIRST + 1,
+        ("adaptive", "measured_requests"): FIRST + 1,
+        ("adaptive", "trainings"): 1,
+        ("adaptive", "failed_trainings"): 0,
+    }
+
+
 def test_what_it_does_not_know_stays_exact_until_it_does() -> None:
     served = Served()
     served.warm(lean)

@@ -363,6 +363,7 @@ def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogC
             learner.wait()
             assert learner.poll() is None
     assert tried == [FIRST, 2 * FIRST, KEPT]
+    assert (learner.trainings, learner.failures) == (0, 3)
     assert learner.learned is None and "no head needed anything" in caplog.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan, listed_tokens
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World, policy_name
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
 from fluxion_sglang.predictor.criterion import Criterion
@@ -199,6 +200,14 @@ class DecodeEngine:
     def state_bytes(self) -> int:
         """Memory that the policies remember requests in."""
         return sum(policy.state_bytes for policy in self._bound)
+
+    @property
+    def policy_events(self) -> dict[tuple[str, str], int]:
+        """What policies count of themselves, by name and event."""
+        found: Counter[tuple[str, str]] = Counter()
+        for policy in self._bound:
+            found.update({(policy_name(policy), event): count for event, count in policy.counts.items()})
+        return found
 
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
         """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""

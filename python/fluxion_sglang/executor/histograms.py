@@ -9,7 +9,7 @@ import torch
 
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.kv.host_pool import KVShape
-from fluxion_sglang.policy.base import DecodeStep, Policy
+from fluxion_sglang.policy.base import DecodeStep, Policy, policy_name
 
 if TYPE_CHECKING:
     from fluxion_sglang.executor.decode import Layer
@@ -56,7 +56,7 @@ class ReadHistograms(Observer):
         looked = self._steps % self._every == 0
         self._steps += 1
         self._done = self._counted = 0
-        self._names = [_name(policy) for policy in policies] if looked else []
+        self._names = [policy_name(policy) for policy in policies] if looked else []
         if looked:
             self._middle = step.middle.tolist()
             self._reads = torch.zeros(step.batch, self._reads.shape[1], 2, dtype=torch.int64)
@@ -77,7 +77,3 @@ class ReadHistograms(Observer):
             if middle and self._counted:
                 self._share.labels(name).observe(read / (middle * self._counted * self._token_bytes))
         self._names = []
-
-
-def _name(policy: Policy) -> str:
-    return policy.spec.partition(":")[0] or type(policy).__name__

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 from fluxion_sglang.config import ConfigError
@@ -23,6 +24,11 @@ FILES_BYTES: Final = 4 << 20
 
 _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
+_EVENTS = "policy_events"
+_EVENTS_TEXT = (
+    "What policies count of themselves, by policy and event; each rank counts its own. Of adaptive: requests that "
+    "were familiar_requests or unfamiliar_requests when they began, measured_requests, trainings, failed_trainings."
+)
 _COUNTERS = {
     "layers": "Decode steps of one layer.",
     "widened_tasks": "Decode tasks that the guard rail made read more.",
@@ -104,7 +110,7 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def described() -> dict[str, str]:
     """What every metric counts, by its name on `/metrics`."""
-    counters = {"tasks": _TASKS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
+    counters = {"tasks": _TASKS_TEXT, _EVENTS: _EVENTS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
     counters |= {name: text for name, (text, _) in _ACCOUNTS.items()}
     return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
         f"fluxion_{name}": text for name, text in (_GAUGES | histograms.DESCRIBED).items()
@@ -159,6 +165,7 @@ class EngineMetrics:
         _check_room()
         self._counters = {stat: Counter(f"fluxion_{_name(stat)}", text) for stat, text in _COUNTERS.items()}
         self._tasks = Counter("fluxion_tasks", _TASKS_TEXT, ["executor"])
+        self._events = Counter(f"fluxion_{_EVENTS}", _EVENTS_TEXT, ["policy", "event"])
         values = {
             "host_pool_tokens": host_pool_tokens,
             "host_pool_bytes": host_pool_bytes,
@@ -172,6 +179,7 @@ class EngineMetrics:
             gauges[name].set(values.get(name, 0))
         self._state = gauges["policy_state_bytes"]
         self._last: dict[str, int] = {}
+        self._last_events: dict[tuple[str, str], int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
         _reserve_files()
 
@@ -179,8 +187,17 @@ class EngineMetrics:
         """Publish how much memory policies remember requests in."""
         self._state.set(state_bytes)
 
-    def update(self, stats: Mapping[str, int], state_bytes: int = 0) -> None:
-        """Publish the growth since the last call; `stats` are the engine's cumulative statistics."""
+    def update(
+        self,
+        stats: Mapping[str, int],
+        state_bytes: int = 0,
+        events: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    ) -> None:
+        """Publish the growth since the last call.
+
+        Args:
+            stats: the engine's cumulative statistics. events: what policies counted, by name and event.
+        """
         self.remembered(state_bytes)
         for name, value in stats.items():
             growth = value - self._last.get(name, 0)
@@ -190,7 +207,9 @@ class EngineMetrics:
                 self._tasks.labels(executor=name.removeprefix(_TASKS)).inc(growth)
             elif name in self._counters:
                 self._counters[name].inc(growth * 1e-9 if name.endswith("_ns") else growth)
-        self._last = dict(stats)
+        for key, count in events.items():
+            self._events.labels(*key).inc(max(0, count - self._last_events.get(key, 0)))
+        self._last, self._last_events = dict(stats), dict(events)
         if self._accounts is not None:
             self._accounts.changed()
 

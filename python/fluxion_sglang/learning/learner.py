@@ -53,12 +53,14 @@ class Learner:
 
     Attributes:
         learned: the latest; None: nothing yet, or what was kept cannot be read.
+        trainings, failures: that ended well, and badly, so far.
     """
 
     def __init__(self, tau: float, path: Path | None = None, train: Train = train_apart) -> None:
         self.tau = tau
         self.path = path
         self.learned: Learned | None = None
+        self.trainings = self.failures = 0
         self._train = train
         self._requests: list[Measured] = []
         self._new = 0  # requests since the last training began
@@ -104,10 +106,12 @@ class Learner:
         self._requests[: self._given] = self._thinned
         found, self._result = self._result, None
         self._failed = found is None
-        if found is None:  # it failed, and would again
+        if found is None:  # it would again
+            self.failures += 1
             self._enough = max(MORE, len(self._requests))
             return None
         self._enough = max(MORE, len(self._requests) // 16)
+        self.trainings += 1
         self.learned = found
         return found
 

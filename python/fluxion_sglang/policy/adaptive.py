@@ -10,6 +10,7 @@ the requests of the day.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Final, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class AdaptivePolicy(Policy):
         self._fluxion: FluxionPolicy | None = None
         self._learned: Learned | None = None
         self._requests: dict[int, _Request] = {}  # by row
-        self._familiar = 0  # requests that were
+        self._familiar = self._unfamiliar = 0  # requests that were, when their first step was over
         self._chosen = 0  # requests to learn from
         self._turn = 0
 
@@ -85,7 +86,7 @@ class AdaptivePolicy(Policy):
             self.criterion.limit, None if world.keeps is None else world.keeps / f"{self.same}.safetensors"
         )
         self._requests = {}
-        self._familiar = self._chosen = 0
+        self._familiar = self._unfamiliar = self._chosen = 0
         self._held = self.holds(world)
         self._fluxion = self._learned = None
         if self.learner.learned is not None:
@@ -110,6 +111,16 @@ class AdaptivePolicy(Policy):
     @property
     def state_bytes(self) -> int:
         return self._held + sum(request.nbytes for request in self._requests.values())
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {
+            "familiar_requests": self._familiar,
+            "unfamiliar_requests": self._unfamiliar,
+            "measured_requests": self._chosen,
+            "trainings": self.learner.trainings,
+            "failed_trainings": self.learner.failures,
+        }
 
     def read_besides(self, row: int) -> int:
         request = self._requests.get(row)
@@ -173,6 +184,7 @@ class AdaptivePolicy(Policy):
         """
         request.steps += 1
         request.outgrown = self._learned is not None and middle > OUTGROWN * self._learned.longest
+        self._unfamiliar += request.steps == 2 and not request.familiar
         if request.steps == 2 and request.familiar:
             self._familiar += 1
             every = ONE_OF[len(self.learner) >= KEPT]

@@ -15,7 +15,7 @@ state that is missing or behind is made anew from the step at hand, never an err
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -272,6 +272,11 @@ class Context:
     predictor: Callable[[float | None], LoadedPredictor] = _no_predictor
 
 
+def policy_name(policy: Policy) -> str:
+    """What metrics call it: the first word of its spec."""
+    return policy.spec.partition(":")[0] or type(policy).__name__
+
+
 class Policy(ABC):
     """Decides what each group reads in each layer of a decode step.
 
@@ -349,6 +354,11 @@ class Policy(ABC):
     def state_bytes(self) -> int:
         """Memory that its state takes."""
         return 0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What it counts of itself from `bind` on, by event: `fluxion_policy_events_total` on /metrics."""
+        return {}
 
     def read_besides(self, row: int) -> int:
         """Bytes of K and V of a request that it has read itself for the layer at hand, about."""

@@ -235,7 +235,7 @@ class FluxionAttnBackend(AttentionBackend):
                 events |= source.stats()
         if self.metrics is not None and not (self._counted and events == self._events):
             stats = self.engine.stats() | self.device.stats() | events
-            self.metrics.update(stats, self.engine.state_bytes)
+            self.metrics.update(stats, self.engine.state_bytes, self.engine.policy_events)
         self._counted, self._events = True, events
 
     # --- CUDA graphs of decode steps (option cuda_graphs) ---

@@ -37,8 +37,8 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
-# By the first run of adaptive, which begins with nothing, for those behind it. Runs of other prompts go on from there,
-# each kind by itself.
+# Where the runs of adaptive keep what they learn: the first begins with nothing, each other goes on from the one before
+# it. Runs of other prompts go on from what the runs of RULER left, each kind by itself.
 LEARNED = "build/learned"
 OTHERS = ("far", "extraction", "perplexity")
 
@@ -73,7 +73,8 @@ QUALITY = {
             ("_fourth", "ruler", "4k,8k", "12", "9", "full,adaptive"),
             ("", "ruler", "4k,8k", "48", "12", "full,fluxion,adaptive"),
             ("_far_first", "ruler", "31k", "9", "8", "full,adaptive"),
-            ("_far", "ruler", "31k", "8", "13", "full,fluxion,adaptive"),
+            ("_far_second", "ruler", "31k", "8", "13", "full,adaptive"),
+            ("_far", "ruler", "31k", "8", "14", "full,fluxion,adaptive"),
             ("_extraction_first", "extraction", "4k,8k", "24", "8", "full,adaptive"),
             ("_extraction", "extraction", "4k,8k", "48", "13", "full,fluxion,adaptive"),
             ("_perplexity_first", "perplexity", "4k,8k", "24", "8", "full,adaptive"),

@@ -12,7 +12,7 @@ from typing import Any
 import common
 
 NAME = "adaptive_rounds.json"
-RUNS = ("first", "second", "third", "fourth", "far_first", "other_first", "other_second", "other_third")
+RUNS = ("first", "second", "third", "fourth", "far_first", "far_second", "other_first", "other_second", "other_third")
 """Those of quality_adaptive_*.json that are gathered; `other` is a model of another shape."""
 
 KEPT = ("task", "length", "score", "delta", "delta_low", "delta_high", "read_fraction")

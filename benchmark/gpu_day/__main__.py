@@ -275,13 +275,16 @@ def of_now() -> dict[str, Any]:
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Whatever is left of a process that began a session, and of its children, which may have begun others."""
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+    """What is left of the session that a process began, and if it still runs, of its children that began others."""
+    started = []
+    if process.returncode is None:  # else its number may be another's by now
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
+    for child in started:  # last, or the process would start others in their place
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     process.wait()
 
 

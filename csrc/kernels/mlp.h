@@ -10,7 +10,7 @@ namespace {
 template <class Words>
 inline constexpr bool kMultipliesPairs = Words::kElements == 2 && requires { typename Words::Factor; };
 
-// The products of two inputs with R rows' values of them, added to sums.
+// Adds to the sums what two neighbouring inputs contribute, in R rows.
 template <class Words, int R, int N>
 inline void add_inputs(const float* x, int64_t x_stride, int pair, const BF16* const (&weights)[N],
                        Vec (&sums)[R][N]) {
@@ -38,8 +38,8 @@ inline void add_inputs(const float* x, int64_t x_stride, int pair, const BF16* c
   }
 }
 
-// R rows times P panels of 16 outputs, all sums in registers. Every sum runs over the inputs in their order,
-// so an output depends neither on the tile it falls into nor on the other rows.
+// R rows times P panels of 16 outputs, all sums in registers. Every sum runs over the pairs of inputs in
+// their order, so an output depends neither on the tile it falls into nor on the other rows.
 template <int R, int P>
 inline void dense_tile(const float* x, int64_t x_stride, int pairs, const BF16* weights, const float* bias,
                        bool relu, float* y, int64_t y_stride) {
@@ -80,9 +80,11 @@ inline void dense_panels(const float* x, int64_t x_stride, int rows, int pairs, 
   }
 }
 
-// A row as it is multiplied, in its own place.
+// Makes a row what is multiplied, in its own place. Behind an odd number of inputs comes a 0: what was there
+// may be NaN, and NaN times a weight of 0 is NaN.
 template <class Words>
 inline void prepare_row(float* x, int in) {
+  static_assert(kLanes <= kDensePanel);
   if (in % 2 != 0) x[in] = 0;
   if constexpr (kMultipliesPairs<Words>) {
     for (int i = 0; i < in; i += 2 * kLanes) {
@@ -94,8 +96,8 @@ inline void prepare_row(float* x, int in) {
 
 void dense(float* x, int64_t x_stride, int rows, int in, const uint16_t* weights, const float* bias,
            int panels, bool relu, float* y, int64_t y_stride) {
-  // Sums, weights and one or two broadcast values fit into the registers: 24 + 3 + 1 of 32, or 8 + 4 + 2
-  // of 16.
+  // Sums, weights and broadcast values fit into the registers: of pairs 24 + 3 + 1 of 32; else 16 + 4 + 2 of
+  // 32, or 8 + 4 + 2 of 16.
   constexpr int kRows = kLanes >= 16 ? 8 : kLanes >= 8 ? 4 : 1;
   constexpr int kPanels = kMultipliesPairs<WordsOf<BF16>> ? 3 : kLanes >= 16 ? 2 : 1;
   for (int r = 0; r < rows; ++r) prepare_row<WordsOf<BF16>>(x + r * x_stride, in);

@@ -258,8 +258,8 @@ struct KernelTable {
   // y = x W^T + b, then max(0, .) with relu, of `rows` rows with stride x_stride and y_stride elements.
   // weights: bfloat16, of two inputs side by side, output o of input i at [o / 16][i / 2][o % 16][i % 2], 0
   // for an input that is not there; bias [panels * 16]. Writes panels * 16 outputs a row. A row's outputs do
-  // not depend on the other rows; NaN stays NaN. An ISA that multiplies bf16 rounds x to it. x is scratch,
-  // with room for whole pairs of vectors.
+  // not depend on the other rows; NaN stays NaN. An ISA that multiplies bf16 rounds x to it. x is
+  // overwritten; its rows have room for a multiple of 32 floats.
   void (*dense)(float* x, int64_t x_stride, int rows, int in, const uint16_t* weights, const float* bias,
                 int panels, bool relu, float* y, int64_t y_stride);
 

@@ -15,14 +15,14 @@ namespace fluxion {
 inline constexpr int kPredictions = 3;
 
 // A multilayer perceptron: features standardised and clipped to +-8, ReLU between the layers. Weights are
-// rounded to bfloat16; sums are float32. One object belongs to one thread at a time, as it holds the workers'
-// scratch.
+// rounded to bfloat16, and what a layer takes in where the ISA multiplies bfloat16; sums are float32. One
+// object belongs to one thread at a time, as it holds the workers' scratch.
 class Predictor {
  public:
   // widths: features, hidden layers, kPredictions. mean, std: [features]. parameters: of each layer in turn
   // the weight [out][in] and the bias [out], `count` floats in all; copied. isa: "" for the best. Throws
-  // std::invalid_argument for sizes that do not fit, values that are not finite or a std that is not
-  // positive.
+  // std::invalid_argument for sizes that do not fit, values that are not finite or weights too large
+  // for bfloat16, or a std that is not positive.
   Predictor(const std::string& isa, const std::vector<int>& widths, const float* mean, const float* std,
             const float* parameters, int64_t count);
 

@@ -20,7 +20,9 @@ import gpu_day.__main__ as day  # noqa: E402
 WORKS, FAILS = ("-c", "print('so it is')"), ("-c", "print('it broke'); raise SystemExit(3)")
 FOR_EVER = (
     "-c",
-    "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)",
+    "import subprocess, sys, time\n"
+    "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+    "time.sleep(600)",
 )
 
 

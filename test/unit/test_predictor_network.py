@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
-from fluxion_sglang.native import Workers, library
+from fluxion_sglang.native import Workers, function, library
 from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.inference import NativePredictor
 from fluxion_sglang.predictor.network import CLIP, HeadPredictor
@@ -121,14 +122,36 @@ def test_every_output_counts(isa: str) -> None:
 @isas
 def test_extreme_features(isa: str) -> None:
     """Infinities are clipped; a NaN reaches the predictions of its own row, where the selector reads everything."""
-    model, x = network(), features(12)
+    model, x = network(), features(24)
     x[2, 5], x[3, 0], x[4, 40] = math.inf, -math.inf, 1e38
     want = served(model, isa, x)
-    x[7, 11] = math.nan
+    x[7, 11] = math.nan  # row 15 and row 23 come to the same place after it
     got = run(NativePredictor(model, isa), x)
     assert got[7].isnan().all()
-    rest = torch.arange(12) != 7
+    rest = torch.arange(24) != 7
     close(got[rest], want[rest], isa)
+
+
+@isas
+def test_layers_of_odd_widths(isa: str) -> None:
+    """A row of NaN leaves nothing for those that come to its place."""
+    widths, random = (5, 33, 1, 3), torch.Generator().manual_seed(0)
+    shapes = [shape for a, b in pairwise(widths) for shape in ((b, a), (b,))]
+    parameters = [torch.randn(shape, generator=random) for shape in shapes]
+    parts = (torch.tensor(widths, dtype=torch.int32), torch.zeros(5), torch.ones(5))
+    handle = function("predictor_create")(isa, *parts, torch.cat([p.flatten() for p in parameters]))
+    x = torch.randn(40, 5, generator=random)
+    x[3] = math.nan
+    out = torch.full((40, 3), math.nan)
+    function("predictor_forward")(handle, x, out, None)
+    y = x.double()
+    for i in range(3):
+        weight, bias = (p.double() for p in parameters[2 * i : 2 * i + 2])
+        y = (y.bfloat16() if isa == "avx512bf16" else y).double() @ weight.bfloat16().double().T + bias
+        y = y if i == 2 else y.relu()
+    assert out[3].isnan().all()
+    rest = torch.arange(40) != 3
+    close(out[rest], y[rest], isa)
 
 
 def test_weights_are_copied() -> None:

@@ -64,6 +64,12 @@ def learned() -> Trained:
     return train(world())
 
 
+def test_the_network_is_the_one_that_serves() -> None:
+    """Its weights are rounded before anything is measured of it."""
+    network = learned().network
+    assert all(torch.equal(w, w.bfloat16().float()) for name, w in network.named_parameters() if "weight" in name)
+
+
 def test_it_learns_a_rule() -> None:
     metrics = learned().metrics
     ours, constant, anchor = (metrics[name] for name in ("predictor", "head_constant", "anchor"))

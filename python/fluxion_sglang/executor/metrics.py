@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Literal
 
 from fluxion_sglang.config import ConfigError
@@ -26,8 +25,9 @@ _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
 _EVENTS = "policy_events"
 _EVENTS_TEXT = (
-    "What policies count of themselves, by policy and event; each rank counts its own. Of adaptive: requests that "
-    "were familiar_requests or unfamiliar_requests when they began, measured_requests, trainings, failed_trainings."
+    "What policies count of themselves, by policy and event; each rank counts its own. Of adaptive: familiar_requests "
+    "and unfamiliar_requests, judged after their first step; measured_requests, which are learnt from; trainings and "
+    "failed_trainings of this server."
 )
 _COUNTERS = {
     "layers": "Decode steps of one layer.",
@@ -191,7 +191,7 @@ class EngineMetrics:
         self,
         stats: Mapping[str, int],
         state_bytes: int = 0,
-        events: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        events: Mapping[tuple[str, str], int] | None = None,
     ) -> None:
         """Publish the growth since the last call.
 
@@ -207,11 +207,17 @@ class EngineMetrics:
                 self._tasks.labels(executor=name.removeprefix(_TASKS)).inc(growth)
             elif name in self._counters:
                 self._counters[name].inc(growth * 1e-9 if name.endswith("_ns") else growth)
-        for key, count in events.items():
-            self._events.labels(*key).inc(max(0, count - self._last_events.get(key, 0)))
-        self._last, self._last_events = dict(stats), dict(events)
+        self._last = dict(stats)
+        if events is not None:
+            self._tell(events)
         if self._accounts is not None:
             self._accounts.changed()
+
+    def _tell(self, events: Mapping[tuple[str, str], int]) -> None:
+        for key, count in events.items():
+            if count != (before := self._last_events.get(key)):
+                self._events.labels(*key).inc(max(0, count - (before or 0)))
+        self._last_events = dict(events)
 
 
 class _AccountMetrics:

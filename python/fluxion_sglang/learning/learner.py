@@ -106,7 +106,7 @@ class Learner:
         self._requests[: self._given] = self._thinned
         found, self._result = self._result, None
         self._failed = found is None
-        if found is None:  # it would again
+        if found is None:  # it failed, and would again
             self.failures += 1
             self._enough = max(MORE, len(self._requests))
             return None

@@ -357,7 +357,8 @@ class Policy(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What it counts of itself from `bind` on, by event: `fluxion_policy_events_total` on /metrics."""
+        """What it counts of itself from `bind` on, by event: `fluxion_policy_events_total` on /metrics. Events have few
+        names, which never change: each is a time series for ever."""
         return {}
 
     def read_besides(self, row: int) -> int:

@@ -21,7 +21,8 @@ class NativePredictor:
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
 
     Raises:
-        ValueError: weights that are not finite, a std that is not positive, or an isa this CPU cannot run.
+        ValueError: weights that are not finite or too large for bfloat16, a std that is not positive, or an isa that
+            this CPU cannot run.
     """
 
     def __init__(self, network: HeadPredictor, isa: str | None = None) -> None:

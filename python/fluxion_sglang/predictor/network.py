@@ -20,8 +20,8 @@ CLIP = 8.0
 class HeadPredictor(nn.Module):
     """41 standardised features to (bgt0, k, streaming logit), float32, ReLU between the layers.
 
-    Where it serves, weights are bfloat16, as `round_weights` leaves them, and sums float32. An instruction set that
-    multiplies bfloat16 rounds what a layer takes in, too.
+    Where it serves, weights are bfloat16 and sums float32; an instruction set that multiplies bfloat16 rounds what a
+    layer takes in, too.
 
     The budget of the head in blocks of `blk` tokens is bgt0 + k * log2(blk) (Eq. 1), a fraction of the middle.
 
@@ -47,8 +47,7 @@ class HeadPredictor(nn.Module):
         return out
 
     def round_weights(self) -> None:
-        """To those that serve: half the bytes to fetch in every layer, and half the multiplications where the CPU has
-        instructions for pairs."""
+        """Round the weights to bfloat16, as they serve, so that what is measured of this network holds there."""
         with torch.no_grad():
             for layer in self.layers:
                 weight = layer.get_parameter("weight")

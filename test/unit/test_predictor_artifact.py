@@ -44,6 +44,7 @@ def network(seed: int) -> HeadPredictor:
         made = HeadPredictor()
         made.mean.normal_()
         made.std.uniform_(0.5, 2.0)
+        made.round_weights()
     return made
 
 
@@ -197,7 +198,7 @@ def test_some_other_json(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda d: d.update(format=3), "has format 3 and this version reads formats up to 2"),
+        (lambda d: d.update(format=4), "has format 4 and this version reads formats up to 3"),
         (lambda d: d.pop("taus"), "its taus is missing"),
         (lambda d: d.pop("features"), "its features is missing"),
         (lambda d: d.pop("calibrated"), "its calibrated is missing"),
@@ -258,12 +259,35 @@ def test_other_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]],
     assert why in refusal(folder)
 
 
+def test_weights_take_half_the_room(folder: Path) -> None:
+    assert (folder / FIRST).stat().st_size < 230_000
+    state = load_file(folder / FIRST)
+    assert state["layers.1.weight"].dtype == torch.bfloat16 and state["layers.1.bias"].dtype == torch.float32
+
+
+def to_float32(state: dict[str, torch.Tensor]) -> None:
+    state.update({name: value.float() for name, value in state.items()})
+
+
+def test_a_file_of_the_second_format_holds_float32(folder: Path) -> None:
+    edit_weights(folder, to_float32)
+    assert "layers.0.weight is float32 [272, 41] and should be bfloat16 [272, 41]" in refusal(folder)
+    edit(folder, lambda d: d.update(format=2))
+    loaded = load(folder)
+    assert torch.equal(loaded.margins, margins(0))
+    for name, value in loaded.network.state_dict().items():
+        assert torch.equal(value, network(0).state_dict()[name])
+    assert "layers.0.weight is bfloat16 [272, 41] and should be float32 [272, 41]" in refusal(folder, 0.05)
+
+
 def test_a_file_of_the_first_format_has_no_margins(folder: Path) -> None:
+    edit_weights(folder, to_float32)
     edit_weights(folder, lambda s: s.pop("margins"))
     edit(folder, lambda d: d.update(format=1))
     assert torch.equal(load(folder).margins, torch.ones(4, 8, 4))
     assert torch.equal(load(folder).network.mean, network(0).mean)
-    assert "margins is float32 [4, 8, 4] and should be not there" in refusal(folder, 0.05)
+    edit_weights(folder, lambda s: s.update(margins=torch.ones(4, 8, 4)))
+    assert "margins is float32 [4, 8, 4] and should be not there" in refusal(folder)
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

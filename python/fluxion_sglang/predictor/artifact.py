@@ -23,9 +23,9 @@ from safetensors.torch import load as load_tensors
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.predictor.network import HeadPredictor
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout below; raised when a reader of the version before could not read it rightly.
-Version 1 has no margins: its budgets are served as they are predicted."""
+Version 1 has no margins: its budgets are served as they are predicted. Versions 1 and 2 hold weights as float32."""
 
 MARGINS = "margins"
 """Name of the margins among the tensors of a file."""
@@ -137,7 +137,7 @@ def load(
         folder / name,
         _get(folder, entry, "sha256", str),
         torch.ones(identity.layers, identity.q_heads, len(BLOCKS)),
-        document["format"] >= 2,
+        document["format"],
     )
     return LoadedPredictor(network, float(key), float(threshold), margins, _get(folder, entry, "metrics", dict))
 
@@ -212,9 +212,9 @@ def _check_features(folder: Path, has: list[Any], needs: Sequence[str]) -> None:
 
 
 def _read_network(
-    path: Path, digest: str, margins: torch.Tensor, has_margins: bool
+    path: Path, digest: str, margins: torch.Tensor, version: int
 ) -> tuple[HeadPredictor, torch.Tensor]:
-    """The network and its margins; margins: what they are where the file has none, in their shape."""
+    """The network and its margins, of a file of this version; margins: what they are where the file has none."""
     content = _content(
         path, f"The weights {path} do not exist, although {JSON_NAME} names them; copy the whole folder or train again."
     )
@@ -225,7 +225,9 @@ def _read_network(
             f"{path} is truncated or no safetensors file ({error}); copy the folder again or train again."
         ) from None
     network = HeadPredictor()
-    wanted = {**network.state_dict(), **({MARGINS: margins} if has_margins else {})}
+    wanted = tensors_of(network) if version >= 3 else network.state_dict()
+    if version >= 2:
+        wanted[MARGINS] = margins
     for name in sorted(wanted.keys() | state.keys()):
         has, needs = (_described(tensors.get(name)) for tensors in (state, wanted))
         if has != needs:
@@ -242,6 +244,12 @@ def _read_network(
     margins = state.pop(MARGINS, margins)
     network.load_state_dict(state)
     return network.eval().requires_grad_(False), margins
+
+
+def tensors_of(network: HeadPredictor) -> dict[str, torch.Tensor]:
+    """What a file holds of a network: weights as they serve, in bfloat16; biases and standardisation in float32."""
+    state = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
+    return {name: value.bfloat16() if name.endswith(".weight") else value for name, value in state.items()}
 
 
 def check_values(state: Mapping[str, torch.Tensor], what: str, advice: str) -> None:

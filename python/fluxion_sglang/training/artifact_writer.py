@@ -27,6 +27,7 @@ from fluxion_sglang.predictor.artifact import (
     check_values,
     file_name,
     tau_key,
+    tensors_of,
 )
 from fluxion_sglang.predictor.network import HeadPredictor
 
@@ -51,7 +52,7 @@ def save(
     features: Sequence[str],
     calibrated: float,
 ) -> None:
-    """Write an artifact; files of the same names are replaced, predictor.json last.
+    """Write an artifact, weights in bfloat16; files of the same names are replaced, predictor.json last.
 
     Args:
         folder: made where it is missing.
@@ -73,7 +74,7 @@ def save(
     for tau, entry in sorted(trained.items()):
         if not (math.isfinite(tau) and tau > 0):
             raise PredictorError(f"tau is {tau}; train with an error threshold above 0 such as 0.10.")
-        state = {name: value.detach().cpu().contiguous() for name, value in entry.network.state_dict().items()}
+        state = tensors_of(entry.network)
         state[MARGINS] = entry.margins.float().cpu().contiguous()
         if state[MARGINS].shape != (wanted := (identity.layers, identity.q_heads, len(BLOCKS))):
             raise PredictorError(

@@ -16,6 +16,8 @@
 
 #include "engine/block_scores.h"
 #include "engine/resident_parts.h"
+#include "predictor/distribution.h"
+#include "predictor/walk.h"
 #include "runtime/host_memory.h"
 
 namespace fluxion {
@@ -86,71 +88,6 @@ float largest_of(const float* x, int n, float factor) {
   return *std::max_element(lanes, lanes + kPage);
 }
 
-// Mean, variance, skewness and kurtosis of a population, from its central moments.
-void write_shape(double mean, double m2, double m3, double m4, float* out) {
-  const bool flat = !(m2 > 1e-12 * mean * mean);
-  out[0] = static_cast<float>(mean);
-  out[1] = static_cast<float>(std::max(m2, 0.0));
-  out[2] = flat ? 0.0f : static_cast<float>(m3 / (m2 * std::sqrt(m2)));
-  out[3] = flat ? 0.0f : static_cast<float>(m4 / (m2 * m2));
-}
-
-// sums: of the first four powers of n numbers.
-void shape_of_sums(const double* sums, double n, float* out) {
-  const double mean = sums[0] / n, square = sums[1] / n, cube = sums[2] / n, fourth = sums[3] / n;
-  const double mean2 = mean * mean;
-  write_shape(mean, square - mean2, cube - 3 * mean * square + 2 * mean * mean2,
-              fourth - 4 * mean * cube + 6 * mean2 * square - 3 * mean2 * mean2, out);
-}
-
-void shape_of_scores(const float* scores, int n, double factor, float* out) {
-  double sum = 0.0;
-  for (int i = 0; i < n; ++i) sum += scores[i];
-  const double mean = sum / n;
-  double m2 = 0.0, m3 = 0.0, m4 = 0.0;
-  for (int i = 0; i < n; ++i) {
-    const double x = scores[i] - mean, square = x * x;
-    m2 += square;
-    m3 += square * x;
-    m4 += square * square;
-  }
-  const double f2 = factor * factor;
-  write_shape(mean * factor, m2 / n * f2, m3 / n * f2 * factor, m4 / n * f2 * f2, out);
-}
-
-// Indices of scores, the largest score first and of equal ones the lower index, as KernelTable::select
-// chooses them (NaN is -inf, -0 is 0). Sorted as far as somebody asks, in pieces that double.
-class Order {
- public:
-  Order(const float* scores, int n, uint64_t* keys) : keys_(keys), n_(n) {
-    for (int i = 0; i < n; ++i)
-      keys[i] = static_cast<uint64_t>(~rank(scores[i])) << 32 | static_cast<uint32_t>(i);
-  }
-
-  // The i-th; i goes up by one from 0.
-  int operator[](int i) {
-    if (i >= sorted_) {
-      const int end = std::min(n_, std::max(256, 2 * sorted_));
-      if (end < n_) std::nth_element(keys_ + sorted_, keys_ + end, keys_ + n_);
-      std::sort(keys_ + sorted_, keys_ + end);
-      sorted_ = end;
-    }
-    return static_cast<int>(keys_[i] & 0xffffffffu);
-  }
-  // The i-th, or the last that is in order.
-  int ahead(int i) const { return static_cast<int>(keys_[std::min(i, sorted_ - 1)] & 0xffffffffu); }
-
- private:
-  static uint32_t rank(float score) {
-    const uint32_t bits = std::isnan(score) ? 0xff800000u : std::bit_cast<uint32_t>(score + 0.0f);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-  }
-
-  uint64_t* keys_;
-  int n_;
-  int sorted_ = 0;
-};
-
 class Measurement {
  public:
   Measurement(const HostPool& pool, const MeasureArgs& args);
@@ -170,13 +107,6 @@ class Measurement {
     float* page_values;       // [G][pages][D]
     float *scores, *weights;  // [G][tokens]
   };
-  // One head on its way through the blocks: sum = sum over what it has read of weight * (v - o), so that its
-  // output differs from o by sum / weight.
-  struct Walk {
-    float sum[kMaxHeadDim];
-    double weight;
-    uint32_t open;  // criteria not met yet
-  };
 
   void check() const;
   int64_t middle_bytes() const;
@@ -189,10 +119,9 @@ class Measurement {
   void compare(int query);
   void find_budgets(int item, Scratch* s);
   void sink_norms(int n, int head, double* k, double* v) const;
+  Aim aim(int state) const;
   void walk_blocks(int state, int g, int size, const Blocks& at, const Middle& m, Scratch* s);
   void walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, const Middle& m, Scratch* s);
-  void start(int state, Walk* walk) const;
-  uint32_t step(int state, float square, Walk* walk) const;
   void set_budget(int state, int size, uint32_t criteria, float value) const;
 
   int window_page(int query) const {
@@ -202,9 +131,6 @@ class Measurement {
     return args_.q + query * args_.q_stride + static_cast<int64_t>(head) * G_ * shape_.token_bytes();
   }
   Middle& middle_of(int item) { return middles_[item % middles_.size()]; }
-  Criterion kind(int c) const { return static_cast<Criterion>(static_cast<int>(args_.criteria[2 * c])); }
-  float threshold(int c) const { return args_.criteria[2 * c + 1]; }
-  uint32_t all_criteria() const { return ~uint32_t{0} >> (32 - args_.criterion_count); }
   float* budget(int state, int c, int size) const {
     return args_.budgets + (static_cast<int64_t>(state) * args_.criterion_count + c) * kBlockSizes + size;
   }
@@ -522,7 +448,7 @@ void Measurement::find_budgets(int item, Scratch* s) {
     if (args_.single_tokens) {
       walk_tokens(one, head, g, args_.pages + shape_.sink_pages, tokens, middle, s);
     } else {
-      set_budget(one, 0, all_criteria(), std::numeric_limits<float>::quiet_NaN());
+      set_budget(one, 0, every(args_.criterion_count), std::numeric_limits<float>::quiet_NaN());
     }
   }
   for (int size = 1; size < kBlockSizes; ++size) {
@@ -537,57 +463,17 @@ void Measurement::find_budgets(int item, Scratch* s) {
   }
 }
 
-// The empty selection.
-void Measurement::start(int state, Walk* walk) const {
-  const float* resident = &resident_o_[int64_t{state} * D_];
-  const float* o = &o_[int64_t{state} * D_];
-  walk->weight = std::exp(static_cast<double>(resident_lse_[state]) - unit_[state]);
-  const float weight = static_cast<float>(walk->weight);
-  for (int d = 0; d < D_; ++d) walk->sum[d] = weight * (resident[d] - o[d]);
-  walk->open = 0;
-  const float error = args_.result[int64_t{state} * kResults + 1];  // relative to the largest head
-  const float largest = largest_[state / args_.q_heads];
-  for (int c = 0; c < args_.criterion_count; ++c) {
-    bool met = false;
-    switch (kind(c)) {
-      case Criterion::kLayerError:
-        met = error <= threshold(c);
-        break;
-      case Criterion::kHeadError:
-        met = error * largest <= threshold(c) * o_norm_[state];
-        break;
-      case Criterion::kMass:
-        met = walk->weight >= threshold(c) * total_[state];
-        break;
-    }
-    if (!met) walk->open |= 1u << c;
-  }
-}
-
-// After a block; square = |sum|^2. The criteria that are met now, which are open no more.
-uint32_t Measurement::step(int state, float square, Walk* walk) const {
-  // Where everything read so far has no weight that float32 knows, the error is not known either.
-  if (!(walk->weight > 0.0)) return 0;
-  const double error = std::sqrt(static_cast<double>(square));
-  uint32_t found = 0;
-  for (uint32_t open = walk->open; open != 0; open &= open - 1) {
-    const int c = std::countr_zero(open);
-    bool met = false;
-    switch (kind(c)) {
-      case Criterion::kLayerError:
-        met = error <= threshold(c) * walk->weight * largest_[state / args_.q_heads];
-        break;
-      case Criterion::kHeadError:
-        met = error <= threshold(c) * walk->weight * o_norm_[state];
-        break;
-      case Criterion::kMass:
-        met = walk->weight >= threshold(c) * total_[state];
-        break;
-    }
-    if (met) found |= 1u << c;
-  }
-  walk->open &= ~found;
-  return found;
+Aim Measurement::aim(int state) const {
+  const int64_t at = int64_t{state} * D_;
+  return {.resident = &resident_o_[at],
+          .o = &o_[at],
+          .resident_weight = std::exp(static_cast<double>(resident_lse_[state]) - unit_[state]),
+          .total = total_[state],
+          .resident_error = args_.result[int64_t{state} * kResults + 1],
+          .o_norm = o_norm_[state],
+          .largest = largest_[state / args_.q_heads],
+          .criteria = args_.criteria,
+          .criterion_count = args_.criterion_count};
 }
 
 void Measurement::set_budget(int state, int size, uint32_t criteria, float value) const {
@@ -595,55 +481,53 @@ void Measurement::set_budget(int state, int size, uint32_t criteria, float value
 }
 
 void Measurement::walk_blocks(int state, int g, int size, const Blocks& at, const Middle& m, Scratch* s) {
-  Walk walk;
-  start(state, &walk);
-  set_budget(state, size, all_criteria() & ~walk.open, 0.0f);
-  if (walk.open == 0) return;
+  const Aim wanted = aim(state);
+  Walk walk(wanted, D_);
+  set_budget(state, size, every(args_.criterion_count) & ~walk.open(), 0.0f);
+  if (walk.open() == 0) return;
   const int middle = at.end_page - at.first_page, blk = kMeasuredBlocks[size];
   const float* values = &m.page_values[int64_t{g} * middle * D_];
   const double* weights = &m.page_weights[int64_t{g} * middle];
   const float* o = &o_[int64_t{state} * D_];
   Order order(&s->block_scores[int64_t{g} * middle], at.count, s->keys.get());
   // All of them need no arithmetic.
-  for (int count = 1; count < at.count && walk.open != 0; ++count) {
+  for (int count = 1; count < at.count && walk.open() != 0; ++count) {
     const int block = order[count - 1];
     const int from = at.from(block) - at.first_page, to = at.to(block) - at.first_page;
     double weight = 0.0;
     for (int p = from; p < to; ++p) weight += weights[p];
-    walk.weight += weight;
     const float square = kernels_.add_rows(values + int64_t{from} * D_, to - from, static_cast<float>(weight),
-                                           o, D_, walk.sum);
-    set_budget(state, size, step(state, square, &walk),
+                                           o, D_, walk.sum());
+    set_budget(state, size, walk.step(weight, square),
                budget_of_blocks(count, middle * kPage, blk, at.count));
   }
-  set_budget(state, size, walk.open, 1.0f);
+  set_budget(state, size, walk.open(), 1.0f);
 }
 
 void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, int tokens, const Middle& m,
                               Scratch* s) {
   constexpr int kAhead = 8;  // tokens between the one fetched and the one in use
   constexpr int kLine = 64;
-  Walk walk;
-  start(state, &walk);
-  set_budget(state, 0, all_criteria() & ~walk.open, 0.0f);
-  if (walk.open == 0) return;
+  const Aim wanted = aim(state);
+  Walk walk(wanted, D_);
+  set_budget(state, 0, every(args_.criterion_count) & ~walk.open(), 0.0f);
+  if (walk.open() == 0) return;
   const float* weights = &m.weights[int64_t{g} * tokens];
   const float* o = &o_[int64_t{state} * D_];
   const int together = shape_.dtype == DType::kInt8 ? kInt8Values : 1;  // values
   const int64_t bytes = together > 1 ? together * D_ : shape_.token_bytes();
   Order order(&m.scores[int64_t{g} * tokens], tokens, s->keys.get());
   const auto tile = [&](int token) { return pool_.tile(args_.layer, head, pages[token / kPage]); };
-  for (int count = 1; count < tokens && walk.open != 0; ++count) {
+  for (int count = 1; count < tokens && walk.open() != 0; ++count) {
     const int token = order[count - 1];
     const int ahead = order.ahead(count - 1 + kAhead);
     const int row = kPage + ahead % kPage;
     const char* next = tile(ahead) + row / together * bytes;
     for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(next + b);
-    walk.weight += weights[token];
-    const float square = kernels_.add_value(tile(token), token % kPage, weights[token], o, D_, walk.sum);
-    set_budget(state, 0, step(state, square, &walk), budget_of_blocks(count, tokens, 1, tokens));
+    const float square = kernels_.add_value(tile(token), token % kPage, weights[token], o, D_, walk.sum());
+    set_budget(state, 0, walk.step(weights[token], square), budget_of_blocks(count, tokens, 1, tokens));
   }
-  set_budget(state, 0, walk.open, 1.0f);
+  set_budget(state, 0, walk.open(), 1.0f);
 }
 
 }  // namespace

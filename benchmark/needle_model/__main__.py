@@ -2,7 +2,8 @@
 
 python -m benchmark.needle_model                          # about 90 minutes on two cores; can be interrupted
 python -m benchmark.needle_model --recipe smoke --eager   # a few steps of everything
-python -m benchmark.needle_model --recipe second --device cuda --eager --workers 14 --times 4   # another, on a GPU
+python -m benchmark.needle_model --recipe second          # another model, as long; on a GPU minutes:
+    --device cuda --eager --workers 14 --times 4
 """
 
 from __future__ import annotations

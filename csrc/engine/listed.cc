@@ -65,7 +65,7 @@ int64_t ListedTokens::bytes(const Layer& layer, const Task& task) const {
 
 int ListedTokens::ranked_tokens(const Layer& layer, const Task& task) const {
   const float* budget = layer.budget(task);
-  const bool ranked = *std::min_element(budget, budget + layer.group) < 1;
+  const bool ranked = std::any_of(budget, budget + layer.group, [](float part) { return part < 1; });
   return ranked ? count(layer, task) * kPage : 0;
 }
 

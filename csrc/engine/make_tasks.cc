@@ -116,7 +116,8 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
 int64_t Engine::metadata_bytes(const Task& task) const {
   const float* budget = layer_.budget(task);
   const int blk = layer_.blk(task);
-  const bool ranked = blk >= kPage && *std::min_element(budget, budget + layer_.group) < 1;
+  const bool ranked =
+      blk >= kPage && std::any_of(budget, budget + layer_.group, [](float part) { return part < 1; });
   return ranked ? step_.middle_tokens(task.request) / blk * shape_.entry_bytes() : 0;
 }
 

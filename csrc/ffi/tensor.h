@@ -72,6 +72,16 @@ inline std::string shape_text(const std::vector<int64_t>& shape) {
   return out + "]";
 }
 
+// For a sentence. DLDataTypeToString throws for types that it has no name for, and Raise cannot be
+// interrupted.
+inline std::string dtype_text(DLDataType dtype) {
+  try {
+    return ffi::DLDataTypeToString(dtype);
+  } catch (const ffi::Error&) {
+    return "of another kind";
+  }
+}
+
 // Checks dtype, shape (-1: any), and that the last `dense` dimensions are contiguous.
 inline void expect_form(const TensorView& t, const char* name, DLDataType dtype,
                         std::initializer_list<int64_t> want, int dense) {
@@ -84,8 +94,8 @@ inline void expect_form(const TensorView& t, const char* name, DLDataType dtype,
                         << shape_text(shape) << ".";
   }
   if (!same(t.dtype(), dtype)) {
-    Raise("ValueError") << name << " has the dtype " << ffi::DLDataTypeToString(t.dtype())
-                        << " and must have " << ffi::DLDataTypeToString(dtype) << ".";
+    Raise("ValueError") << name << " has the dtype " << dtype_text(t.dtype()) << " and must have "
+                        << dtype_text(dtype) << ".";
   }
   int64_t stride = 1;
   for (int i = t.ndim() - 1; i >= t.ndim() - dense && t.numel() > 0; --i) {

@@ -51,7 +51,7 @@ Layers layers_create(Workers workers, ffi::String isa) {
 DType dtype_of(const TensorView& x) {
   if (same(x.dtype(), kBFloat16)) return DType::kBF16;
   if (same(x.dtype(), kFloat32)) return DType::kF32;
-  Raise("ValueError") << "x has the dtype " << ffi::DLDataTypeToString(x.dtype())
+  Raise("ValueError") << "x has the dtype " << dtype_text(x.dtype())
                       << "; the kernels serve bfloat16 and float32.";
   TVM_FFI_UNREACHABLE();
 }

@@ -40,9 +40,9 @@ void expect(const TensorView& t, const char* name, DLDataType dtype, std::initia
   if (fits && same(t.dtype(), dtype) && (device == kDLCPU || device == kDLCUDAHost) &&
       (t.numel() == 0 || t.IsContiguous()))
     return;
-  Raise("ValueError") << name << " is a " << ffi::DLDataTypeToString(t.dtype()) << " tensor of shape ["
-                      << given << "] and must be a contiguous tensor in host memory of "
-                      << ffi::DLDataTypeToString(dtype) << " and shape [" << wanted << "].";
+  Raise("ValueError") << name << " is a " << dtype_text(t.dtype()) << " tensor of shape [" << given
+                      << "] and must be a contiguous tensor in host memory of " << dtype_text(dtype)
+                      << " and shape [" << wanted << "].";
 }
 
 PredictorRef predictor_create(ffi::String isa, TensorView widths, TensorView mean, TensorView std,

@@ -10,6 +10,8 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -56,27 +58,13 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns, boo
         i == 0 ? cores_.size() : i;  // the first worker that is pinned to it: 0 is the caller
     (first < static_cast<size_t>(threads_) ? worker_cores_ : other_cores_).push_back(cores_[i]);
   }
+  handles_.reserve(threads_);  // a thread that has started is not forgotten
   // Signals belong to the threads Python knows.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   int error = 0;
-  for (int w = 1; w < threads_ && error == 0; ++w) {
-    pthread_attr_t attr;
-    pthread_attr_init(&attr);
-    CoreSet mine(cores_[w % cores_.size()]);
-    for (int core : pinned ? std::vector<int>() : cores_) mine.add(core);
-    pthread_attr_setaffinity_np(&attr, CoreSet::kBytes, mine.get());
-    pthread_t handle;
-    auto* start = new Start{this, w};
-    error = pthread_create(&handle, &attr, &WorkerPool::thread_main, start);
-    if (error == 0) {
-      handles_.push_back(handle);
-    } else {
-      delete start;
-    }
-    pthread_attr_destroy(&attr);
-  }
+  for (int w = 1; w < threads_ && error == 0; ++w) error = start_thread(w, pinned);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0) {
     const size_t started = handles_.size();
@@ -88,6 +76,30 @@ WorkerPool::WorkerPool(int threads, std::vector<int> cores, int64_t spin_ns, boo
                              " workers could be started (" + std::strerror(error) +
                              "); lower the number of workers or raise the process limit (ulimit -u).");
   }
+}
+
+// An error number of pthread_create; 0: it runs.
+int WorkerPool::start_thread(int worker, bool pinned) {
+  std::unique_ptr<Start> start(new (std::nothrow) Start{this, worker});
+  if (start == nullptr) return ENOMEM;
+  pthread_attr_t attr;
+  pthread_attr_init(&attr);
+  CoreSet mine(cores_[worker % cores_.size()]);
+  if (!pinned) {
+    for (int core : cores_) mine.add(core);
+  }
+  pthread_attr_setaffinity_np(&attr, CoreSet::kBytes, mine.get());
+  pthread_t handle;
+  int error = pthread_create(&handle, &attr, &WorkerPool::thread_main, start.get());
+  pthread_attr_destroy(&attr);
+  // A sandbox may forbid threads to choose their cores, and a cpuset may have changed. That costs speed
+  // alone.
+  if (error == EPERM || error == EINVAL)
+    error = pthread_create(&handle, nullptr, &WorkerPool::thread_main, start.get());
+  if (error != 0) return error;
+  start.release();  // the thread's
+  handles_.push_back(handle);
+  return 0;
 }
 
 WorkerPool::~WorkerPool() {

@@ -130,6 +130,7 @@ class WorkerPool {
 
  private:
   static void* thread_main(void* arg);
+  int start_thread(int worker, bool pinned);
   void work(int worker);
   uint32_t wait_for_signal(uint32_t seen);
   void leave_workers_core() const;

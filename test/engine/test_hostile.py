@@ -35,8 +35,8 @@ def server(logs: Path) -> Iterator[Server]:
         "host_tokens": 20000,
     }
     with Server(
-        "--enable-streaming-session", model=tiny_model.build(logs / "tiny-model-hostile"), fluxion=json.dumps(options),
-        log=logs / "hostile.log",
+        "--enable-streaming-session", "--chunked-prefill-size", "256",
+        model=tiny_model.build(logs / "tiny-model-hostile"), fluxion=json.dumps(options), log=logs / "hostile.log",
     ) as server:  # fmt: skip
         yield server
         server.assert_clean()
@@ -124,6 +124,29 @@ def test_a_session_does_not_mix_policies(server: Server, second: str | None) -> 
         assert fresh.tokens == then.tokens and then.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
 
 
+def test_a_wrong_policy_costs_a_session_nothing(server: Server) -> None:
+    server.flush()
+    opened = {"capacity_of_str_len": 100_000, "streaming": True}
+    name = requests.post(server.url + "/open_session", json=opened, timeout=PATIENCE_S).json()
+    ask(server, PROMPT, None, 40, session_params={"id": name})
+    params = {"max_new_tokens": 4, "custom_params": {"fluxion_policy": "ful"}}
+    body = {"input_ids": TURN, "sampling_params": params, "session_params": {"id": name}}
+    assert "'ful'" in refusal(server, 400, **body)
+    then = ask(server, TURN, None, 8, session_params={"id": name})
+    requests.post(server.url + "/close_session", json={"session_id": name}, timeout=PATIENCE_S)
+    assert then.cached == len(PROMPT) + 39
+
+
+def test_a_prompt_that_is_refused_is_computed_no_further(server: Server) -> None:
+    server.flush()
+    before = len(server.log())
+    answer = ask(server, cases.filler(5000, 93), "lfps")
+    assert answer.raw["code"] == 503 and "has no room to remember" in answer.raw["message"], answer.raw
+    passes = server.log()[before:].count("Prefill batch")
+    assert 1 <= passes <= 2, "of twenty"
+    assert len(ask(server, PROMPT).tokens) == 8
+
+
 def state(server: Server) -> float:
     return sum(value for name, value in server.metrics().items() if name.startswith("fluxion_policy_state_bytes"))
 
@@ -142,6 +165,15 @@ def test_state_goes_with_its_request(server: Server) -> None:
     while state(server) > 0:
         assert time.monotonic() < deadline, "an aborted request's state is kept"
         time.sleep(0.1)
+
+
+def test_state_goes_with_a_turn_of_a_session(server: Server) -> None:
+    opened = {"capacity_of_str_len": 100_000, "streaming": True}
+    name = requests.post(server.url + "/open_session", json=opened, timeout=PATIENCE_S).json()
+    for ids in (PROMPT, TURN):
+        assert len(ask(server, ids, "lfps", session_params={"id": name}).tokens) == 8
+        assert state(server) == 0
+    requests.post(server.url + "/close_session", json={"session_id": name}, timeout=PATIENCE_S)
 
 
 def test_state_has_a_bound(server: Server) -> None:

@@ -211,6 +211,7 @@ def spoilt(value: Any) -> Iterator[tuple[str, Any, bool]]:
         yield "a number", 7, True
         yield "float16", torch.zeros(value.shape, dtype=torch.float16), True
         yield "int16", torch.zeros(value.shape, dtype=torch.int16), True
+        yield "complex64", torch.zeros(value.shape, dtype=torch.complex64), True
         yield "one dimension more", value[None], True
         yield "none", value.flatten()[:0], value.ndim > 1
         if value.numel() > 1:

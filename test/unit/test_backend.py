@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import (
@@ -24,6 +27,7 @@ from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.failures import FailureGuard, Failures
 from fluxion_sglang.sglang.pools import FluxionKVPool, enable_fused_set_kv_buffer
+from fluxion_sglang.sglang.predictors import norms
 from fluxion_sglang.sglang.requests import RequestPolicies
 
 NEW, RUNNING = 1, 2  # rows
@@ -264,3 +268,22 @@ def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:
     other.extend(1, 400)
     other.decode([1], [diary])
     assert diary.read()[0] == ("bound",), "another engine"
+
+
+def test_other_weights_make_what_was_learned_worthless(caplog: pytest.LogCaptureFixture) -> None:
+    backend = Backend(World(seed=3))
+    backend._model = torch.nn.Module()
+    backend._model.register_parameter("norm", torch.nn.Parameter(torch.ones(4)))
+    backend._weights = norms(backend._model)
+    policy = parse_spec("adaptive")
+    backend.engine.world = dataclasses.replace(backend.engine.world, keeps=Path("/nowhere"))
+    backend.engine._bind(policy)
+    learner = policy.learner  # type: ignore[attr-defined]
+    backend._flushed()
+    assert policy.learner is learner and not caplog.records  # type: ignore[attr-defined]
+    torch.nn.init.constant_(backend._model.norm, 2.0)
+    backend._flushed()
+    assert policy.learner is not learner and policy.learner.path is None  # type: ignore[attr-defined]
+    assert policy.world is backend.engine.world and len(caplog.records) == 1
+    backend._flushed()
+    assert len(caplog.records) == 1

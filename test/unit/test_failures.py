@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
 
 from fluxion_sglang.sglang import failures
-from fluxion_sglang.sglang.failures import FailureGuard, Failures, agreed, end_request, forward_batch_generation
+from fluxion_sglang.sglang.failures import (
+    FailureGuard,
+    Failures,
+    agreed,
+    end_request,
+    forward_batch_generation,
+    process_pending_chunked_abort,
+)
 
 
 def fail() -> None:
@@ -147,3 +155,27 @@ def test_ranks_agree_on_what_failed(tmp_path: Path) -> None:
         process.kill()
     assert all(process.exitcode == 0 for process in ranks)
     assert [out.get() for _ in ranks] == [[both for _, both in CASES]] * 2
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("reason", [None, FINISH_ABORT("page 7 is not one", 500), FINISH_MATCHED_TOKEN(3)])
+def test_a_prompt_that_is_to_end_is_computed_no_further(
+    stages: int, reason: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(pp_size=stages))
+    request = SimpleNamespace(to_finish=reason, discard_output_reason=None)
+    scheduler = SimpleNamespace(chunked_req=request, _pending_chunked_abort_req=None)
+    seen: list[Any] = []
+    process_pending_chunked_abort(lambda it: seen.append(it._pending_chunked_abort_req), scheduler)
+    ends = stages == 1 and isinstance(reason, FINISH_ABORT)
+    assert seen == [request if ends else None]
+    assert request.discard_output_reason is (reason if ends else None)
+
+
+def test_a_prompt_that_the_client_aborted_keeps_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(pp_size=1))
+    request = SimpleNamespace(to_finish=FINISH_ABORT("ours"), discard_output_reason=None)
+    for pending in (request, None):
+        scheduler = SimpleNamespace(chunked_req=request if pending else None, _pending_chunked_abort_req=pending)
+        process_pending_chunked_abort(lambda _: None, scheduler)
+        assert scheduler._pending_chunked_abort_req is pending and request.discard_output_reason is None

@@ -367,6 +367,25 @@ def test_a_training_that_fails_is_not_tried_at_every_request(caplog: pytest.LogC
     assert learner.learned is None and "no head needed anything" in caplog.text
 
 
+def test_a_training_that_cannot_begin_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    learner = Learner(TAU, train=learned_of)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(threading.Thread, "start", refuse)
+        for seed in range(FIRST):
+            learner.take(measured(seed))
+        assert learner.poll() is None
+    assert len(learner) == FIRST and learner.failures == 1 and "can't start new thread" in caplog.text
+    for seed in range(FIRST, 2 * FIRST):
+        learner.take(measured(seed))
+    learner.wait()
+    assert learner.poll() is not None and len(learner) == 2 * FIRST
+
+
 def test_other_answers_to_a_prompt_teach_nothing_more() -> None:
     learner = Learner(TAU, train=learned_of)
     one = measured(0)

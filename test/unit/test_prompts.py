@@ -1,4 +1,4 @@
-"""Prompts that no model can take are refused where they are tokenized, before they reach the scheduler."""
+"""Prompts that no model can take, and policies that do not exist, are refused before they reach the scheduler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fluxion_sglang.sglang import prompts
+from fluxion_sglang.sglang.options import options_of
 from fluxion_sglang.sglang.prompts import validate_one_request
 
 VOCABULARY = 100
@@ -16,8 +18,9 @@ VOCABULARY = 100
 
 def asked(ids: Any, **fields: Any) -> list[Any]:
     """The calls that SGLang's own check got."""
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
-    fields = {"session_params": None, "session_id": None, "input_embeds": None} | fields
+    server = SimpleNamespace(fluxion_config=fields.pop("config", None), enable_metrics=fields.pop("metrics", False))
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY), server_args=server)
+    fields = {"session_params": None, "session_id": None, "input_embeds": None, "sampling_params": None} | fields
     calls: list[Any] = []
     validate_one_request(lambda *args: calls.append(args), manager, SimpleNamespace(**fields), ids)
     return calls
@@ -27,7 +30,7 @@ def refusal(ids: Any, **fields: Any) -> str:
     with pytest.raises(ValueError) as error:
         asked(ids, **fields)
     sentence = str(error.value)
-    assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
+    assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 700
     return sentence
 
 
@@ -67,3 +70,59 @@ def test_sglang_is_asked_first() -> None:
 
     with pytest.raises(ValueError, match="too long"):
         validate_one_request(original, SimpleNamespace(), SimpleNamespace(), [])
+
+
+def of_policy(spec: object) -> dict[str, object]:
+    return {"custom_params": {"fluxion_policy": spec}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "words"),
+    [
+        ("ful", None, "policy 'ful' is not one"),
+        (":" * 8_000_000, None, "policy ':::"),
+        (3, None, "fluxion_policy is 3, but it takes a policy spec"),
+        (["full"], None, "fluxion_policy is a JSON list"),
+        ("oracle:0.1", None, "it reads everything to decide"),
+        ("streaming", '{"request_policies": false}', "not taken by this server"),
+        ("streaming", '{"request_policies": ["hgca"], "policy": "full"}', 'not one that this server takes; use "hgca"'),
+    ],
+)
+def test_a_policy_that_no_server_like_this_takes_costs_no_pass(spec: Any, config: str | None, words: str) -> None:
+    assert words in refusal([1], sampling_params=of_policy(spec), config=config)
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        (None, None),
+        ("hgca:0.5", None),
+        ("fluxion", None),  # whether there is a predictor, the scheduler's process knows
+        ("full", '{"request_policies": false}'),
+        ("fluxion", '{"request_policies": ["hgca"]}'),
+        ("oracle:0.1", '{"policy": "oracle:0.1"}'),
+        ("streaming", '{"request_policies": ["streaming"]}'),
+    ],
+)
+def test_a_policy_that_the_server_may_take_goes_on(spec: Any, config: str | None) -> None:
+    assert len(asked([1], sampling_params=of_policy(spec), config=config)) == 1
+
+
+@pytest.mark.parametrize("params", [None, {}, {"custom_params": None}, {"custom_params": "full"}, "full", [{}]])
+def test_a_request_need_not_name_one(params: Any) -> None:
+    assert len(asked([1], sampling_params=params)) == 1
+
+
+def test_options_that_cannot_be_read_any_more_refuse_nobody() -> None:
+    options_of(SimpleNamespace(fluxion_config=None), again=True)
+    assert len(asked([1], sampling_params=of_policy("full"), config="@/nowhere/options.json")) == 1
+
+
+def test_refused_specs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[None] = []
+    monkeypatch.setattr(prompts.metrics, "count_refused_spec", lambda: counted.append(None))
+    refusal([1], sampling_params=of_policy("ful"))
+    assert counted == []
+    refusal([1], sampling_params=of_policy("ful"), metrics=True)
+    refusal([], metrics=True)
+    assert counted == [None]

@@ -148,7 +148,7 @@ def test_a_long_spec_is_not_looked_at(policies: RequestPolicies) -> None:
 
 
 def test_a_refused_request_is_looked_at_once_and_the_next_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that was refused goes on to the end of its prefill, a chunk at a time. What its policy lacked, such as
+    """In a pipeline a request that was refused goes on to the end of its prefill. What its policy lacked, such as
     a predictor's file, may be there for the next."""
     seen: list[str] = []
 
@@ -292,6 +292,22 @@ def test_a_session_is_told_the_words_of_its_request(monkeypatch: pytest.MonkeyPa
     policies = RequestPolicies(parse_spec("adaptive"))
     run(policies, [request({"fluxion_policy": "adaptive:0.10"}), request()])
     assert told == [("adaptive:0.10", "adaptive"), ("adaptive", "adaptive")]
+
+
+def test_a_turn_that_begins_with_approximated_kv_puts_nothing_into_the_tree(policies: RequestPolicies) -> None:
+    """Not even its prompt, should it be aborted after its first token: the conversation before it is in there."""
+
+    class Session(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    session = Session(session_id="mine", streaming=True)
+    first, second = (request({"fluxion_policy": "streaming"}) for _ in range(2))
+    first.session = second.session = session
+    run(policies, [first], ForwardMode.EXTEND)
+    assert not first.skip_radix_cache_insert, "its prompt is exact"
+    run(policies, [first], ForwardMode.DECODE)
+    run(policies, [second], ForwardMode.EXTEND)
+    assert second.skip_radix_cache_insert
 
 
 def test_a_request_that_never_fits_costs_others_nothing() -> None:

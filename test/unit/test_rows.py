@@ -44,3 +44,15 @@ def test_a_watcher_that_is_gone_is_not_called() -> None:
     gc.collect()
     rows.clear(ReqToTokenPool.clear, pool)
     assert seen == [] and pool.available_size() == 3
+
+
+def test_a_flush_is_told_after_its_rows() -> None:
+    class Flushed(Watcher):
+        def flushed(self) -> None:
+            self.seen.append([-1])
+
+    pool, watcher = table(), Flushed()
+    rows.watch(pool, watcher.freed, watcher.flushed)
+    rows.free_rows(ReqToTokenPool.free_rows, pool, pool.alloc_rows(1))
+    rows.clear(ReqToTokenPool.clear, pool)
+    assert watcher.seen[1:] == [[0, 1, 2, 3], [-1]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fluxion_sglang.sglang import sessions
-from fluxion_sglang.sglang.sessions import approximated, try_match_prefix
+from fluxion_sglang.sglang.sessions import approximated, is_approximated, try_cache_finished_req, try_match_prefix
 
 
 class Session(SimpleNamespace):
@@ -75,3 +75,27 @@ def test_exact_turns_and_other_sessions_stay(session: Session) -> None:
     assert released(turn(branching, "full")) == [], "its KV is in the tree, which has exact KV alone"
     del branching
     assert not [kept for kept in sessions._sessions if kept.session_id == "other"]
+
+
+def test_a_turn_knows_that_it_begins_with_what_another_approximated(session: Session) -> None:
+    assert not is_approximated(turn(session)) and not is_approximated(turn(None))
+    approximated(turn(session, "streaming"), "streaming", "full")
+    assert is_approximated(turn(session, "streaming"))
+    released(turn(session, "full"))
+    assert not is_approximated(turn(session, "full"))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_remembered_of_a_turn_goes_with_it(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session keeps its row, and nobody frees it; any other row is freed, which `rows.py` hears of."""
+    told: list[tuple[Any, list[int]]] = []
+    monkeypatch.setattr(sessions.rows, "tell", lambda table, rows: told.append((table, rows)))
+    there = SimpleNamespace(cache=SimpleNamespace(req_to_token_pool="the table"))
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=3))
+
+    def original(_: Any, request: Any) -> bool:
+        request.kv = None  # as SGLang detaches it
+        return kept
+
+    assert try_cache_finished_req(original, there, request) is kept
+    assert told == ([("the table", [3])] if kept else [])

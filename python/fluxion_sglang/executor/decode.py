@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -170,6 +171,13 @@ class DecodeEngine:
         if policy.world is not self.world:
             policy.bind(self.world)
         self._bound.add(policy)
+
+    def begin_anew(self) -> None:
+        """The model has other weights, and no requests: what policies know and have learned goes, and no more is
+        kept."""
+        self.world = dataclasses.replace(self.world, keeps=None)
+        for policy in list(self._bound):
+            policy.bind(self.world)
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor, policy: Policy | None = None) -> None:
         """A chunk was prefilled, and the host pool has it.

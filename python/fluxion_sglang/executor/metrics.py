@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.executor import histograms
 from fluxion_sglang.executor.accounts import SAMPLED, Totals, block_name
 from fluxion_sglang.executor.phases import Phase
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 PUBLISH_S = 0.5
 """How far the counters by layer, group and part may be behind the steps."""
@@ -136,6 +140,18 @@ class Kept:
     layers: Sequence[int]
     groups: Sequence[int]
     first: bool = True
+
+
+@cache
+def _refused_specs() -> Counter:
+    from prometheus_client import Counter
+
+    return Counter("fluxion_refused_specs", _COUNTERS["refused_specs"])
+
+
+def count_refused_spec() -> None:
+    """A request was refused for its policy in a process that has no `EngineMetrics`; the counter is one."""
+    _refused_specs().inc()
 
 
 class EngineMetrics:

@@ -92,11 +92,7 @@ class Learner:
             self._requests.append(request)
             self._new += 1
         if (full or self._new >= self._enough) and self._thread is None:
-            self._new, self._given = 0, len(self._requests)
-            self._thread = Thread(target=self._work, args=(list(self._requests),), daemon=True)
-            self._thread.start()
-            if os.environ.get(AT_ONCE):
-                self.wait()
+            self._begin(Thread(target=self._work, args=(list(self._requests),), daemon=True))
 
     def poll(self) -> Learned | None:
         """What was learned since the last call, if anything was; waits for nothing."""
@@ -105,15 +101,32 @@ class Learner:
         self._thread = None
         self._requests[: self._given] = self._thinned
         found, self._result = self._result, None
-        self._failed = found is None
-        if found is None:  # it failed, and would again
-            self.failures += 1
-            self._enough = max(MORE, len(self._requests))
+        if found is None:
+            self._fail()
             return None
+        self._failed = False
         self._enough = max(MORE, len(self._requests) // 16)
         self.trainings += 1
         self.learned = found
         return found
+
+    def _begin(self, training: Thread) -> None:
+        given, self._new = len(self._requests), 0
+        try:
+            training.start()
+        except RuntimeError as error:  # this process may have no more threads
+            logger.warning("Fluxion: adaptive could not begin to learn (%s); it goes on as before", error)
+            self._fail()
+            return
+        self._thread, self._given = training, given
+        if os.environ.get(AT_ONCE):
+            self.wait()
+
+    def _fail(self) -> None:
+        """The same would fail again: not before there are as many requests more."""
+        self.failures += 1
+        self._failed = True
+        self._enough = max(MORE, len(self._requests))
 
     def wait(self) -> None:
         """Until nothing is being trained."""

@@ -211,9 +211,7 @@ def _check_features(folder: Path, has: list[Any], needs: Sequence[str]) -> None:
     )
 
 
-def _read_network(
-    path: Path, digest: str, margins: torch.Tensor, version: int
-) -> tuple[HeadPredictor, torch.Tensor]:
+def _read_network(path: Path, digest: str, margins: torch.Tensor, version: int) -> tuple[HeadPredictor, torch.Tensor]:
     """The network and its margins, of a file of this version; margins: what they are where the file has none."""
     content = _content(
         path, f"The weights {path} do not exist, although {JSON_NAME} names them; copy the whole folder or train again."

@@ -145,7 +145,8 @@ class FluxionAttnBackend(AttentionBackend):
             one=draft is not None,
             canary=options.canary > 0,
         )
-        watch(self.req_to_token_pool, self._ended)
+        self._model, self._weights = runner.model, predictors.norms(runner.model)
+        watch(self.req_to_token_pool, self._ended, self._flushed)
         self._records = options.record is not None
         self._chunks: list[_Chunk] = []
 
@@ -180,7 +181,21 @@ class FluxionAttnBackend(AttentionBackend):
             self.engine.forget(row)
             self._room.give_back(row)
         if self.metrics is not None:
-            self.metrics.remembered(self.engine.state_bytes)
+            try:
+                self.metrics.remembered(self.engine.state_bytes)
+            except Exception:  # of a policy; nobody contains what happens between passes
+                logger.exception("Fluxion: a policy does not say how much it remembers")
+
+    def _flushed(self) -> None:
+        """SGLang flushes after `update_weights_*`, too: what was learned is of other weights then."""
+        if (weights := predictors.norms(self._model)) == self._weights:
+            return
+        self._weights = weights
+        self.engine.begin_anew()
+        logger.warning(
+            "Fluxion: the model has other weights. What policies have learned is forgotten, and nothing is kept in the "
+            "folder `learned` until the server starts again. A predictor is still the old weights'."
+        )
 
     def _check_wishes(self, wishes: object, tokens: int) -> None:
         for observer in self.engine.observers if self._records else ():

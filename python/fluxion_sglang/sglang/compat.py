@@ -90,10 +90,13 @@ RUN_BATCH = Need(
 CHECK_PROMPT = Need(
     "sglang.srt.managers.tokenizer_manager", "TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
 )
+END_CHUNKED = Need("sglang.srt.managers.scheduler", "Scheduler.process_pending_chunked_abort", ("self",))
 _TABLE = "sglang.srt.mem_cache.memory_pool"
 FREE_ROWS = Need(_TABLE, "ReqToTokenPool.free_rows", ("self", "indices"))
 CLEAR_ROWS = Need(_TABLE, "ReqToTokenPool.clear", ("self",))
-MATCH_SESSION = Need("sglang.srt.session.streaming_session", "StreamingSession.try_match_prefix", ("self", "params"))
+_SESSION = "sglang.srt.session.streaming_session"
+MATCH_SESSION = Need(_SESSION, "StreamingSession.try_match_prefix", ("self", "params"))
+END_TURN = Need(_SESSION, "StreamingSession.try_cache_finished_req", ("self", "req"))
 
 # Of NGRAM speculative decoding on a CPU (`speculation.py`), checked where a server asks for it.
 _NGRAM_SINCE = (0, 5, 23)
@@ -211,6 +214,8 @@ NEEDS = (
     FREE_ROWS,
     CLEAR_ROWS,
     MATCH_SESSION,
+    END_TURN,
+    END_CHUNKED,
     Need(_SRT + "plugins.hook_registry", "HookSource", ("plugin_name", "dist_name")),
     Need(_SRT + "layers.attention.attention_registry", "register_attention_backend", ("name",)),
     Need(

@@ -1,10 +1,10 @@
 """A forward pass of which something of ours failed ends its requests with an error; the server goes on.
 
-SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth
-less than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that
-the pass computed may enter the radix tree. A prompt whose chunk failed ends after its last chunk, as an aborted one
-does. Tensor-parallel ranks compute one pass together: what has failed on one has failed on all. So has a request that
-one of them ended before the pass (`requests.py`).
+SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth less
+than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that the pass
+computed may enter the radix tree. A prompt of which a chunk failed is computed no further. Tensor-parallel ranks
+compute one pass together: what has failed on one has failed on all. So has a request that one of them ended before the
+pass (`requests.py`).
 """
 
 from __future__ import annotations
@@ -137,6 +137,24 @@ def forward_batch_generation(
     for i, reason in failed.items():
         end_request(batch.reqs[i], reason, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     return result
+
+
+def process_pending_chunked_abort(original: Callable[..., None], scheduler: Any) -> None:
+    """AROUND Scheduler.process_pending_chunked_abort: a prompt that is to end ends before its next chunk.
+
+    SGLang itself looks at `to_finish` after the last chunk only. Where the client has hung up, or KV from an external
+    cache did not come, it does what is done here.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.runtime_context import get_parallel
+
+    request = scheduler.chunked_req
+    # The stages of a pipeline do not hear of one another's failures: each computes the prompt to its end.
+    ended = request is not None and isinstance(request.to_finish, FINISH_ABORT) and get_parallel().pp_size == 1
+    if ended and getattr(scheduler, "_pending_chunked_abort_req", request) is None:
+        request.discard_output_reason = request.to_finish
+        scheduler._pending_chunked_abort_req = request
+    original(scheduler)
 
 
 def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:

@@ -50,6 +50,8 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.FREE_ROWS: _ours("rows", "free_rows"),
     compat.CLEAR_ROWS: _ours("rows", "clear"),
     compat.MATCH_SESSION: _ours("sessions", "try_match_prefix"),
+    compat.END_TURN: _ours("sessions", "try_cache_finished_req"),
+    compat.END_CHUNKED: _ours("failures", "process_pending_chunked_abort"),
 }
 
 

@@ -1,13 +1,19 @@
-"""Prompts that no model can take: without a token, or with one that the vocabulary does not have.
+"""Requests that are refused in the process that tokenizes: the client gets status 400, and no other one notices.
 
-SGLang lets them through, and the pass that they come to ends the scheduler. They are refused in the process that
-tokenizes: the client gets status 400, and no other request notices.
+A prompt without a token, or with one that the vocabulary does not have, SGLang lets through, and the pass that it comes
+to ends the scheduler. A policy that is not legal would be found in the first pass of its prompt, and SGLang computes a
+prompt to its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.executor import metrics
+from fluxion_sglang.sglang import asked
+from fluxion_sglang.sglang.options import options_of
 
 
 def validate_one_request(
@@ -19,6 +25,7 @@ def validate_one_request(
         ValueError: one sentence for the client.
     """
     original(manager, obj, input_ids)
+    _check_policy(manager.server_args, getattr(obj, "sampling_params", None))
     if input_ids is None:  # a prompt of embeddings
         return
     if not len(input_ids):
@@ -34,3 +41,16 @@ def validate_one_request(
             f"The prompt has the token {least if least < 0 else most}, but this model has those from 0 to "
             f"{vocabulary - 1}; use the model's own tokenizer."
         )
+
+
+def _check_policy(server_args: Any, sampling_params: Any) -> None:
+    try:
+        options = options_of(server_args)
+    except ConfigError:  # a file that has changed since the server began; the scheduler's process knows what it said
+        return
+    try:
+        asked.check(sampling_params, options)
+    except ValueError:
+        if server_args.enable_metrics:
+            metrics.count_refused_spec()
+        raise

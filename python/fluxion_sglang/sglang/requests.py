@@ -6,7 +6,6 @@ is ended, and it alone.
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from fluxion_sglang import wishes
 from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
-from fluxion_sglang.sglang import sessions
+from fluxion_sglang.sglang import asked, sessions
 from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
 
 logger = logging.getLogger(__name__)
@@ -27,8 +26,6 @@ _Alive = weakref.WeakValueDictionary[tuple[type[Policy], str], Policy]
 
 _PARSED_SPECS = 64
 _LEARNED = 8
-_SHOWN = 60
-"""Characters of a wrong value that the answer repeats."""
 
 
 class _Approximates:
@@ -46,10 +43,11 @@ class _Approximates:
         self.policy = policy
         self.decoding = False  # a decode step has run under the policy
         self._request = weakref.ref(request)
+        self._inherits = sessions.is_approximated(request)
 
     def __bool__(self) -> bool:
         request = self._request()
-        if request is None or len(request.output_ids) > 1:
+        if self._inherits or request is None or len(request.output_ids) > 1:
             return True
         # The prompt goes in with its first token. But a request that ends with that token is asked once, and a decode
         # step in flight may have added the token's KV by then.
@@ -252,34 +250,15 @@ class RequestPolicies:
         named = self._named(wishes.spec_of(request, self.server.spec))
         return self.server if self._one else named
 
-    def _named(self, spec: object) -> Policy:
-        if not isinstance(spec, str):
-            # A list or an object may be of any size, and what it takes to write it down is what all requests wait for.
-            shown = "a JSON list" if isinstance(spec, list) else "a JSON object" if isinstance(spec, dict) else ""
-            shown = shown or json.dumps(spec, default=repr)[:_SHOWN]
-            raise ValueError(
-                f'{wishes.POLICY} is {shown}, but it takes a policy spec in a string, such as "fixed:16:0.05".'
-            )
+    def _named(self, named: object) -> Policy:
+        spec = asked.text_of(named)
         if spec == self.server.spec:
             return self.server
-        if not self.allowed:
-            raise ValueError(
-                f"{wishes.POLICY} is not taken by this server, where all requests follow one policy; leave it out."
-            )
-        if self.allowed is not True and spec not in self.allowed:
-            shown = json.dumps(spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "...")
-            takes = ", ".join(map(json.dumps, self.allowed))
-            raise ValueError(
-                f"{wishes.POLICY} {shown} is not one that this server takes; use {takes}, or leave it out."
-            )
+        asked.check_allowed(spec, self.allowed)
         if len(spec) > LONGEST:
             check_spec(spec)  # refuses it; what is kept of others' specs stays
         policy = self._parse(spec)
-        if policy.yardstick and not self.yardsticks:
-            raise ValueError(
-                f"{wishes.POLICY} {spec!r} is not taken by this server, because it reads everything to decide, which "
-                "all requests wait for; use another policy, or start the server with the option audit to measure."
-            )
+        asked.check_yardstick(policy, self.yardsticks)
         return policy
 
 

@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Freed = Callable[[Iterable[int]], None]
+Flushed = Callable[[], None]
 
 _watchers: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Freed]] = weakref.WeakKeyDictionary()
 """By request table."""
 
+_flush_watchers: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Flushed]] = weakref.WeakKeyDictionary()
 
-def watch(table: Any, freed: Freed) -> None:
-    """Have `freed`, a bound method, called with the rows of `table` (a ReqToTokenPool) that come free."""
+
+def watch(table: Any, freed: Freed, flushed: Flushed | None = None) -> None:
+    """Have `freed`, a bound method, called with the rows of `table` (a ReqToTokenPool) that come free, and `flushed`,
+    another one, after a flush of all of them."""
     _watchers[table] = weakref.WeakMethod(freed)
+    if flushed is not None:
+        _flush_watchers[table] = weakref.WeakMethod(flushed)
 
 
 def free_rows(original: Callable[..., None], table: Any, indices: Sequence[int]) -> None:
@@ -31,6 +37,10 @@ def clear(original: Callable[..., None], table: Any) -> None:
     """AROUND ReqToTokenPool.clear and DecodeReqToTokenPool.clear."""
     original(table)
     tell(table, range(table.req_to_token.shape[0]))
+    watcher = _flush_watchers.get(table)
+    flushed = None if watcher is None else watcher()
+    if flushed is not None:
+        flushed()
 
 
 def tell(table: Any, rows: Iterable[int]) -> None:

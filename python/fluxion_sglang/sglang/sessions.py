@@ -1,4 +1,5 @@
-"""Streaming sessions: a turn does not build on what an earlier one decoded under another sparse policy.
+"""Streaming sessions: a turn does not build on what an earlier one decoded under another sparse policy, and what a
+policy remembers of a turn goes with it.
 
 Of other requests only exact KV goes into the radix tree (`requests.py`). A streaming session keeps its whole KV beside
 the tree. Where a turn was decoded by approximation and the next one wants another policy, the session's KV is dropped,
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fluxion_sglang.sglang import rows
 from fluxion_sglang.wishes import spec_of
 
 
@@ -31,6 +33,11 @@ def approximated(request: Any, spec: str, server: str) -> None:
         _sessions[session] = _Approximated(spec, server)
 
 
+def is_approximated(request: Any) -> bool:
+    """Whether a turn begins with KV that an earlier one of its session approximated."""
+    return getattr(request, "session", None) in _sessions
+
+
 def try_match_prefix(original: Callable[..., Any], sessions: Any, params: Any) -> Any:
     """AROUND StreamingSession.try_match_prefix: what the session has is not there for a turn under another policy."""
     request = params.req
@@ -41,3 +48,12 @@ def try_match_prefix(original: Callable[..., Any], sessions: Any, params: Any) -
         del _sessions[session]
         sessions.release_session(session.session_id)
     return original(sessions, params)
+
+
+def try_cache_finished_req(original: Callable[..., bool], sessions: Any, request: Any) -> bool:
+    """AROUND StreamingSession.try_cache_finished_req: the session keeps the row, but its request has ended."""
+    row = request.kv.req_pool_idx
+    kept = original(sessions, request)
+    if kept:
+        rows.tell(sessions.cache.req_to_token_pool, [row])
+    return kept

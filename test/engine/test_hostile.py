@@ -131,7 +131,7 @@ def test_a_wrong_policy_costs_a_session_nothing(server: Server) -> None:
     ask(server, PROMPT, None, 40, session_params={"id": name})
     params = {"max_new_tokens": 4, "custom_params": {"fluxion_policy": "ful"}}
     body = {"input_ids": TURN, "sampling_params": params, "session_params": {"id": name}}
-    assert "'ful'" in refusal(server, 400, **body)
+    assert '"ful"' in refusal(server, 400, **body)
     then = ask(server, TURN, None, 8, session_params={"id": name})
     requests.post(server.url + "/close_session", json={"session_id": name}, timeout=PATIENCE_S)
     assert then.cached == len(PROMPT) + 39
@@ -142,8 +142,7 @@ def test_a_prompt_that_is_refused_is_computed_no_further(server: Server) -> None
     before = len(server.log())
     answer = ask(server, cases.filler(5000, 93), "lfps")
     assert answer.raw["code"] == 503 and "has no room to remember" in answer.raw["message"], answer.raw
-    passes = server.log()[before:].count("Prefill batch")
-    assert 1 <= passes <= 2, "of twenty"
+    assert server.log()[before:].count("Prefill batch") <= 2, "of twenty"
     assert len(ask(server, PROMPT).tokens) == 8
 
 

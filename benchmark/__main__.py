@@ -40,7 +40,9 @@ RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sin
 # Where the runs of adaptive keep what they learn: the first begins with nothing, each other goes on from the one before
 # it. Runs of other prompts go on from what the runs of RULER left, each kind by itself.
 LEARNED = "build/learned"
-OTHERS = ("far", "extraction", "perplexity")
+OTHERS = ("far", "extraction", "perplexity", "other")
+# A model of another shape, which `python -m benchmark.needle_model --recipe second --into build/second` makes.
+SECOND = "build/second"
 
 
 def learned(name: str) -> str:
@@ -64,6 +66,7 @@ QUALITY = {
         f"adaptive{name}": [
             *("--suite", suite),
             *("--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
+            *(("--model", SECOND) if "other" in name else ()),
             *("--fluxion-config", f'{{"learned": "{learned(name)}"}}'),
         ]
         for name, suite, lengths, samples, seed, policies in (
@@ -77,10 +80,18 @@ QUALITY = {
             ("_far", "ruler", "31k", "8", "14", "full,fluxion,adaptive"),
             ("_extraction_first", "extraction", "4k,8k", "24", "8", "full,adaptive"),
             ("_extraction", "extraction", "4k,8k", "48", "13", "full,fluxion,adaptive"),
+            ("_other_first", "ruler", "4k,8k", "8", "5", "full,adaptive"),
+            ("_other_second", "ruler", "4k,8k", "8", "6", "full,adaptive"),
+            ("_other_third", "ruler", "4k,8k", "8", "7", "full,adaptive"),
             ("_perplexity_first", "perplexity", "4k,8k", "24", "8", "full,adaptive"),
             ("_perplexity", "perplexity", "4k,8k", "24", "13", "full,fluxion,adaptive"),
         )
     },
+    # The least that its heads need, and a fixed share for each.
+    "other": [
+        *("--suite", "ruler", "--lengths", "4k", "--samples", "8", "--seed", "7"),
+        *("--policies", "full,labels,fixed:16:0.10", "--model", SECOND),
+    ],
     "psa": ["--suite", "ruler", "--lengths", "4k", "--samples", "8", "--policies", PSA],
     "ablations": ["--suite", "ruler", "--lengths", "4k", "--samples", "4", "--policies", ABLATIONS],
     "guard_0.03": [
@@ -127,8 +138,8 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
         fresh = True  # it learns, and so cannot continue
         end = "-quick" if quick else ""
         options[-1] = options[-1].replace('"}', f'{end}"}}')
-        if name == "adaptive_first":
-            shutil.rmtree(LEARNED + end, ignore_errors=True)
+        if name in ("adaptive_first", "adaptive_other_first"):
+            shutil.rmtree(learned(name) + end, ignore_errors=True)
         elif name.endswith("_first"):
             shutil.rmtree(learned(name) + end, ignore_errors=True)
             shutil.copytree(LEARNED + end, learned(name) + end)
@@ -169,6 +180,9 @@ def main() -> None:
             _run([sys.executable, str(HERE / "forecast"), "machines"], must=False)
     if args.only != "speed":
         for name in QUALITY:
+            if "other" in name and not Path(SECOND).is_dir():
+                print(f"{name} is left out, because there is no {SECOND}")
+                continue
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
         _run([sys.executable, str(HERE / "rounds.py")])

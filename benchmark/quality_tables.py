@@ -58,6 +58,11 @@ def adaptive_other(results: Path) -> str:
     return _rounds(results, ("other_first", "other_second", "other_third"))
 
 
+def other_least(results: Path) -> str:
+    """What the heads of that model need."""
+    return _quality(results, quality_table.averages, "quality_other.json")
+
+
 def _rounds(results: Path, names: Sequence[str]) -> str:
     out = []
     for path, rounds in result_files(results, ROUNDS, names[0]):
@@ -197,6 +202,7 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "adaptive_first": adaptive_first,
     "adaptive_rounds": adaptive_rounds,
     "adaptive_other": adaptive_other,
+    "other_least": other_least,
     "adaptive_far": adaptive_far,
     "adaptive_extraction": adaptive_extraction,
     "adaptive_perplexity": adaptive_perplexity,

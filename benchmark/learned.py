@@ -1,8 +1,9 @@
 """Has `adaptive` learn from prompts like those that one_batch.py decodes, for its time per token:
 
-    python benchmark/learned.py build/learned-far    # half an hour on two cores
+    cp -r build/learned-far build/learned-time    # what a warm server knows of other prompts (`python -m benchmark`)
+    python benchmark/learned.py build/learned-time --prompts 60    # four minutes on two cores
     python benchmark/one_batch.py --models needle --policies full fluxion adaptive --lengths 32256 \\
-        --config '{"learned": "build/learned-far"}' --name adaptive
+        --config '{"learned": "build/learned-time"}' --name adaptive
 
 Prompts of half the length are measured faster, and the predictor may be asked about twice the longest.
 """

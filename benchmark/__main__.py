@@ -38,7 +38,8 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
 # Where the runs of adaptive keep what they learn: the first begins with nothing, each other goes on from the one before
-# it. Runs of other prompts go on from what the runs of RULER left, each kind by itself.
+# it. Runs of other prompts go on from what the runs of RULER left, each kind by itself; another model begins with
+# nothing, too.
 LEARNED = "build/learned"
 OTHERS = ("far", "extraction", "perplexity", "other")
 # A model of another shape, which `python -m benchmark.needle_model --recipe second --into build/second` makes.

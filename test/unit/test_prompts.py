@@ -113,6 +113,14 @@ def test_a_request_need_not_name_one(params: Any) -> None:
     assert len(asked([1], sampling_params=params)) == 1
 
 
+def test_what_a_policy_raises_is_the_scheduler_s_to_contain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(spec: str) -> None:
+        raise OSError("its file is gone")
+
+    monkeypatch.setattr(prompts.asked, "check_spec", broken)
+    assert len(asked([1], sampling_params=of_policy("theirs:1"))) == 1
+
+
 def test_options_that_cannot_be_read_any_more_refuse_nobody() -> None:
     options_of(SimpleNamespace(fluxion_config=None), again=True)
     assert len(asked([1], sampling_params=of_policy("full"), config="@/nowhere/options.json")) == 1

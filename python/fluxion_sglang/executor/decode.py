@@ -172,12 +172,16 @@ class DecodeEngine:
             policy.bind(self.world)
         self._bound.add(policy)
 
-    def begin_anew(self) -> None:
-        """The model has other weights, and no requests: what policies know and have learned goes, and no more is
-        kept."""
+    def begin_anew(self) -> bool:
+        """The model has other weights, and no requests: what policies know and have learned goes, and no more is kept.
+
+        Returns:
+            Whether there is a policy that is not exact.
+        """
         self.world = dataclasses.replace(self.world, keeps=None)
         for policy in list(self._bound):
             policy.bind(self.world)
+        return not all(policy.exact for policy in self._bound)
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor, policy: Policy | None = None) -> None:
         """A chunk was prefilled, and the host pool has it.

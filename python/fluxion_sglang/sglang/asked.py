@@ -35,7 +35,12 @@ def check(params: object, config: FluxionConfig) -> None:
     if spec == config.policy or (config.policy == AUTO and spec in _AUTO_IS):
         return
     check_allowed(spec, config.request_policies)
-    policy = check_spec(spec)
+    try:
+        policy = check_spec(spec)
+    except ValueError:
+        raise
+    except Exception:  # of another package; the scheduler's process contains it, and says so
+        return
     if policy is not None:
         check_yardstick(policy, config.audit is not None)
 

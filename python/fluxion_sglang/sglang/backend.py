@@ -191,11 +191,11 @@ class FluxionAttnBackend(AttentionBackend):
         if (weights := predictors.norms(self._model)) == self._weights:
             return
         self._weights = weights
-        self.engine.begin_anew()
-        logger.warning(
-            "Fluxion: the model has other weights. What policies have learned is forgotten, and nothing is kept in the "
-            "folder `learned` until the server starts again. A predictor is still the old weights'."
-        )
+        if self.engine.begin_anew():
+            logger.warning(
+                "Fluxion: the model has other weights. What policies have learned is forgotten, and nothing is kept in "
+                "the folder `learned` until the server starts again. A predictor is still that of the old weights."
+            )
 
     def _check_wishes(self, wishes: object, tokens: int) -> None:
         for observer in self.engine.observers if self._records else ():

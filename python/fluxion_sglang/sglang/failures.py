@@ -145,16 +145,22 @@ def process_pending_chunked_abort(original: Callable[..., None], scheduler: Any)
     SGLang itself looks at `to_finish` after the last chunk only. Where the client has hung up, or KV from an external
     cache did not come, it does what is done here.
     """
+    request = scheduler.chunked_req
+    if request is not None and request.to_finish is not None:
+        _end_chunked(scheduler, request)
+    original(scheduler)
+
+
+def _end_chunked(scheduler: Any, request: Any) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.runtime_context import get_parallel
 
-    request = scheduler.chunked_req
     # The stages of a pipeline do not hear of one another's failures: each computes the prompt to its end.
-    ended = request is not None and isinstance(request.to_finish, FINISH_ABORT) and get_parallel().pp_size == 1
-    if ended and getattr(scheduler, "_pending_chunked_abort_req", request) is None:
+    if not isinstance(request.to_finish, FINISH_ABORT) or get_parallel().pp_size > 1:
+        return
+    if getattr(scheduler, "_pending_chunked_abort_req", request) is None:  # nor has the client hung up
         request.discard_output_reason = request.to_finish
         scheduler._pending_chunked_abort_req = request
-    original(scheduler)
 
 
 def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:

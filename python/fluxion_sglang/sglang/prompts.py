@@ -1,8 +1,7 @@
 """Requests that are refused in the process that tokenizes: the client gets status 400, and no other one notices.
 
 A prompt without a token, or with one that the vocabulary does not have, SGLang lets through, and the pass that it comes
-to ends the scheduler. A policy that is not legal would be found in the first pass of its prompt, and SGLang computes a
-prompt to its end.
+to ends the scheduler. A policy that is not legal would cost a pass, and the session that it is a turn of its KV.
 """
 
 from __future__ import annotations

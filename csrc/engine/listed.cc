@@ -64,9 +64,7 @@ int64_t ListedTokens::bytes(const Layer& layer, const Task& task) const {
 }
 
 int ListedTokens::ranked_tokens(const Layer& layer, const Task& task) const {
-  const float* budget = layer.budget(task);
-  const bool ranked = std::any_of(budget, budget + layer.group, [](float part) { return part < 1; });
-  return ranked ? count(layer, task) * kPage : 0;
+  return layer.ranked(task) ? count(layer, task) * kPage : 0;
 }
 
 Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s) const {

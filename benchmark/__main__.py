@@ -88,6 +88,24 @@ QUALITY = {
             ("_perplexity", "perplexity", "4k,8k", "24", "13", "full,fluxion,adaptive"),
         )
     },
+    **{
+        f"sketch{name}": [
+            *("--suite", suite, "--lengths", lengths, "--samples", samples, "--seed", "15"),
+            *("--policies", f"full,{others}sketch:0.10,sketch:0.20"),
+            *(("--model", SECOND) if "other" in name else ()),
+            *(("--dtype", dtype) if dtype else ()),
+        ]
+        for name, suite, lengths, samples, others, dtype in (
+            ("", "ruler", "4k,8k", "24", "fluxion,", ""),
+            ("_far", "ruler", "31k", "8", "fluxion,", ""),
+            ("_extraction", "extraction", "4k,8k", "24", "fluxion,", ""),
+            ("_perplexity", "perplexity", "4k,8k", "24", "fluxion,", ""),
+            ("_other", "ruler", "4k,8k", "24", "", ""),
+            ("_other_far", "ruler", "31k", "4", "", ""),
+            ("_other_bfloat16", "ruler", "4k,8k", "4", "", "bfloat16"),
+            ("_bfloat16", "ruler", "4k,8k", "4", "fluxion,", "bfloat16"),
+        )
+    },
     # The least that its heads need, and a fixed share for each.
     "other": [
         *("--suite", "ruler", "--lengths", "4k", "--samples", "8", "--seed", "7"),

@@ -140,7 +140,7 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     else:
         # decode_turns.py gives every step its policy.
         config = {"policy": "full" if policies[0] == drawn.SPEC else policies[0], "host_tokens": tokens}
-        config |= cell["config"]
+        config |= {"sketches": any(policy.startswith("sketch") for policy in policies)} | cell["config"]
         run += ["--enable-fluxion", "--fluxion-config", json.dumps(config)]
         run += ["--timeline", str(scratch / TIMELINE)]
     return [*run, "--batch-size", *map(str, batches), "--input-len", str(length), "--output-len", str(steps)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fluxion_sglang.commands.here import shell
 from fluxion_sglang.commands.needle import MODEL
+from fluxion_sglang.policy import check_spec
 from fluxion_sglang.scoring.kl import tokens_compared
 from fluxion_sglang.scoring.serve import EngineFailed, RequestFailed, Start, starter
 
@@ -31,6 +32,8 @@ def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
         return 2
     top = tokens_compared(made.model.vocabulary)
     config = dict(asked.config)
+    if any(policy is not None and policy.sketches for policy in map(check_spec, asked.policies)):
+        config.setdefault("sketches", True)
     if asked.predictor is not None:
         config["predictor"] = str(asked.predictor)
     try:

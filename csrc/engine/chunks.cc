@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "runtime/prefetch.h"
 
 namespace fluxion {
 
@@ -32,6 +37,110 @@ void in_chunks(const Layer& layer, int64_t bytes, int count, int unit, Scratch* 
 }
 
 }  // namespace
+
+namespace {
+
+// Tiles of the KV dtype that rows of the pool's are copied to, as many as stay in the second nearest cache.
+class Gathered : public OwnScratch {
+ public:
+  static constexpr int kBytes = 128 << 10;
+
+  // Room for `count` tiles of so many heads.
+  void reserve(const PoolShape& shape, int heads) {
+    count_ = static_cast<int>(std::max<int64_t>(1, kBytes / shape.window_tile_bytes()));
+    lines_.resize((count_ + 1) * shape.window_tile_bytes() / sizeof(Line));
+    masks_.assign(static_cast<size_t>(count_) * heads, 0xffff);
+    pages_.resize(count_);
+    std::iota(pages_.begin(), pages_.end(), 0);
+  }
+  int tokens() const { return count_ * kPage; }
+  char* tiles() { return lines_[0].bytes; }
+  const int32_t* pages() const { return pages_.data(); }
+  // Of n tokens: nullptr where they fill tiles; else the last tile's are cut, until the next call.
+  const uint16_t* masks(int n, int heads) {
+    if (n % kPage == 0) return nullptr;
+    if (cut_ != 0) std::fill_n(&masks_[cut_ * heads], heads, uint16_t{0xffff});
+    cut_ = n / kPage;
+    std::fill_n(&masks_[cut_ * heads], heads, static_cast<uint16_t>((1u << n % kPage) - 1));
+    return masks_.data();
+  }
+  // Token number `token` of the pool becomes token `at` here.
+  void take(const Layer& layer, const Task& task, int32_t token, int at) {
+    const int64_t row = layer.shape.token_bytes(), half = kPage * row;
+    const char* tile = layer.tiles(task) + token / kPage * layer.shape.tile_bytes();
+    int from = token % kPage;
+    if (layer.shape.dtype == DType::kInt8) {
+      char* const apart = tiles() + count_ * 2 * half;
+      layer.kernels.read_token(tile, layer.shape.head_dim, from, apart);
+      tile = apart;
+    }
+    char* to = tiles() + at / kPage * 2 * half + at % kPage * row;
+    copy(tile + from * row, row, to);
+    copy(tile + from * row + half, row, to + half);
+  }
+  // It will be taken soon.
+  static void fetch(const Layer& layer, const Task& task, int32_t token) {
+    const int64_t row = layer.shape.row_bytes();
+    const char* at = layer.tiles(task) + token / kPage * layer.shape.tile_bytes() + token % kPage * row;
+    for (int64_t b = 0; b < row; b += sizeof(Line)) {
+      prefetch(at + b);
+      prefetch(at + kPage * row + b);
+    }
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+
+  static void copy(const char* from, int64_t bytes, char* to) {
+    constexpr int kPiece = 32;  // divides every row
+    for (int64_t b = 0; b < bytes; b += kPiece) std::memcpy(to + b, from + b, kPiece);
+  }
+
+  int count_ = 0, cut_ = 0;
+  std::vector<Line> lines_;
+  std::vector<uint16_t> masks_;
+  std::vector<int32_t> pages_;
+};
+
+void attend_gathered(const Layer& layer, const Task& task, const int32_t* tokens, int count, Scratch* helper,
+                     float* o, float* lse) {
+  constexpr int kAhead = 16;
+  const int G = layer.group, D = layer.shape.head_dim;
+  Gathered& room = helper->own<Gathered>();
+  room.reserve(layer.shape, G);
+  alignas(64) float more_o[kMaxGroup * kMaxHeadDim];
+  float more_lse[kMaxGroup];
+  for (int first = 0; first < count; first += room.tokens()) {
+    const int n = std::min(room.tokens(), count - first);
+    for (int i = first; i < first + n; ++i) {
+      if (i + kAhead < count) Gathered::fetch(layer, task, tokens[i + kAhead]);
+      room.take(layer, task, tokens[i], i - first);
+    }
+    layer.window_kernels.attend_near(layer.query(task), G, D, layer.in.scale, room.tiles(), room.pages(),
+                                     room.masks(n, G), (n + kPage - 1) / kPage, 0, first == 0 ? o : more_o,
+                                     first == 0 ? lse : more_lse);
+    if (first > 0) layer.merge(G, o, lse, more_o, more_lse);
+  }
+  if (const Canary* canary = layer.pool.canary())
+    canary->read_tokens(layer.pool, layer.in.layer, task.head, tokens, count);
+}
+
+}  // namespace
+
+void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* s, float* o, float* lse) {
+  const int G = layer.group, D = layer.shape.head_dim, units = (count + kPage - 1) / kPage;
+  const int chunks = chunks_of(layer, 2 * count * layer.shape.row_bytes(), units);
+  const auto attend_chunk = [&](int i, Scratch* helper) {
+    const int from = cut(units, chunks, i) * kPage, to = std::min(cut(units, chunks, i + 1) * kPage, count);
+    attend_gathered(layer, task, &s->tokens[from], to - from, helper, i == 0 ? o : &s->part_o[(i - 1) * G * D],
+                    i == 0 ? lse : &s->part_lse[(i - 1) * G]);
+  };
+  s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
+  for (int i = 1; i < chunks; ++i)
+    layer.merge(G, o, lse, &s->part_o[(i - 1) * G * D], &s->part_lse[(i - 1) * G]);
+}
 
 void attend(const Layer& layer, const Task& task, const Selection& selection, Scratch* s, float* o,
             float* lse) {
@@ -88,6 +197,17 @@ void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, in
     check_tiles(layer, task.head, pages + from, to - from);
   };
   in_chunks(layer, count * layer.shape.tile_bytes() / 2, count, 1, s, score);
+}
+
+int64_t score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* s) {
+  const int64_t bytes = count * layer.shape.sketch_bytes();
+  const auto score = [&](int from, int to, Scratch*) {
+    layer.kernels.score_sketches(layer.query(task), layer.group, layer.shape.head_dim,
+                                 layer.pool.sketches(layer.in.layer, task.head), pages + from, to - from,
+                                 &s->scores[from * kPage], s->stride(layer.group));
+  };
+  in_chunks(layer, bytes, count, 1, s, score);
+  return bytes;
 }
 
 void score_rows(const Layer& layer, const Task& task, int count, Scratch* s) {

@@ -4,6 +4,7 @@
 #include <tvm/ffi/container/array.h>
 
 #include "engine/listed.h"
+#include "engine/sketched.h"
 
 namespace fluxion {
 namespace {
@@ -67,6 +68,11 @@ PlanRef plan_create(TensorView blk, TensorView budget, TensorView value, Optiona
   });
 }
 
+TaskKindRef sketched_create(Tensor left) {
+  expect(left, "left", kFloat32, {-1, -1}, 2);
+  return make_kind<Sketched>(data<float>(left), left.size(0), left.size(1), keep({left}));
+}
+
 TaskKindRef listed_create(Tensor offsets, Tensor pages, Tensor masks, Optional<Tensor> chosen,
                           Optional<Tensor> scores) {
   Kept kept;
@@ -89,3 +95,4 @@ TaskKindRef listed_create(Tensor offsets, Tensor pages, Tensor masks, Optional<T
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_create, fluxion::plan_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(listed_create, fluxion::listed_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sketched_create, fluxion::sketched_create);

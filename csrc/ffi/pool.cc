@@ -18,15 +18,16 @@ namespace {
 
 // Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
 // it.
-constexpr int64_t kAbiVersion = 36;
+constexpr int64_t kAbiVersion = 37;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
-                     int64_t sink_pages) {
+                     int64_t sink_pages, bool sketched) {
   for (int64_t v : {layers, kv_heads, pages, head_dim, dtype, sink_pages}) {
     if (v < 0 || v > INT32_MAX) Raise("ValueError") << "A size of the pool is " << v << ", which cannot be.";
   }
-  return {static_cast<int>(layers),   static_cast<int>(kv_heads), static_cast<int>(pages),
-          static_cast<int>(head_dim), static_cast<DType>(dtype),  static_cast<int>(sink_pages)};
+  return {static_cast<int>(layers),     static_cast<int>(kv_heads), static_cast<int>(pages),
+          static_cast<int>(head_dim),   static_cast<DType>(dtype),  static_cast<int>(sink_pages),
+          sketched};
 }
 
 int64_t abi_version() { return kAbiVersion; }
@@ -49,17 +50,19 @@ ffi::String workers_cores(Workers workers) {
   return out;
 }
 
-int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype) {
-  return guarded([&] { return pool_bytes(pool_shape(layers, kv_heads, pages, head_dim, dtype, 0)); });
+int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
+                      bool sketched) {
+  return guarded([&] { return pool_bytes(pool_shape(layers, kv_heads, pages, head_dim, dtype, 0, sketched)); });
 }
 
 Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim,
-                 int64_t dtype, int64_t sink_pages, double spread, ffi::String isa, double canary) {
+                 int64_t dtype, int64_t sink_pages, bool sketched, double spread, ffi::String isa,
+                 double canary) {
   if (!(canary >= 0 && canary <= 1)) {
     Raise("ValueError") << "canary is " << canary << "; it is a share of reads, 0 to 1.";
   }
   return guarded([&] {
-    const PoolShape shape = pool_shape(layers, kv_heads, pages, head_dim, dtype, sink_pages);
+    const PoolShape shape = pool_shape(layers, kv_heads, pages, head_dim, dtype, sink_pages, sketched);
     const auto pool =
         std::make_shared<HostPool>(workers->pool, shape, static_cast<float>(spread), std::string(isa));
     if (canary > 0) pool->guard(canary);
@@ -119,6 +122,8 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
   if (name == "tiles")
     return view(pool.tiles_base(l), {s.kv_heads, s.pages, 2, kPage, s.head_dim}, kv_type(pool));
   if (name == "moments") return view(pool.moments_base(l), {s.kv_heads, s.pages, s.moments_len()}, kFloat64);
+  if (name == "sketches" && s.sketched)
+    return view(pool.sketches(l, 0), {s.kv_heads, s.pages, s.sketch_bytes()}, DLDataType{kDLUInt, 8, 1});
   for (int j = 0; j < kLevels; ++j) {
     const std::string level = std::to_string(j);
     if (name == "meta" + level)
@@ -126,7 +131,8 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
     if (j > 0 && name == "tag" + level) return view(pool.tags(l, j), {s.entries(j)}, kInt32);
   }
   Raise("ValueError") << "The pool has no tensor \"" << name
-                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3, moments or memory.";
+                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3, moments, memory, or sketches of a pool "
+                      << "that has some.";
   TVM_FFI_UNREACHABLE();
 }
 

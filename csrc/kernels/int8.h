@@ -9,6 +9,7 @@
 //   floats_of(sum)         those integers
 //   bytes_at(p)            4 * kLanes integers as they are, four in every lane
 //   add_bytes(sum, a, b)   adds the products of the bytes, those of a without sign, to the integers
+//   low_halves(x)          the lower four bits of every byte, as a byte; high_halves: the upper ones
 //   store_bytes(x, to)     kLanes floats from 0 to 255, rounded to bytes without sign
 namespace fluxion::FLUXION_ISA {
 namespace {

@@ -20,6 +20,7 @@
 #include "kernels/probe.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
+#include "kernels/sketch.h"
 #include "kernels/table.h"
 #include "kernels/tile.h"
 #include "kernels/walk.h"
@@ -60,6 +61,9 @@ constexpr KernelTable make_table() {
           block_mass,
           add_weights,
           compare_codes,
+          write_sketch<T>,
+          score_sketches<M>,
+          keep_mass,
           attend<T>,
           attend_near<T>,
           attend_pages<T>,

@@ -46,6 +46,8 @@ inline constexpr int kScaleBytes = 2 * kPage * 2;  // of a tile of kInt8
 inline constexpr int64_t stored_bytes(DType stored, int D) {
   return stored == DType::kInt8 ? D + 2 : int64_t{D} * element_bytes(stored);
 }
+// Of a page's sketch (KernelTable::write_sketch), whole cache lines.
+inline constexpr int64_t sketch_bytes(int D) { return (kPage * (int64_t{D} / 2 + 2) + 63) / 64 * 64; }
 
 // What `features` reads and writes, of B = batch requests. Rows of the three anchor tensors belong to
 // requests: that of request b is rows[b].
@@ -176,6 +178,22 @@ struct KernelTable {
   // Bit b of above[i], equal[i]: whether codes[64 i + b] is above the limit, equal to it; of `words`
   // times 64.
   void (*compare_codes)(const uint8_t* codes, int64_t words, uint8_t limit, uint64_t* above, uint64_t* equal);
+
+  // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k stays, but for a factor of both),
+  // and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the key's scale. Codes
+  // [D / 8][16 tokens][4], one byte for elements d (its lower half) and d + 4; then the scales [16], bfloat16.
+  // Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
+  void (*write_sketch)(const void* tile, int D, void* sketch);
+  // About q.k of every token of the listed pages, unscaled; q is rounded to 8 bits. q: KV dtype [G][D], G up to
+  // kMaxGroup. The sketch of page i is sketches + pages[i] * sketch_bytes(D). out as of score_tokens.
+  // Bit-identical on every ISA.
+  void (*score_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
+                         float* out, int64_t out_stride);
+  // Which tokens a head reads so that those it leaves out have at most the share `left` of its attention, by
+  // these scores and beside what weighs lse (-inf: nothing is): those that weigh at least a bound, which is
+  // looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16. Scores are
+  // overwritten. NaN counts as -inf.
+  void (*keep_mass)(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //

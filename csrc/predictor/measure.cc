@@ -19,6 +19,7 @@
 #include "predictor/distribution.h"
 #include "predictor/walk.h"
 #include "runtime/host_memory.h"
+#include "runtime/prefetch.h"
 
 namespace fluxion {
 
@@ -523,7 +524,7 @@ void Measurement::walk_tokens(int state, int head, int g, const int32_t* pages, 
     const int ahead = order.ahead(count - 1 + kAhead);
     const int row = kPage + ahead % kPage;
     const char* next = tile(ahead) + row / together * bytes;
-    for (int64_t b = 0; b < bytes; b += kLine) __builtin_prefetch(next + b);
+    for (int64_t b = 0; b < bytes; b += kLine) prefetch(next + b);
     const float square = kernels_.add_value(tile(token), token % kPage, weights[token], o, D_, walk.sum());
     set_budget(state, 0, walk.step(weights[token], square), budget_of_blocks(count, tokens, 1, tokens));
   }

@@ -460,6 +460,39 @@ void k_read_tile(const String& isa, TensorView tile, int64_t tokens, TensorView 
   kernels.read_tile(tile.data_ptr(), D, count, out.data_ptr());
 }
 
+// out: [sketch_bytes] uint8.
+void k_write_sketch(const String& isa, TensorView tile, int64_t D, TensorView out) {
+  if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) TVM_FFI_THROW(ValueError) << "D is " << D << ".";
+  const int dim = static_cast<int>(D);
+  Argument{"out", out}.require(kUInt8, {sketch_bytes(dim)});
+  table_of(isa, one_tile(tile, dim)).write_sketch(tile.data_ptr(), dim, out.data_ptr());
+}
+
+// q: [G, D]. sketches: [P, sketch_bytes] uint8. pages: [n]. out: [G, 16 n].
+void k_score_sketches(const String& isa, TensorView q, TensorView sketches, TensorView pages, TensorView out) {
+  const Argument query{"q", q}, ids{"pages", pages};
+  const DType dtype = query.kv_dtype();
+  const int D = query.head_dim(), G = query.group();
+  query.require(dl_dtype(dtype), {G, D});
+  Argument{"sketches", sketches}.require(kUInt8, {-1, sketch_bytes(D)});
+  const int n = ids.ids(sketches.size(0));
+  Argument{"out", out}.require(kFloat32, {G, int64_t{n} * kPage}, true);
+  table_of(isa, dtype).score_sketches(q.data_ptr(), G, D, sketches.data_ptr(), ids.data<int32_t>(), n,
+                                      static_cast<float*>(out.data_ptr()), out.stride(0));
+}
+
+// scores: [16 n], which are overwritten. masks: [n] uint16, whose bits stay.
+void k_keep_mass(const String& isa, TensorView scores, double scale, double cap, double lse, double left,
+                   TensorView masks) {
+  const Argument kept{"masks", masks};
+  kept.require(kUInt16, {-1});
+  const Argument values{"scores", scores};
+  values.require(kFloat32, {int64_t{kept.count()} * kPage});
+  table_of(isa, DType::kF32)
+      .keep_mass(values.data<float>(), values.count(), {static_cast<float>(scale), static_cast<float>(cap)},
+                 static_cast<float>(lse), static_cast<float>(left), kept.data<uint16_t>());
+}
+
 double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,
                      TensorView out) {
   const Argument to{"out", out};
@@ -502,6 +535,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_token, k_write_token);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_read_tile, k_read_tile);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_sketch, k_write_sketch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_sketches, k_score_sketches);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_keep_mass, k_keep_mass);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_state, k_merge_state);
 
 }  // namespace

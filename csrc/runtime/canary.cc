@@ -4,6 +4,7 @@
 
 #include "runtime/failure.h"
 #include "runtime/pool.h"
+#include "runtime/prefetch.h"
 #include "runtime/sums.h"
 
 namespace fluxion {
@@ -146,7 +147,7 @@ void Canary::check_token(const HostPool& pool, int layer, int head, int page, in
 void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t* pages,
                         int64_t tokens) const {
   const auto fetch = [&](int64_t i) {
-    for (int t = 0; t < kPage; t += 8) __builtin_prefetch(&token_sum(layer, head, pages[i], t));
+    for (int t = 0; t < kPage; t += 8) prefetch(&token_sum(layer, head, pages[i], t));
   };
   sample((tokens + kPage - 1) / kPage, fetch, [&](int64_t i) {
     const int count = static_cast<int>(std::min<int64_t>(kPage, tokens - i * kPage));
@@ -157,7 +158,7 @@ void Canary::read_tiles(const HostPool& pool, int layer, int head, const int32_t
 void Canary::read_tokens(const HostPool& pool, int layer, int head, const int32_t* tokens,
                          int64_t count) const {
   const auto fetch = [&](int64_t i) {
-    __builtin_prefetch(&token_sum(layer, head, tokens[i] / kPage, tokens[i] % kPage));
+    prefetch(&token_sum(layer, head, tokens[i] / kPage, tokens[i] % kPage));
   };
   sample(count, fetch,
          [&](int64_t i) { check_token(pool, layer, head, tokens[i] / kPage, tokens[i] % kPage); });
@@ -166,7 +167,7 @@ void Canary::read_tokens(const HostPool& pool, int layer, int head, const int32_
 void Canary::read_entries(const HostPool& pool, int layer, int head, int level, const int32_t* pages,
                           int64_t stride, int64_t count) const {
   const auto fetch = [&](int64_t i) {
-    __builtin_prefetch(&entry_sum(layer, head, level, pages[i * stride]));
+    prefetch(&entry_sum(layer, head, level, pages[i * stride]));
   };
   sample(count, fetch, [&](int64_t i) {
     const int page = pages[i * stride];

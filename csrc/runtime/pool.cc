@@ -9,7 +9,7 @@ namespace fluxion {
 namespace {
 
 // Calls visit(layer, kind, offset) for every section of the mapping in order; kinds: 0 tiles, 1..4 meta of
-// level kind - 1, 5..7 tags of level kind - 4, 8 moments. Returns the total.
+// level kind - 1, 5..7 tags of level kind - 4, 8 moments, 9 sketches. Returns the total.
 template <typename Visit>
 int64_t lay_out(const PoolShape& s, Visit visit) {
   int64_t offset = 0;
@@ -22,6 +22,7 @@ int64_t lay_out(const PoolShape& s, Visit visit) {
     for (int j = 0; j < kLevels; ++j) section(l, 1 + j, s.kv_heads * s.entries(j) * s.entry_bytes());
     for (int j = 1; j < kLevels; ++j) section(l, 4 + j, s.entries(j) * sizeof(int32_t));
     section(l, 8, s.head_pages() * s.moments_len() * sizeof(double));
+    if (s.sketched) section(l, 9, s.head_pages() * s.sketch_bytes());
   }
   return round_up(offset, kHugePage);
 }
@@ -92,8 +93,10 @@ HostPool::HostPool(std::shared_ptr<WorkerPool> workers, const PoolShape& shape, 
       l.meta[kind - 1] = at;
     } else if (kind <= 7) {
       l.tags[kind - 4] = reinterpret_cast<int32_t*>(at);
-    } else {
+    } else if (kind == 8) {
       l.moments = reinterpret_cast<double*>(at);
+    } else {
+      l.sketches = at;
     }
   });
   // Threads that are not pinned may all be on one node.
@@ -114,6 +117,7 @@ void HostPool::first_touch(int worker) const {
       region(tiles(l, h), shape_.pages * shape_.tile_bytes());
       for (int j = 0; j < kLevels; ++j) region(entries(l, h, j), shape_.entries(j) * shape_.entry_bytes());
       region(reinterpret_cast<char*>(moments(l, h, 0)), shape_.pages * shape_.moments_len() * sizeof(double));
+      if (shape_.sketched) region(sketches(l, h), shape_.pages * shape_.sketch_bytes());
     }
     if (worker != 0) continue;
     for (int j = 1; j < kLevels; ++j) std::fill_n(tags(l, j), shape_.entries(j), -1);
@@ -182,7 +186,14 @@ void HostPool::describe_page(int layer, int head, int page) const {
   const char* full = tile(layer, head, page);
   kernels_->page_minmax(full, shape_.head_dim, entry(layer, head, 0, page));
   kernels_->page_moments(full, shape_.head_dim, moments(layer, head, page));
+  sketch_page(layer, head, page);
   if (canary_ != nullptr) canary_->wrote_entry(layer, head, 0, page, entry(layer, head, 0, page));
+}
+
+void HostPool::sketch_page(int layer, int head, int page) const {
+  if (!shape_.sketched) return;
+  kernels_->write_sketch(tile(layer, head, page), shape_.head_dim,
+                         sketches(layer, head) + page * shape_.sketch_bytes());
 }
 
 void HostPool::chain_page(int layer, int head, const int32_t* pages, int logical) const {
@@ -282,6 +293,7 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
     const int32_t* pages;
     int64_t start, count;
     int first, full, stop;  // logical pages: written, of them filled, behind the last one written
+    bool described;
     FirstFailure* failure;  // as in append()
   };
   FirstFailure failure;
@@ -293,13 +305,20 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
           static_cast<int>(start / kPage),
           static_cast<int>((start + count) / kPage),
           static_cast<int>((start + count + kPage - 1) / kPage),
+          described,
           &failure};
   // What follows from a page alone, by pages, because there may be more workers than heads.
   const auto pages_body = [](void* arg, int item) {
     const Job& j = *static_cast<Job*>(arg);
     const int heads = j.pool->shape().kv_heads, begin = j.first + item / heads * kAdoptPages;
-    for (int p = begin; p < std::min(begin + kAdoptPages, j.full); ++p)
-      j.pool->describe_page(j.layer, item % heads, j.pages[p]);
+    for (int p = begin; p < std::min(begin + kAdoptPages, j.full); ++p) {
+      // A device describes pages, and makes no sketches.
+      if (j.described) {
+        j.pool->sketch_page(j.layer, item % heads, j.pages[p]);
+      } else {
+        j.pool->describe_page(j.layer, item % heads, j.pages[p]);
+      }
+    }
   };
   const auto head_body = [](void* arg, int h) {
     const Job& j = *static_cast<Job*>(arg);
@@ -310,7 +329,7 @@ void HostPool::adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t s
       j.failure->guard([&] { j.pool->seal_blocks(j.layer, h, j.pages, p); });
     }
   };
-  if (const int full = job.full - job.first; !described && full > 0) {
+  if (const int full = job.full - job.first; (!described || shape_.sketched) && full > 0) {
     const int items = (full + kAdoptPages - 1) / kAdoptPages * shape_.kv_heads;
     failure.guard([&] { workers_->parallel_for(items, pages_body, &job); });
   }

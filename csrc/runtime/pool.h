@@ -60,8 +60,8 @@ inline int window_start_page(int n, int sink_pages, int window) {
 
 // Layout: the contract of PoolShape and layer_.
 //
-// A page is "full" when its 16 tokens are written; then its metadata and moments are computed, and the coarse
-// entry of level j when it is the last of its block. A coarse entry lives at [last page >> j] and is tagged
+// A page is "full" when its 16 tokens are written; then its metadata and moments are computed, its sketch if the
+// shape has sketches, and the coarse entry of level j when it is the last of its block. A coarse entry lives at [last page >> j] and is tagged
 // with that page: the later writer wins a collision and the loser is scored from its pages, bit-identically.
 // (Not quite after two requests prefilled the same prefix at once and SGLang rebound one to the other's
 // pages: entries and moments made before that describe its own copies of the same tokens, which rounding may
@@ -99,6 +99,10 @@ class HostPool {
   int32_t* tags(int layer, int level) const { return layer_[layer].tags[level]; }  // level 1..3
   double* moments(int layer, int head, int page) const {
     return layer_[layer].moments + (static_cast<int64_t>(head) * shape_.pages + page) * shape_.moments_len();
+  }
+  // The sketches of a head's pages, by page; only of a pool whose shape says so.
+  char* sketches(int layer, int head) const {
+    return layer_[layer].sketches + int64_t{head} * shape_.pages * shape_.sketch_bytes();
   }
   char* tiles_base(int layer) const { return layer_[layer].tiles; }
   char* meta_base(int layer, int level) const { return layer_[layer].meta[level]; }
@@ -175,11 +179,13 @@ class HostPool {
     char* meta[kLevels];
     int32_t* tags[kLevels];  // [0] is unused
     double* moments;
+    char* sketches;  // [kv_heads][pages]; only where they are made
   };
 
   // The two parts of seal_page. The first follows from the page alone, wherever it is on a path: metadata,
   // and the page's own moments where the sums will be. The second makes them running sums, once.
   void describe_page(int layer, int head, int page) const;
+  void sketch_page(int layer, int head, int page) const;
   void chain_page(int layer, int head, const int32_t* pages, int logical) const;
   void count_write(int layer, int head, int page) const;
   void vouch(int layer, int head, const int32_t* pages, int64_t start, int64_t count) const;

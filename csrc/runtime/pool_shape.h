@@ -16,6 +16,7 @@ struct PoolShape {
   int head_dim;
   DType dtype;     // of what is stored
   int sink_pages;  // logical pages below this number count into no coarse entry and no moments
+  bool sketched = false;  // every full page has a sketch of its keys
 
   // Pages of all heads: the first product of every size, and the one that must not be an int.
   int64_t head_pages() const { return int64_t{kv_heads} * pages; }
@@ -27,6 +28,7 @@ struct PoolShape {
   // Of what is stored: a key or a value, and a tile.
   int64_t row_bytes() const { return stored_bytes(dtype, head_dim); }
   int64_t tile_bytes() const { return 2 * kPage * row_bytes(); }
+  int64_t sketch_bytes() const { return fluxion::sketch_bytes(head_dim); }
   int64_t moments_len() const { return 2 * head_dim + 8; }
   int64_t entries(int level) const { return (pages + (int64_t{1} << level) - 1) >> level; }
 };

@@ -174,6 +174,10 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), _mm256_add_epi32(even, odd)));
 }
+inline Vec low_halves(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi8(0x0f))); }
+inline Vec high_halves(Vec x) {
+  return low_halves(_mm256_castsi256_ps(_mm256_srli_epi16(_mm256_castps_si256(x), 4)));
+}
 inline void store_bytes(Vec x, uint8_t* to) {
   const __m256i wide = _mm256_cvtps_epi32(x);
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(wide, wide), 0x08);

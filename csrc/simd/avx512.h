@@ -166,6 +166,12 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_add_epi32(even, odd)));
 #endif
 }
+inline Vec low_halves(Vec x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi8(0x0f)));
+}
+inline Vec high_halves(Vec x) {
+  return low_halves(_mm512_castsi512_ps(_mm512_srli_epi16(_mm512_castps_si512(x), 4)));
+}
 inline void store_bytes(Vec x, uint8_t* to) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }

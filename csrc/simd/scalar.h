@@ -105,6 +105,8 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
                                    static_cast<int8_t>(bits_of(b) >> i));
   return float_of(total);
 }
+inline Vec low_halves(Vec x) { return float_of(bits_of(x) & 0x0f0f0f0fu); }
+inline Vec high_halves(Vec x) { return float_of(bits_of(x) >> 4 & 0x0f0f0f0fu); }
 // Up to 255; 1.5 * 2^23 more, and the last bits of a float are the nearest integer.
 inline void store_bytes(Vec x, uint8_t* to) { *to = static_cast<uint8_t>(bits_of(x + 12582912.0f)); }
 

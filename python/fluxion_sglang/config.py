@@ -95,6 +95,14 @@ class FluxionConfig:
         '"fixed:16:0.25"].',
         group=EVERYDAY,
     )
+    sketches: bool | None = _option(
+        None,
+        "The host pool keeps a sketch of every key, which the policy sketch reads: an eighth more memory in bfloat16. By "
+        "default it does where policy or request_policies names sketch.",
+        "true",
+        lambda on: isinstance(on, bool),
+        "it says whether sketches of keys are kept; give true or false.",
+    )
     learned: str | None = _option(
         None,
         "Folder where adaptive keeps what it has learned of a model, statistics of requests without their tokens; a "
@@ -365,6 +373,14 @@ class FluxionConfig:
             )
         self._check_files()
         return self
+
+    @property
+    def sketched(self) -> bool:
+        """Whether the host pool has sketches of keys."""
+        if self.sketches is not None:
+            return self.sketches
+        named = [self.policy, *(self.request_policies if isinstance(self.request_policies, list) else ())]
+        return any(spec.partition(":")[0] == "sketch" for spec in named)
 
     @property
     def int8(self) -> bool:

@@ -135,6 +135,7 @@ class NativeWorld:
     isa: str | None = None
     seed: int = 0
     canary: float = 0.0
+    sketched: bool = False
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -151,6 +152,7 @@ class NativeWorld:
             head_dim=self.dim,
             dtype=self.dtype,
             int8=self.int8,
+            sketched=self.sketched,
             sink_pages=self.placement.sink_pages,
             spread=self.spread,
             isa=self.isa,

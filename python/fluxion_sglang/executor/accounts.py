@@ -12,7 +12,7 @@ import torch
 from fluxion_sglang.executor.phases import Phase
 from fluxion_sglang.kv.host_pool import KVShape
 from fluxion_sglang.native import NativeEngine
-from fluxion_sglang.policy.base import LISTED, DecodeStep
+from fluxion_sglang.policy.base import LISTED, SKETCHED, DecodeStep
 
 SAMPLED = 4
 """One step in so many is looked at: accounts of every step would cost half a percent of a small model's time."""
@@ -183,5 +183,5 @@ def _lengths(step: DecodeStep) -> dict[int, int]:
 
 
 def block_name(size: int) -> str:
-    """A block size as a label of a metric: `streaming` for a group that reads nothing, `listed` for single tokens."""
-    return {0: "streaming", LISTED: "listed", 1: "tokens"}.get(size, str(size))
+    """A block size as a label of a metric: `streaming` for a group that reads nothing, `listed` and `sketched` for single tokens."""
+    return {0: "streaming", LISTED: "listed", SKETCHED: "sketched", 1: "tokens"}.get(size, str(size))

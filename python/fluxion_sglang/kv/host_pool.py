@@ -31,6 +31,7 @@ class KVShape:
         head_dim: elements of a key, and of a value.
         dtype: torch.bfloat16 or torch.float32.
         int8: the host pool stores keys and values in 8 bits (`NativePool`); device windows have dtype.
+        sketched: it has sketches of keys, too.
     """
 
     layers: int
@@ -38,6 +39,7 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     int8: bool = False
+    sketched: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -45,8 +47,9 @@ class KVShape:
         return 2 * self.kv_heads * row_bytes(self.head_dim, self.dtype, self.int8)
 
     def pool_bytes(self, tokens: int) -> int:
-        """Host bytes of a pool of `tokens` tokens: tiles, metadata of all levels, tags and moments."""
-        return pool_bytes(self.layers, self.kv_heads, tokens // PAGE + 1, self.head_dim, self.dtype, self.int8)
+        """Host bytes of a pool of `tokens` tokens: tiles, metadata of all levels, tags, moments and sketches."""
+        pages = tokens // PAGE + 1
+        return pool_bytes(self.layers, self.kv_heads, pages, self.head_dim, self.dtype, self.int8, self.sketched)
 
     def window_bytes(self, placement: Placement) -> int:
         """Device bytes of one request row."""
@@ -82,6 +85,7 @@ class HostPool(NativePool):
             head_dim=shape.head_dim,
             dtype=shape.dtype,
             int8=shape.int8,
+            sketched=shape.sketched,
             sink_pages=placement.sink_pages,
             spread=spread,
             canary=canary,

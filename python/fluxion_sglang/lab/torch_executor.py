@@ -17,7 +17,9 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab.kinds import SINGLE, EarlyStop, early_stop
 from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, read_until
-from fluxion_sglang.policy.base import LISTED, Record
+from fluxion_sglang.lab.sketches import keys_of, least_kept
+from fluxion_sglang.policy.base import LISTED, SKETCHED, Record
+from fluxion_sglang.policy.sketch import SketchedTokens
 
 
 def block_pages(middle: int, blk: int, sink_pages: int) -> list[range]:
@@ -97,6 +99,8 @@ class TorchReferenceExecutor(Executor):
         group = work.group
         heads = slice(h * group, (h + 1) * group)
         q = work.q[b, heads].float()
+        if int(work.plan.blk[b, h]) == SKETCHED:
+            return self.by_sketches(work, b, h, q)
         blk, again = int(work.plan.blk[b, h]), 0  # keys and values read beside those attended to, or once more
         if blk == LISTED:
             chosen, again = self.select_listed(work, b, h, q)
@@ -119,6 +123,33 @@ class TorchReferenceExecutor(Executor):
         tile_bytes = len(set().union(*chosen)) * pair + again * pair // 2
         metadata_bytes = 0 if blk in (SINGLE, LISTED) else int(work.step.middle[b]) // PAGE * pair
         return o, lse, sum(map(len, chosen)), tile_bytes, metadata_bytes
+
+    def by_sketches(
+        self, work: LayerWork, b: int, h: int, q: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
+        """`compute` of a group whose tokens are chosen by sketches of their keys (`csrc/engine/sketched.h`)."""
+        middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
+        kind = next(kind for kind in work.plan.kinds if isinstance(kind, SketchedTokens))
+        left = float(kind.left[b, h])
+        first = placement.sinks // PAGE
+        pages = work.page_table[b, first : first + middle // PAGE].tolist()
+        sketches = self.pool.tensor("sketches", work.layer)[h]
+        about = torch.cat([keys_of(sketches[page], q.shape[1]) for page in pages]).float()
+        scores = _logits(work, q @ about.T)
+        k, v = self.rows(work, b, h, range(n))
+        window = torch.tensor([*range(placement.sinks), *range(placement.sinks + middle, n)])
+        residents = _logits(work, q @ k[window].float().T).logsumexp(1)
+        read = torch.zeros(middle, dtype=torch.bool)
+        for g in range(work.group):
+            top = torch.maximum(scores[g].max(), residents[g])
+            weights, beside = (scores[g] - top).exp(), float((residents[g] - top).exp())
+            read |= least_kept(weights, beside, left) if left > 0 else torch.ones_like(read)
+        k, v = (part[placement.sinks : placement.sinks + middle].float() for part in (k, v))
+        exact = _logits(work, q @ k[read].T)
+        lse = exact.logsumexp(1)
+        o = exact.softmax(1) @ v[read]
+        row = self.pool.tiles(work.layer).element_size() * q.shape[1]
+        return o, lse, int(read.sum()) * work.group, 2 * int(read.sum()) * row, len(pages) * sketches.shape[1]
 
     def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens of a request, [n, D] each."""

@@ -20,13 +20,21 @@ _INT8 = 2
 _SCALE = 2  # bytes
 
 
-def pool_bytes(layers: int, kv_heads: int, pages: int, head_dim: int, dtype: torch.dtype, int8: bool = False) -> int:
+def pool_bytes(
+    layers: int,
+    kv_heads: int,
+    pages: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    int8: bool = False,
+    sketched: bool = False,
+) -> int:
     """Bytes of host memory that a NativePool of this shape maps; `pages` counts page 0.
 
     Raises:
         ValueError: a shape or dtype that the kernels do not serve.
     """
-    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _stored_id(dtype, int8)))
+    return int(function("pool_bytes")(layers, kv_heads, pages, head_dim, _stored_id(dtype, int8), sketched))
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype, int8: bool = False) -> int:
@@ -82,12 +90,14 @@ class NativePool:
         int8: keys and values are stored in 8 bits instead, as integers with a scale for every token and head. They are
             rounded when they are appended. Decode multiplies with what is stored; whatever else reads it gets it
             rounded to bfloat16. dtype is torch.bfloat16 then.
+        sketched: every full page has a sketch of its keys, in four bits an element (`write_sketch` in
+            csrc/kernels/table.h).
         sink_pages: logical pages below this number count into no coarse entry and no moments.
         spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
         canary: share of the reads of tiles and metadata that are compared with sums that were made when they were
             written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
-            (`NativeEngine.corrupt`). The sums take 143 bytes a tile. Not compared are moments, tags, and keys that
+            (`NativeEngine.corrupt`). The sums take 143 bytes a tile. Not compared are moments, tags, sketches, and keys that
             policies score by themselves (hgca, lfps) or predictors are measured with.
 
     Raises:
@@ -105,6 +115,7 @@ class NativePool:
         head_dim: int,
         dtype: torch.dtype,
         int8: bool = False,
+        sketched: bool = False,
         sink_pages: int,
         spread: float = 1.0,
         isa: str | None = None,
@@ -121,6 +132,7 @@ class NativePool:
             head_dim,
             _stored_id(dtype, int8),
             sink_pages,
+            sketched,
             spread,
             isa or "",
             canary,
@@ -148,6 +160,7 @@ class NativePool:
                 2^j pages; coarse levels live at [last page >> j].
                 "tag1".."tag3" [ceil(P / 2^j)] int32: the last page of the block whose entry is there, or -1.
                 "moments" [H, P, 2 D + 8] float64: sums along the path of k, v, |k|^1..4, |v|^1..4.
+                "sketches" [H, P, bytes] uint8, of a pool that has them.
             "memory" [bytes] uint8: all of the above, of all layers; whole pages of 4096 bytes.
         """
         view = self._views.get((name, layer))

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LISTED: Final = -1
 """The block size of a group that reads what its plan lists."""
 
+SKETCHED: Final = -2
+"""The block size of a group that reads what sketches of all keys say (`policy/sketch.py`)."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -290,6 +293,7 @@ class Policy(ABC):
         exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
         prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
         learns: what it reads of a request depends on what others asked before.
+        sketches: it needs a host pool with sketches of keys (option sketches).
         world: what it was bound to.
     """
 
@@ -302,6 +306,7 @@ class Policy(ABC):
     exact: bool = False
     prefill_rows: int = 0
     learns: bool = False
+    sketches: bool = False
     world: World | None = None
 
     @classmethod

@@ -17,6 +17,7 @@ from fluxion_sglang.policy.base import Context, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.fluxion import FluxionPolicy
 from fluxion_sglang.policy.full import FullPolicy
+from fluxion_sglang.policy.sketch import SketchPolicy
 from fluxion_sglang.policy.streaming import StreamingPolicy
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 
@@ -34,6 +35,7 @@ CORE: Final[dict[str, type[Policy]]] = {
     "streaming": StreamingPolicy,
     "fixed": FixedPolicy,
     "fluxion": FluxionPolicy,
+    "sketch": SketchPolicy,
     "adaptive": AdaptivePolicy,
     "anchor": AnchorPolicy,
 }
@@ -82,7 +84,7 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
             f"policy {shown!r} is not one that this version knows; use {', '.join(map(json.dumps, legal()))} (in "
             "brackets what may be left out; BLK 16, 32, 64 or 128 tokens, where all may follow also any; BUDGET, TAU, "
             "EPS and the ALPHA of lfps fractions in (0, 1], as in fixed:16:0.05; BETA at least 0, the ALPHA of hgca "
-            "from 0 to 1)."
+            "from 0 to 1; the EPS of sketch below 1)."
         )
     policy.spec = spec
     return policy

@@ -81,7 +81,7 @@ class Rig:
     plans: list[LayerPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        shape = KVShape(_LAYERS, _HEADS, _DIM, torch.float32)
+        shape = KVShape(_LAYERS, _HEADS, _DIM, torch.float32, sketched=self.policy.sketches)
         self.pool = HostPool(shape, _TOKENS, _PLACEMENT, Workers(self.workers), canary=self.canary)
         self.windows = Windows(self.pool, _ROWS, "cpu")
         self.watch(self.policy)

@@ -43,6 +43,7 @@ def check(params: object, config: FluxionConfig) -> None:
         return
     if policy is not None:
         check_yardstick(policy, config.audit is not None)
+        check_sketches(policy, config.sketched)
 
 
 def text_of(spec: Any) -> str:
@@ -74,4 +75,13 @@ def check_yardstick(policy: Policy, audited: bool) -> None:
         raise ValueError(
             f"{wishes.POLICY} {policy.spec!r} is not taken by this server, because it reads everything to decide, "
             "which all requests wait for; use another policy, or start the server with the option audit to measure."
+        )
+
+
+def check_sketches(policy: Policy, sketched: bool) -> None:
+    """Raises ValueError for a policy that needs sketches on a server without them."""
+    if policy.sketches and not sketched:
+        raise ValueError(
+            f"{wishes.POLICY} {policy.spec!r} is not taken by this server, because it keeps no sketches of keys; use "
+            'another policy, or start the server with {"sketches": true}.'
         )

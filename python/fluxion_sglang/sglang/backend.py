@@ -144,6 +144,7 @@ class FluxionAttnBackend(AttentionBackend):
             self._check_wishes,
             one=draft is not None,
             canary=options.canary > 0,
+            sketched=options.sketched,
         )
         self._model, self._weights = runner.model, predictors.norms(runner.model)
         watch(self.req_to_token_pool, self._ended, self._flushed)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.policy import AUTO, check_spec
+from fluxion_sglang.policy import AUTO, Policy, check_spec
 from fluxion_sglang.sglang import capacity
 
 
@@ -44,7 +44,7 @@ def _read(text: str | None) -> FluxionConfig:
     config = FluxionConfig.parse(text)
     try:
         if config.policy != AUTO:
-            check_spec(config.policy)
+            _check_sketches(config.policy, check_spec(config.policy), config)
     except ValueError as error:
         raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
     for spec in config.request_policies if isinstance(config.request_policies, list) else ():
@@ -52,9 +52,18 @@ def _read(text: str | None) -> FluxionConfig:
             policy = check_spec(spec)
         except ValueError as error:
             raise ConfigError(f"in request_policies, {error}") from None
+        _check_sketches(spec, policy, config)
         if policy is not None and policy.yardstick and config.audit is None and spec != config.policy:
             raise ConfigError(
                 f"request_policies has {spec!r}, which reads everything to decide, and requests may name such a policy "
                 "only where the option audit is set; set it, or leave the policy out."
             )
     return config
+
+
+def _check_sketches(spec: str, policy: Policy | None, config: FluxionConfig) -> None:
+    if policy is not None and policy.sketches and not config.sketched:
+        raise ConfigError(
+            f"the policy {spec!r} reads sketches of keys, and the host pool keeps none; set sketches to true, or leave "
+            "the policy out."
+        )

@@ -157,6 +157,7 @@ def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
         int8=config.int8,
+        sketched=config.sketched,
     )
 
 

@@ -66,6 +66,7 @@ class RequestPolicies:
         context: what specs refer to.
         yardsticks: whether a request may name one that reads everything to decide; all requests of its batches wait
             for it.
+        sketched: whether the host pool has sketches of keys.
         room: the memory that policies may remember requests in; None: any.
         check: raises ValueError for what a request of so many prompt tokens may not have recorded.
         one: requests may name policies as ever, and all follow the server's.
@@ -89,10 +90,12 @@ class RequestPolicies:
         check: Callable[[object, int], None] = lambda wishes, tokens: None,
         one: bool = False,
         canary: bool = False,
+        sketched: bool = False,
     ) -> None:
         self.server = server
         self.allowed = allowed
         self.yardsticks = yardsticks
+        self.sketched = sketched
         self.refused = 0
         self.current: Sequence[Policy] | None = None
         self.riding: Collection[int] = ()
@@ -259,6 +262,7 @@ class RequestPolicies:
             check_spec(spec)  # refuses it; what is kept of others' specs stays
         policy = self._parse(spec)
         asked.check_yardstick(policy, self.yardsticks)
+        asked.check_sketches(policy, self.sketched)
         return policy
 
 

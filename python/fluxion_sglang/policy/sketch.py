@@ -1,0 +1,104 @@
+"""sketch: every token of the middle is scored by a small copy of its key, and those that weigh enough are read.
+
+The pool keeps every key a second time, in four bits an element (a *sketch*: rotated, so that no element stands out,
+and with one scale a token). A step scores all tokens by their sketches, which is an eighth of what keys and values
+take in bfloat16. The heaviest are read as they are stored, until at most the share EPS of a head's attention is left.
+
+Nothing is trained or learned, and nothing is remembered: the first request is served like any other.
+
+Sources: a share of the attention instead of a number of tokens, and keys in four bits to estimate it, Twilight (arXiv
+2502.02770); the rotation, QuaRot (arXiv 2404.00456).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Final
+
+import torch
+
+from fluxion_sglang.native import function
+from fluxion_sglang.policy import arguments
+from fluxion_sglang.policy.base import (
+    SKETCHED,
+    UNSEEN,
+    Context,
+    DecodeStep,
+    LayerPlan,
+    Needs,
+    Observed,
+    Policy,
+    TaskKind,
+    task_value,
+)
+
+DEFAULT_EPS: Final = 0.20
+
+READ: Final = 0.1
+"""About the share of the middle that is read: what tasks are ranked by before anybody knows."""
+
+
+@dataclass(frozen=True)
+class SketchedTokens(TaskKind):
+    """Tasks of block size `SKETCHED` (`csrc/engine/sketched.h`). It takes `Needs.RESIDENTS` and a pool with sketches.
+
+    Attributes:
+        left: [B, H] float32, from 0 up to 1: the share of its attention, residents included, that a head of the group
+            may leave unread by the estimate of the sketches; 0 reads everything. Budgets say only that a group reads.
+    """
+
+    left: torch.Tensor
+
+    @cached_property
+    def handle(self) -> object:
+        return function("sketched_create")(self.left)
+
+    @classmethod
+    def joined(
+        cls, parts: Sequence[tuple[torch.Tensor, SketchedTokens | None]], step: tuple[int, int]
+    ) -> SketchedTokens:
+        whole = cls(torch.zeros(step))
+        for at, own in parts:
+            if own is not None:
+                whole.left[at] = own.left
+        return whole
+
+
+class SketchPolicy(Policy):
+    """Heads of all layers read until at most a share of their attention is left.
+
+    Args:
+        eps: that share, in (0, 1).
+    """
+
+    forms: ClassVar[tuple[str, ...]] = ("sketch[:EPS]",)
+    needs = Needs.RESIDENTS
+    sketches = True
+
+    def __init__(self, eps: float = DEFAULT_EPS) -> None:
+        self.eps = eps
+        self._plan: LayerPlan | None = None
+
+    @classmethod
+    def from_spec(cls, context: Context, *words: str) -> Policy:
+        arguments.at_most(words, 1)
+        eps = arguments.fraction(words[0]) if words else DEFAULT_EPS
+        if not torch.tensor(eps, dtype=torch.float32) < 1:
+            raise arguments.NotLegal
+        return cls(eps)
+
+    def begin_step(self, step: DecodeStep) -> None:
+        groups = step.batch, step.kv_heads
+        budget = torch.ones(step.batch, step.q_heads)
+        self._plan = LayerPlan(
+            torch.full(groups, SKETCHED, dtype=torch.int32),
+            budget,
+            task_value(step.middle, torch.ones(groups), READ * budget),
+            kinds=(SketchedTokens(torch.full(groups, self.eps)),),
+        )
+
+    def plan(self, layer: int, q: torch.Tensor, observed: Observed = UNSEEN) -> LayerPlan:
+        assert self._plan is not None, "plan() before begin_step()"
+        return self._plan

@@ -108,6 +108,36 @@ def adaptive_perplexity(results: Path) -> str:
     )
 
 
+def sketch(results: Path) -> str:
+    """What sketches of keys give, without any training."""
+    return _quality(results, quality_table.averages, "quality_sketch.json")
+
+
+def sketch_other(results: Path) -> str:
+    """The same of a model of another shape."""
+    return _quality(results, quality_table.averages, "quality_sketch_other.json")
+
+
+def sketch_far(results: Path) -> str:
+    """At the longest prompts."""
+    return _quality(results, quality_table.averages, "quality_sketch_far.json")
+
+
+def sketch_extraction(results: Path) -> str:
+    """Many facts in one answer."""
+    return _quality(results, quality_table.averages, "quality_sketch_extraction.json")
+
+
+def sketch_perplexity(results: Path) -> str:
+    """Texts, of which every next word counts."""
+    return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_sketch_perplexity.json")
+
+
+def sketch_bfloat16(results: Path) -> str:
+    """In bfloat16, where sketches are a larger share: both models."""
+    return _quality(results, quality_table.averages, "quality_sketch*_bfloat16.json")
+
+
 def psa(results: Path) -> str:
     """PSA's Fig. 5: the least that each family reads at 98% of full quality, and at equal error; then all of them."""
 
@@ -206,6 +236,12 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "adaptive_far": adaptive_far,
     "adaptive_extraction": adaptive_extraction,
     "adaptive_perplexity": adaptive_perplexity,
+    "sketch": sketch,
+    "sketch_other": sketch_other,
+    "sketch_far": sketch_far,
+    "sketch_extraction": sketch_extraction,
+    "sketch_perplexity": sketch_perplexity,
+    "sketch_bfloat16": sketch_bfloat16,
     "psa": psa,
     "far": far,
     "kv_quality": kv_dtype,

@@ -134,8 +134,8 @@ void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* s, 
   const int chunks = chunks_of(layer, 2 * count * layer.shape.row_bytes(), units);
   const auto attend_chunk = [&](int i, Scratch* helper) {
     const int from = cut(units, chunks, i) * kPage, to = std::min(cut(units, chunks, i + 1) * kPage, count);
-    attend_gathered(layer, task, &s->tokens[from], to - from, helper, i == 0 ? o : &s->part_o[(i - 1) * G * D],
-                    i == 0 ? lse : &s->part_lse[(i - 1) * G]);
+    attend_gathered(layer, task, &s->tokens[from], to - from, helper,
+                    i == 0 ? o : &s->part_o[(i - 1) * G * D], i == 0 ? lse : &s->part_lse[(i - 1) * G]);
   };
   s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
   for (int i = 1; i < chunks; ++i)

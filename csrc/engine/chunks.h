@@ -20,8 +20,8 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
             const int32_t* pages, const uint16_t* masks, Scratch* scratch, float* o, float* lse,
             float* page_lse = nullptr);
 
-// Attention of a task's group to the scratch's tokens, `count` of them, which are brought together first: of many
-// tokens that lie apart, faster than by masks.
+// Attention of a task's group to the scratch's tokens, `count` of them, which are brought together first: of
+// many tokens that lie apart, faster than by masks.
 void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* scratch, float* o, float* lse);
 
 // Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata
@@ -31,7 +31,8 @@ int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, con
 // Scores of all tokens of `count` physical pages into the scratch.
 void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
 // The same by their sketches, about; the bytes that were read.
-int64_t score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
+int64_t score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count,
+                       Scratch* scratch);
 // Scores of the scratch's tokens, `count` of them, into the scratch.
 void score_rows(const Layer& layer, const Task& task, int count, Scratch* scratch);
 

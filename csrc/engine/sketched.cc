@@ -31,8 +31,8 @@ std::string Sketched::wrong(const Layer& layer, const Task& task) const {
            "layer_begin, or pass parts";
   }
   const float left = left_[layer.index(task)];
-  if (!(left >= 0 && left < 1))
-    return "may leave the share " + std::to_string(left) + " of its attention; a share is 0 up to 1";
+  if (!(left >= 0 && left <= 1))
+    return "may leave the share " + std::to_string(left) + " of its attention; a share is 0 to 1";
   return "";
 }
 

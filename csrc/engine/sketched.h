@@ -17,8 +17,8 @@ class Sketched : public TaskKind {
  public:
   static constexpr int kBlk = -2;  // of its groups
 
-  // left: [B][H], the share that may be left: 0 (they read everything) up to, not including, 1. memory keeps
-  // alive what it points to.
+  // left: [B][H] in [0, 1], the share that may be left; 0: they read everything. memory keeps alive what it
+  // points to.
   Sketched(const float* left, int64_t batch, int64_t kv_heads, std::shared_ptr<const void> memory)
       : left_(left), batch_(batch), kv_heads_(kv_heads), memory_(std::move(memory)) {}
 

@@ -25,8 +25,12 @@ PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t he
   for (int64_t v : {layers, kv_heads, pages, head_dim, dtype, sink_pages}) {
     if (v < 0 || v > INT32_MAX) Raise("ValueError") << "A size of the pool is " << v << ", which cannot be.";
   }
-  return {static_cast<int>(layers),     static_cast<int>(kv_heads), static_cast<int>(pages),
-          static_cast<int>(head_dim),   static_cast<DType>(dtype),  static_cast<int>(sink_pages),
+  return {static_cast<int>(layers),
+          static_cast<int>(kv_heads),
+          static_cast<int>(pages),
+          static_cast<int>(head_dim),
+          static_cast<DType>(dtype),
+          static_cast<int>(sink_pages),
           sketched};
 }
 
@@ -52,7 +56,8 @@ ffi::String workers_cores(Workers workers) {
 
 int64_t pool_bytes_of(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                       bool sketched) {
-  return guarded([&] { return pool_bytes(pool_shape(layers, kv_heads, pages, head_dim, dtype, 0, sketched)); });
+  return guarded(
+      [&] { return pool_bytes(pool_shape(layers, kv_heads, pages, head_dim, dtype, 0, sketched)); });
 }
 
 Pool pool_create(Workers workers, int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim,
@@ -130,9 +135,10 @@ ffi::Tensor pool_tensor(Pool pool_ref, ffi::String name_ref, int64_t layer) {
       return view(pool.meta_base(l, j), {s.kv_heads, s.entries(j), 2, s.head_dim}, kv_type(pool));
     if (j > 0 && name == "tag" + level) return view(pool.tags(l, j), {s.entries(j)}, kInt32);
   }
-  Raise("ValueError") << "The pool has no tensor \"" << name
-                      << "\"; choose tiles, meta0 to meta3, tag1 to tag3, moments, memory, or sketches of a pool "
-                      << "that has some.";
+  Raise("ValueError")
+      << "The pool has no tensor \"" << name
+      << "\"; choose tiles, meta0 to meta3, tag1 to tag3, moments, memory, or sketches of a pool "
+      << "that has some.";
   TVM_FFI_UNREACHABLE();
 }
 

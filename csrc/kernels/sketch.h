@@ -12,7 +12,8 @@ namespace {
 inline constexpr float kMiddleCode = 7.5f;
 inline constexpr float kMostCode = 15.0f;
 
-// Whether the rotation turns element d around: as if by chance, so that no key is all in one element after it.
+// Whether the rotation turns element d around: as if by chance, so that no key is all in one element after
+// it.
 inline bool turns_around(int d) { return static_cast<uint32_t>(d) * 0x9e3779b1u >> 31; }
 
 // Elements that are mixed with one another: the largest power of two that divides D.
@@ -47,7 +48,9 @@ inline float largest_size(const float* x, int D) {
 // A byte has element d of a token below, and element d + 4 above, for d of 0, 1, 2, 3, 8, ...
 inline int code_at(int t, int d) { return d / 8 * (4 * kPage) + 4 * t + d % 4; }
 
-inline BF16* scales_of_sketch(uint8_t* sketch, int D) { return reinterpret_cast<BF16*>(sketch + kPage * D / 2); }
+inline BF16* scales_of_sketch(uint8_t* sketch, int D) {
+  return reinterpret_cast<BF16*>(sketch + kPage * D / 2);
+}
 inline const BF16* scales_of_sketch(const uint8_t* sketch, int D) {
   return reinterpret_cast<const BF16*>(sketch + kPage * D / 2);
 }
@@ -105,8 +108,8 @@ struct SketchQueries {
   }
 };
 
-// q.k of the 16 tokens of a sketch for kHeads heads from head `first` on. Products are integers below 2^24, so
-// that the sums are exact in float32, too.
+// q.k of the 16 tokens of a sketch for kHeads heads from head `first` on. Products are integers below 2^24,
+// so that the sums are exact in float32, too.
 template <int kHeads>
 inline void score_sketch(const SketchQueries& q, int first, const uint8_t* sketch, int D, float* out,
                          int64_t stride) {
@@ -157,7 +160,8 @@ void score_sketches(const void* query, int G, int D, const void* sketches, const
   }
 }
 
-// Steps in which the bound of the weights is looked for, and the share of what may be left out that is enough.
+// Steps in which the bound of the weights is looked for, and the share of what may be left out that is
+// enough.
 inline constexpr int kMassSteps = 8;
 inline constexpr float kMassEnough = 0.9f;
 

@@ -179,13 +179,13 @@ struct KernelTable {
   // times 64.
   void (*compare_codes)(const uint8_t* codes, int64_t words, uint8_t limit, uint64_t* above, uint64_t* equal);
 
-  // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k stays, but for a factor of both),
-  // and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the key's scale. Codes
-  // [D / 8][16 tokens][4], one byte for elements d (its lower half) and d + 4; then the scales [16], bfloat16.
-  // Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
+  // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k stays, but for a factor of
+  // both), and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the key's
+  // scale. Codes [D / 8][16 tokens][4], one byte for elements d (its lower half) and d + 4; then the scales
+  // [16], bfloat16. Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
   void (*write_sketch)(const void* tile, int D, void* sketch);
-  // About q.k of every token of the listed pages, unscaled; q is rounded to 8 bits. q: KV dtype [G][D], G up to
-  // kMaxGroup. The sketch of page i is sketches + pages[i] * sketch_bytes(D). out as of score_tokens.
+  // About q.k of every token of the listed pages, unscaled; q is rounded to 8 bits. q: KV dtype [G][D], G up
+  // to kMaxGroup. The sketch of page i is sketches + pages[i] * sketch_bytes(D). out as of score_tokens.
   // Bit-identical on every ISA.
   void (*score_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
                          float* out, int64_t out_stride);

@@ -469,7 +469,8 @@ void k_write_sketch(const String& isa, TensorView tile, int64_t D, TensorView ou
 }
 
 // q: [G, D]. sketches: [P, sketch_bytes] uint8. pages: [n]. out: [G, 16 n].
-void k_score_sketches(const String& isa, TensorView q, TensorView sketches, TensorView pages, TensorView out) {
+void k_score_sketches(const String& isa, TensorView q, TensorView sketches, TensorView pages,
+                      TensorView out) {
   const Argument query{"q", q}, ids{"pages", pages};
   const DType dtype = query.kv_dtype();
   const int D = query.head_dim(), G = query.group();
@@ -477,13 +478,14 @@ void k_score_sketches(const String& isa, TensorView q, TensorView sketches, Tens
   Argument{"sketches", sketches}.require(kUInt8, {-1, sketch_bytes(D)});
   const int n = ids.ids(sketches.size(0));
   Argument{"out", out}.require(kFloat32, {G, int64_t{n} * kPage}, true);
-  table_of(isa, dtype).score_sketches(q.data_ptr(), G, D, sketches.data_ptr(), ids.data<int32_t>(), n,
-                                      static_cast<float*>(out.data_ptr()), out.stride(0));
+  table_of(isa, dtype)
+      .score_sketches(q.data_ptr(), G, D, sketches.data_ptr(), ids.data<int32_t>(), n,
+                      static_cast<float*>(out.data_ptr()), out.stride(0));
 }
 
 // scores: [16 n], which are overwritten. masks: [n] uint16, whose bits stay.
 void k_keep_mass(const String& isa, TensorView scores, double scale, double cap, double lse, double left,
-                   TensorView masks) {
+                 TensorView masks) {
   const Argument kept{"masks", masks};
   kept.require(kUInt16, {-1});
   const Argument values{"scores", scores};

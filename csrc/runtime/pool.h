@@ -60,13 +60,14 @@ inline int window_start_page(int n, int sink_pages, int window) {
 
 // Layout: the contract of PoolShape and layer_.
 //
-// A page is "full" when its 16 tokens are written; then its metadata and moments are computed, its sketch if the
-// shape has sketches, and the coarse entry of level j when it is the last of its block. A coarse entry lives at [last page >> j] and is tagged
-// with that page: the later writer wins a collision and the loser is scored from its pages, bit-identically.
-// (Not quite after two requests prefilled the same prefix at once and SGLang rebound one to the other's
-// pages: entries and moments made before that describe its own copies of the same tokens, which rounding may
-// set apart.) A stale tag is never believed: a block is looked up by a page that is full and last of it on
-// the request's path, and such a page rewrote the entry when it became full.
+// A page is "full" when its 16 tokens are written; then its metadata and moments are computed, its sketch if
+// the shape has sketches, and the coarse entry of level j when it is the last of its block. A coarse entry
+// lives at [last page >> j] and is tagged with that page: the later writer wins a collision and the loser is
+// scored from its pages, bit-identically. (Not quite after two requests prefilled the same prefix at once and
+// SGLang rebound one to the other's pages: entries and moments made before that describe its own copies of
+// the same tokens, which rounding may set apart.) A stale tag is never believed: a block is looked up by a
+// page that is full and last of it on the request's path, and such a page rewrote the entry when it became
+// full.
 //
 // With a canary, whatever writes says so to it, and whatever has read tiles or entries asks it. Reads
 // by policies that look at keys themselves, measurements for predictors, and a device's are not checked.

@@ -14,8 +14,8 @@ struct PoolShape {
   int kv_heads;
   int pages;  // page 0 included: the padding page, written and read by nobody
   int head_dim;
-  DType dtype;     // of what is stored
-  int sink_pages;  // logical pages below this number count into no coarse entry and no moments
+  DType dtype;            // of what is stored
+  int sink_pages;         // logical pages below this number count into no coarse entry and no moments
   bool sketched = false;  // every full page has a sketch of its keys
 
   // Pages of all heads: the first product of every size, and the one that must not be an int.

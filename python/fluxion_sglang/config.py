@@ -97,8 +97,8 @@ class FluxionConfig:
     )
     sketches: bool | None = _option(
         None,
-        "The host pool keeps a sketch of every key, which the policy sketch reads: an eighth more memory in bfloat16. By "
-        "default it does where policy or request_policies names sketch.",
+        "The host pool keeps a sketch of every key, in four bits an element, which the policy sketch reads: a seventh "
+        "more memory than keys and values in bfloat16. By default where policy or request_policies names sketch.",
         "true",
         lambda on: isinstance(on, bool),
         "it says whether sketches of keys are kept; give true or false.",

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.full
 
 CHUNK, POOL, NEW = 512, 5600, 12
 STATE_GB = 0.1  # an eighth of so small a pool is less than adaptive keeps
+OPTIONS = {"host_tokens": POOL, "sketches": True, "policy_state_gb": STATE_GB}
 DOCUMENT = needle_prompt(1500, 4, seed=5)
 PROMPTS = [DOCUMENT.token_ids(i) for i in range(4)]
 specs = pytest.mark.parametrize("spec", [None, *examples()])
@@ -72,7 +73,7 @@ def both(logs: Path) -> Iterator[list[Audited]]:
                 Audited(
                     Server(
                         "--chunked-prefill-size", str(CHUNK),
-                        fluxion=json.dumps({"host_tokens": POOL, "policy_state_gb": STATE_GB, "audit": str(log)}),
+                        fluxion=json.dumps({**OPTIONS, "audit": str(log)}),
                         env={"SGLANG_TEST_RETRACT": "1", **env}, log=logs / f"policies-{name}.log",
                     ),
                     log,
@@ -158,7 +159,7 @@ class TestTensorParallel:
     def server(self, logs: Path) -> Iterator[Server]:
         with Server(
             "--tp", "2", "--chunked-prefill-size", str(CHUNK),
-            fluxion=json.dumps({"host_tokens": POOL, "policy_state_gb": STATE_GB, "workers": 1}),
+            fluxion=json.dumps({**OPTIONS, "workers": 1}),
             env={"FLUXION_DEVICE": "sim", "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_TEST_RETRACT": "1"},
             log=logs / "policies-tp2.log",
         ) as server:  # fmt: skip

@@ -39,9 +39,10 @@ RELATIVE = PROMPT[:640] + cases.filler(200, 72)
 TURN = cases.filler(150, 73)
 OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
 FOREIGN = "taper:0.3:0.05:8"
-MECHANISMS = ("fluxion", "hgca", "psa", "lfps", FOREIGN)
+MECHANISMS = ("fluxion", "hgca", "psa", "lfps", "sketch", FOREIGN)
 """One policy of every way that the engine decides and remembers: by features, by what it saw while it was resident, by
-reading on, by tables of a prefill, and by another package's code. The others share their code paths with these."""
+reading on, by tables of a prefill, by sketches of keys, and by another package's code. The others share their code
+paths with these."""
 policies = pytest.mark.parametrize(
     "spec",
     [spec if spec in MECHANISMS else pytest.param(spec, marks=pytest.mark.full) for spec in [*examples(), FOREIGN]],
@@ -90,6 +91,7 @@ def asker(logs: Path) -> Iterator[Asker]:
         "policy": "taper",
         "predictor": tiny_predictor.build(logs / "tiny-predictor", model),
         "host_tokens": POOL,
+        "sketches": True,
         "learned": str(logs / "learned"),
         "policy_state_gb": 1,  # all may run at once, which an eighth of this small pool would not do for lfps
         "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,46 @@ class TestFixed:
         running, used = max(steps)
         assert running == len(document.questions), f"branches never ran together: {steps}"
         assert DOCUMENT <= used <= DOCUMENT + 4 * 200, "pages in use: the document once, and the branches' own tails"
+
+
+class TestSketch(TestFixed):
+    """sketch: as many answers right, a chunked prefill and shared pages included, and little read."""
+
+    @pytest.fixture(scope="class")
+    def server(self, logs: Path) -> Iterator[Server]:
+        config = f'{{"policy": "sketch", "host_tokens": {HOST_TOKENS}}}'
+        with Server(
+            "--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "sketch.log"
+        ) as server:
+            yield server
+            server.assert_clean()
+
+    def test_answers_and_fraction_read(self, server: Server) -> None:
+        before = server.metrics()
+        document = needle_prompt(4096, 8, seed=5)
+        right = 0
+        for i, question in enumerate(document.questions):
+            got = server.generate(document.token_ids(i), len(question.answer_ids))
+            right += score(question.answer_ids, got.tokens)
+            assert i == 0 or got.cached >= 4000, "later questions should find the document in the tree"
+        after = server.metrics()
+        assert right >= 7, f"{right} of 8 answers right"
+        read = after["fluxion_read_tokens_total"] - before.get("fluxion_read_tokens_total", 0)
+        middle = after["fluxion_middle_tokens_total"] - before.get("fluxion_middle_tokens_total", 0)
+        assert 0.01 <= read / middle <= 0.3
+
+    def test_requests_have_shares_of_their_own(self, server: Server) -> None:
+        """In one batch, with exact ones between them; a small share answers as full attention does."""
+
+        def named(spec: str | None) -> dict[str, object]:
+            params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+            return {**params, "custom_params": {"fluxion_policy": spec}}
+
+        ids = needle_prompt(4096, 1, seed=6).token_ids(0)
+        specs = ["sketch:0.000001", "full", "sketch:0.5", None]
+        with ThreadPoolExecutor(len(specs)) as pool:
+            got = list(pool.map(lambda spec: server.generate(ids, 12, sampling_params=named(spec)), specs))
+        assert got[0].tokens == got[1].tokens
 
 
 def test_the_guard_reads_more_where_a_budget_is_far_too_small(logs: Path) -> None:

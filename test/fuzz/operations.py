@@ -111,7 +111,7 @@ class Machine:
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = self.rng.choice([torch.float32, torch.bfloat16])
         workers = Workers(self.rng.choice([1, 2, 3]))
-        shape = KVShape(LAYERS, HEADS, DIM, self.dtype)
+        shape = KVShape(LAYERS, HEADS, DIM, self.dtype, sketched=True)
         self.pool = HostPool(shape, (PAGES - 1) * PAGE, PLACEMENT, workers)
         self.windows = Windows(self.pool, ROWS, "cpu")
         options = FluxionConfig(guard=self.rng.choice([None, 0.1]), share_prefixes=self.rng.random() < 0.7)

@@ -53,7 +53,13 @@ def serve(folder: Path, tp: int) -> Server:
     model = tiny_model.build(folder / "model", kv_heads=2)
     predictor = tiny_predictor.build(folder / "predictor", model)
     # An eighth of so small a pool has no room for what adaptive keeps.
-    options = {"policy": "fluxion", "predictor": predictor, "host_tokens": POOL, "policy_state_gb": 0.25}
+    options = {
+        "policy": "fluxion",
+        "predictor": predictor,
+        "host_tokens": POOL,
+        "policy_state_gb": 0.25,
+        "sketches": True,
+    }
     flags = ["--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1"]
     # Two ranks of a machine with one NUMA node: SGLang binds a rank to a node where nothing else is said.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))} if tp > 1 else {}

@@ -106,8 +106,8 @@ class Rig:
             **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},
             **{f"program_{name}": [self.unrun, *arguments] for name, arguments in layers.items()},
             "workers_create": [1, i32(), -1, True],
-            "pool_bytes": [1, 1, 4, DIM, 0],
-            "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, 1.0, "", 0.5],
+            "pool_bytes": [1, 1, 4, DIM, 0, True],
+            "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, True, 1.0, "", 0.5],
             "pool_canary_counts": [self.guarded.handle, torch.empty(2, dtype=torch.int64)],
             "pool_sweep": [self.guarded.handle, 4, torch.zeros(1, dtype=torch.int64)],
             "topology_json": ["", i32()],
@@ -150,6 +150,7 @@ class Rig:
             "plan_create": [self.blk, self.budget, self.value, None, None, None, None],
             "listed_create": [torch.zeros(groups + 1, dtype=torch.int64), i32(), u16(0, 2), None, None],
             "single_tokens_create": [],
+            "sketched_create": [torch.full((B, HEADS), 0.1)],
             "early_stop_create": [torch.ones(B, HEADS), torch.ones(B, HEADS)],
             "features": [
                 "", q, torch.randn(B, HQ, len(PARTS)), i32(1, 2), self.lengths, torch.randn(ROWS, HQ, ANCHOR),
@@ -261,9 +262,9 @@ def test_every_function_is_here(rig: Rig) -> None:
 def test_a_pool_that_nobody_could_count_is_refused() -> None:
     """Each of its sizes could be; all of them together are more bytes than 64 bits hold."""
     with pytest.raises(ValueError, match="more bytes than a machine has addresses for"):
-        function("pool_bytes")(4096, 1024, 2**27 - 1, 256, 0)
+        function("pool_bytes")(4096, 1024, 2**27 - 1, 256, 0, False)
     with pytest.raises(ValueError, match="it needs 2 to 134217727"):
-        function("pool_bytes")(1, 1, 2**27, 32, 0)
+        function("pool_bytes")(1, 1, 2**27, 32, 0, False)
 
 
 def settle(rig: Rig) -> None:

@@ -78,7 +78,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"window": 256, "window": 512}', ["'window' twice"]),
         (
             '{"windw": 256}',
-            ["'windw'", "'window'", "policy, tau, predictor, request_policies, learned, policy_state_gb, host_tokens"],
+            [
+                "'windw'",
+                "'window'",
+                "policy, tau, predictor, request_policies, sketches, learned, policy_state_gb, host_tokens",
+            ],
         ),
         ('{"request_policies": []}', ["request_policies is []", "a list of specs"]),
         ('{"request_policies": ["full", 3]}', ["request_policies is ['full', 3]", "a list of specs"]),

@@ -385,6 +385,15 @@ def test_a_policy_that_reads_everything_to_decide_is_for_measuring(policies: Req
     assert run(RequestPolicies(parse_spec(spec)), [own]) is None and own.to_finish is None
 
 
+def test_a_policy_that_reads_sketches_takes_a_pool_that_has_them(policies: RequestPolicies) -> None:
+    own = request({"fluxion_policy": "sketch:0.1"})
+    assert run(policies, [own]) is None or own.to_finish is not None
+    message = own.to_finish.message
+    assert "'sketch:0.1'" in message and '{"sketches": true}' in message and message.endswith(".")
+    own = request({"fluxion_policy": "sketch:0.1"})
+    assert run(RequestPolicies(parse_spec("full"), sketched=True), [own]) == ["sketch:0.1"] and own.to_finish is None
+
+
 def kept_of(policies: RequestPolicies, own: Request, overlap: bool, foreseen: bool) -> list[str]:
     """What the radix tree gets of a request's life in SGLang's order of things. With overlap, a pass is launched before
     the result of the one before it is processed, unless its length tells beforehand that the answer ends with that.

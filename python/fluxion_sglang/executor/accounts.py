@@ -183,5 +183,6 @@ def _lengths(step: DecodeStep) -> dict[int, int]:
 
 
 def block_name(size: int) -> str:
-    """A block size as a label of a metric: `streaming` for a group that reads nothing, `listed` and `sketched` for single tokens."""
+    """A block size as a label of a metric: `streaming` for a group that reads nothing, `listed`, `sketched` or
+    `tokens` for one that reads single tokens."""
     return {0: "streaming", LISTED: "listed", SKETCHED: "sketched", 1: "tokens"}.get(size, str(size))

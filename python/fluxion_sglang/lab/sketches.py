@@ -18,7 +18,8 @@ def rotation(dim: int) -> torch.Tensor:
     while len(whole) < size:
         whole = torch.cat([torch.cat([whole, whole], 1), torch.cat([whole, -whole], 1)])
     signs = [-1.0 if (d * 0x9E3779B1 & 0xFFFFFFFF) >> 31 else 1.0 for d in range(dim)]
-    return torch.tensor(signs, dtype=torch.float64)[:, None] * torch.block_diag(*[whole] * (dim // size))
+    mixed: torch.Tensor = torch.block_diag(*[whole] * (dim // size))
+    return torch.tensor(signs, dtype=torch.float64)[:, None] * mixed
 
 
 def mixed_together(dim: int) -> int:

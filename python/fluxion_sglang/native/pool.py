@@ -97,8 +97,8 @@ class NativePool:
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
         canary: share of the reads of tiles and metadata that are compared with sums that were made when they were
             written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
-            (`NativeEngine.corrupt`). The sums take 143 bytes a tile. Not compared are moments, tags, sketches, and keys that
-            policies score by themselves (hgca, lfps) or predictors are measured with.
+            (`NativeEngine.corrupt`). The sums take 143 bytes a tile. Not compared are moments, tags, sketches, and
+            keys that policies score by themselves (hgca, lfps) or predictors are measured with.
 
     Raises:
         ValueError: a shape the kernels do not serve.

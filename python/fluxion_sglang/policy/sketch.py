@@ -34,7 +34,7 @@ from fluxion_sglang.policy.base import (
     task_value,
 )
 
-DEFAULT_EPS: Final = 0.20
+DEFAULT_EPS: Final = 0.10
 
 READ: Final = 0.1
 """About the share of the middle that is read: what tasks are ranked by before anybody knows."""
@@ -45,7 +45,7 @@ class SketchedTokens(TaskKind):
     """Tasks of block size `SKETCHED` (`csrc/engine/sketched.h`). It takes `Needs.RESIDENTS` and a pool with sketches.
 
     Attributes:
-        left: [B, H] float32, from 0 up to 1: the share of its attention, residents included, that a head of the group
+        left: [B, H] float32 in [0, 1]: the share of its attention, residents included, that a head of the group
             may leave unread by the estimate of the sketches; 0 reads everything. Budgets say only that a group reads.
     """
 
@@ -70,7 +70,7 @@ class SketchPolicy(Policy):
     """Heads of all layers read until at most a share of their attention is left.
 
     Args:
-        eps: that share, in (0, 1).
+        eps: that share, in (0, 1]; with 1 they read nothing of the middle.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("sketch[:EPS]",)
@@ -84,10 +84,7 @@ class SketchPolicy(Policy):
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
         arguments.at_most(words, 1)
-        eps = arguments.fraction(words[0]) if words else DEFAULT_EPS
-        if not torch.tensor(eps, dtype=torch.float32) < 1:
-            raise arguments.NotLegal
-        return cls(eps)
+        return cls(arguments.fraction(words[0]) if words else DEFAULT_EPS)
 
     def begin_step(self, step: DecodeStep) -> None:
         groups = step.batch, step.kv_heads

@@ -84,7 +84,7 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
             f"policy {shown!r} is not one that this version knows; use {', '.join(map(json.dumps, legal()))} (in "
             "brackets what may be left out; BLK 16, 32, 64 or 128 tokens, where all may follow also any; BUDGET, TAU, "
             "EPS and the ALPHA of lfps fractions in (0, 1], as in fixed:16:0.05; BETA at least 0, the ALPHA of hgca "
-            "from 0 to 1; the EPS of sketch below 1)."
+            "from 0 to 1)."
         )
     policy.spec = spec
     return policy

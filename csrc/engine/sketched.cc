@@ -56,7 +56,7 @@ Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) con
     std::fill_n(kept, pages, uint16_t{0});
     for (int g = 0; g < G; ++g) {
       layer.kernels.keep_mass(s->scores.data() + g * s->stride(G), pages * kPage, layer.in.scale,
-                              layer.res_lse[layer.state(task) + g], left, kept);
+                              layer.res_lse[layer.state(task) + g], left, kept, s->select.data());
     }
   } else {
     std::fill_n(kept, pages, uint16_t{0xffff});

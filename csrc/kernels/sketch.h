@@ -108,30 +108,46 @@ struct SketchQueries {
   }
 };
 
-// q.k of the 16 tokens of a sketch for kHeads heads from head `first` on. Products are integers below 2^24,
-// so that the sums are exact in float32, too.
-template <int kHeads>
-inline void score_sketch(const SketchQueries& q, int first, const uint8_t* sketch, int D, float* out,
+// q.k of the 16 tokens of each of kPages sketches for kHeads heads from head `first` on. Products are
+// integers below 2^24, so that the sums are exact in float32, too.
+template <int kHeads, int kPages>
+inline void score_sketch(const SketchQueries& q, int first, const uint8_t* const* sketches, int D, float* out,
                          int64_t stride) {
   for (int v = 0; v < kPage / kLanes; ++v) {
-    Vec low[kHeads], high[kHeads];
+    Vec low[kPages][kHeads], high[kPages][kHeads];
+#pragma GCC unroll 2
+    for (int p = 0; p < kPages; ++p) {
 #pragma GCC unroll 8
-    for (int h = 0; h < kHeads; ++h) low[h] = high[h] = set1(0.0f);
+      for (int h = 0; h < kHeads; ++h) low[p][h] = high[p][h] = set1(0.0f);
+    }
     for (int d = 0; d < D; d += 8) {
-      const Vec both = bytes_at(reinterpret_cast<const Int8*>(sketch + d / 8 * (4 * kPage) + 4 * v * kLanes));
-      const Vec below = in_register(low_halves(both)), above = in_register(high_halves(both));
+      Vec below[kPages], above[kPages];
+#pragma GCC unroll 2
+      for (int p = 0; p < kPages; ++p) {
+        const uint8_t* at = sketches[p] + d / 8 * (4 * kPage) + 4 * v * kLanes;
+        const Vec both = bytes_at(reinterpret_cast<const Int8*>(at));
+        below[p] = in_register(low_halves(both));
+        above[p] = in_register(high_halves(both));
+      }
 #pragma GCC unroll 8
       for (int h = 0; h < kHeads; ++h) {
         const int8_t* query = q.elements + (first + h) * D + d;
-        low[h] = add_bytes(low[h], below, for_all_lanes(query));
-        high[h] = add_bytes(high[h], above, for_all_lanes(query + 4));
+        const Vec of_low = in_register(for_all_lanes(query)), of_high = in_register(for_all_lanes(query + 4));
+#pragma GCC unroll 2
+        for (int p = 0; p < kPages; ++p) {
+          low[p][h] = add_bytes(low[p][h], below[p], of_low);
+          high[p][h] = add_bytes(high[p][h], above[p], of_high);
+        }
       }
     }
-    const Vec scales = load_one(scales_of_sketch(sketch, D) + v * kLanes);
+#pragma GCC unroll 2
+    for (int p = 0; p < kPages; ++p) {
+      const Vec scales = load_one(scales_of_sketch(sketches[p], D) + v * kLanes);
 #pragma GCC unroll 8
-    for (int h = 0; h < kHeads; ++h) {
-      const Vec products = sub(add(floats_of(low[h]), floats_of(high[h])), set1(q.base[first + h]));
-      store(out + h * stride + v * kLanes, mul(mul(products, scales), set1(q.unit[first + h])));
+      for (int h = 0; h < kHeads; ++h) {
+        const Vec products = sub(add(floats_of(low[p][h]), floats_of(high[p][h])), set1(q.base[first + h]));
+        store(out + h * stride + p * kPage + v * kLanes, mul(mul(products, scales), set1(q.unit[first + h])));
+      }
     }
   }
 }
@@ -139,23 +155,29 @@ inline void score_sketch(const SketchQueries& q, int first, const uint8_t* sketc
 template <class M>
 void score_sketches(const void* query, int G, int D, const void* sketches, const int32_t* pages, int n,
                     float* out, int64_t out_stride) {
-  constexpr int kTogether = kRegisters >= 32 ? 8 : 4;  // heads
-  constexpr int kAhead = 4;                            // pages
+  constexpr int kTogether = kRegisters >= 32 ? 4 : 2;  // heads, of two pages side by side
+  constexpr int kAhead = 8;                            // pages
   const SketchQueries q(static_cast<const M*>(query), G, D);
   const uint8_t* base = static_cast<const uint8_t*>(sketches);
   const int size = static_cast<int>(sketch_bytes(D));
   const auto at = [&](int i) { return base + static_cast<int64_t>(pages[i]) * size; };
-  for (int i = 0; i < n; ++i) {
-    if (i + kAhead < n) fetch(at(i + kAhead), size);
-    const uint8_t* sketch = at(i);
+  for (int i = 0; i < n; i += 2) {
+    for (int next = i + kAhead; next < smaller(i + kAhead + 2, n); ++next) fetch(at(next), size);
+    const bool alone = i + 1 == n;
+    const uint8_t* const two[2] = {at(i), alone ? nullptr : at(i + 1)};
     int g = 0;
     const auto go = [&]<int kHeads>() {
-      for (; g + kHeads <= G; g += kHeads)
-        score_sketch<kHeads>(q, g, sketch, D, out + g * out_stride + i * kPage, out_stride);
+      for (; g + kHeads <= G; g += kHeads) {
+        float* to = out + g * out_stride + i * kPage;
+        if (alone) {
+          score_sketch<kHeads, 1>(q, g, two, D, to, out_stride);
+        } else {
+          score_sketch<kHeads, 2>(q, g, two, D, to, out_stride);
+        }
+      }
     };
-    if constexpr (kTogether == 8) go.template operator()<8>();
-    go.template operator()<4>();
-    go.template operator()<2>();
+    go.template operator()<kTogether>();
+    if constexpr (kTogether > 2) go.template operator()<2>();
     go.template operator()<1>();
   }
 }
@@ -178,7 +200,8 @@ inline float sum_of(int n, Term&& term) {
   return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-inline void keep_mass(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks) {
+inline void keep_mass(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks,
+                      float* room) {
   const auto logit = [&](int i) { return logits(load(scores + i), scale); };
   Vec highest = set1(kNegInf);
   for (int i = 0; i < n; i += kLanes) highest = max(logit(i), highest);
@@ -193,15 +216,23 @@ inline void keep_mass(float* scores, int n, Scale scale, float lse, float left, 
   });
   const float allowed = left * (all + (lse == kNegInf ? 0.0f : __builtin_expf(lse - unit)));
   if (!(all > allowed)) return;
-  // Tokens below the first bound are allowed to be left out, were they all of them.
+  // Tokens below the first bound may be left out, were they all of them. It is the others that are looked at
+  // again, and mostly they are few.
   float low = allowed / static_cast<float>(n), high = 1.0f;
+  int many = 0;
+  const float light = sum_of(n, [&](int i) {
+    const Vec weight = load(scores + i), least = set1(low);
+    many += pack_lanes(room + many, lanes_at_least(weight, least), weight);
+    return sub(weight, zero_below(weight, least, weight));
+  });
+  for (int i = 0; i < 4 * kLanes; i += kLanes) store(room + many + i, set1(0.0f));
   for (int step = 0; step < kMassSteps && low < high; ++step) {
     const float middle = __builtin_sqrtf(low) * __builtin_sqrtf(high);
     const Vec limit = set1(middle);
-    const float below = sum_of(n, [&](int i) {
-      const Vec weight = load(scores + i);
-      return sub(weight, zero_below(weight, limit, weight));
-    });
+    const float below = light + sum_of((many + kLanes - 1) / kLanes * kLanes, [&](int i) {
+                          const Vec weight = load(room + i);
+                          return sub(weight, zero_below(weight, limit, weight));
+                        });
     (below <= allowed ? low : high) = middle;
     if (below <= allowed && below > kMassEnough * allowed) break;
   }

@@ -192,8 +192,8 @@ struct KernelTable {
   // Which tokens a head reads so that those it leaves out have at most the share `left` of its attention, by
   // these scores and beside what weighs lse (-inf: nothing is): those that weigh at least a bound, which is
   // looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16. Scores are
-  // overwritten. NaN counts as -inf.
-  void (*keep_mass)(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks);
+  // overwritten. NaN counts as -inf. room: n + 64 floats.
+  void (*keep_mass)(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks, float* room);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //

@@ -490,9 +490,10 @@ void k_keep_mass(const String& isa, TensorView scores, double scale, double cap,
   kept.require(kUInt16, {-1});
   const Argument values{"scores", scores};
   values.require(kFloat32, {int64_t{kept.count()} * kPage});
+  std::vector<float> room(values.count() + 64);
   table_of(isa, DType::kF32)
       .keep_mass(values.data<float>(), values.count(), {static_cast<float>(scale), static_cast<float>(cap)},
-                 static_cast<float>(lse), static_cast<float>(left), kept.data<uint16_t>());
+                 static_cast<float>(lse), static_cast<float>(left), kept.data<uint16_t>(), room.data());
 }
 
 double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -16,13 +16,22 @@ from rendering import link, nothing, result_files, table, where
 
 def one_batch(results: Path) -> str:
     """TPOT by model, batch and length; a column a policy, and gains."""
+    return _tpot(results, MODELS, "off")
+
+
+def one_batch_sketch(results: Path) -> str:
+    """The same of what sketches of keys cost, in bfloat16, where they are the largest share."""
+    return _tpot(results, ("sketch",), "full")
+
+
+def _tpot(results: Path, names: Sequence[str], base: str) -> str:
     out = []
-    for path, data in [found for model in MODELS for found in result_files(results, f"one_batch_{model}.json")]:
+    for path, data in [found for name in names for found in result_files(results, f"one_batch_{name}.json")]:
         reads = data.get("memory_read_gb_per_s", [])
         note = f"TPOT, medians of {_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
         if reads:
             note += f" Memory read by a plain stream during the run: {min(reads):.0f} to {max(reads):.0f} GB/s."
-        out.append(f"{_compared(data['rows'], 'tpot_ms', 'off', 1)}\n{note} [Data]({link(path)}).\n")
+        out.append(f"{_compared(data['rows'], 'tpot_ms', base, 1)}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("one_batch.py")
 
 
@@ -239,6 +248,7 @@ def _steps(data: dict[str, Any]) -> int:
 
 DECODE_TABLES: dict[str, Callable[[Path], str]] = {
     "one_batch": one_batch,
+    "one_batch_sketch": one_batch_sketch,
     "gpu_idle": gpu_idle,
     "schedulers": schedulers,
     "attention": attention,

@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,6 +86,7 @@ def those_that_fit(model: str, policies: list[str], length: int, batches: Sequen
     room = 0.8 * available_host_memory_bytes(allow_cgroup_fallback=True)
     if device == "cuda" and policies == [OFF] and (gpu := common.gpu()) is not None:
         room = 0.6 * gpu[1]  # the rest is for weights and SGLang's own
+    shape = replace(shape, sketched=any(policy.startswith("sketch") for policy in policies))
     fit = [batch for batch in batches if shape.pool_bytes(batch * tokens) < room]
     for batch in batches:
         if batch not in fit:

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace, start: Start | None = None) -> int:
         return 2
     top = tokens_compared(made.model.vocabulary)
     config = dict(asked.config)
-    if any(policy is not None and policy.sketches for policy in map(check_spec, asked.policies)):
+    if any(policy is not None and policy.sketches for policy in map(check_spec, made.policies)):
         config.setdefault("sketches", True)
     if asked.predictor is not None:
         config["predictor"] = str(asked.predictor)

@@ -40,16 +40,17 @@ void in_chunks(const Layer& layer, int64_t bytes, int count, int unit, Scratch* 
 
 namespace {
 
-// Tiles of the KV dtype that rows of the pool's are copied to, as many as stay in the second nearest cache.
+// Tiles that rows of the pool's are copied to, as many as stay in the second nearest cache. Not of 8 bits.
 class Gathered : public OwnScratch {
  public:
   static constexpr int kBytes = 128 << 10;
 
   // Room for `count` tiles of so many heads.
   void reserve(const PoolShape& shape, int heads) {
-    count_ = static_cast<int>(std::max<int64_t>(1, kBytes / shape.window_tile_bytes()));
-    lines_.resize((count_ + 1) * shape.window_tile_bytes() / sizeof(Line));
+    count_ = static_cast<int>(std::max<int64_t>(1, kBytes / shape.tile_bytes()));
+    lines_.resize(count_ * shape.tile_bytes() / sizeof(Line));
     masks_.assign(static_cast<size_t>(count_) * heads, 0xffff);
+    cut_ = -1;
     pages_.resize(count_);
     std::iota(pages_.begin(), pages_.end(), 0);
   }
@@ -59,24 +60,18 @@ class Gathered : public OwnScratch {
   // Of n tokens: nullptr where they fill tiles; else the last tile's are cut, until the next call.
   const uint16_t* masks(int n, int heads) {
     if (n % kPage == 0) return nullptr;
-    if (cut_ != 0) std::fill_n(&masks_[cut_ * heads], heads, uint16_t{0xffff});
+    if (cut_ >= 0) std::fill_n(&masks_[cut_ * heads], heads, uint16_t{0xffff});
     cut_ = n / kPage;
     std::fill_n(&masks_[cut_ * heads], heads, static_cast<uint16_t>((1u << n % kPage) - 1));
     return masks_.data();
   }
   // Token number `token` of the pool becomes token `at` here.
   void take(const Layer& layer, const Task& task, int32_t token, int at) {
-    const int64_t row = layer.shape.token_bytes(), half = kPage * row;
-    const char* tile = layer.tiles(task) + token / kPage * layer.shape.tile_bytes();
-    int from = token % kPage;
-    if (layer.shape.dtype == DType::kInt8) {
-      char* const apart = tiles() + count_ * 2 * half;
-      layer.kernels.read_token(tile, layer.shape.head_dim, from, apart);
-      tile = apart;
-    }
+    const int64_t row = layer.shape.row_bytes(), half = kPage * row;
+    const char* from = layer.tiles(task) + token / kPage * layer.shape.tile_bytes() + token % kPage * row;
     char* to = tiles() + at / kPage * 2 * half + at % kPage * row;
-    copy(tile + from * row, row, to);
-    copy(tile + from * row + half, row, to + half);
+    copy(from, row, to);
+    copy(from + half, row, to + half);
   }
   // It will be taken soon.
   static void fetch(const Layer& layer, const Task& task, int32_t token) {
@@ -98,7 +93,8 @@ class Gathered : public OwnScratch {
     for (int64_t b = 0; b < bytes; b += kPiece) std::memcpy(to + b, from + b, kPiece);
   }
 
-  int count_ = 0, cut_ = 0;
+  int count_ = 0;
+  int cut_ = -1;  // the tile whose masks are cut; -1: none is
   std::vector<Line> lines_;
   std::vector<uint16_t> masks_;
   std::vector<int32_t> pages_;
@@ -118,9 +114,9 @@ void attend_gathered(const Layer& layer, const Task& task, const int32_t* tokens
       if (i + kAhead < count) Gathered::fetch(layer, task, tokens[i + kAhead]);
       room.take(layer, task, tokens[i], i - first);
     }
-    layer.window_kernels.attend_near(layer.query(task), G, D, layer.in.scale, room.tiles(), room.pages(),
-                                     room.masks(n, G), (n + kPage - 1) / kPage, 0, first == 0 ? o : more_o,
-                                     first == 0 ? lse : more_lse);
+    layer.kernels.attend_near(layer.query(task), G, D, layer.in.scale, room.tiles(), room.pages(),
+                              room.masks(n, G), (n + kPage - 1) / kPage, 0, first == 0 ? o : more_o,
+                              first == 0 ? lse : more_lse);
     if (first > 0) layer.merge(G, o, lse, more_o, more_lse);
   }
   if (const Canary* canary = layer.pool.canary())

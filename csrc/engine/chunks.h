@@ -20,8 +20,9 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
             const int32_t* pages, const uint16_t* masks, Scratch* scratch, float* o, float* lse,
             float* page_lse = nullptr);
 
-// Attention of a task's group to the scratch's tokens, `count` of them, which are brought together first: of
-// many tokens that lie apart, faster than by masks.
+// Attention of a task's group to the scratch's tokens, `count` of them, at least 1. Their rows are copied to
+// tiles of their own first, which is faster than masks where few tokens of many tiles are read. Not of tiles
+// of 8 bits.
 void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* scratch, float* o, float* lse);
 
 // Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata

@@ -115,7 +115,8 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
 // Of the blocks that a task ranks.
 int64_t Engine::metadata_bytes(const Task& task) const {
   const int blk = layer_.blk(task);
-  return blk >= kPage && layer_.ranked(task) ? step_.middle_tokens(task.request) / blk * shape_.entry_bytes() : 0;
+  return blk >= kPage && layer_.ranked(task) ? step_.middle_tokens(task.request) / blk * shape_.entry_bytes()
+                                             : 0;
 }
 
 void Engine::add_load(int lane, const Task& task, int64_t tile_bytes) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <stdexcept>
 
 #include "engine/chunks.h"
@@ -76,12 +75,18 @@ Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) con
 
 Selection Sketched::run(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) const {
   const Selection chosen = select(layer, task, s);
+  const int64_t rows = chosen.tokens / layer.group;
+  // Of tiles of 8 bits a row cannot be read without most of its tile.
+  if (rows == 0 || layer.shape.dtype == DType::kInt8 || 2 * rows > chosen.count * kPage) {
+    attend(layer, task, chosen, s, o, lse);
+    return chosen;
+  }
   int count = 0;
   for (int j = 0; j < chosen.count; ++j) {
     for (unsigned left = s->masks[j * layer.group]; left != 0; left &= left - 1)
       s->tokens[count++] = s->pages[j] * kPage + std::countr_zero(left);
   }
-  if (count > 0) attend_tokens(layer, task, count, s, o, lse);
+  attend_tokens(layer, task, count, s, o, lse);
   return chosen;
 }
 

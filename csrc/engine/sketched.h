@@ -12,10 +12,10 @@ namespace fluxion {
 
 // Every head of a group scores all tokens of the middle by their sketches (KernelTable::score_sketches), and
 // chooses the heaviest of them until what it leaves has at most a given share of its attention, residents
-// included. All heads attend to what any of them chose, by exact keys and values.
+// included. All heads attend to what any of them chose, whatever attend_union says, by exact keys and values.
 class Sketched : public TaskKind {
  public:
-  static constexpr int kBlk = -2;  // of its groups
+  static constexpr int kBlk = -3;  // of its groups; -1 is of lists, -2 of what a device has left
 
   // left: [B][H] in [0, 1], the share that may be left; 0: they read everything. memory keeps alive what it
   // points to.

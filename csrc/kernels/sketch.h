@@ -8,13 +8,13 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// Half of the codes stand for numbers below 0.
+// A code c stands for c - 7.5 scales.
 inline constexpr float kMiddleCode = 7.5f;
 inline constexpr float kMostCode = 15.0f;
 
-// Whether the rotation turns element d around: as if by chance, so that no key is all in one element after
-// it.
-inline bool turns_around(int d) { return static_cast<uint32_t>(d) * 0x9e3779b1u >> 31; }
+// Whether the rotation flips the sign of element d: as if by chance, so that no key is all in one element
+// after it.
+inline bool flips(int d) { return static_cast<uint32_t>(d) * 0x9e3779b1u >> 31; }
 
 // Elements that are mixed with one another: the largest power of two that divides D.
 inline int mixed_together(int D) { return D & -D; }
@@ -22,7 +22,7 @@ inline int mixed_together(int D) { return D & -D; }
 // Signs, then a Hadamard transform: q.k of two that were rotated is mixed_together(D) times what it was, and
 // what was large in a few elements is spread over many. Additions in a fixed order: the same on every ISA.
 inline void rotate(float* x, int D) {
-  for (int d = 0; d < D; ++d) x[d] = turns_around(d) ? -x[d] : x[d];
+  for (int d = 0; d < D; ++d) x[d] = flips(d) ? -x[d] : x[d];
   for (int width = 1; width < mixed_together(D); width *= 2) {
     for (int d = 0; d < D; d += 2 * width) {
       for (int i = d; i < d + width; ++i) {
@@ -34,7 +34,7 @@ inline void rotate(float* x, int D) {
   }
 }
 
-// The largest absolute value; NaN where one of them is no number, or not finite.
+// The largest magnitude; NaN where an element is not finite.
 inline float largest_size(const float* x, int D) {
   float largest = 0.0f, zeros = 0.0f;
   for (int d = 0; d < D; ++d) {
@@ -85,8 +85,8 @@ void write_sketch(const void* tile, int D, void* out) {
 // Queries as sketches are multiplied with: rotated, in 8 bits.
 struct SketchQueries {
   alignas(64) int8_t elements[kMaxGroup * kMaxHeadDim];
-  float unit[kMaxGroup];  // what products stand for
-  float base[kMaxGroup];  // the product with a key whose elements are all 0
+  float unit[kMaxGroup];  // of the integers' products: times it, they are q.k
+  float base[kMaxGroup];  // 7.5 times the sum of the elements: what the codes' offset adds to a product
 
   template <class M>
   SketchQueries(const M* q, int G, int D) {
@@ -182,8 +182,8 @@ void score_sketches(const void* query, int G, int D, const void* sketches, const
   }
 }
 
-// Steps in which the bound of the weights is looked for, and the share of what may be left out that is
-// enough.
+// The bound of the weights is looked for in so many steps at most. It is near enough when what is below it is
+// this share of what may be.
 inline constexpr int kMassSteps = 8;
 inline constexpr float kMassEnough = 0.9f;
 

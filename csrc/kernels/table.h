@@ -179,10 +179,10 @@ struct KernelTable {
   // times 64.
   void (*compare_codes)(const uint8_t* codes, int64_t words, uint8_t limit, uint64_t* above, uint64_t* equal);
 
-  // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k stays, but for a factor of
-  // both), and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the key's
-  // scale. Codes [D / 8][16 tokens][4], one byte for elements d (its lower half) and d + 4; then the scales
-  // [16], bfloat16. Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
+  // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k of two that were is q.k times a
+  // power of two), and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the
+  // key's scale. Codes [D / 8][16 tokens][4], one byte for elements d (its lower half) and d + 4; then the
+  // scales [16], bfloat16. Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
   void (*write_sketch)(const void* tile, int D, void* sketch);
   // About q.k of every token of the listed pages, unscaled; q is rounded to 8 bits. q: KV dtype [G][D], G up
   // to kMaxGroup. The sketch of page i is sketches + pages[i] * sketch_bytes(D). out as of score_tokens.
@@ -190,8 +190,8 @@ struct KernelTable {
   void (*score_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
                          float* out, int64_t out_stride);
   // Which tokens a head reads so that those it leaves out have at most the share `left` of its attention, by
-  // these scores and beside what weighs lse (-inf: nothing is): those that weigh at least a bound, which is
-  // looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16. Scores are
+  // these scores and the LSE of what it reads anyway (-inf: nothing): those that weigh at least a bound, which
+  // is looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16. Scores are
   // overwritten. NaN counts as -inf. room: n + 64 floats.
   void (*keep_mass)(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks, float* room);
 

@@ -97,8 +97,9 @@ class FluxionConfig:
     )
     sketches: bool | None = _option(
         None,
-        "The host pool keeps a sketch of every key, in four bits an element, which the policy sketch reads: a seventh "
-        "more memory than keys and values in bfloat16. By default where policy or request_policies names sketch.",
+        "The host pool keeps a sketch of every key, in four bits an element, which the policy sketch reads. That adds "
+        "a seventh of what keys and values take in bfloat16. By default where policy, or the list request_policies, "
+        "names sketch.",
         "true",
         lambda on: isinstance(on, bool),
         "it says whether sketches of keys are kept; give true or false.",

@@ -40,10 +40,10 @@ _COUNTERS = {
     "tokens_read": "Tokens of the middle that decode heads attended to, summed over query heads.",
     "tile_bytes": "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, "
     "and what requests read together counts once.",
-    "metadata_bytes": "Bytes of block metadata read by decode tasks.",
+    "metadata_bytes": "Bytes of block metadata and of sketches read by decode tasks.",
     "shared_tasks": "Decode tasks done together with those of requests that begin with the same pages.",
     "shared_tile_bytes": "Bytes of K and V that were not read again, because requests begin with the same pages.",
-    "shared_metadata_bytes": "The same of block metadata.",
+    "shared_metadata_bytes": "The same of metadata.",
     "microbatches": "Microbatches that decode tasks of policy psa have read.",
     "canary_checks": "Tiles and metadata entries of the host pool that were compared with what had been written.",
     "canary_mismatches": "Those that were not what had been written, at reads and in whole checks.",
@@ -78,7 +78,7 @@ _COUNTERS = {
 """The engine's statistic -> text of its counter."""
 _GAUGES = {
     "host_pool_tokens": "Capacity of the host pool in tokens.",
-    "host_pool_bytes": "Bytes of the host pool: tiles, metadata and moments.",
+    "host_pool_bytes": "Bytes of the host pool: tiles, metadata, moments and sketches.",
     "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
     "policy_state_bytes": "Memory that policies remember requests in.",
 }

@@ -82,7 +82,7 @@ class Workers:
 
 
 class NativePool:
-    """Tiles, metadata and moments of every layer in one mapping (layouts: `tensor`).
+    """Tiles, metadata, moments and, if wanted, sketches of every layer in one mapping (layouts: `tensor`).
 
     Args:
         pages: page ids 0..pages-1; page 0 is padding.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LISTED: Final = -1
 """The block size of a group that reads what its plan lists."""
 
-SKETCHED: Final = -2
+SKETCHED: Final = -3
 """The block size of a group that reads what sketches of all keys say (`policy/sketch.py`)."""
 
 

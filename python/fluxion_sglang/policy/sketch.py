@@ -1,8 +1,8 @@
 """sketch: every token of the middle is scored by a small copy of its key, and those that weigh enough are read.
 
 The pool keeps every key a second time, in four bits an element (a *sketch*: rotated, so that no element stands out,
-and with one scale a token). A step scores all tokens by their sketches, which is an eighth of what keys and values
-take in bfloat16. The heaviest are read as they are stored, until at most the share EPS of a head's attention is left.
+and with one scale a token). A step scores all tokens by their sketches, a seventh of what keys and values take in
+bfloat16. The heaviest are read as they are stored, until at most the share EPS of a head's attention is left.
 
 Nothing is trained or learned, and nothing is remembered: the first request is served like any other.
 
@@ -47,6 +47,7 @@ class SketchedTokens(TaskKind):
     Attributes:
         left: [B, H] float32 in [0, 1]: the share of its attention, residents included, that a head of the group
             may leave unread by the estimate of the sketches; 0 reads everything. Budgets say only that a group reads.
+            All heads of the group attend to what any of them chose, whatever `attend_union` says.
     """
 
     left: torch.Tensor

@@ -42,11 +42,13 @@ def rank_options(server_args: Any) -> FluxionConfig:
 @lru_cache(maxsize=1)
 def _read(text: str | None) -> FluxionConfig:
     config = FluxionConfig.parse(text)
+    named = None
     try:
         if config.policy != AUTO:
-            _check_sketches(config.policy, check_spec(config.policy), config)
+            named = check_spec(config.policy)
     except ValueError as error:
         raise ConfigError(f'{str(error).rstrip(".")}; or "{AUTO}".') from None
+    _check_sketches(config.policy, named, config)
     for spec in config.request_policies if isinstance(config.request_policies, list) else ():
         try:
             policy = check_spec(spec)

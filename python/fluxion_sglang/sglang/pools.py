@@ -231,7 +231,7 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     resolved.max_running_requests = least_over_ranks(min(resolved.max_running_requests, rows))
     resolved.max_total_num_tokens = tokens
     logger.info(
-        "Fluxion: host pool of %d tokens, %.2f GiB (KV, metadata and moments); largest context %d tokens; "
+        "Fluxion: host pool of %d tokens, %.2f GiB (KV and all that describes it); largest context %d tokens; "
         "device windows of %d tokens for %d requests, %.1f MiB%s; policy %s",
         tokens,
         shape.pool_bytes(tokens) / GIB,

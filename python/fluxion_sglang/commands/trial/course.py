@@ -6,7 +6,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +39,7 @@ from fluxion_sglang.commands.trial.results import (
     TrialError,
 )
 from fluxion_sglang.openmp import SPINS
+from fluxion_sglang.policy import check_spec
 
 SPARSE: Final = "fixed:16:0.25"
 """What is tried where no predictor fits."""
@@ -150,12 +151,21 @@ class Course:
             )
         request = self.request
         int8 = request.config.get("kv_dtype") == "int8" and request.served_dtype == "bfloat16"
-        self.results.fit = facts.fit(request.model, request.served_dtype, request.on_cpu, int8)
+        self.results.fit = facts.fit(request.model, request.served_dtype, request.on_cpu, int8, self._sketched())
         self._part_done()
+
+    def _sketched(self) -> bool:
+        """Whether a policy that is asked for takes sketches of keys."""
+        for spec in self.request.policies:
+            with suppress(ValueError):  # the server will say what is wrong with it
+                if (policy := check_spec(spec)) is not None and policy.sketches:
+                    return True
+        return False
 
     def _with_the_flag(self) -> None:
         tokens = self._pool_tokens()
         config = {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
+        config |= {"sketches": True} if self._sketched() else {}
         began = self.clock.elapsed
         with self._server("with the flag", config) as server:
             start = self.clock.elapsed - began

@@ -52,13 +52,14 @@ def read(name: str, trust: bool = False) -> ModelFacts:
         ) from None
 
 
-def fit(facts: ModelFacts, dtype: str, on_cpu: bool, int8: bool = False) -> Fit | None:
+def fit(facts: ModelFacts, dtype: str, on_cpu: bool, int8: bool = False, sketched: bool = False) -> Fit | None:
     """How many tokens this machine holds; None where the model does not store a key for each KV head.
 
     Args:
         dtype: bfloat16 or float32, as served.
         on_cpu: whether the weights take host memory, too.
         int8: whether the host pool stores KV in 8 bits.
+        sketched: whether it has sketches of keys.
     """
     if facts.head_dim is None:
         return None
@@ -73,7 +74,7 @@ def fit(facts: ModelFacts, dtype: str, on_cpu: bool, int8: bool = False) -> Fit 
     if on_cpu and facts.weights_bytes is not None:
         # Files in half the bytes are served in float32 at twice their size.
         available -= facts.weights_bytes * _BYTES[dtype] // _BYTES.get(facts.dtype, _BYTES[dtype])
-    shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, getattr(torch, dtype), int8)
+    shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, getattr(torch, dtype), int8, sketched)
     kv_bytes = facts.layers * shape.token_bytes
     page = shape.pool_bytes(1 << 16) // (1 << 16)
     try:

@@ -190,9 +190,9 @@ struct KernelTable {
   void (*score_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
                          float* out, int64_t out_stride);
   // Which tokens a head reads so that those it leaves out have at most the share `left` of its attention, by
-  // these scores and the LSE of what it reads anyway (-inf: nothing): those that weigh at least a bound, which
-  // is looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16. Scores are
-  // overwritten. NaN counts as -inf. room: n + 64 floats.
+  // these scores and the LSE of what it reads anyway (-inf: nothing): those that weigh at least a bound,
+  // which is looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16.
+  // Scores are overwritten. NaN counts as -inf. room: n + 64 floats.
   void (*keep_mass)(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks, float* room);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.

@@ -64,6 +64,21 @@ def test_native_and_torch_select_and_attend_alike(
         torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("eps", [0.000001, 0.05, 0.3])
+def test_native_and_torch_read_by_sketches_alike(eps: float) -> None:
+    """The engine looks for its bound in a few steps, so torch may read less, by a tenth of what may be left."""
+    outs, read = [], []
+    for executors in ("cpu", "cpu+torch"):
+        world = World(policy=f"sketch:{eps}", executors=executors, workers=2 if executors == "cpu" else 1)
+        for row, length in enumerate((1500, 345, 800), start=1):
+            world.extend(row, length)
+        outs.append([got for _ in range(3) for got, _ in world.decode([1, 2, 3])])
+        read.append(world.engine.native.stats()["tokens_read"])
+    assert 0 < read[1] <= read[0] < read[1] * 1.1
+    for native, torch_ in zip(*outs, strict=True):
+        assert error(native, torch_.double()) < max(1e-5, eps)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("union", [False, True])
 @pytest.mark.parametrize("spec", ["psa:0.9:16:quest", "psa:0.98:32", "psa:0.995:128:mean", "psa:0.2:64:quest"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,14 @@ from kernel_calls import DTYPES, INF, NAN, dtypes, few, head_dims, isas, k, seed
 from native_world import NativeWorld, Request, attention
 from torch import Tensor
 
+from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab import sketches as reference
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import SKETCHED, LayerPlan
 from fluxion_sglang.policy.sketch import SketchedTokens
+from fluxion_sglang.sglang.options import options_of
 
 
 def sketch_bytes(D: int) -> int:
@@ -287,3 +291,26 @@ def test_specs(spec: str) -> None:
 def test_wrong_specs(spec: str) -> None:
     with pytest.raises(ValueError, match=r"sketch\[:EPS\]"):
         parse_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, False),
+        ({"policy": "sketch"}, True),
+        ({"policy": "sketch:0.2"}, True),
+        ({"sketches": True}, True),
+        ({"policy": "full", "request_policies": ["full", "sketch"]}, True),
+        ({"policy": "full", "request_policies": ["full"]}, False),
+        ({"policy": "full", "request_policies": True}, False),
+    ],
+)
+def test_which_servers_keep_sketches(options: dict[str, object], kept: bool) -> None:
+    assert FluxionConfig.parse(json.dumps(options)).sketched is kept
+
+
+@pytest.mark.parametrize("options", [{"policy": "sketch"}, {"request_policies": ["sketch:0.2"]}])
+def test_a_policy_that_reads_sketches_is_refused_where_none_are_kept(options: dict[str, object]) -> None:
+    server = SimpleNamespace(fluxion_config=json.dumps({**options, "sketches": False}))
+    with pytest.raises(ConfigError, match=r"keeps none; set sketches to true, or leave the policy out\.$"):
+        options_of(server, again=True)

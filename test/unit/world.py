@@ -66,7 +66,8 @@ class World:
         self.int8 = self.dtype == INT8
         if self.int8:
             self.dtype = torch.bfloat16
-        shape = KVShape(self.layers, self.heads, self.dim, self.dtype, self.int8)
+        sketched = parse_spec(self.policy).sketches
+        shape = KVShape(self.layers, self.heads, self.dim, self.dtype, self.int8, sketched)
         self.pool = HostPool(shape, self.tokens, self.placement, Workers(self.workers), self.spread)
         self.windows = Windows(self.pool, self.rows, self.place)
         foreign: list[Executor] = []

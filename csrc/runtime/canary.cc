@@ -166,9 +166,7 @@ void Canary::read_tokens(const HostPool& pool, int layer, int head, const int32_
 
 void Canary::read_entries(const HostPool& pool, int layer, int head, int level, const int32_t* pages,
                           int64_t stride, int64_t count) const {
-  const auto fetch = [&](int64_t i) {
-    prefetch(&entry_sum(layer, head, level, pages[i * stride]));
-  };
+  const auto fetch = [&](int64_t i) { prefetch(&entry_sum(layer, head, level, pages[i * stride])); };
   sample(count, fetch, [&](int64_t i) {
     const int page = pages[i * stride];
     if (same_entry(pool, layer, head, level, page)) return;

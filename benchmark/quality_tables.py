@@ -118,11 +118,6 @@ def sketch_other(results: Path) -> str:
     return _quality(results, quality_table.averages, "quality_sketch_other.json")
 
 
-def sketch_far(results: Path) -> str:
-    """At the longest prompts."""
-    return _quality(results, quality_table.averages, "quality_sketch_far.json")
-
-
 def sketch_extraction(results: Path) -> str:
     """Many facts in one answer."""
     return _quality(results, quality_table.averages, "quality_sketch_extraction.json")
@@ -238,7 +233,6 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "adaptive_perplexity": adaptive_perplexity,
     "sketch": sketch,
     "sketch_other": sketch_other,
-    "sketch_far": sketch_far,
     "sketch_extraction": sketch_extraction,
     "sketch_perplexity": sketch_perplexity,
     "sketch_bfloat16": sketch_bfloat16,

@@ -36,33 +36,26 @@ void in_chunks(const Layer& layer, int64_t bytes, int count, int unit, Scratch* 
   s->busy_ns -= s->stage.run(chunks, s, chunk);
 }
 
-}  // namespace
-
-namespace {
-
 // Tiles that rows of the pool's are copied to, as many as stay in the second nearest cache. Not of 8 bits.
 class Gathered : public OwnScratch {
  public:
   static constexpr int kBytes = 128 << 10;
 
-  // Room for `count` tiles of so many heads.
+  // Room, and masks that name every token.
   void reserve(const PoolShape& shape, int heads) {
     count_ = static_cast<int>(std::max<int64_t>(1, kBytes / shape.tile_bytes()));
     lines_.resize(count_ * shape.tile_bytes() / sizeof(Line));
     masks_.assign(static_cast<size_t>(count_) * heads, 0xffff);
-    cut_ = -1;
     pages_.resize(count_);
     std::iota(pages_.begin(), pages_.end(), 0);
   }
   int tokens() const { return count_ * kPage; }
   char* tiles() { return lines_[0].bytes; }
   const int32_t* pages() const { return pages_.data(); }
-  // Of n tokens: nullptr where they fill tiles; else the last tile's are cut, until the next call.
+  // Of n tokens: nullptr where they fill tiles; else the last tile's are cut, until the next reserve().
   const uint16_t* masks(int n, int heads) {
     if (n % kPage == 0) return nullptr;
-    if (cut_ >= 0) std::fill_n(&masks_[cut_ * heads], heads, uint16_t{0xffff});
-    cut_ = n / kPage;
-    std::fill_n(&masks_[cut_ * heads], heads, static_cast<uint16_t>((1u << n % kPage) - 1));
+    std::fill_n(&masks_[n / kPage * heads], heads, static_cast<uint16_t>((1u << n % kPage) - 1));
     return masks_.data();
   }
   // Token number `token` of the pool becomes token `at` here.
@@ -94,7 +87,6 @@ class Gathered : public OwnScratch {
   }
 
   int count_ = 0;
-  int cut_ = -1;  // the tile whose masks are cut; -1: none is
   std::vector<Line> lines_;
   std::vector<uint16_t> masks_;
   std::vector<int32_t> pages_;

@@ -90,8 +90,8 @@ QUALITY = {
     },
     **{
         f"sketch{name}": [
-            *("--suite", suite, "--lengths", lengths, "--samples", samples, "--seed", "15"),
-            *("--policies", f"full,{others}sketch:0.10,sketch:0.20"),
+            *("--suite", suite, "--lengths", lengths, "--samples", samples, "--seed", "16"),
+            *("--policies", f"full,{others}sketch:0.05,sketch:0.10"),
             *(("--model", SECOND) if "other" in name else ()),
             *(("--dtype", dtype) if dtype else ()),
         ]

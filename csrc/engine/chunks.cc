@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -130,6 +132,30 @@ void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* s, 
     layer.merge(G, o, lse, &s->part_o[(i - 1) * G * D], &s->part_lse[(i - 1) * G]);
 }
 
+void attend_weighed(const Layer& layer, const Task& task, const Weighed& tokens, Scratch* s, float* o,
+                    float* lse) {
+  const int G = layer.group, D = layer.shape.head_dim, units = (tokens.count + kPage - 1) / kPage;
+  const int chunks = chunks_of(layer, tokens.count * layer.shape.row_bytes(), units);
+  const auto attend_chunk = [&](int i, Scratch*) {
+    const int from = cut(units, chunks, i) * kPage;
+    const int n = std::min(cut(units, chunks, i + 1) * kPage, tokens.count) - from;
+    float* sum = i == 0 ? o : &s->part_o[(i - 1) * G * D];
+    float* log_sum = i == 0 ? lse : &s->part_lse[(i - 1) * G];
+    layer.kernels.add_values(tokens.weights, tokens.stride, tokens.at + from, G, D, layer.tiles(task),
+                             tokens.tokens + from, n, sum, log_sum);
+    for (int g = 0; g < G; ++g) {
+      const float total = log_sum[g], inverse = total > 0 ? 1 / total : 0.0f;
+      for (int d = 0; d < D; ++d) sum[g * D + d] *= inverse;
+      log_sum[g] = total > 0 ? tokens.unit[g] + std::log(total) : -std::numeric_limits<float>::infinity();
+    }
+    if (const Canary* canary = layer.pool.canary())
+      canary->read_tokens(layer.pool, layer.in.layer, task.head, tokens.tokens + from, n);
+  };
+  s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
+  for (int i = 1; i < chunks; ++i)
+    layer.merge(G, o, lse, &s->part_o[(i - 1) * G * D], &s->part_lse[(i - 1) * G]);
+}
+
 void attend(const Layer& layer, const Task& task, const Selection& selection, Scratch* s, float* o,
             float* lse) {
   attend(layer, layer.query(task), layer.group, task.head, selection, s->pages.data(), s->masks.data(), s, o,
@@ -187,15 +213,30 @@ void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, in
   in_chunks(layer, count * layer.shape.tile_bytes() / 2, count, 1, s, score);
 }
 
-int64_t score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* s) {
-  const int64_t bytes = count * layer.shape.sketch_bytes();
+void score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* s) {
   const auto score = [&](int from, int to, Scratch*) {
     layer.kernels.score_sketches(layer.query(task), layer.group, layer.shape.head_dim,
                                  layer.pool.sketches(layer.in.layer, task.head), pages + from, to - from,
                                  &s->scores[from * kPage], s->stride(layer.group));
   };
-  in_chunks(layer, bytes, count, 1, s, score);
-  return bytes;
+  in_chunks(layer, count * layer.shape.sketch_bytes(), count, 1, s, score);
+}
+
+void skim_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, float* about,
+                   float* most, int64_t stride, Scratch* s) {
+  const auto skim = [&](int from, int to, Scratch*) {
+    layer.kernels.skim_sketches(layer.query(task), layer.group, layer.shape.head_dim,
+                                layer.pool.sketches(layer.in.layer, task.head), pages + from, to - from,
+                                about + from, most + from, stride);
+  };
+  in_chunks(layer, count * layer.shape.skimmed_bytes(), count, kPage, s, skim);
+}
+
+void for_each_head(const Layer& layer, int64_t bytes, Scratch* s,
+                   const std::function<void(int, Scratch*)>& body) {
+  in_chunks(layer, layer.group * bytes, layer.group, 1, s, [&](int from, int to, Scratch* helper) {
+    for (int g = from; g < to; ++g) body(g, helper);
+  });
 }
 
 void score_rows(const Layer& layer, const Task& task, int count, Scratch* s) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "engine/layer.h"
 #include "engine/scratch.h"
@@ -25,15 +26,33 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
 // of 8 bits.
 void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* scratch, float* o, float* lse);
 
+// Tokens whose weights are known: the weight of token i for head g is weights[g * stride + at[i]], times
+// e^unit[g].
+struct Weighed {
+  const int32_t *tokens, *at;
+  int count;  // at least 1
+  const float* weights;
+  int64_t stride;
+  const float* unit;
+};
+// Attention of a task's group to them, which reads their values alone. Not of tiles of 8 bits.
+void attend_weighed(const Layer& layer, const Task& task, const Weighed& tokens, Scratch* scratch, float* o,
+                    float* lse);
+
 // Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata
 // read.
 int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, const char* q, int heads,
                      float spread, float* scores, int64_t stride, Scratch* scratch);
 // Scores of all tokens of `count` physical pages into the scratch.
 void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
-// The same by their sketches, about; the bytes that were read.
-int64_t score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count,
-                       Scratch* scratch);
+// The same by their sketches, about.
+void score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
+// KernelTable::skim_sketches of `count` physical pages.
+void skim_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, float* about,
+                   float* most, int64_t stride, Scratch* scratch);
+// body(g, helper) for every head of a group, each of which goes through so many bytes of scores.
+void for_each_head(const Layer& layer, int64_t bytes, Scratch* scratch,
+                   const std::function<void(int, Scratch*)>& body);
 // Scores of the scratch's tokens, `count` of them, into the scratch.
 void score_rows(const Layer& layer, const Task& task, int count, Scratch* scratch);
 

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "engine/chunks.h"
 
@@ -10,7 +13,126 @@ namespace fluxion {
 
 namespace {
 
+// What is attended to exactly is so heavy that what lies below it has this many times the share that may be
+// left, and at most half.
+constexpr float kExactTimes = 4.0f, kExactMost = 0.5f;
+// Of the share that may be left, what pages may have that are not looked at closely.
+constexpr float kSkippedPart = 0.5f;
+
 int pages_of(const Layer& layer, const Task& task) { return layer.step.middle_tokens(task.request) / kPage; }
+
+int rounded(int pages) { return (pages + kPage - 1) / kPage * kPage; }
+
+class Room : public OwnScratch {
+ public:
+  void reserve(int pages, int group) {
+    stride_ = rounded(pages);
+    for (auto* scores : {&about_, &most_}) scores->resize(static_cast<size_t>(group) * stride_);
+    marks_.resize(stride_ / kPage);
+    near_.resize(stride_ / kPage);
+    for (auto* masks : {&kept_, &exact_}) masks->resize(static_cast<size_t>(group) * stride_);
+    at_.resize(static_cast<size_t>(stride_) * kPage);
+  }
+
+  // Into s->pages: those of `pages` that may matter to some head. How many.
+  int skim(const Layer& layer, const Task& task, const int32_t* pages, int count, float left, Scratch* s) {
+    const int G = layer.group, n = rounded(count);
+    skim_sketches(layer, task, pages, count, about_.data(), most_.data(), stride_, s);
+    std::fill_n(near_.data(), n / kPage, uint16_t{0});
+    for (int g = 0; g < G; ++g) {
+      float *about = &about_[g * stride_], *most = &most_[g * stride_], more = 0;
+      const float lse = layer.res_lse[layer.state(task) + g];
+      const float sum = layer.exact.weigh(about, n, layer.in.scale, lse, &unit_[g]);
+      layer.exact.weigh(most, n, layer.in.scale, unit_[g], &more);
+      const float allowed = kSkippedPart * left * (sum + power(lse, unit_[g])) * power(unit_[g], more);
+      float bound;
+      layer.exact.light_bounds(most, n, &allowed, 1, s->select.data(), &bound);
+      layer.exact.mark_heavy(most, n, bound, marks_.data());
+      for (int i = 0; i < n / kPage; ++i) near_[i] |= marks_[i];
+    }
+    int found = 0;
+    std::fill_n(skipped_, G, 0.0f);
+    for (int p = 0; p < count; ++p) {
+      if (near_[p / kPage] >> p % kPage & 1) {
+        s->pages[found++] = pages[p];
+      } else {
+        for (int g = 0; g < G; ++g) skipped_[g] += about_[g * stride_ + p];
+      }
+    }
+    return found;
+  }
+
+  // What each head chooses among the tokens of s->pages, whose scores become weights.
+  void choose(const Layer& layer, const Task& task, int count, float left, Scratch* s) {
+    const int n = count * kPage;
+    const float shares[2] = {left, std::max(left, std::min(kExactTimes * left, kExactMost))};
+    score_sketches(layer, task, s->pages.data(), count, s);
+    for_each_head(layer, n * sizeof(float), s, [&](int g, Scratch* helper) {
+      float* weights = &s->scores[g * s->stride(layer.group)];
+      const float lse = layer.res_lse[layer.state(task) + g], before = unit_[g];
+      const float sum = layer.exact.weigh(weights, n, layer.in.scale, lse, &unit_[g]);
+      const float skipped = skipped_[g] * power(before, unit_[g]);
+      const float all = sum + skipped + power(lse, unit_[g]);
+      float allowed[2], bounds[2];
+      for (int j = 0; j < 2; ++j)
+        allowed[j] = std::max(shares[j] * all - skipped, (1 - kSkippedPart) * shares[j] * all);
+      layer.exact.light_bounds(weights, n, allowed, 2, helper->select.data(), bounds);
+      layer.exact.mark_heavy(weights, n, bounds[0], &kept_[g * stride_]);
+      layer.exact.mark_heavy(weights, n, bounds[1], &exact_[g * stride_]);
+    });
+  }
+
+  // Lists what some head chose: tiles and masks, and tokens, those first that are attended to exactly.
+  Selection list(const Layer& layer, int count, Scratch* s) {
+    const int G = layer.group;
+    for (int g = 1; g < G; ++g) {
+      for (int p = 0; p < count; ++p) {
+        kept_[p] |= kept_[g * stride_ + p];
+        exact_[p] |= exact_[g * stride_ + p];
+      }
+    }
+    Selection out;
+    exact_rows = rows = 0;
+    for (int p = 0; p < count; ++p) {
+      for (unsigned bits = exact_[p]; bits != 0; bits &= bits - 1)
+        s->tokens[exact_rows++] = s->pages[p] * kPage + std::countr_zero(bits);
+    }
+    rows = exact_rows;
+    for (int p = 0; p < count; ++p) {
+      const unsigned bits = kept_[p] | exact_[p];
+      for (unsigned light = bits & ~exact_[p]; light != 0; light &= light - 1, ++rows) {
+        s->tokens[rows] = s->pages[p] * kPage + std::countr_zero(light);
+        at_[rows] = p * kPage + std::countr_zero(light);
+      }
+      if (bits == 0) continue;
+      out.masked |= bits != 0xffff;
+      std::fill_n(&s->masks[out.count * G], G, static_cast<uint16_t>(bits));
+      s->pages[out.count++] = s->pages[p];
+    }
+    out.tokens = int64_t{rows} * G;
+    return out;
+  }
+
+  // Tokens that were chosen without those that are attended to exactly.
+  Weighed light(int group, const Scratch* s) const {
+    return {&s->tokens[exact_rows], &at_[exact_rows], rows - exact_rows,
+            s->scores.data(),       s->stride(group), unit_};
+  }
+
+  int exact_rows = 0, rows = 0;  // tokens that list() found, for all heads
+  bool tiles = false;            // whether whole tiles are attended to, with masks
+
+ private:
+  // Of what has this LSE, in the unit's weights.
+  static float power(float lse, float unit) { return std::exp(lse - unit); }
+
+  int stride_ = 0;  // pages, of one head
+  std::vector<float> about_, most_;
+  std::vector<uint16_t> marks_, near_;  // a bit a page: of one head, of all
+  std::vector<uint16_t> kept_, exact_;  // a bit a token, [G][pages]
+  std::vector<int32_t> at_;
+  float unit_[kMaxGroup], skipped_[kMaxGroup];
+};
 
 }  // namespace
 
@@ -35,58 +157,61 @@ std::string Sketched::wrong(const Layer& layer, const Task& task) const {
   return "";
 }
 
-// Of tiles an eighth, or so.
+// Of tiles a tenth, or so.
 int64_t Sketched::bytes(const Layer& layer, const Task& task) const {
-  return pages_of(layer, task) * (layer.shape.sketch_bytes() + layer.shape.tile_bytes() / 8);
+  return pages_of(layer, task) * (layer.shape.sketch_bytes() + layer.shape.tile_bytes() / 10);
 }
 
 int Sketched::ranked_tokens(const Layer& layer, const Task& task) const {
   return layer.step.middle_tokens(task.request);
 }
 
+void Sketched::reserve(int pages, int group, Scratch* scratch) const {
+  scratch->own<Room>().reserve(pages, group);
+}
+
 Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) const {
-  const int G = layer.group, pages = pages_of(layer, task);
-  const int32_t* page = layer.pages(task) + layer.step.sink_pages();
+  const PoolShape& shape = layer.shape;
+  const int32_t* pages = layer.pages(task) + layer.step.sink_pages();
+  const int all = pages_of(layer, task);
   const float left = left_[layer.index(task)];
-  Selection out;
-  uint16_t* kept = s->chosen.data();  // of each page: what some head chose
-  if (left > 0) {
-    out.reads.metadata_bytes = score_sketches(layer, task, page, pages, s);
-    std::fill_n(kept, pages, uint16_t{0});
-    for (int g = 0; g < G; ++g) {
-      layer.kernels.keep_mass(s->scores.data() + g * s->stride(G), pages * kPage, layer.in.scale,
-                              layer.res_lse[layer.state(task) + g], left, kept, s->select.data());
-    }
-  } else {
-    std::fill_n(kept, pages, uint16_t{0xffff});
+  Room& room = s->own<Room>();
+  if (left == 0) {
+    Selection out;
+    room.tiles = true;
+    std::copy_n(pages, all, s->pages.data());
+    out.count = all;
+    out.tokens = int64_t{all} * kPage * layer.group;
+    out.reads.tile_bytes = all * shape.tile_bytes();
+    std::fill_n(s->masks.data(), all * layer.group, uint16_t{0xffff});
+    return out;
   }
-  int64_t rows = 0;
-  for (int p = 0; p < pages; ++p) {
-    if (kept[p] == 0) continue;
-    rows += std::popcount(kept[p]);
-    out.masked |= kept[p] != 0xffff;
-    std::fill_n(&s->masks[out.count * G], G, kept[p]);
-    s->pages[out.count++] = page[p];
-  }
-  out.tokens = rows * G;
-  out.reads.tile_bytes = 2 * rows * layer.shape.row_bytes();
+  const int near = room.skim(layer, task, pages, all, left, s);
+  room.choose(layer, task, near, left, s);
+  Selection out = room.list(layer, near, s);
+  // With 8 bits a row cannot be read without most of its tile.
+  room.tiles = shape.dtype == DType::kInt8 || 2 * room.exact_rows > out.count * kPage;
+  out.reads.metadata_bytes =
+      all * shape.skimmed_bytes() + near * (shape.sketch_bytes() - shape.skimmed_bytes());
+  out.reads.tile_bytes =
+      room.tiles ? out.count * shape.tile_bytes() : (room.rows + room.exact_rows) * shape.row_bytes();
   return out;
 }
 
 Selection Sketched::run(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) const {
   const Selection chosen = select(layer, task, s);
-  const int64_t rows = chosen.tokens / layer.group;
-  // Of tiles of 8 bits a row cannot be read without most of its tile.
-  if (rows == 0 || layer.shape.dtype == DType::kInt8 || 2 * rows > chosen.count * kPage) {
+  const Room& room = s->own<Room>();
+  if (room.tiles || room.rows == 0) {
     attend(layer, task, chosen, s, o, lse);
-    return chosen;
+  } else if (room.exact_rows == 0) {
+    attend_weighed(layer, task, room.light(layer.group, s), s, o, lse);
+  } else {
+    attend_tokens(layer, task, room.exact_rows, s, o, lse);
+    if (room.exact_rows == room.rows) return chosen;
+    float more_o[kMaxGroup * kMaxHeadDim], more_lse[kMaxGroup];
+    attend_weighed(layer, task, room.light(layer.group, s), s, more_o, more_lse);
+    layer.merge(layer.group, o, lse, more_o, more_lse);
   }
-  int count = 0;
-  for (int j = 0; j < chosen.count; ++j) {
-    for (unsigned left = s->masks[j * layer.group]; left != 0; left &= left - 1)
-      s->tokens[count++] = s->pages[j] * kPage + std::countr_zero(left);
-  }
-  attend_tokens(layer, task, count, s, o, lse);
   return chosen;
 }
 

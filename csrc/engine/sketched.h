@@ -10,9 +10,18 @@
 
 namespace fluxion {
 
-// Every head of a group scores all tokens of the middle by their sketches (KernelTable::score_sketches), and
-// chooses the heaviest of them until what it leaves has at most a given share of its attention, residents
-// included. All heads attend to what any of them chose, whatever attend_union says, by exact keys and values.
+// Every head of a group chooses the heaviest tokens of the middle until what it leaves has at most a given
+// share of its attention, residents included. All heads attend to what any of them chose, whatever
+// attend_union says.
+//
+// 1. The upper bits of all sketches (KernelTable::skim_sketches) say which pages may matter to some head.
+// 2. Their tokens are scored by all bits of the sketches, and each head chooses.
+// 3. The heaviest of what was chosen is attended to exactly, by keys and values as they are stored. Of the
+// rest,
+//    which is many tokens with little attention, only the values are read: their weights are the sketches'.
+//
+// A group that would read most rows of its tiles anyway, or whose rows cannot be read one by one (8 bits),
+// attends to all that was chosen exactly.
 class Sketched : public TaskKind {
  public:
   static constexpr int kBlk = -3;  // of its groups; -1 is of lists, -2 of what a device has left
@@ -27,6 +36,7 @@ class Sketched : public TaskKind {
   std::string wrong(const Layer& layer, const Task& task) const override;
   int64_t bytes(const Layer& layer, const Task& task) const override;
   int ranked_tokens(const Layer& layer, const Task& task) const override;
+  void reserve(int pages, int group, Scratch* scratch) const override;
   Selection select(const Layer& layer, const Task& task, Scratch* scratch) const override;
   Selection run(const Layer& layer, const Task& task, Scratch* scratch, float* o, float* lse) const override;
 

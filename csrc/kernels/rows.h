@@ -54,6 +54,11 @@ inline void prefetch_to_write(const void* p) {
 #endif
 }
 
+// Lane i = sum of the lanes of rows[i].
+inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
+  return fold_rows(rows, [](Vec a, Vec b) { return add(a, b); });
+}
+
 template <class T>
 struct StridedRows {
   const T* base;

@@ -8,9 +8,14 @@
 namespace fluxion::FLUXION_ISA {
 namespace {
 
-// A code c stands for c - 7.5 scales.
+// A code c stands for c - 7.5 scales, and of its upper two bits u alone is known that it is about 4 u + 1.5.
 inline constexpr float kMiddleCode = 7.5f;
 inline constexpr float kMostCode = 15.0f;
+inline constexpr float kMiddleSkimmed = 6.0f;
+// One and a half standard deviations of what the lower two bits add: 0 to 3, each as likely.
+inline constexpr float kSkimmedOff = 1.5f * 1.118034f;
+// What weighs less is as if it were not there.
+inline constexpr float kLeastWeight = 1.2e-38f;
 
 // Whether the rotation flips the sign of element d: as if by chance, so that no key is all in one element
 // after it.
@@ -45,14 +50,19 @@ inline float largest_size(const float* x, int D) {
   return largest + zeros;
 }
 
-// A byte has element d of a token below, and element d + 4 above, for d of 0, 1, 2, 3, 8, ...
-inline int code_at(int t, int d) { return d / 8 * (4 * kPage) + 4 * t + d % 4; }
+// Elements of a token that share a byte are four apart, the first in its lowest bits.
+inline int byte_of(int t, int d) { return d / 16 * (4 * kPage) + 4 * t + d % 4; }
+inline int shift_of(int d) { return d % 16 / 4 * 2; }
+
+// Where the parts of a sketch begin, after the upper bits.
+inline int scales_at(int D) { return kPage * D / 4; }
+inline int lower_at(int D) { return scales_at(D) + 2 * kPage; }
 
 inline BF16* scales_of_sketch(uint8_t* sketch, int D) {
-  return reinterpret_cast<BF16*>(sketch + kPage * D / 2);
+  return reinterpret_cast<BF16*>(sketch + scales_at(D));
 }
 inline const BF16* scales_of_sketch(const uint8_t* sketch, int D) {
-  return reinterpret_cast<const BF16*>(sketch + kPage * D / 2);
+  return reinterpret_cast<const BF16*>(sketch + scales_at(D));
 }
 
 template <class T>
@@ -76,8 +86,10 @@ void write_sketch(const void* tile, int D, void* out) {
     const float inverse = 1.0f / to_float(*scale);
     for (int d = 0; d < D; ++d) {
       const float code = x[d] * inverse + kMiddleCode;
-      const float inside = code < 0.0f ? 0.0f : code > kMostCode ? kMostCode : code;
-      sketch[code_at(t, d)] |= static_cast<uint8_t>(nearest_integer(inside) << (d % 8 / 4 * 4));
+      const int c = nearest_integer(code < 0.0f ? 0.0f : code > kMostCode ? kMostCode : code);
+      uint8_t* upper = sketch + byte_of(t, d);
+      upper[0] |= static_cast<uint8_t>(c >> 2 << shift_of(d));
+      upper[lower_at(D)] |= static_cast<uint8_t>((c & 3) << shift_of(d));
     }
   }
 }
@@ -86,7 +98,8 @@ void write_sketch(const void* tile, int D, void* out) {
 struct SketchQueries {
   alignas(64) int8_t elements[kMaxGroup * kMaxHeadDim];
   float unit[kMaxGroup];  // of the integers' products: times it, they are q.k
-  float base[kMaxGroup];  // 7.5 times the sum of the elements: what the codes' offset adds to a product
+  float sum[kMaxGroup];   // of the elements: what an offset of all codes adds to a product
+  float off[kMaxGroup];   // times a key's scale: how far q.k may be above that of its upper bits
 
   template <class M>
   SketchQueries(const M* q, int G, int D) {
@@ -96,58 +109,110 @@ struct SketchQueries {
       rotate(x, D);
       const float largest = largest_size(x, D);
       const float inverse = largest > 1e-30f ? kMostInteger / largest : 0.0f;
-      int sum = 0;
+      int total = 0, squares = 0;
       for (int d = 0; d < D; ++d) {
         const int integer = largest < kMaxFloat ? nearest_integer(x[d] * inverse) : 0;
         elements[g * D + d] = static_cast<int8_t>(integer);
-        sum += integer;
+        total += integer;
+        squares += integer * integer;
       }
       unit[g] = largest / kMostInteger / static_cast<float>(mixed_together(D));
-      base[g] = kMiddleCode * static_cast<float>(sum);
+      sum[g] = static_cast<float>(total);
+      off[g] = kSkimmedOff * __builtin_sqrtf(static_cast<float>(squares)) * unit[g];
     }
   }
 };
 
-// q.k of the 16 tokens of each of kPages sketches for kHeads heads from head `first` on. Products are
-// integers below 2^24, so that the sums are exact in float32, too.
-template <int kHeads, int kPages>
-inline void score_sketch(const SketchQueries& q, int first, const uint8_t* const* sketches, int D, float* out,
-                         int64_t stride) {
-  for (int v = 0; v < kPage / kLanes; ++v) {
-    Vec low[kPages][kHeads], high[kPages][kHeads];
+// body<first bit>() for the four elements that a byte has.
+template <class Body>
+inline void for_fields(const Body& body) {
+  body.template operator()<0>();
+  body.template operator()<2>();
+  body.template operator()<4>();
+  body.template operator()<6>();
+}
+
+// Calls body<heads>(first head) for all G heads, as many at a time as registers are for.
+template <class Body>
+inline void for_heads(int G, const Body& body) {
+  int g = 0;
+  if constexpr (kRegisters >= 32) {
+    for (; g + 4 <= G; g += 4) body.template operator()<4>(g);
+  }
+  for (; g + 2 <= G; g += 2) body.template operator()<2>(g);
+  if (g < G) body.template operator()<1>(g);
+}
+
+// Integer products of kHeads heads from head `first` on with the codes of kLanes tokens of each of kPages
+// sketches: all four bits of them, or the upper two. They are below 2^24, so that they are exact in float32,
+// too.
+template <int kHeads, int kPages, bool kWhole>
+inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* const* sketches, int D, int v,
+                           Vec (&products)[kPages][kHeads]) {
+  // Chains of additions wait for themselves: two for every sum where there are few.
+  constexpr int kChains = kHeads * kPages < 8 ? 2 : 1;
+  Vec sums[kPages][kHeads][kChains];
+#pragma GCC unroll 2
+  for (int p = 0; p < kPages; ++p) {
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 2
+      for (int c = 0; c < kChains; ++c) sums[p][h][c] = set1(0.0f);
+    }
+  }
+  for (int d = 0; d < D; d += 16) {
+    Vec upper[kPages], lower[kPages];
 #pragma GCC unroll 2
     for (int p = 0; p < kPages; ++p) {
-#pragma GCC unroll 8
-      for (int h = 0; h < kHeads; ++h) low[p][h] = high[p][h] = set1(0.0f);
+      const uint8_t* at = sketches[p] + d / 16 * (4 * kPage) + 4 * v;
+      upper[p] = bytes_at(reinterpret_cast<const Int8*>(at));
+      if constexpr (kWhole) lower[p] = bytes_at(reinterpret_cast<const Int8*>(at + lower_at(D)));
     }
-    for (int d = 0; d < D; d += 8) {
-      Vec below[kPages], above[kPages];
+    for_fields([&]<int kFrom>() {
+      Vec codes[kPages];
 #pragma GCC unroll 2
       for (int p = 0; p < kPages; ++p) {
-        const uint8_t* at = sketches[p] + d / 8 * (4 * kPage) + 4 * v * kLanes;
-        const Vec both = bytes_at(reinterpret_cast<const Int8*>(at));
-        below[p] = in_register(low_halves(both));
-        above[p] = in_register(high_halves(both));
+        codes[p] = two_bits<kFrom>(upper[p]);
+        if constexpr (kWhole) codes[p] = four_bits(codes[p], two_bits<kFrom>(lower[p]));
+        codes[p] = in_register(codes[p]);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) {
-        const int8_t* query = q.elements + (first + h) * D + d;
-        const Vec of_low = in_register(for_all_lanes(query)), of_high = in_register(for_all_lanes(query + 4));
+        const Vec query = in_register(for_all_lanes(q.elements + (first + h) * D + d + 2 * kFrom));
 #pragma GCC unroll 2
         for (int p = 0; p < kPages; ++p) {
-          low[p][h] = add_bytes(low[p][h], below[p], of_low);
-          high[p][h] = add_bytes(high[p][h], above[p], of_high);
+          Vec& sum = sums[p][h][kFrom / 2 % kChains];
+          sum = add_bytes(sum, codes[p], query);
         }
       }
-    }
+    });
+  }
 #pragma GCC unroll 2
-    for (int p = 0; p < kPages; ++p) {
-      const Vec scales = load_one(scales_of_sketch(sketches[p], D) + v * kLanes);
-#pragma GCC unroll 8
-      for (int h = 0; h < kHeads; ++h) {
-        const Vec products = sub(add(floats_of(low[p][h]), floats_of(high[p][h])), set1(q.base[first + h]));
-        store(out + h * stride + p * kPage + v * kLanes, mul(mul(products, scales), set1(q.unit[first + h])));
-      }
+  for (int p = 0; p < kPages; ++p) {
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+      products[p][h] = floats_of(sums[p][h][0]);
+      if constexpr (kChains == 2) products[p][h] = add(products[p][h], floats_of(sums[p][h][1]));
+    }
+  }
+}
+
+// Two sketches of pages `from` to `to` side by side, or one; of each, `bytes` are fetched before they are
+// read, and so is what comes next, up to n.
+template <class Body>
+inline void by_pairs(const uint8_t* base, const int32_t* pages, int from, int to, int n, int D, int bytes,
+                     const Body& body) {
+  constexpr int kAhead = 16;  // pages
+  const int64_t size = static_cast<int64_t>(sketch_bytes(D));
+  for (int i = from; i < to; i += 2) {
+    for (int next = i + kAhead; next < smaller(i + kAhead + 2, n); ++next)
+      fetch(base + pages[next] * size, bytes);
+    const bool alone = i + 1 == to;
+    const uint8_t* const two[2] = {base + pages[i] * size, alone ? nullptr : base + pages[i + 1] * size};
+    if (alone) {
+      body.template operator()<1>(i, two);
+    } else {
+      body.template operator()<2>(i, two);
     }
   }
 }
@@ -155,37 +220,78 @@ inline void score_sketch(const SketchQueries& q, int first, const uint8_t* const
 template <class M>
 void score_sketches(const void* query, int G, int D, const void* sketches, const int32_t* pages, int n,
                     float* out, int64_t out_stride) {
-  constexpr int kTogether = kRegisters >= 32 ? 4 : 2;  // heads, of two pages side by side
-  constexpr int kAhead = 8;                            // pages
   const SketchQueries q(static_cast<const M*>(query), G, D);
   const uint8_t* base = static_cast<const uint8_t*>(sketches);
   const int size = static_cast<int>(sketch_bytes(D));
-  const auto at = [&](int i) { return base + static_cast<int64_t>(pages[i]) * size; };
-  for (int i = 0; i < n; i += 2) {
-    for (int next = i + kAhead; next < smaller(i + kAhead + 2, n); ++next) fetch(at(next), size);
-    const bool alone = i + 1 == n;
-    const uint8_t* const two[2] = {at(i), alone ? nullptr : at(i + 1)};
-    int g = 0;
-    const auto go = [&]<int kHeads>() {
-      for (; g + kHeads <= G; g += kHeads) {
-        float* to = out + g * out_stride + i * kPage;
-        if (alone) {
-          score_sketch<kHeads, 1>(q, g, two, D, to, out_stride);
-        } else {
-          score_sketch<kHeads, 2>(q, g, two, D, to, out_stride);
+  by_pairs(base, pages, 0, n, n, D, size, [&]<int kPages>(int i, const auto& two) {
+    for_heads(G, [&]<int kHeads>(int g) {
+      for (int v = 0; v < kPage; v += kLanes) {
+        Vec products[kPages][kHeads];
+        multiply_codes<kHeads, kPages, true>(q, g, two, D, v, products);
+        for (int p = 0; p < kPages; ++p) {
+          const Vec scales = load_one(scales_of_sketch(two[p], D) + v);
+          for (int h = 0; h < kHeads; ++h) {
+            const Vec codes = sub(products[p][h], set1(kMiddleCode * q.sum[g + h]));
+            store(out + (g + h) * out_stride + (i + p) * kPage + v,
+                  mul(mul(codes, scales), set1(q.unit[g + h])));
+          }
         }
       }
-    };
-    go.template operator()<kTogether>();
-    if constexpr (kTogether > 2) go.template operator()<2>();
-    go.template operator()<1>();
+    });
+  });
+}
+
+// The largest lane of every page's vectors, NaNs aside, of kLanes pages at a time.
+inline Vec highest_of(const Vec (&pages)[kLanes]) {
+  return fold_rows(pages, [](Vec a, Vec b) { return max(a, b); });
+}
+
+template <class M>
+void skim_sketches(const void* query, int G, int D, const void* sketches, const int32_t* pages, int n,
+                   float* about, float* most, int64_t out_stride) {
+  const SketchQueries q(static_cast<const M*>(query), G, D);
+  const uint8_t* base = static_cast<const uint8_t*>(sketches);
+  const Vec none = set1(kNegInf);
+  for (int first = 0; first < (n + kPage - 1) / kPage * kPage; first += kLanes) {
+    Vec widest[kLanes], highest[kMaxGroup][kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      widest[i] = set1(0.0f);
+      for (int g = 0; g < G; ++g) highest[g][i] = none;
+    }
+    const int end = smaller(first + kLanes, n);
+    by_pairs(base, pages, first, end, n, D, lower_at(D), [&]<int kPages>(int page, const auto& two) {
+      const int i = page - first;
+      for_heads(G, [&]<int kHeads>(int g) {
+        for (int v = 0; v < kPage; v += kLanes) {
+          Vec products[kPages][kHeads];
+          multiply_codes<kHeads, kPages, false>(q, g, two, D, v, products);
+#pragma GCC unroll 2
+          for (int p = 0; p < kPages; ++p) {
+            const Vec scales = load_one(scales_of_sketch(two[p], D) + v);
+            widest[i + p] = max(scales, widest[i + p]);
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; ++h) {
+              const Vec codes = sub(mul(products[p][h], set1(4.0f)), set1(kMiddleSkimmed * q.sum[g + h]));
+              Vec& top = highest[g + h][i + p];
+              top = max(mul(mul(codes, scales), set1(q.unit[g + h])), top);
+            }
+          }
+        }
+      });
+    });
+    const Vec wide = highest_of(widest);
+    for (int g = 0; g < G; ++g) {
+      const Vec top = highest_of(highest[g]);
+      store(about + g * out_stride + first, top);
+      store(most + g * out_stride + first, add(top, mul(wide, set1(q.off[g]))));
+    }
   }
 }
 
 // The bound of the weights is looked for in so many steps at most. It is near enough when what is below it is
 // this share of what may be.
-inline constexpr int kMassSteps = 8;
-inline constexpr float kMassEnough = 0.9f;
+inline constexpr int kBoundSteps = 8;
+inline constexpr float kBoundEnough = 0.9f;
 
 // Sums of weights that four chains of additions share.
 template <class Term>
@@ -200,47 +306,124 @@ inline float sum_of(int n, Term&& term) {
   return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-inline void keep_mass(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks,
-                      float* room) {
+inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
   const auto logit = [&](int i) { return logits(load(scores + i), scale); };
   Vec highest = set1(kNegInf);
   for (int i = 0; i < n; i += kLanes) highest = max(logit(i), highest);
   const float top = reduce_max(highest);
   const float larger = top > lse ? top : lse;
-  const float unit = larger == kNegInf ? 0.0f : larger > kMaxFloat ? kMaxFloat : larger;
-  const float all = sum_of(n, [&](int i) {
-    const Vec x = sub(logit(i), set1(unit));
+  *unit = larger > kMaxFloat ? kMaxFloat : larger >= -kMaxFloat ? larger : 0.0f;
+  const Vec base = set1(*unit);
+  return sum_of(n, [&](int i) {
+    const Vec x = sub(logit(i), base);
     const Vec weight = exp_nonpositive(max(min(set1(0.0f), x), set1(kNegInf)));  // NaN: -inf
     store(scores + i, weight);
     return weight;
   });
-  const float allowed = left * (all + (lse == kNegInf ? 0.0f : __builtin_expf(lse - unit)));
-  if (!(all > allowed)) return;
-  // Tokens below the first bound may be left out, were they all of them. It is the others that are looked at
-  // again, and mostly they are few.
-  float low = allowed / static_cast<float>(n), high = 1.0f;
+}
+
+inline void light_bounds(const float* weights, int n, const float* allowed, int count, float* room,
+                         float* bounds) {
+  // Tokens that weigh less than their part of what is allowed may be left out, were they all of them. It is
+  // the others that are looked at again, and mostly they are few.
+  const auto part = [&](int j) {
+    const float exact = allowed[j] / static_cast<float>(n > 0 ? n : 1);
+    return exact > kLeastWeight ? exact : kLeastWeight;
+  };
+  const float least = part(0);
   int many = 0;
   const float light = sum_of(n, [&](int i) {
-    const Vec weight = load(scores + i), least = set1(low);
-    many += pack_lanes(room + many, lanes_at_least(weight, least), weight);
-    return sub(weight, zero_below(weight, least, weight));
+    const Vec weight = load(weights + i), limit = set1(least);
+    many += pack_lanes(room + many, lanes_at_least(weight, limit), weight);
+    return sub(weight, zero_below(weight, limit, weight));
   });
   for (int i = 0; i < 4 * kLanes; i += kLanes) store(room + many + i, set1(0.0f));
-  for (int step = 0; step < kMassSteps && low < high; ++step) {
-    const float middle = __builtin_sqrtf(low) * __builtin_sqrtf(high);
-    const Vec limit = set1(middle);
-    const float below = light + sum_of((many + kLanes - 1) / kLanes * kLanes, [&](int i) {
-                          const Vec weight = load(room + i);
-                          return sub(weight, zero_below(weight, limit, weight));
-                        });
-    (below <= allowed ? low : high) = middle;
-    if (below <= allowed && below > kMassEnough * allowed) break;
+  const auto below = [&](float bound) {
+    const Vec limit = set1(bound);
+    return light + sum_of((many + kLanes - 1) / kLanes * kLanes, [&](int i) {
+             const Vec weight = load(room + i);
+             return sub(weight, zero_below(weight, limit, weight));
+           });
+  };
+  float low = least;
+  for (int j = 0; j < count; ++j) {
+    float high = 2.0f;  // above all weights
+    low = low > part(j) ? low : part(j);
+    if (below(high) <= allowed[j]) low = high;
+    for (int step = 0; step < kBoundSteps && low < high; ++step) {
+      const float middle = __builtin_sqrtf(low) * __builtin_sqrtf(high), left = below(middle);
+      (left <= allowed[j] ? low : high) = middle;
+      if (left <= allowed[j] && left > kBoundEnough * allowed[j]) break;
+    }
+    bounds[j] = low;
   }
-  const Vec limit = set1(low);
+}
+
+inline void mark_heavy(const float* weights, int n, float bound, uint16_t* masks) {
+  const Vec limit = set1(bound);
   for (int p = 0; p < n / kPage; ++p) {
-    uint32_t kept = 0;
-    for (int v = 0; v < kPage; v += kLanes) kept |= lanes_at_least(load(scores + p * kPage + v), limit) << v;
-    masks[p] = static_cast<uint16_t>(masks[p] | kept);
+    uint32_t heavy = 0;
+    for (int v = 0; v < kPage; v += kLanes)
+      heavy |= lanes_at_least(load(weights + p * kPage + v), limit) << v;
+    masks[p] = static_cast<uint16_t>(heavy);
+  }
+}
+
+// The values of a block of tokens stay in the nearest cache while all heads take them.
+template <class M>
+void add_values(const float* weights, int64_t stride, const int32_t* at, int G, int D, const void* tiles,
+                const int32_t* tokens, int n, float* o, float* sums) {
+  constexpr int kBlock = 64;
+  const M* base = static_cast<const M*>(tiles);
+  const auto row = [&](int i) {
+    return base + (int64_t{2} * (tokens[i] / kPage) * kPage + kPage + tokens[i] % kPage) * D;
+  };
+  const auto fetch_rows = [&](int from) {
+    for (int i = from; i < smaller(from + kBlock, n); ++i) fetch(row(i), D * static_cast<int>(sizeof(M)));
+  };
+  __builtin_memset(o, 0, sizeof(float) * G * D);
+  __builtin_memset(sums, 0, sizeof(float) * G);
+  fetch_rows(0);
+  for (int first = 0; first < n; first += kBlock) {
+    fetch_rows(first + kBlock);
+    const int count = smaller(kBlock, n - first);
+    const M* rows[kBlock];
+    float own[kMaxGroup][kBlock];
+    for (int i = 0; i < count; ++i) rows[i] = row(first + i);
+    for (int g = 0; g < G; ++g) {
+      for (int i = 0; i < count; ++i) own[g][i] = weights[g * stride + at[first + i]];
+      for (int i = count; i < kBlock; ++i) own[g][i] = 0.0f;
+      sums[g] += sum_of(kBlock, [&](int i) { return load(own[g] + i); });
+    }
+    const auto add_part = [&]<int kHeads, int kVecs>(int g, int d) {
+      Vec total[kHeads][kVecs];
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) total[h][v] = load(o + (g + h) * D + d + v * kLanes);
+      }
+      for (int i = 0; i < count; ++i) {
+        Vec value[kVecs];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) value[v] = in_register(load_one(rows[i] + d + v * kLanes));
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; ++h) {
+          const Vec weight = set1(own[g + h][i]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVecs; ++v) total[h][v] = fma(weight, value[v], total[h][v]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) store(o + (g + h) * D + d + v * kLanes, total[h][v]);
+      }
+    };
+    for_heads(G, [&]<int kHeads>(int g) {
+      int d = 0;
+      for (; d + 4 * kLanes <= D; d += 4 * kLanes) add_part.template operator()<kHeads, 4>(g, d);
+      for (; d < D; d += kLanes) add_part.template operator()<kHeads, 1>(g, d);
+    });
   }
 }
 

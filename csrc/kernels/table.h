@@ -48,6 +48,8 @@ inline constexpr int64_t stored_bytes(DType stored, int D) {
 }
 // Of a page's sketch (KernelTable::write_sketch), whole cache lines.
 inline constexpr int64_t sketch_bytes(int D) { return (kPage * (int64_t{D} / 2 + 2) + 63) / 64 * 64; }
+// Of its beginning, which skim_sketches reads.
+inline constexpr int64_t skimmed_bytes(int D) { return kPage * (int64_t{D} / 4 + 2); }
 
 // What `features` reads and writes, of B = batch requests. Rows of the three anchor tensors belong to
 // requests: that of request b is rows[b].
@@ -181,19 +183,36 @@ struct KernelTable {
 
   // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k of two that were is q.k times a
   // power of two), and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the
-  // key's scale. Codes [D / 8][16 tokens][4], one byte for elements d (its lower half) and d + 4; then the
-  // scales [16], bfloat16. Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
+  // key's scale. The upper two bits of codes come first: [D / 16][16 tokens][4], one byte for elements d (its
+  // lowest two bits), d + 4, d + 8 and d + 12; then the scales [16], bfloat16; then the lower two bits, like
+  // the upper. Scores of a key with what is not finite are NaN. Bit-identical on every ISA.
   void (*write_sketch)(const void* tile, int D, void* sketch);
   // About q.k of every token of the listed pages, unscaled; q is rounded to 8 bits. q: KV dtype [G][D], G up
   // to kMaxGroup. The sketch of page i is sketches + pages[i] * sketch_bytes(D). out as of score_tokens.
   // Bit-identical on every ISA.
   void (*score_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
                          float* out, int64_t out_stride);
-  // Which tokens a head reads so that those it leaves out have at most the share `left` of its attention, by
-  // these scores and the LSE of what it reads anyway (-inf: nothing): those that weigh at least a bound,
-  // which is looked for in a few steps. masks[n / 16] |= a bit for every such token, n a multiple of 16.
-  // Scores are overwritten. NaN counts as -inf. room: n + 64 floats.
-  void (*keep_mass)(float* scores, int n, Scale scale, float lse, float left, uint16_t* masks, float* room);
+  // The largest of those scores on each page, by the upper bits alone, which come first and are all that is
+  // read: about[g * out_stride + i] of page i; most[...] is one and a half standard deviations of what the
+  // lower bits add above that. NaN counts as -inf. Up to the next multiple of 16 pages, -inf is written.
+  void (*skim_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
+                        float* about, float* most, int64_t out_stride);
+
+  // What tokens weigh, in place of their scores: e^(logit - unit), at most 1, where unit is the largest
+  // logit, or lse if that is larger; 0 where neither is a number. NaN weighs nothing. The sum of the weights.
+  // n: a multiple of 16.
+  float (*weigh)(float* scores, int n, Scale scale, float lse, float* unit);
+  // bounds[j]: tokens of less weight than this weigh at most allowed[j] together. It is looked for in a few
+  // steps, and above all weights where all are allowed; above 0 in any case. allowed: `count` numbers, each
+  // at least the one before. n: a multiple of 16. room: n + 64 floats.
+  void (*light_bounds)(const float* weights, int n, const float* allowed, int count, float* room,
+                       float* bounds);
+  // masks[n / 16]: a bit for every token that weighs at least so much. n: a multiple of 16.
+  void (*mark_heavy)(const float* weights, int n, float bound, uint16_t* masks);
+  // o[g * D + d] = sum of weights[g * stride + at[i]] * the value of token i, which is token tokens[i] % 16
+  // of tile tokens[i] / 16; sums[g]: of the weights. nullptr of Int8, whose rows are not read one by one.
+  void (*add_values)(const float* weights, int64_t stride, const int32_t* at, int G, int D, const void* tiles,
+                     const int32_t* tokens, int n, float* o, float* sums);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //

@@ -483,17 +483,75 @@ void k_score_sketches(const String& isa, TensorView q, TensorView sketches, Tens
                       static_cast<float*>(out.data_ptr()), out.stride(0));
 }
 
-// scores: [16 n], which are overwritten. masks: [n] uint16, whose bits stay.
-void k_keep_mass(const String& isa, TensorView scores, double scale, double cap, double lse, double left,
-                 TensorView masks) {
-  const Argument kept{"masks", masks};
-  kept.require(kUInt16, {-1});
-  const Argument values{"scores", scores};
-  values.require(kFloat32, {int64_t{kept.count()} * kPage});
+// about, most: [G, 16 ceil(n / 16)].
+void k_skim_sketches(const String& isa, TensorView q, TensorView sketches, TensorView pages, TensorView about,
+                     TensorView most) {
+  const Argument query{"q", q}, ids{"pages", pages};
+  const DType dtype = query.kv_dtype();
+  const int D = query.head_dim(), G = query.group();
+  query.require(dl_dtype(dtype), {G, D});
+  Argument{"sketches", sketches}.require(kUInt8, {-1, sketch_bytes(D)});
+  const int n = ids.ids(sketches.size(0));
+  const int64_t stride = (int64_t{n} + kPage - 1) / kPage * kPage;
+  Argument{"about", about}.require(kFloat32, {G, stride});
+  Argument{"most", most}.require(kFloat32, {G, stride});
+  table_of(isa, dtype)
+      .skim_sketches(q.data_ptr(), G, D, sketches.data_ptr(), ids.data<int32_t>(), n,
+                     static_cast<float*>(about.data_ptr()), static_cast<float*>(most.data_ptr()), stride);
+}
+
+// Weights [16 n], or scores that become weights.
+Argument sixteens(const TensorView& tensor) {
+  const Argument values{"weights", tensor};
+  values.require(kFloat32, {-1});
+  if (values.count() % kPage != 0) TVM_FFI_THROW(ValueError) << values.count() << " are not pages of 16.";
+  return values;
+}
+
+// unit: [1]. The sum.
+double k_weigh(const String& isa, TensorView scores, double scale, double cap, double lse, TensorView unit) {
+  const Argument values = sixteens(scores), out{"unit", unit};
+  out.require(kFloat32, {1});
+  const Scale factor{static_cast<float>(scale), static_cast<float>(cap)};
+  return table_of(isa, DType::kF32)
+      .weigh(values.data<float>(), values.count(), factor, static_cast<float>(lse), out.data<float>());
+}
+
+// allowed, bounds: [m].
+void k_light_bounds(const String& isa, TensorView weights, TensorView allowed, TensorView bounds) {
+  const Argument values = sixteens(weights), most{"allowed", allowed}, out{"bounds", bounds};
+  most.require(kFloat32, {-1});
+  out.require(kFloat32, {int64_t{most.count()}});
   std::vector<float> room(values.count() + 64);
   table_of(isa, DType::kF32)
-      .keep_mass(values.data<float>(), values.count(), {static_cast<float>(scale), static_cast<float>(cap)},
-                 static_cast<float>(lse), static_cast<float>(left), kept.data<uint16_t>(), room.data());
+      .light_bounds(values.data<float>(), values.count(), most.data<float>(), most.count(), room.data(),
+                    out.data<float>());
+}
+
+// masks: [n] uint16.
+void k_mark_heavy(const String& isa, TensorView weights, double bound, TensorView masks) {
+  const Argument values = sixteens(weights), out{"masks", masks};
+  out.require(kUInt16, {int64_t{values.count()} / kPage});
+  table_of(isa, DType::kF32)
+      .mark_heavy(values.data<float>(), values.count(), static_cast<float>(bound), out.data<uint16_t>());
+}
+
+// weights: [G, m]. at: [n] below m. tiles: [P, 2, 16, D]. tokens: [n] below 16 P. o: [G, D]. sums: [G].
+void k_add_values(const String& isa, TensorView weights, TensorView at, TensorView tiles, TensorView tokens,
+                  TensorView o, TensorView sums) {
+  const Argument stored{"tiles", tiles}, ids{"tokens", tokens}, from{"at", at}, to{"o", o},
+      w{"weights", weights};
+  const DType dtype = stored.kv_dtype();
+  const int D = to.head_dim(), G = to.group();
+  stored.require(dl_dtype(dtype), {-1, 2, kPage, D});
+  to.require(kFloat32, {G, D});
+  w.require(kFloat32, {G, -1}, true);
+  Argument{"sums", sums}.require(kFloat32, {G});
+  const int n = ids.ids(tiles.size(0) * kPage);
+  if (from.ids(weights.size(1)) != n) TVM_FFI_THROW(ValueError) << "at and tokens differ in length.";
+  table_of(isa, dtype)
+      .add_values(w.data<float>(), weights.stride(0), from.data<int32_t>(), G, D, tiles.data_ptr(),
+                  ids.data<int32_t>(), n, to.data<float>(), static_cast<float*>(sums.data_ptr()));
 }
 
 double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,
@@ -540,7 +598,11 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_token, k_write_token);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_read_tile, k_read_tile);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_sketch, k_write_sketch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_sketches, k_score_sketches);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_keep_mass, k_keep_mass);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_skim_sketches, k_skim_sketches);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_weigh, k_weigh);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_light_bounds, k_light_bounds);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_mark_heavy, k_mark_heavy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_values, k_add_values);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_state, k_merge_state);
 
 }  // namespace

@@ -29,6 +29,7 @@ struct PoolShape {
   int64_t row_bytes() const { return stored_bytes(dtype, head_dim); }
   int64_t tile_bytes() const { return 2 * kPage * row_bytes(); }
   int64_t sketch_bytes() const { return fluxion::sketch_bytes(head_dim); }
+  int64_t skimmed_bytes() const { return fluxion::skimmed_bytes(head_dim); }
   int64_t moments_len() const { return 2 * head_dim + 8; }
   int64_t entries(int level) const { return (pages + (int64_t{1} << level) - 1) >> level; }
 };

@@ -115,15 +115,16 @@ inline void take_turns(Vec& a, Vec& b) {
   b = kPeriod == 1 ? _mm256_unpackhi_ps(x, y) : _mm256_castpd_ps(_mm256_unpackhi_pd(p, q));
 }
 // Not by horizontal additions, each of which is several instructions inside.
-inline Vec fold(Vec a, Vec b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
-inline Vec fold_pairs(Vec a, Vec b) {
-  const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
-  return add(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
-}
-inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
+template <class Two>
+inline Vec fold_rows(const Vec (&rows)[kLanes], const Two& two) {
+  const auto fold = [&](Vec a, Vec b) { return two(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
+  const auto fold_pairs = [&](Vec a, Vec b) {
+    const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+    return two(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  };
   const Vec a = fold_pairs(fold(rows[0], rows[1]), fold(rows[2], rows[3]));
   const Vec b = fold_pairs(fold(rows[4], rows[5]), fold(rows[6], rows[7]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  return two(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
 inline Vec load_one(const float* p) { return load(p); }
@@ -174,9 +175,14 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), _mm256_add_epi32(even, odd)));
 }
-inline Vec low_halves(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi8(0x0f))); }
-inline Vec high_halves(Vec x) {
-  return low_halves(_mm256_castsi256_ps(_mm256_srli_epi16(_mm256_castps_si256(x), 4)));
+template <int kFrom>
+inline Vec two_bits(Vec x) {
+  const __m256i moved = _mm256_srli_epi16(_mm256_castps_si256(x), kFrom);
+  return _mm256_castsi256_ps(_mm256_and_si256(moved, _mm256_set1_epi8(3)));
+}
+inline Vec four_bits(Vec high, Vec low) {
+  const __m256i moved = _mm256_slli_epi16(_mm256_castps_si256(high), 2);
+  return _mm256_castsi256_ps(_mm256_or_si256(moved, _mm256_castps_si256(low)));
 }
 inline void store_bytes(Vec x, uint8_t* to) {
   const __m256i wide = _mm256_cvtps_epi32(x);

@@ -83,27 +83,26 @@ inline void take_turns(Vec& a, Vec& b) {
     b = _mm512_castpd_ps(_mm512_permutex2var_pd(p, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), q));
   }
 }
-inline Vec reduce_rows(const Vec (&rows)[kLanes]) {
-  // Each step adds two halves of two vectors and so halves their number; the last order of lanes is the order
-  // of rows.
+template <class Two>
+inline Vec fold_rows(const Vec (&rows)[kLanes], const Two& two) {
+  // Each step joins two halves of two vectors and so halves their number; the last order of lanes is the
+  // order of rows.
   Vec pairs[8], fours[4];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const Vec a = rows[2 * i], b = rows[2 * i + 1];
-    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    pairs[i] = two(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-    fours[i] =
-        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    fours[i] = two(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
-  // fours[i]: every 128-bit lane holds partial sums of rows 4i..4i+3.
-  const Vec low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88),
-                                _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
-  const Vec high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88),
-                                 _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  // fours[i]: every 128-bit lane holds parts of rows 4i..4i+3.
+  const auto fold = [&](Vec a, Vec b) {
+    return two(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return fold(fold(fours[0], fours[1]), fold(fours[2], fours[3]));
 }
 
 inline Vec load_one(const float* p) { return load(p); }
@@ -166,11 +165,14 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_add_epi32(even, odd)));
 #endif
 }
-inline Vec low_halves(Vec x) {
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi8(0x0f)));
+template <int kFrom>
+inline Vec two_bits(Vec x) {
+  const __m512i moved = _mm512_srli_epi16(_mm512_castps_si512(x), kFrom);
+  return _mm512_castsi512_ps(_mm512_and_si512(moved, _mm512_set1_epi8(3)));
 }
-inline Vec high_halves(Vec x) {
-  return low_halves(_mm512_castsi512_ps(_mm512_srli_epi16(_mm512_castps_si512(x), 4)));
+inline Vec four_bits(Vec high, Vec low) {
+  const __m512i moved = _mm512_slli_epi16(_mm512_castps_si512(high), 2);
+  return _mm512_castsi512_ps(_mm512_or_si512(moved, _mm512_castps_si512(low)));
 }
 inline void store_bytes(Vec x, uint8_t* to) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));

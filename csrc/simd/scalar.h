@@ -63,8 +63,11 @@ inline Vec max_by_period(Vec x) {
 // A single lane is of a single vector.
 template <int kPeriod>
 inline void take_turns(Vec&, Vec&) {}
-// Lane i = sum of the lanes of rows[i].
-inline Vec reduce_rows(const Vec (&rows)[kLanes]) { return rows[0]; }
+// Lane i = what `two` makes of the lanes of rows[i], two at a time.
+template <class Two>
+inline Vec fold_rows(const Vec (&rows)[kLanes], const Two&) {
+  return rows[0];
+}
 
 // kLanes consecutive elements, lane i = element i.
 template <class T>
@@ -105,8 +108,11 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
                                    static_cast<int8_t>(bits_of(b) >> i));
   return float_of(total);
 }
-inline Vec low_halves(Vec x) { return float_of(bits_of(x) & 0x0f0f0f0fu); }
-inline Vec high_halves(Vec x) { return float_of(bits_of(x) >> 4 & 0x0f0f0f0fu); }
+template <int kFrom>
+inline Vec two_bits(Vec x) {
+  return float_of(bits_of(x) >> kFrom & 0x03030303u);
+}
+inline Vec four_bits(Vec high, Vec low) { return float_of(bits_of(high) << 2 | bits_of(low)); }
 // Up to 255; 1.5 * 2^23 more, and the last bits of a float are the nearest integer.
 inline void store_bytes(Vec x, uint8_t* to) { *to = static_cast<uint8_t>(bits_of(x + 12582912.0f)); }
 

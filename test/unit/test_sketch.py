@@ -108,48 +108,134 @@ def test_scores_of_sketches(isa: str, dtype: torch.dtype, seed: int, D: int, G: 
     assert bool(((got.double() - q.double() @ keys.T).abs() <= off * 1.001 + 1e-4).all())
 
 
+def skims_of(isa: str, q: Tensor, sketches: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+    about, most = torch.full((2, len(q), -(-len(pages) // 16) * 16), NAN)
+    k("skim_sketches")(isa, q, sketches, pages, about, most)
+    return about, most
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 40))
+def test_skims_of_sketches(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
+    """The best score of a page by the upper bits, and how far off it may be; what is not listed is not read."""
+    torch.manual_seed(seed)
+    sketches = torch.stack([sketch_of(isa, keys) for keys in torch.randn(12, 16, D).to(dtype)])
+    pages = torch.randint(0, 12, (n,), dtype=torch.int32)
+    q = torch.randn(G, D).to(dtype)
+    about, most = skims_of(isa, q, sketches, pages)
+    assert bool((about[:, n:] == -INF).all()) and bool((most[:, n:] == -INF).all())
+    assert all(map(torch.equal, (about, most), skims_of("scalar", q, sketches, pages)))
+    if n == 0:
+        return
+    want, off = (torch.stack(each, 1) for each in zip(*(reference.skimmed(sketches[p], q) for p in pages), strict=True))
+    rotated = q.double() @ reference.rotation(D)
+    scales = torch.stack([reference.unpacked(sketch, D)[1].max() for sketch in sketches])[pages.long()]
+    lost = rotated.abs().amax(1)[:, None] / 254 * 6 * D * scales / (D & -D)
+    assert bool(((about[:, :n].double() - want).abs() <= lost * 1.001 + 1e-4).all())
+    torch.testing.assert_close((most - about)[:, :n].double(), off, rtol=0.05, atol=1e-4)
+
+
+@isas
+def test_a_skim_passes_over_what_is_no_number(isa: str) -> None:
+    keys = torch.randn(2, 16, 64)
+    keys[0, 5, 3] = NAN
+    keys[1] = INF
+    sketches, pages = torch.stack([sketch_of(isa, each) for each in keys]), torch.tensor([0, 1], dtype=torch.int32)
+    about, most = skims_of(isa, torch.randn(3, 64), sketches, pages)
+    assert bool(about[:, 0].isfinite().all()) and bool(most[:, 0].isfinite().all())
+    assert bool((about[:, 1] == -INF).all()) and bool((most[:, 1] == -INF).all())
+
+
 @isas
 @few
 @given(
     seed=seeds,
-    n=st.integers(1, 40),
+    n=st.integers(0, 40),
     size=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
-    left=st.sampled_from([1e-6, 0.01, 0.2, 0.9]),
-    others=st.sampled_from([-INF, -3.0, 4.0, 60.0]),
-    special=st.lists(st.sampled_from([NAN, -INF]), max_size=3),
+    others=st.sampled_from([-INF, -3.0, 4.0, 60.0, INF]),
+    special=st.lists(st.sampled_from([NAN, -INF, INF]), max_size=3),
     cap=st.sampled_from([0.0, 5.0]),
 )
-def test_keep_mass(
-    isa: str, seed: int, n: int, size: float, left: float, others: float, special: list[float], cap: float
+def test_weigh(
+    isa: str, seed: int, n: int, size: float, others: float, special: list[float], cap: float
 ) -> None:
-    """What is left weighs at most its share, by weights that are right; no more is kept than a tenth of that share
-    takes; bits that were there stay."""
     torch.manual_seed(seed)
-    scores, scale = size * torch.randn(16 * n), 0.5
-    for what in special:
+    scores, scale, unit = size * torch.randn(16 * n), 0.5, torch.full((1,), NAN)
+    for what in special if n else ():
         scores[torch.randint(0, 16 * n, ())] = what
     logits = scores.double() * scale
-    logits = cap * (logits / cap).tanh() if cap else logits
-    before = torch.randint(0, 2**16, (n,)).to(torch.uint16)
-    masks, own = before.clone(), torch.zeros(n, dtype=torch.uint16)
-    for into in (masks, own):
-        k("keep_mass")(isa, scores.clone(), scale, cap, others, left, into)
-    assert torch.equal(masks, before | own)
-    logits = logits.nan_to_num(-INF, neginf=-INF)
-    unit = max(float(logits.max()), others)
-    exact = (logits - unit).exp() if unit > -INF else torch.zeros(16 * n).double()
-    total = float(exact.sum()) + (math.exp(others - unit) if unit > -INF else 0.0)
-    kept = (own.int()[:, None] >> torch.arange(16) & 1).bool().flatten()
-    rest = float(exact[~kept].sum())
-    assert rest <= left * total * (1 + 1e-4)
-    if kept.any():
-        # The heaviest are kept. The bound is looked for in eight halvings of its range, on a scale of logarithms:
-        # what the last of them may be off by is all that is kept beyond what must be.
-        assert float(exact[kept].min()) >= (float(exact[~kept].max()) if (~kept).any() else 0.0) * (1 - 1e-5)
-        must = reference.least_kept(exact, total - float(exact.sum()), left)
-        off = math.exp(math.log(16 * n / (left * total)) / 2**8)
-        enough = exact[must].min() / off if must.any() else INF
-        assert bool((exact[kept & ~must] >= float(enough) * (1 - 1e-4)).all()) or rest > 0.89 * left * total
+    logits = (cap * (logits / cap).tanh() if cap else logits).nan_to_num(-INF, INF, -INF)
+    weights = scores.clone()
+    total = k("weigh")(isa, weights, scale, cap, others, unit)
+    top = max([*logits.tolist(), others])
+    most = float(torch.finfo(torch.float32).max)
+    assert float(unit) == pytest.approx(min(top, most) if top > -INF else 0.0, rel=1e-5, abs=1e-5)
+    want = (logits - float(unit)).clamp(max=0).exp()
+    torch.testing.assert_close(weights.double(), want, rtol=1e-4, atol=1e-30)
+    assert total == pytest.approx(float(want.sum()), rel=1e-4, abs=1e-30)
+
+
+@isas
+@few
+@given(
+    seed=seeds,
+    n=st.integers(0, 40),
+    size=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
+    shares=st.lists(st.sampled_from([0.0, 1e-6, 0.01, 0.2, 0.9, 1.1]), min_size=1, max_size=3).map(sorted),
+)
+def test_light_bounds(isa: str, seed: int, n: int, size: float, shares: list[float]) -> None:
+    """What is lighter weighs at most what is allowed, and no bound is lower than the search must leave it."""
+    torch.manual_seed(seed)
+    weights = (size * torch.randn(16 * n)).clamp(max=0).exp()
+    if n:
+        weights[torch.randint(0, 16 * n, (3,))] = 0.0
+    exact, allowed = weights.double(), torch.tensor(shares) * float(weights.sum())
+    bounds = torch.full((len(shares),), NAN)
+    k("light_bounds")(isa, weights, allowed, bounds)
+    assert bool((bounds > 0).all()) and bounds.tolist() == sorted(bounds)
+    for most, bound in zip(allowed.double().tolist(), bounds.tolist(), strict=True):
+        light = float(exact[exact < bound].sum())
+        assert light <= most * (1 + 1e-4) + 1e-37 * len(weights)
+        if bound > 1 or light > 0.89 * most:
+            continue
+        # Eight halvings of its range, on a scale of logarithms: a bound that much higher would be too high.
+        higher = bound * math.exp(math.log(2 * 16 * n / max(most, 1e-37 * 16 * n)) / 2**8)
+        assert float(exact[exact < higher].sum()) >= most * (1 - 1e-4)
+
+
+@isas
+@few
+@given(seed=seeds, n=st.integers(0, 40), bound=st.sampled_from([1e-30, 0.3, 1.0, 2.0]))
+def test_mark_heavy(isa: str, seed: int, n: int, bound: float) -> None:
+    torch.manual_seed(seed)
+    weights = torch.rand(16 * n)
+    weights[::5], weights[::7] = bound, 0.0
+    masks = torch.full((n,), 0xAAAA, dtype=torch.uint16)
+    k("mark_heavy")(isa, weights, bound, masks)
+    marked = (masks.int()[:, None] >> torch.arange(16) & 1).bool().flatten()
+    assert torch.equal(marked, weights >= torch.tensor(bound))
+
+
+@isas
+@dtypes
+@few
+@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 150))
+def test_add_values(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
+    """Of the tokens that are listed, and of nothing else."""
+    torch.manual_seed(seed)
+    tiles = torch.full((20, 2, 16, D), NAN, dtype=dtype)
+    tokens, at = torch.randint(0, 320, (n,), dtype=torch.int32), torch.randperm(n, dtype=torch.int32)
+    pages, rows = tokens.long() // 16, tokens.long() % 16
+    tiles[pages, 1, rows] = torch.randn(n, D).to(dtype)
+    weights = torch.rand(G, n + 3)
+    weights[:, n:] = NAN
+    o, sums = torch.full((G, D), NAN), torch.full((G,), NAN)
+    k("add_values")(isa, weights[:, : max(n, 1)], at, tiles, tokens, o, sums)
+    own = weights[:, at.long()].double()
+    torch.testing.assert_close(sums.double(), own.sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(o.double(), own @ tiles[pages, 1, rows].double(), rtol=1e-4, atol=1e-4)
 
 
 # ---- tasks
@@ -172,31 +258,64 @@ class SketchWorld(NativeWorld):
             request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
         return q, out, tasks
 
-    def scores(self, request: Request, layer: int, q: Tensor, h: int) -> Tensor:
-        """[G, L] of the middle's tokens, q: [G, D]."""
-        first, end = self.placement.sink_pages, len(self.middle(request, layer)) // PAGE + self.placement.sink_pages
-        pages = torch.tensor(request.pages[first:end], dtype=torch.int32)
-        return scores_of(self.pool.isa, q, self.pool.tensor("sketches", layer)[h].contiguous(), pages) * self.scale
+    def chosen(self, request: Request, layer: int, q: Tensor, h: int, left: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a group's queries [G, D], in words of the kernels: which tokens of the middle are read [L], which of them
+        exactly [L], and the logits of all by their sketches [G, L], -inf on pages that were skimmed alone."""
+        isa, sketches = self.pool.isa, self.pool.tensor("sketches", layer)[h].contiguous()
+        first, count = self.placement.sink_pages, len(self.middle(request, layer)) // PAGE
+        pages = torch.tensor(request.pages[first : first + count], dtype=torch.int32)
+        beside = [self.beside(request, layer, q[g], h) for g in range(self.group)]
+        about, most = skims_of(isa, q, sketches, pages)
+        near, skipped, unit = torch.zeros(about.shape[1], dtype=torch.bool), torch.zeros(self.group), torch.empty(1)
+        shares = torch.tensor([left, reference.exact_share(left)])
+        for g in range(self.group):
+            total = k("weigh")(isa, about[g], self.scale, 0.0, beside[g], unit) + math.exp(beside[g] - float(unit))
+            skipped[g], before = float(unit), float(unit)
+            k("weigh")(isa, most[g], self.scale, 0.0, before, unit)
+            near |= self.heavy(isa, most[g], torch.tensor([left / 2 * total * math.exp(before - float(unit))]))[0]
+        skipped += torch.where(near, 0.0, about).sum(1).log()
+        near = near[:count]
+        scores = scores_of(isa, q, sketches, pages[near])
+        masks = torch.zeros(2, scores.shape[1], dtype=torch.bool)
+        for g in range(self.group):
+            weights = scores[g].clone()
+            total = k("weigh")(isa, weights, self.scale, 0.0, beside[g], unit) + math.exp(beside[g] - float(unit))
+            rest = math.exp(float(skipped[g]) - float(unit))
+            masks |= self.heavy(isa, weights, torch.maximum(shares * (total + rest) - rest, shares * (total + rest) / 2))
+        found = near.repeat_interleave(PAGE)
+        read, exact = torch.zeros(2, len(found), dtype=torch.bool).masked_scatter_(found.expand(2, -1), masks)
+        whole = self.pool.tensor("tiles", layer).dtype == torch.uint8 or 2 * exact.sum() > 16 * (
+            read.view(-1, PAGE).any(1).sum()
+        )
+        logits = torch.full((self.group, len(found)), -INF)
+        return read, read if whole else exact, logits.masked_scatter_(found.expand(self.group, -1), scores * self.scale)
+
+    @staticmethod
+    def heavy(isa: str, weights: Tensor, allowed: Tensor) -> Tensor:
+        """[len(allowed), n] bool: the tokens that are not light."""
+        bounds = torch.empty(len(allowed))
+        k("light_bounds")(isa, weights, allowed, bounds)
+        return weights >= bounds[:, None]
+
+    def residents(self, request: Request, layer: int) -> list[int]:
+        n = request.keys[layer].shape[0]
+        return [*range(self.placement.sinks), *range(self.placement.window_start(n), n)]
+
+    def beside(self, request: Request, layer: int, q: Tensor, h: int) -> float:
+        """The LSE of the residents."""
+        at = self.residents(request, layer)
+        return float(attention(q, request.keys[layer][at, h], request.values[layer][at, h], self.scale)[1])
 
     def check_task(self, request: Request, layer: int, q: Tensor, h: int, read: set[int], left: float) -> Tensor:
-        """The output [G, D] of a group that read these positions. Of its heads' attention, at most `left` is unread by
-        what the sketches say."""
-        middle = self.middle(request, layer)
-        n = request.keys[layer].shape[0]
-        residents = [*range(self.placement.sinks), *range(self.placement.window_start(n), n)]
-        scores = self.scores(request, layer, q, h).double()
-        rest = scores.masked_fill(torch.tensor([at in read for at in middle]), -INF).logsumexp(1)
-        every = scores.logsumexp(1)
-        outs = []
-        for g in range(self.group):
-            o, _ = attention(
-                q[g], *(kv[layer][[*residents, *sorted(read)], h] for kv in (request.keys, request.values)), self.scale
-            )
-            _, beside = attention(q[g], *(kv[layer][residents, h] for kv in (request.keys, request.values)), self.scale)
-            total = torch.logaddexp(every[g], beside)
-            assert float((rest[g] - total).exp()) <= left * (1 + 1e-3)
-            outs.append(o)
-        return torch.stack(outs)
+        """The output [G, D] of a group that read these positions."""
+        middle, residents = self.middle(request, layer), self.residents(request, layer)
+        listed, exact, about = self.chosen(request, layer, q, h, left)
+        assert read == {at for at, listed in zip(middle, listed.tolist(), strict=True) if listed}
+        at = torch.tensor([*residents, *sorted(read)])
+        keys, values = (kv[layer][at, h].double() for kv in (request.keys, request.values))
+        logits = q.double() @ keys.T * self.scale
+        of_read = torch.where(exact[listed], logits[:, len(residents) :], about[:, listed].double())
+        return torch.cat([logits[:, : len(residents)], of_read], 1).softmax(1) @ values
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, INT8], ids=["float32", "bfloat16", "int8"])
@@ -225,15 +344,18 @@ def test_tasks(
     for (b, h), heads in chosen.items():
         read = heads[0]
         assert all(other == read for other in heads) and read <= set(world.middle(requests[b]))
-        if left == 0:
-            assert read == set(world.middle(requests[b]))
         at = slice(h * group, (h + 1) * group)
-        want[b, at] = world.check_task(requests[b], 0, q[b, at], h, read, left)
+        if left > 0:
+            want[b, at] = world.check_task(requests[b], 0, q[b, at], h, read, left)
+        else:
+            assert read == set(world.middle(requests[b]))
+            want[b, at] = world.expected(requests, 0, q, chosen)[b, at]
     world.check(out, want)
     rows = sum(len(heads[0]) for heads in chosen.values())
     pages = sum(len(world.middle(requests[b])) // PAGE for b, _ in chosen)
     assert before["tokens_read"] == rows * group
-    assert before["metadata_bytes"] == (pages * sketch_bytes(dim) if left > 0 else 0)
+    least = pages * 16 * (dim // 4 + 2) if left > 0 else 0
+    assert least <= before["metadata_bytes"] <= (pages * sketch_bytes(dim) if left > 0 else 0)
 
 
 def test_tasks_take_sketches_and_residents() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fluxion_sglang.kv.placement import PAGE
@@ -29,16 +31,39 @@ def mixed_together(dim: int) -> int:
 
 def unpacked(sketch: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [16, D] and scales [16] of a sketch [bytes] uint8, float64."""
-    both = sketch[: PAGE * dim // 2].view(dim // 8, PAGE, 4)
-    codes = torch.stack([both & 15, both >> 4], 2)  # [D / 8, 16, 2, 4]
-    scales = sketch[PAGE * dim // 2 :][: 2 * PAGE].view(torch.bfloat16)
-    return codes.permute(1, 0, 2, 3).reshape(PAGE, dim).double(), scales.double()
+    plane = PAGE * dim // 4
+    upper, scales, lower = sketch[: 2 * plane + 2 * PAGE].split([plane, 2 * PAGE, plane])
+    codes = 4 * _two_bits(upper, dim) + _two_bits(lower, dim)
+    return codes.double(), scales.view(torch.bfloat16).double()
+
+
+def _two_bits(plane: torch.Tensor, dim: int) -> torch.Tensor:
+    """[16, D] of [bytes] uint8: four elements a byte."""
+    packed = plane.view(dim // 16, PAGE, 4)
+    fields = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2)  # [D / 16, 16, 4, 4]
+    return fields.permute(1, 0, 2, 3).reshape(PAGE, dim)
 
 
 def keys_of(sketch: torch.Tensor, dim: int) -> torch.Tensor:
     """The keys [16, D] that a sketch stands for, float64."""
     codes, scales = unpacked(sketch, dim)
     return (codes - _CODES) * scales[:, None] @ rotation(dim).T / mixed_together(dim)
+
+
+def skimmed(sketch: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the upper bits of a sketch say of queries [G, D], float64: the largest q.k of the page [G], and how far
+    above it the lower bits may go [G], 1.5 standard deviations."""
+    dim = q.shape[1]
+    codes, scales = unpacked(sketch, dim)
+    rotated = q.double() @ rotation(dim)
+    about = rotated @ ((4 * (codes // 4) - 6) * scales[:, None]).T / mixed_together(dim)
+    off = 1.5 * math.sqrt(1.25) * rotated.norm(dim=1) * scales.max() / mixed_together(dim)
+    return about.amax(1), off
+
+
+def exact_share(left: float) -> float:
+    """What lies below the tokens whose keys are read has this share of the attention, where `left` may be unread."""
+    return max(left, min(4 * left, 0.5))
 
 
 def least_kept(weights: torch.Tensor, others: float, left: float) -> torch.Tensor:

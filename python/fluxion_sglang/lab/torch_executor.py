@@ -17,7 +17,7 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.lab.kinds import SINGLE, EarlyStop, early_stop
 from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, read_until
-from fluxion_sglang.lab.sketches import keys_of, least_kept
+from fluxion_sglang.lab.sketches import exact_share, keys_of, least_kept
 from fluxion_sglang.policy.base import LISTED, SKETCHED, Record
 from fluxion_sglang.policy.sketch import SketchedTokens
 
@@ -139,17 +139,22 @@ class TorchReferenceExecutor(Executor):
         k, v = self.rows(work, b, h, range(n))
         window = torch.tensor([*range(placement.sinks), *range(placement.sinks + middle, n)])
         residents = _logits(work, q @ k[window].float().T).logsumexp(1)
-        read = torch.zeros(middle, dtype=torch.bool)
-        for g in range(work.group):
+        read, exact = torch.full((2, middle), left == 0)
+        for g in range(work.group if left > 0 else 0):
             top = torch.maximum(scores[g].max(), residents[g])
             weights, beside = (scores[g] - top).exp(), float((residents[g] - top).exp())
-            read |= least_kept(weights, beside, left) if left > 0 else torch.ones_like(read)
+            read |= least_kept(weights, beside, left)
+            exact |= least_kept(weights, beside, exact_share(left))
+        tiles = int(read.view(-1, PAGE).any(1).sum())
+        if 2 * int(exact.sum()) > tiles * PAGE:
+            exact = read
         k, v = (part[placement.sinks : placement.sinks + middle].float() for part in (k, v))
-        exact = _logits(work, q @ k[read].T)
-        lse = exact.logsumexp(1)
-        o = exact.softmax(1) @ v[read]
+        logits = torch.where(exact, _logits(work, q @ k.T), scores)[:, read]
+        lse = logits.logsumexp(1)
+        o = logits.softmax(1) @ v[read]
         row = self.pool.tiles(work.layer).element_size() * q.shape[1]
-        return o, lse, int(read.sum()) * work.group, 2 * int(read.sum()) * row, len(pages) * sketches.shape[1]
+        rows = int(read.sum()) + int(exact.sum())
+        return o, lse, int(read.sum()) * work.group, rows * row, len(pages) * sketches.shape[1]
 
     def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens of a request, [n, D] each."""

@@ -91,13 +91,13 @@ QUALITY = {
     **{
         f"sketch{name}": [
             *("--suite", suite, "--lengths", lengths, "--samples", samples, "--seed", "16"),
-            *("--policies", f"full,{others}sketch:0.05,sketch:0.10"),
+            *("--policies", f"full,{others}sketch"),
             *(("--model", SECOND) if "other" in name else ()),
             *(("--dtype", dtype) if dtype else ()),
         ]
         for name, suite, lengths, samples, others, dtype in (
             ("", "ruler", "4k,8k", "24", "fluxion,", ""),
-            ("_far", "ruler", "31k", "8", "fluxion,", ""),
+            ("_far", "ruler", "31k", "4", "", ""),
             ("_extraction", "extraction", "4k,8k", "24", "fluxion,", ""),
             ("_perplexity", "perplexity", "4k,8k", "24", "fluxion,", ""),
             ("_other", "ruler", "4k,8k", "24", "", ""),

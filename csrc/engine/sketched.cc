@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -14,16 +13,20 @@ namespace fluxion {
 namespace {
 
 // What is attended to exactly is so heavy that what lies below it has this many times the share that may be
-// left, and at most half.
+// left, up to a half.
 constexpr float kExactTimes = 4.0f, kExactMost = 0.5f;
 // Of the share that may be left, what pages may have that are not looked at closely.
 constexpr float kSkippedPart = 0.5f;
+// A page counts as so many of its best token: about what its 16 weigh together.
+constexpr float kTokensOfPage = 4.0f;
+// Logits further apart than this are not compared: their weights would not be numbers.
+constexpr float kComparable = 60.0f;
 
 int pages_of(const Layer& layer, const Task& task) { return layer.step.middle_tokens(task.request) / kPage; }
 
 int rounded(int pages) { return (pages + kPage - 1) / kPage * kPage; }
 
-class Room : public OwnScratch {
+class Choice : public OwnScratch {
  public:
   void reserve(int pages, int group) {
     stride_ = rounded(pages);
@@ -44,9 +47,11 @@ class Room : public OwnScratch {
       const float lse = layer.res_lse[layer.state(task) + g];
       const float sum = layer.exact.weigh(about, n, layer.in.scale, lse, &unit_[g]);
       layer.exact.weigh(most, n, layer.in.scale, unit_[g], &more);
-      const float allowed = kSkippedPart * left * (sum + power(lse, unit_[g])) * power(unit_[g], more);
-      float bound;
-      layer.exact.light_bounds(most, n, &allowed, 1, s->select.data(), &bound);
+      const float all = sum + power(lse, unit_[g]);
+      const float allowed = kSkippedPart / kTokensOfPage * left * all * power(unit_[g], more);
+      float bound = 0;
+      if (more - unit_[g] < kComparable)
+        layer.exact.light_bounds(most, n, &allowed, 1, s->select.data(), &bound);
       layer.exact.mark_heavy(most, n, bound, marks_.data());
       for (int i = 0; i < n / kPage; ++i) near_[i] |= marks_[i];
     }
@@ -56,7 +61,7 @@ class Room : public OwnScratch {
       if (near_[p / kPage] >> p % kPage & 1) {
         s->pages[found++] = pages[p];
       } else {
-        for (int g = 0; g < G; ++g) skipped_[g] += about_[g * stride_ + p];
+        for (int g = 0; g < G; ++g) skipped_[g] += kTokensOfPage * about_[g * stride_ + p];
       }
     }
     return found;
@@ -71,7 +76,7 @@ class Room : public OwnScratch {
       float* weights = &s->scores[g * s->stride(layer.group)];
       const float lse = layer.res_lse[layer.state(task) + g], before = unit_[g];
       const float sum = layer.exact.weigh(weights, n, layer.in.scale, lse, &unit_[g]);
-      const float skipped = skipped_[g] * power(before, unit_[g]);
+      const float skipped = skipped_[g] > 0 ? skipped_[g] * power(before, unit_[g]) : 0;
       const float all = sum + skipped + power(lse, unit_[g]);
       float allowed[2], bounds[2];
       for (int j = 0; j < 2; ++j)
@@ -99,7 +104,7 @@ class Room : public OwnScratch {
     }
     rows = exact_rows;
     for (int p = 0; p < count; ++p) {
-      const unsigned bits = kept_[p] | exact_[p];
+      const unsigned bits = kept_[p];  // and exact_[p] among them
       for (unsigned light = bits & ~exact_[p]; light != 0; light &= light - 1, ++rows) {
         s->tokens[rows] = s->pages[p] * kPage + std::countr_zero(light);
         at_[rows] = p * kPage + std::countr_zero(light);
@@ -167,7 +172,7 @@ int Sketched::ranked_tokens(const Layer& layer, const Task& task) const {
 }
 
 void Sketched::reserve(int pages, int group, Scratch* scratch) const {
-  scratch->own<Room>().reserve(pages, group);
+  scratch->own<Choice>().reserve(pages, group);
 }
 
 Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) const {
@@ -175,10 +180,15 @@ Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) con
   const int32_t* pages = layer.pages(task) + layer.step.sink_pages();
   const int all = pages_of(layer, task);
   const float left = left_[layer.index(task)];
-  Room& room = s->own<Room>();
+  Choice& choice = s->own<Choice>();
+  if (left >= 1) {
+    choice.rows = 0;
+    return {};
+  }
   if (left == 0) {
     Selection out;
-    room.tiles = true;
+    choice.rows = all * kPage;
+    choice.tiles = true;
     std::copy_n(pages, all, s->pages.data());
     out.count = all;
     out.tokens = int64_t{all} * kPage * layer.group;
@@ -186,30 +196,30 @@ Selection Sketched::select(const Layer& layer, const Task& task, Scratch* s) con
     std::fill_n(s->masks.data(), all * layer.group, uint16_t{0xffff});
     return out;
   }
-  const int near = room.skim(layer, task, pages, all, left, s);
-  room.choose(layer, task, near, left, s);
-  Selection out = room.list(layer, near, s);
+  const int near = choice.skim(layer, task, pages, all, left, s);
+  choice.choose(layer, task, near, left, s);
+  Selection out = choice.list(layer, near, s);
   // With 8 bits a row cannot be read without most of its tile.
-  room.tiles = shape.dtype == DType::kInt8 || 2 * room.exact_rows > out.count * kPage;
+  choice.tiles = shape.dtype == DType::kInt8 || 2 * choice.exact_rows > out.count * kPage;
   out.reads.metadata_bytes =
       all * shape.skimmed_bytes() + near * (shape.sketch_bytes() - shape.skimmed_bytes());
   out.reads.tile_bytes =
-      room.tiles ? out.count * shape.tile_bytes() : (room.rows + room.exact_rows) * shape.row_bytes();
+      choice.tiles ? out.count * shape.tile_bytes() : (choice.rows + choice.exact_rows) * shape.row_bytes();
   return out;
 }
 
 Selection Sketched::run(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) const {
   const Selection chosen = select(layer, task, s);
-  const Room& room = s->own<Room>();
-  if (room.tiles || room.rows == 0) {
+  const Choice& choice = s->own<Choice>();
+  if (choice.tiles || choice.rows == 0) {
     attend(layer, task, chosen, s, o, lse);
-  } else if (room.exact_rows == 0) {
-    attend_weighed(layer, task, room.light(layer.group, s), s, o, lse);
+  } else if (choice.exact_rows == 0) {
+    attend_weighed(layer, task, choice.light(layer.group, s), s, o, lse);
   } else {
-    attend_tokens(layer, task, room.exact_rows, s, o, lse);
-    if (room.exact_rows == room.rows) return chosen;
+    attend_tokens(layer, task, choice.exact_rows, s, o, lse);
+    if (choice.exact_rows == choice.rows) return chosen;
     float more_o[kMaxGroup * kMaxHeadDim], more_lse[kMaxGroup];
-    attend_weighed(layer, task, room.light(layer.group, s), s, more_o, more_lse);
+    attend_weighed(layer, task, choice.light(layer.group, s), s, more_o, more_lse);
     layer.merge(layer.group, o, lse, more_o, more_lse);
   }
   return chosen;

@@ -16,12 +16,12 @@ namespace fluxion {
 //
 // 1. The upper bits of all sketches (KernelTable::skim_sketches) say which pages may matter to some head.
 // 2. Their tokens are scored by all bits of the sketches, and each head chooses.
-// 3. The heaviest of what was chosen is attended to exactly, by keys and values as they are stored. Of the
-// rest,
-//    which is many tokens with little attention, only the values are read: their weights are the sketches'.
+// 3. The heaviest of what was chosen is attended to exactly. Of the others, which are many with little
+// attention
+//    each, only the values are read: their weights are those of the sketches.
 //
-// A group that would read most rows of its tiles anyway, or whose rows cannot be read one by one (8 bits),
-// attends to all that was chosen exactly.
+// A group that attends to most rows of its tiles exactly, or whose rows cannot be read one by one (8 bits),
+// reads these tiles whole, and attends to all that it chose exactly.
 class Sketched : public TaskKind {
  public:
   static constexpr int kBlk = -3;  // of its groups; -1 is of lists, -2 of what a device has left

@@ -9,7 +9,7 @@
 //   floats_of(sum)         those integers
 //   bytes_at(p)            4 * kLanes integers as they are, four in every lane
 //   add_bytes(sum, a, b)   adds the products of the bytes, those of a without sign, to the integers
-//   two_bits<kFrom>(x)     two bits of every byte, as a byte
+//   two_bits<kFrom>(x)     two bits of every byte from bit kFrom on, as a byte
 //   four_bits(high, low)   the bytes 4 * high + low, of bytes of two bits
 //   store_bytes(x, to)     kLanes floats from 0 to 255, rounded to bytes without sign
 namespace fluxion::FLUXION_ISA {

@@ -197,8 +197,8 @@ inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* con
   }
 }
 
-// Two sketches of pages `from` to `to` side by side, or one; of each, `bytes` are fetched before they are
-// read, and so is what comes next, up to n.
+// Two sketches of pages `from` to `to` side by side, or one. `bytes` of what comes next, up to n, are
+// fetched.
 template <class Body>
 inline void by_pairs(const uint8_t* base, const int32_t* pages, int from, int to, int n, int D, int bytes,
                      const Body& body) {
@@ -283,7 +283,7 @@ void skim_sketches(const void* query, int G, int D, const void* sketches, const 
     for (int g = 0; g < G; ++g) {
       const Vec top = highest_of(highest[g]);
       store(about + g * out_stride + first, top);
-      store(most + g * out_stride + first, add(top, mul(wide, set1(q.off[g]))));
+      store(most + g * out_stride + first, max(add(top, mul(wide, set1(q.off[g]))), none));
     }
   }
 }

@@ -195,12 +195,13 @@ struct KernelTable {
   // The largest of those scores on each page, by the upper bits alone, which come first and are all that is
   // read: about[g * out_stride + i] of page i; most[...] is one and a half standard deviations of what the
   // lower bits add above that. NaN counts as -inf. Up to the next multiple of 16 pages, -inf is written.
+  // Bit-identical on every ISA.
   void (*skim_sketches)(const void* q, int G, int D, const void* sketches, const int32_t* pages, int n,
                         float* about, float* most, int64_t out_stride);
 
   // What tokens weigh, in place of their scores: e^(logit - unit), at most 1, where unit is the largest
-  // logit, or lse if that is larger; 0 where neither is a number. NaN weighs nothing. The sum of the weights.
-  // n: a multiple of 16.
+  // logit, or lse if that is larger; the largest float instead of +inf, and 0 where neither is above -inf.
+  // NaN weighs nothing. The sum of the weights. n: a multiple of 16.
   float (*weigh)(float* scores, int n, Scale scale, float lse, float* unit);
   // bounds[j]: tokens of less weight than this weigh at most allowed[j] together. It is looked for in a few
   // steps, and above all weights where all are allowed; above 0 in any case. allowed: `count` numbers, each

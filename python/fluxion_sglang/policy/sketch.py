@@ -1,8 +1,10 @@
-"""sketch: every token of the middle is scored by a small copy of its key, and those that weigh enough are read.
+"""sketch: tokens of the middle are weighed by small copies of their keys, and those that weigh enough are read.
 
 The pool keeps every key a second time, in four bits an element (a *sketch*: rotated, so that no element stands out,
-and with one scale a token). A step scores all tokens by their sketches, a seventh of what keys and values take in
-bfloat16. The heaviest are read as they are stored, until at most the share EPS of a head's attention is left.
+and with one scale a token). A step skims all pages by the upper two bits, a fourteenth of what keys and values take in
+bfloat16. It scores the tokens of pages that may matter by all four bits, and a head takes the heaviest until at most
+the share EPS of its attention is left. The heaviest of these are read as they are stored. The others are many and weigh
+little: of them only the values are read, and the sketches' weights stand.
 
 Nothing is trained or learned, and nothing is remembered: the first request is served like any other.
 
@@ -46,7 +48,8 @@ class SketchedTokens(TaskKind):
 
     Attributes:
         left: [B, H] float32 in [0, 1]: the share of its attention, residents included, that a head of the group
-            may leave unread by the estimate of the sketches; 0 reads everything. Budgets say only that a group reads.
+            may leave unread by the estimate of the sketches; 0 reads everything, keys and values. Budgets say only that
+            a group reads.
             All heads of the group attend to what any of them chose, whatever `attend_union` says.
     """
 

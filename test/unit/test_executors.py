@@ -66,7 +66,7 @@ def test_native_and_torch_select_and_attend_alike(
 
 @pytest.mark.parametrize("eps", [0.000001, 0.05, 0.3])
 def test_native_and_torch_read_by_sketches_alike(eps: float) -> None:
-    """The engine looks for its bound in a few steps, so torch may read less, by a tenth of what may be left."""
+    """The engine looks for its bound in a few steps, and passes over pages that it has skimmed."""
     outs, read = [], []
     for executors in ("cpu", "cpu+torch"):
         world = World(policy=f"sketch:{eps}", executors=executors, workers=2 if executors == "cpu" else 1)
@@ -74,7 +74,7 @@ def test_native_and_torch_read_by_sketches_alike(eps: float) -> None:
             world.extend(row, length)
         outs.append([got for _ in range(3) for got, _ in world.decode([1, 2, 3])])
         read.append(world.engine.native.stats()["tokens_read"])
-    assert 0 < read[1] <= read[0] < read[1] * 1.1
+    assert read[1] > 0 and read[0] == pytest.approx(read[1], rel=0.1)
     for native, torch_ in zip(*outs, strict=True):
         assert error(native, torch_.double()) < max(1e-5, eps)
 

@@ -127,7 +127,10 @@ class TorchReferenceExecutor(Executor):
     def by_sketches(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
-        """`compute` of a group whose tokens are chosen by sketches of their keys (`csrc/engine/sketched.h`)."""
+        """`compute` of a group whose tokens are chosen by sketches of their keys (`csrc/engine/sketched.h`).
+
+        It scores all tokens by all bits, and skims none.
+        """
         middle, placement, n = int(work.step.middle[b]), self.pool.placement, int(work.step.seq_lens[b])
         kind = next(kind for kind in work.plan.kinds if isinstance(kind, SketchedTokens))
         left = float(kind.left[b, h])
@@ -146,15 +149,15 @@ class TorchReferenceExecutor(Executor):
             read |= least_kept(weights, beside, left)
             exact |= least_kept(weights, beside, exact_share(left))
         tiles = int(read.view(-1, PAGE).any(1).sum())
-        if 2 * int(exact.sum()) > tiles * PAGE:
+        if left == 0 or 2 * int(exact.sum()) > tiles * PAGE:
             exact = read
         k, v = (part[placement.sinks : placement.sinks + middle].float() for part in (k, v))
         logits = torch.where(exact, _logits(work, q @ k.T), scores)[:, read]
         lse = logits.logsumexp(1)
         o = logits.softmax(1) @ v[read]
         row = self.pool.tiles(work.layer).element_size() * q.shape[1]
-        rows = int(read.sum()) + int(exact.sum())
-        return o, lse, int(read.sum()) * work.group, rows * row, len(pages) * sketches.shape[1]
+        rows = 2 * tiles * PAGE if exact is read else int(read.sum()) + int(exact.sum())
+        return o, lse, int(read.sum()) * work.group, rows * row, len(pages) * sketches.shape[1] if left > 0 else 0
 
     def rows(self, work: LayerWork, b: int, h: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens of a request, [n, D] each."""

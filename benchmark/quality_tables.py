@@ -129,7 +129,7 @@ def sketch_perplexity(results: Path) -> str:
 
 
 def sketch_bfloat16(results: Path) -> str:
-    """In bfloat16, where sketches are a larger share: both models."""
+    """In bfloat16, where sketches are a larger share."""
     return _quality(results, quality_table.averages, "quality_sketch*_bfloat16.json")
 
 

@@ -16,9 +16,8 @@ namespace fluxion {
 //
 // 1. The upper bits of all sketches (KernelTable::skim_sketches) say which pages may matter to some head.
 // 2. Their tokens are scored by all bits of the sketches, and each head chooses.
-// 3. The heaviest of what was chosen is attended to exactly. Of the others, which are many with little
-// attention
-//    each, only the values are read: their weights are those of the sketches.
+// 3. The heaviest of what was chosen is attended to exactly. The others are many and have little attention.
+//    Of these only the values are read: their weights are those of the sketches.
 //
 // A group that attends to most rows of its tiles exactly, or whose rows cannot be read one by one (8 bits),
 // reads these tiles whole, and attends to all that it chose exactly.

@@ -85,10 +85,14 @@ void touch(char* first, char* last) {
 }
 
 void into_huge_pages(char* first, char* last) {
-  // Neighbours share the outermost huge pages; the kernel stops where no memory is mapped.
+  // Neighbours share the outermost huge pages. The kernel stops at the first memory that may not be moved, such as
+  // a thread's stack, so what a neighbour may have is asked for apart.
   const int64_t begin = reinterpret_cast<int64_t>(first) / kHugePage * kHugePage;
   const int64_t end = round_up(reinterpret_cast<int64_t>(last), kHugePage);
-  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
+  const int64_t inner = std::min(begin + kHugePage, end);
+  const int64_t outer = std::max(end - kHugePage, inner);
+  for (const auto [from, to] : {std::pair(inner, outer), {begin, inner}, {outer, end}})
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, kCollapse);
 }
 
 }  // namespace fluxion

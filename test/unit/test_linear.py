@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import re
 from pathlib import Path
 
@@ -378,15 +379,25 @@ def test_a_program_takes_what_layers_take() -> None:
         program.run(0, 1)
 
 
+MADV_NOHUGEPAGE, MADV_COLLAPSE = 15, 25
+
+
 def in_huge_pages(t: torch.Tensor) -> int:
-    """Bytes of the mapping that t lies in which are in huge pages."""
-    inside = False
+    """Bytes of the mappings that t lies in which are in huge pages."""
+    inside, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(span[1], 16) <= t.data_ptr() < int(span[2], 16)
+            inside = int(span[1], 16) < t.data_ptr() + t.nbytes and t.data_ptr() < int(span[2], 16)
         elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) << 10
-    return 0
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def needs_huge_pages_when_asked() -> None:
+    beside = torch.ones(1 << 24, dtype=torch.uint8)
+    start = -(-beside.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(4 * HUGE_PAGE), MADV_COLLAPSE):
+        pytest.skip("this kernel moves nothing into huge pages when asked (Linux 6.1 does)")
 
 
 def test_weights_move_into_huge_pages_and_stay_as_they_are() -> None:
@@ -394,12 +405,23 @@ def test_weights_move_into_huge_pages_and_stay_as_they_are() -> None:
     before = weights.clone()
     NativeLayers.into_huge_pages(weights)
     assert torch.equal(weights, before)
-    collapse = 25
-    beside = torch.ones(1 << 24, dtype=torch.uint8)
-    start = -(-beside.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    if ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE), collapse):
-        pytest.skip("this kernel moves nothing into huge pages when asked (Linux 6.1 does)")
+    needs_huge_pages_when_asked()
     assert in_huge_pages(weights) >= weights.nbytes - 2 * HUGE_PAGE
+
+
+def test_weights_beside_what_stays_in_small_pages_move() -> None:
+    """The memory before and after them, in the same huge pages, may be a thread's stack, which the kernel refuses."""
+    memory = mmap.mmap(-1, 8 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.bfloat16)
+    start = -whole.data_ptr() % HUGE_PAGE
+    for apart in (start, start + 6 * HUGE_PAGE + HUGE_PAGE // 2):
+        memory.madvise(MADV_NOHUGEPAGE, apart, HUGE_PAGE // 2)
+    weights = whole[(start + HUGE_PAGE // 2) // 2 :][: 6 * HUGE_PAGE // 2].view(-1, 4096).normal_()
+    before = weights.clone()
+    NativeLayers.into_huge_pages(weights)
+    assert torch.equal(weights, before)
+    needs_huge_pages_when_asked()
+    assert in_huge_pages(weights) == 5 * HUGE_PAGE
 
 
 def test_what_is_smaller_than_a_huge_page_may_be_asked_for() -> None:

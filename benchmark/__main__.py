@@ -97,12 +97,14 @@ QUALITY = {
         ]
         for name, suite, lengths, samples, others, dtype in (
             ("", "ruler", "4k,8k", "24", "fluxion,", ""),
-            ("_far", "ruler", "31k", "4", "", ""),
+            ("_far", "ruler", "31k", "8", "", ""),
             ("_extraction", "extraction", "4k,8k", "24", "fluxion,", ""),
             ("_perplexity", "perplexity", "4k,8k", "24", "fluxion,", ""),
             ("_other", "ruler", "4k,8k", "24", "", ""),
-            ("_other_far", "ruler", "31k", "4", "", ""),
+            ("_other_far", "ruler", "31k", "8", "", ""),
             ("_other_bfloat16", "ruler", "4k,8k", "4", "", "bfloat16"),
+            ("_other_extraction", "extraction", "4k,8k", "24", "", ""),
+            ("_other_perplexity", "perplexity", "4k,8k", "24", "", ""),
             ("_bfloat16", "ruler", "4k,8k", "4", "fluxion,", "bfloat16"),
         )
     },

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -132,28 +133,33 @@ void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* s, 
     layer.merge(G, o, lse, &s->part_o[(i - 1) * G * D], &s->part_lse[(i - 1) * G]);
 }
 
-void attend_weighed(const Layer& layer, const Task& task, const Weighed& tokens, Scratch* s, float* o,
+void attend_weighed(const Layer& layer, const Task& task, const Weighed& of, Scratch* s, float* o,
                     float* lse) {
-  const int G = layer.group, D = layer.shape.head_dim, units = (tokens.count + kPage - 1) / kPage;
-  const int chunks = chunks_of(layer, tokens.count * layer.shape.row_bytes(), units);
+  const int G = layer.group, D = layer.shape.head_dim;
+  const int chunks = chunks_of(layer, of.tokens * layer.shape.row_bytes(), of.count);
   const auto attend_chunk = [&](int i, Scratch*) {
-    const int from = cut(units, chunks, i) * kPage;
-    const int n = std::min(cut(units, chunks, i + 1) * kPage, tokens.count) - from;
+    const int from = cut(of.count, chunks, i), n = cut(of.count, chunks, i + 1) - from;
     float* sum = i == 0 ? o : &s->part_o[(i - 1) * G * D];
     float* log_sum = i == 0 ? lse : &s->part_lse[(i - 1) * G];
-    layer.kernels.add_values(tokens.weights, tokens.stride, tokens.at + from, G, D, layer.tiles(task),
-                             tokens.tokens + from, n, sum, log_sum);
+    layer.kernels.add_values(of.weights, of.stride, of.at + from, G, D, layer.tiles(task), of.pages + from,
+                             of.masks + from, n, sum, log_sum);
     for (int g = 0; g < G; ++g) {
       const float total = log_sum[g], inverse = total > 0 ? 1 / total : 0.0f;
       for (int d = 0; d < D; ++d) sum[g * D + d] *= inverse;
-      log_sum[g] = total > 0 ? tokens.unit[g] + std::log(total) : -std::numeric_limits<float>::infinity();
+      log_sum[g] = total > 0 ? of.unit[g] + std::log(total) : -std::numeric_limits<float>::infinity();
     }
-    if (const Canary* canary = layer.pool.canary())
-      canary->read_tokens(layer.pool, layer.in.layer, task.head, tokens.tokens + from, n);
   };
   s->busy_ns -= s->stage.run(chunks, s, attend_chunk);
   for (int i = 1; i < chunks; ++i)
     layer.merge(G, o, lse, &s->part_o[(i - 1) * G * D], &s->part_lse[(i - 1) * G]);
+  if (const Canary* canary = layer.pool.canary()) {
+    int count = 0;
+    for (int i = 0; i < of.count; ++i) {
+      for (unsigned bits = of.masks[i]; bits != 0; bits &= bits - 1)
+        s->tokens[count++] = of.pages[i] * kPage + std::countr_zero(bits);
+    }
+    canary->read_tokens(layer.pool, layer.in.layer, task.head, s->tokens.data(), count);
+  }
 }
 
 void attend(const Layer& layer, const Task& task, const Selection& selection, Scratch* s, float* o,

@@ -26,11 +26,13 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
 // of 8 bits.
 void attend_tokens(const Layer& layer, const Task& task, int count, Scratch* scratch, float* o, float* lse);
 
-// Tokens whose weights are known: the weight of token i for head g is weights[g * stride + at[i]], times
-// e^unit[g].
+// Tokens whose weights are known, those that masks[i] names of physical page pages[i]: token t weighs
+// weights[g * stride + at[i] * 16 + t] times e^unit[g] for head g.
 struct Weighed {
-  const int32_t *tokens, *at;
-  int count;  // at least 1
+  const int32_t *pages, *at;
+  const uint16_t* masks;
+  int count;   // pages
+  int tokens;  // of them all, at least 1
   const float* weights;
   int64_t stride;
   const float* unit;

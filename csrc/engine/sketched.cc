@@ -34,7 +34,8 @@ class Choice : public OwnScratch {
     marks_.resize(stride_ / kPage);
     near_.resize(stride_ / kPage);
     for (auto* masks : {&kept_, &exact_}) masks->resize(static_cast<size_t>(group) * stride_);
-    at_.resize(static_cast<size_t>(stride_) * kPage);
+    for (auto* list : {&pages_, &at_}) list->resize(stride_);
+    light_.resize(stride_);
   }
 
   // Into s->pages: those of `pages` that may matter to some head. How many.
@@ -87,7 +88,7 @@ class Choice : public OwnScratch {
     });
   }
 
-  // Lists what some head chose: tiles and masks, and tokens, those first that are attended to exactly.
+  // Lists what some head chose: tiles and masks, and the tokens that are attended to exactly.
   Selection list(const Layer& layer, int count, Scratch* s) {
     const int G = layer.group;
     for (int g = 1; g < G; ++g) {
@@ -97,19 +98,18 @@ class Choice : public OwnScratch {
       }
     }
     Selection out;
-    exact_rows = rows = 0;
+    exact_rows = rows = light_pages_ = 0;
     for (int p = 0; p < count; ++p) {
-      for (unsigned bits = exact_[p]; bits != 0; bits &= bits - 1)
-        s->tokens[exact_rows++] = s->pages[p] * kPage + std::countr_zero(bits);
-    }
-    rows = exact_rows;
-    for (int p = 0; p < count; ++p) {
-      const unsigned bits = kept_[p];  // and exact_[p] among them
-      for (unsigned light = bits & ~exact_[p]; light != 0; light &= light - 1, ++rows) {
-        s->tokens[rows] = s->pages[p] * kPage + std::countr_zero(light);
-        at_[rows] = p * kPage + std::countr_zero(light);
-      }
+      const unsigned bits = kept_[p], exact = exact_[p];
       if (bits == 0) continue;
+      for (unsigned left = exact; left != 0; left &= left - 1)
+        s->tokens[exact_rows++] = s->pages[p] * kPage + std::countr_zero(left);
+      if (bits != exact) {
+        at_[light_pages_] = p;
+        pages_[light_pages_] = s->pages[p];
+        light_[light_pages_++] = static_cast<uint16_t>(bits & ~exact);
+      }
+      rows += std::popcount(bits);
       out.masked |= bits != 0xffff;
       std::fill_n(&s->masks[out.count * G], G, static_cast<uint16_t>(bits));
       s->pages[out.count++] = s->pages[p];
@@ -120,8 +120,8 @@ class Choice : public OwnScratch {
 
   // Tokens that were chosen without those that are attended to exactly.
   Weighed light(int group, const Scratch* s) const {
-    return {&s->tokens[exact_rows], &at_[exact_rows], rows - exact_rows,
-            s->scores.data(),       s->stride(group), unit_};
+    return {pages_.data(),     at_.data(),       light_.data(),    light_pages_,
+            rows - exact_rows, s->scores.data(), s->stride(group), unit_};
   }
 
   int exact_rows = 0, rows = 0;  // tokens that list() found, for all heads
@@ -135,7 +135,10 @@ class Choice : public OwnScratch {
   std::vector<float> about_, most_;
   std::vector<uint16_t> marks_, near_;  // a bit a page: of one head, of all
   std::vector<uint16_t> kept_, exact_;  // a bit a token, [G][pages]
-  std::vector<int32_t> at_;
+  std::vector<int32_t> pages_,
+      at_;  // that have light tokens, and where they are among those that were scored
+  std::vector<uint16_t> light_;
+  int light_pages_ = 0;
   float unit_[kMaxGroup], skipped_[kMaxGroup];
 };
 

@@ -2,6 +2,7 @@
 
 #include "kernels/int8.h"
 #include "kernels/logits.h"
+#include "simd/mix.h"
 
 // Keys in four bits, and what they are good for: which tokens weigh enough to be read. Layout and meaning are
 // in table.h.
@@ -369,61 +370,121 @@ inline void mark_heavy(const float* weights, int n, float bound, uint16_t* masks
   }
 }
 
-// The values of a block of tokens stay in the nearest cache while all heads take them.
-template <class M>
-void add_values(const float* weights, int64_t stride, const int32_t* at, int G, int D, const void* tiles,
-                const int32_t* tokens, int n, float* o, float* sums) {
-  constexpr int kBlock = 64;
-  const M* base = static_cast<const M*>(tiles);
-  const auto row = [&](int i) {
-    return base + (int64_t{2} * (tokens[i] / kPage) * kPage + kPage + tokens[i] % kPage) * D;
-  };
-  const auto fetch_rows = [&](int from) {
-    for (int i = from; i < smaller(from + kBlock, n); ++i) fetch(row(i), D * static_cast<int>(sizeof(M)));
-  };
-  __builtin_memset(o, 0, sizeof(float) * G * D);
-  __builtin_memset(sums, 0, sizeof(float) * G);
-  fetch_rows(0);
-  for (int first = 0; first < n; first += kBlock) {
-    fetch_rows(first + kBlock);
-    const int count = smaller(kBlock, n - first);
-    const M* rows[kBlock];
-    float own[kMaxGroup][kBlock];
-    for (int i = 0; i < count; ++i) rows[i] = row(first + i);
-    for (int g = 0; g < G; ++g) {
-      for (int i = 0; i < count; ++i) own[g][i] = weights[g * stride + at[first + i]];
-      for (int i = count; i < kBlock; ++i) own[g][i] = 0.0f;
-      sums[g] += sum_of(kBlock, [&](int i) { return load(own[g] + i); });
+// A block of tokens and their weights, as Values takes them: its values stay in the nearest cache while all
+// heads take them.
+template <class M, class Values>
+struct WeighedRows {
+  static constexpr int kMost = 64;
+  static constexpr M kNothing[kMaxHeadDim] = {};
+
+  int count = 0;  // rows; then some that are 0
+  const M* rows[kMost + Values::kRows];
+  alignas(64) float weights[kMaxGroup][kMost + kLanes];
+
+  // Rows of pages from `page` on, as many as there is room for; they are fetched. The first page that is
+  // left.
+  int take(const float* from, int64_t stride, const int32_t* at, int G, int D, const M* tiles,
+           const int32_t* pages, const uint16_t* masks, int page, int n) {
+    for (count = 0; page < n && count + kPage <= kMost; ++page) {
+      const uint32_t mask = masks[page];
+      for (int g = 0; g < G; ++g) {
+        const float* own = from + g * stride + int64_t{at[page]} * kPage;
+        float* to = weights[g] + count;
+        for (int v = 0; v < kPage; v += kLanes) to += pack_lanes(to, mask >> v & kEveryLane, load(own + v));
+      }
+      const M* values = tiles + (int64_t{2} * pages[page] + 1) * kPage * D;
+      for (uint32_t bits = mask; bits; bits &= bits - 1) {
+        rows[count] = values + __builtin_ctz(bits) * D;
+        fetch(rows[count++], D * static_cast<int>(sizeof(M)));
+      }
     }
-    const auto add_part = [&]<int kHeads, int kVecs>(int g, int d) {
-      Vec total[kHeads][kVecs];
+    for (int i = 0; i < Values::kRows; ++i) rows[count + i] = kNothing;
+    return page;
+  }
+
+  // Weights of head g become words of Values; their sum.
+  float form_words(int g) {
+    float* own = weights[g];
+    for (int i = count; i < kMost; i += kLanes) store(own + i, set1(0.0f));
+    Vec sum = set1(0.0f);
+    for (int i = 0; i < kMost; i += kLanes) sum = add(sum, load(own + i));
+    return reduce_add(Values::template to_words<1, kMost>(own, sum));
+  }
+
+  // o[h * D + d], in the order of Values, for kHeads heads from g on and kPairs pairs of vectors from d on.
+  template <int kHeads, int kPairs>
+  void add_pairs(int g, int d, int D, float* o) const {
+    Vec x[kHeads][kPairs], y[kHeads][kPairs];
+    const auto place = [&](int h, int i) { return o + (g + h) * D + d + i * 2 * kLanes; };
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kPairs; ++i) x[h][i] = load(place(h, i)), y[h][i] = load(place(h, i) + kLanes);
+    }
+    for (int row = 0, word = 0; row < count; row += Values::kRows, ++word) {
+      const M *first = rows[row] + d, *last = rows[row + Values::kRows - 1] + d;
+      typename Values::Pair value[kPairs];
+#pragma GCC unroll 4
+      for (int i = 0; i < kPairs; ++i) value[i] = Values::pair(first + i * 2 * kLanes, last + i * 2 * kLanes);
 #pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) {
+        const auto weight = Values::weight(weights[g + h] + word);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) total[h][v] = load(o + (g + h) * D + d + v * kLanes);
-      }
-      for (int i = 0; i < count; ++i) {
-        Vec value[kVecs];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) value[v] = in_register(load_one(rows[i] + d + v * kLanes));
-#pragma GCC unroll 4
-        for (int h = 0; h < kHeads; ++h) {
-          const Vec weight = set1(own[g + h][i]);
-#pragma GCC unroll 4
-          for (int v = 0; v < kVecs; ++v) total[h][v] = fma(weight, value[v], total[h][v]);
+        for (int i = 0; i < kPairs; ++i) {
+          x[h][i] = Values::add(x[h][i], weight, value[i].a);
+          y[h][i] = Values::add(y[h][i], weight, value[i].b);
         }
       }
+    }
 #pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) {
+    for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) store(o + (g + h) * D + d + v * kLanes, total[h][v]);
-      }
-    };
+      for (int i = 0; i < kPairs; ++i) store(place(h, i), x[h][i]), store(place(h, i) + kLanes, y[h][i]);
+    }
+  }
+
+  // What is left of a row, less than a pair.
+  void add_tail(int g, int d, int D, float* o) const {
+    Vec sum = load(o + g * D + d);
+    for (int row = 0, word = 0; row < count; row += Values::kRows, ++word) {
+      sum = Values::add(sum, Values::weight(weights[g] + word),
+                        Values::tail(rows[row] + d, rows[row + Values::kRows - 1] + d));
+    }
+    store(o + g * D + d, sum);
+  }
+};
+
+template <class M>
+void add_values(const float* weights, int64_t stride, const int32_t* at, int G, int D, const void* tiles,
+                const int32_t* pages, const uint16_t* masks, int n, float* o, float* sums) {
+  using Values = typename ManyHeads<M>::Values;
+  constexpr int kPair = 2 * kLanes;
+  WeighedRows<M, Values> blocks[2];
+  __builtin_memset(o, 0, sizeof(float) * G * D);
+  __builtin_memset(sums, 0, sizeof(float) * G);
+  const auto take = [&](int block, int page) {
+    return blocks[block].take(weights, stride, at, G, D, static_cast<const M*>(tiles), pages, masks, page, n);
+  };
+  int taken = take(0, 0);
+  for (int i = 0; blocks[i].count > 0; i = 1 - i) {
+    taken = take(1 - i, taken);  // which are fetched meanwhile
+    auto& block = blocks[i];
+    for (int g = 0; g < G; ++g) sums[g] += block.form_words(g);
     for_heads(G, [&]<int kHeads>(int g) {
       int d = 0;
-      for (; d + 4 * kLanes <= D; d += 4 * kLanes) add_part.template operator()<kHeads, 4>(g, d);
-      for (; d < D; d += kLanes) add_part.template operator()<kHeads, 1>(g, d);
+      for (; d + 2 * kPair <= D; d += 2 * kPair) block.template add_pairs<kHeads, 2>(g, d, D, o);
+      if (d + kPair <= D) {
+        block.template add_pairs<kHeads, 1>(g, d, D, o);
+        d += kPair;
+      }
+      for (int h = g; d < D && h < g + kHeads; ++h) block.add_tail(h, d, D, o);
     });
+  }
+  for (int g = 0; g < G; ++g) {
+    for (int d = 0; d + kPair <= D; d += kPair) {
+      float* to = o + g * D + d;
+      Values::store_sums(to, load(to), load(to + kLanes));
+    }
   }
 }
 

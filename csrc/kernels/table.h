@@ -210,10 +210,11 @@ struct KernelTable {
                        float* bounds);
   // masks[n / 16]: a bit for every token that weighs at least so much. n: a multiple of 16.
   void (*mark_heavy)(const float* weights, int n, float bound, uint16_t* masks);
-  // o[g * D + d] = sum of weights[g * stride + at[i]] * the value of token i, which is token tokens[i] % 16
-  // of tile tokens[i] / 16; sums[g]: of the weights. nullptr of Int8, whose rows are not read one by one.
+  // o[g * D + d] = sum of weight times value, over the tokens that masks[i] names of tile pages[i], for all i
+  // below n: token t weighs weights[g * stride + at[i] * 16 + t]. sums[g]: of the weights. Of BF16 values
+  // weights may be rounded to BF16. nullptr of Int8, whose rows are not read one by one.
   void (*add_values)(const float* weights, int64_t stride, const int32_t* at, int G, int D, const void* tiles,
-                     const int32_t* tokens, int n, float* o, float* sums);
+                     const int32_t* pages, const uint16_t* masks, int n, float* o, float* sums);
 
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //

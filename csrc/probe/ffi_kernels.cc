@@ -536,22 +536,25 @@ void k_mark_heavy(const String& isa, TensorView weights, double bound, TensorVie
       .mark_heavy(values.data<float>(), values.count(), static_cast<float>(bound), out.data<uint16_t>());
 }
 
-// weights: [G, m]. at: [n] below m. tiles: [P, 2, 16, D]. tokens: [n] below 16 P. o: [G, D]. sums: [G].
-void k_add_values(const String& isa, TensorView weights, TensorView at, TensorView tiles, TensorView tokens,
-                  TensorView o, TensorView sums) {
-  const Argument stored{"tiles", tiles}, ids{"tokens", tokens}, from{"at", at}, to{"o", o},
-      w{"weights", weights};
+// weights: [G, m], pages of 16. at: [n] below m / 16. tiles: [P, 2, 16, D]. pages: [n] below P. masks: [n].
+// o: [G, D]. sums: [G].
+void k_add_values(const String& isa, TensorView weights, TensorView at, TensorView tiles, TensorView pages,
+                  TensorView masks, TensorView o, TensorView sums) {
+  const Argument stored{"tiles", tiles}, ids{"pages", pages}, from{"at", at}, to{"o", o},
+      names{"masks", masks}, w{"weights", weights};
   const DType dtype = stored.kv_dtype();
   const int D = to.head_dim(), G = to.group();
   stored.require(dl_dtype(dtype), {-1, 2, kPage, D});
   to.require(kFloat32, {G, D});
   w.require(kFloat32, {G, -1}, true);
   Argument{"sums", sums}.require(kFloat32, {G});
-  const int n = ids.ids(tiles.size(0) * kPage);
-  if (from.ids(weights.size(1)) != n) TVM_FFI_THROW(ValueError) << "at and tokens differ in length.";
+  const int n = ids.ids(tiles.size(0));
+  names.require(kUInt16, {n});
+  if (from.ids(weights.size(1) / kPage) != n) TVM_FFI_THROW(ValueError) << "at and pages differ in length.";
   table_of(isa, dtype)
       .add_values(w.data<float>(), weights.stride(0), from.data<int32_t>(), G, D, tiles.data_ptr(),
-                  ids.data<int32_t>(), n, to.data<float>(), static_cast<float*>(sums.data_ptr()));
+                  ids.data<int32_t>(), names.data<uint16_t>(), n, to.data<float>(),
+                  static_cast<float*>(sums.data_ptr()));
 }
 
 double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,

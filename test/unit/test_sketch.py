@@ -222,21 +222,25 @@ def test_mark_heavy(isa: str, seed: int, n: int, bound: float) -> None:
 @isas
 @dtypes
 @few
-@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 150))
-def test_add_values(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int) -> None:
-    """Of the tokens that are listed, and of nothing else."""
+@given(seed=seeds, D=head_dims, G=st.integers(1, 16), n=st.integers(0, 30), share=st.sampled_from([0.0, 0.1, 0.6, 1.0]))
+def test_add_values(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, share: float) -> None:
+    """Of the tokens that masks name, and of nothing else."""
     torch.manual_seed(seed)
-    tiles = torch.full((20, 2, 16, D), NAN, dtype=dtype)
-    tokens, at = torch.randint(0, 320, (n,), dtype=torch.int32), torch.randperm(n, dtype=torch.int32)
-    pages, rows = tokens.long() // 16, tokens.long() % 16
-    tiles[pages, 1, rows] = torch.randn(n, D).to(dtype)
-    weights = torch.rand(G, n + 3)
-    weights[:, n:] = NAN
+    tiles = torch.full((40, 2, 16, D), NAN, dtype=dtype)
+    pages, at = torch.randperm(40, dtype=torch.int32)[:n], torch.randperm(n, dtype=torch.int32)
+    named = torch.rand(n, 16) < share
+    masks = (named << torch.arange(16)).sum(1).to(torch.uint16)
+    values = torch.randn(n, 16, D).to(dtype)
+    tiles[pages.long(), 1] = values.masked_fill(~named[..., None], NAN)
+    weights = torch.rand(G, (n + 1) * 16)
+    weights[:, n * 16 :] = NAN
     o, sums = torch.full((G, D), NAN), torch.full((G,), NAN)
-    k("add_values")(isa, weights[:, : max(n, 1)], at, tiles, tokens, o, sums)
-    own = weights[:, at.long()].double()
-    torch.testing.assert_close(sums.double(), own.sum(1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(o.double(), own @ tiles[pages, 1, rows].double(), rtol=1e-4, atol=1e-4)
+    k("add_values")(isa, weights, at, tiles, pages, masks, o, sums)
+    own = weights.view(G, -1, 16)[:, at.long()][:, named].double()
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    torch.testing.assert_close(sums.double(), own.sum(1), rtol=unit, atol=1e-6)
+    want = own @ values[named].double()
+    assert bool(((o - want).abs() <= unit * (own @ values[named].double().abs()) + 1e-6).all())
 
 
 # ---- tasks
@@ -417,9 +421,9 @@ def test_shares_of_nothing_and_of_all(left: float) -> None:
     left=st.sampled_from([0.01, 0.1, 0.3]),
 )
 def test_what_is_left_has_its_share(seed: int, flat: float, beside: float, left: float) -> None:
-    """By exact keys, of a middle from flat to peaked, and residents that weigh much or little. Half more is for what
-    the sketches' bits lose, and for pages that were skimmed alone."""
-    world = SketchWorld(seed=seed, sketched=True, dim=64, group=1)
+    """By exact keys, of a middle from flat to peaked, and residents that weigh much or little. In the mean over heads,
+    and twice the share at most: a flat page weighs more than pages count that are skimmed alone."""
+    world = SketchWorld(seed=seed, sketched=True, dim=64, heads=8, group=1)
     keys = flat * world.randn(1500, world.heads, 64)
     q = world.randn(1, world.q_heads, 64)
     keys[0] = beside * 8 * q[0] / q[0].square().sum(1, keepdim=True)  # has a logit of `beside`
@@ -428,8 +432,8 @@ def test_what_is_left_has_its_share(seed: int, flat: float, beside: float, left:
     q, _, tasks = world.attend([request], 0, left, q)
     chosen = world.selections([request], tasks)
     world.engine.layer_finish()
-    for h in range(world.heads):
-        assert world.unread(request, 0, q[0, h : h + 1], h, chosen[0, h][0]) <= 1.5 * left + 1e-3
+    unread = [world.unread(request, 0, q[0, h : h + 1], h, chosen[0, h][0]) for h in range(world.heads)]
+    assert sum(unread) / len(unread) <= 2 * left + 1e-3
 
 
 def test_tasks_take_sketches_and_residents() -> None:

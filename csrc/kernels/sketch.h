@@ -133,11 +133,14 @@ inline void for_fields(const Body& body) {
   body.template operator()<6>();
 }
 
-// Calls body<heads>(first head) for all G heads, as many at a time as registers are for.
-template <class Body>
+// Calls body<heads>(first head) for all G heads, as many at a time as registers are for, up to kMost.
+template <int kMost, class Body>
 inline void for_heads(int G, const Body& body) {
   int g = 0;
   if constexpr (kRegisters >= 32) {
+    if constexpr (kMost >= 8) {
+      for (; g + 8 <= G; g += 8) body.template operator()<8>(g);
+    }
     for (; g + 4 <= G; g += 4) body.template operator()<4>(g);
   }
   for (; g + 2 <= G; g += 2) body.template operator()<2>(g);
@@ -155,7 +158,7 @@ inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* con
   Vec sums[kPages][kHeads][kChains];
 #pragma GCC unroll 2
   for (int p = 0; p < kPages; ++p) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 2
       for (int c = 0; c < kChains; ++c) sums[p][h][c] = set1(0.0f);
@@ -177,7 +180,7 @@ inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* con
         if constexpr (kWhole) codes[p] = four_bits(codes[p], two_bits<kFrom>(lower[p]));
         codes[p] = in_register(codes[p]);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int h = 0; h < kHeads; ++h) {
         const Vec query = in_register(for_all_lanes(q.elements + (first + h) * D + d + 2 * kFrom));
 #pragma GCC unroll 2
@@ -190,7 +193,7 @@ inline void multiply_codes(const SketchQueries& q, int first, const uint8_t* con
   }
 #pragma GCC unroll 2
   for (int p = 0; p < kPages; ++p) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int h = 0; h < kHeads; ++h) {
       products[p][h] = floats_of(sums[p][h][0]);
       if constexpr (kChains == 2) products[p][h] = add(products[p][h], floats_of(sums[p][h][1]));
@@ -225,7 +228,7 @@ void score_sketches(const void* query, int G, int D, const void* sketches, const
   const uint8_t* base = static_cast<const uint8_t*>(sketches);
   const int size = static_cast<int>(sketch_bytes(D));
   by_pairs(base, pages, 0, n, n, D, size, [&]<int kPages>(int i, const auto& two) {
-    for_heads(G, [&]<int kHeads>(int g) {
+    for_heads<8>(G, [&]<int kHeads>(int g) {
       for (int v = 0; v < kPage; v += kLanes) {
         Vec products[kPages][kHeads];
         multiply_codes<kHeads, kPages, true>(q, g, two, D, v, products);
@@ -262,7 +265,7 @@ void skim_sketches(const void* query, int G, int D, const void* sketches, const 
     const int end = smaller(first + kLanes, n);
     by_pairs(base, pages, first, end, n, D, lower_at(D), [&]<int kPages>(int page, const auto& two) {
       const int i = page - first;
-      for_heads(G, [&]<int kHeads>(int g) {
+      for_heads<8>(G, [&]<int kHeads>(int g) {
         for (int v = 0; v < kPage; v += kLanes) {
           Vec products[kPages][kHeads];
           multiply_codes<kHeads, kPages, false>(q, g, two, D, v, products);
@@ -270,7 +273,7 @@ void skim_sketches(const void* query, int G, int D, const void* sketches, const 
           for (int p = 0; p < kPages; ++p) {
             const Vec scales = load_one(scales_of_sketch(two[p], D) + v);
             widest[i + p] = max(scales, widest[i + p]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int h = 0; h < kHeads; ++h) {
               const Vec codes = sub(mul(products[p][h], set1(4.0f)), set1(kMiddleSkimmed * q.sum[g + h]));
               Vec& top = highest[g + h][i + p];
@@ -308,8 +311,13 @@ inline float sum_of(int n, Term&& term) {
 }
 
 inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
-  const auto logit = [&](int i) { return logits(load(scores + i), scale); };
-  Vec highest = set1(kNegInf);
+  // A cap would make something of -inf.
+  const Vec none = set1(kNegInf), least = set1(-kMaxFloat);
+  const auto logit = [&](int i) {
+    const Vec score = load(scores + i), x = logits(score, scale);
+    return scale.cap > 0.0f ? keep(lanes_at_least(score, least), x, none) : x;
+  };
+  Vec highest = none;
   for (int i = 0; i < n; i += kLanes) highest = max(logit(i), highest);
   const float top = reduce_max(highest);
   const float larger = top > lse ? top : lse;
@@ -317,7 +325,8 @@ inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
   const Vec base = set1(*unit);
   return sum_of(n, [&](int i) {
     const Vec x = sub(logit(i), base);
-    const Vec weight = exp_nonpositive(max(min(set1(0.0f), x), set1(kNegInf)));  // NaN: -inf
+    // Sketches are exact to less than BF16. NaN becomes -inf.
+    const Vec weight = exponential<BF16>(max(min(set1(0.0f), x), none));
     store(scores + i, weight);
     return weight;
   });
@@ -470,7 +479,7 @@ void add_values(const float* weights, int64_t stride, const int32_t* at, int G, 
     taken = take(1 - i, taken);  // which are fetched meanwhile
     auto& block = blocks[i];
     for (int g = 0; g < G; ++g) sums[g] += block.form_words(g);
-    for_heads(G, [&]<int kHeads>(int g) {
+    for_heads<4>(G, [&]<int kHeads>(int g) {
       int d = 0;
       for (; d + 2 * kPair <= D; d += 2 * kPair) block.template add_pairs<kHeads, 2>(g, d, D, o);
       if (d + kPair <= D) {

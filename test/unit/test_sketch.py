@@ -167,7 +167,8 @@ def test_weigh(isa: str, seed: int, n: int, size: float, others: float, special:
     for what in special if n else ():
         scores[torch.randint(0, 16 * n, ())] = what
     logits = scores.double() * scale
-    logits = (cap * (logits / cap).tanh() if cap else logits).nan_to_num(-INF, INF, -INF)
+    capped = cap * (logits / cap).tanh() if cap else logits
+    logits = capped.masked_fill(logits.isnan() | (logits == -INF), -INF)
     weights = scores.clone()
     total = k("weigh")(isa, weights, scale, cap, others, unit)
     top = max([*logits.tolist(), others])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,20 +36,8 @@ GUARDED = "full,fixed:16:0.02,anchor,fluxion"
 # In the shape of HGCA's Table 1: perplexity by beta, and by the share of a text of 4K that is resident.
 HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
-# Where the runs of adaptive keep what they learn: the first begins with nothing, each other goes on from the one before
-# it. Runs of other prompts go on from what the runs of RULER left, each kind by itself; another model begins with
-# nothing, too.
-LEARNED = "build/learned"
-OTHERS = ("far", "extraction", "perplexity", "other")
 # A model of another shape, which `python -m benchmark.needle_model --recipe second --into build/second` makes.
 SECOND = "build/second"
-
-
-def learned(name: str) -> str:
-    """The folder of an adaptive run."""
-    return "-".join([LEARNED, *(other for other in OTHERS if other in name)])
-
-
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
@@ -63,31 +50,6 @@ QUALITY = {
     "ruler": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "6", "--policies", POLICIES],
     rivals.NAME: rivals.quality_options(),
     "large": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "12", "--policies", LARGE],
-    **{
-        f"adaptive{name}": [
-            *("--suite", suite),
-            *("--lengths", lengths, "--samples", samples, "--seed", seed, "--policies", policies),
-            *(("--model", SECOND) if "other" in name else ()),
-            *("--fluxion-config", f'{{"learned": "{learned(name)}"}}'),
-        ]
-        for name, suite, lengths, samples, seed, policies in (
-            ("_first", "ruler", "4k,8k", "12", "5", "full,adaptive"),
-            ("_second", "ruler", "4k,8k", "12", "6", "full,adaptive"),
-            ("_third", "ruler", "4k,8k", "12", "7", "full,adaptive"),
-            ("_fourth", "ruler", "4k,8k", "12", "9", "full,adaptive"),
-            ("", "ruler", "4k,8k", "48", "12", "full,fluxion,adaptive"),
-            ("_far_first", "ruler", "31k", "9", "8", "full,adaptive"),
-            ("_far_second", "ruler", "31k", "8", "13", "full,adaptive"),
-            ("_far", "ruler", "31k", "8", "14", "full,fluxion,adaptive"),
-            ("_extraction_first", "extraction", "4k,8k", "24", "8", "full,adaptive"),
-            ("_extraction", "extraction", "4k,8k", "48", "13", "full,fluxion,adaptive"),
-            ("_other_first", "ruler", "4k,8k", "8", "5", "full,adaptive"),
-            ("_other_second", "ruler", "4k,8k", "8", "6", "full,adaptive"),
-            ("_other_third", "ruler", "4k,8k", "8", "7", "full,adaptive"),
-            ("_perplexity_first", "perplexity", "4k,8k", "24", "8", "full,adaptive"),
-            ("_perplexity", "perplexity", "4k,8k", "24", "13", "full,fluxion,adaptive"),
-        )
-    },
     **{
         f"sketch{name}": [
             *("--suite", suite, "--lengths", lengths, "--samples", samples, "--seed", "16"),
@@ -155,15 +117,6 @@ def quality(name: str, results: Path, quick: bool, fresh: bool) -> list[str]:
             options[options.index(option) + 1] = value
     out = results / (f"quality_{name}_quick.json" if quick else f"quality_{name}.json")
     options += [] if "--dtype" in options else ["--dtype", "float32"]
-    if name.startswith("adaptive"):
-        fresh = True  # it learns, and so cannot continue
-        end = "-quick" if quick else ""
-        options[-1] = options[-1].replace('"}', f'{end}"}}')
-        if name in ("adaptive_first", "adaptive_other_first"):
-            shutil.rmtree(learned(name) + end, ignore_errors=True)
-        elif name.endswith("_first"):
-            shutil.rmtree(learned(name) + end, ignore_errors=True)
-            shutil.copytree(LEARNED + end, learned(name) + end)
     options += ["--device", "cpu", "--out", str(out), *(["--fresh"] if fresh else [])]
     return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,7 +12,6 @@ import common
 import numpy as np
 from rendering import link, result_files, table, where
 from rivals import rivals
-from rounds import NAME as ROUNDS
 
 from fluxion_quality import stats
 from fluxion_quality import table as quality_table
@@ -25,112 +24,51 @@ def large(results: Path) -> str:
     return _quality(results, quality_table.pareto, "quality_large.json")
 
 
-def adaptive(results: Path) -> str:
-    """What can be had without training, beside what a predictor gives."""
-    return _quality(results, quality_table.averages, "quality_adaptive.json")
-
-
-def adaptive_first(results: Path) -> str:
-    """What it reads while it learns: the tasks in the order in which they were asked."""
-
-    def draw(data: dict[str, Any]) -> str:
-        rows, lengths = data["rows"], _lengths(data)
-        by = {(row["task"], row["length"]): row for row in rows}
-        lines = []
-        for task in dict.fromkeys(row["task"] for row in rows):
-            asked = [by[task, length] for length in lengths]
-            read = [f"{row['read_fraction']:.0%}" for row in asked]
-            lines.append([task, *read, f"{mean(row['delta'] for row in asked):+.3f}"])
-        head = ["task", *(f"read at {length:,}" for length in lengths), "delta"]
-        return table(head, lines, "l" + "r" * (len(head) - 1))
-
-    found = [(path, data["first"]) for path, data in result_files(results, ROUNDS, "first")]
-    return "\n".join(_described(path, data, draw(data)) for path, data in found)
-
-
-def adaptive_rounds(results: Path) -> str:
-    """What it reads of questions that come again and again, each time others of the same kinds."""
-    return _rounds(results, ("first", "second", "third", "fourth"))
-
-
-def adaptive_other(results: Path) -> str:
-    """The same of a model of another shape, none of whose answers was looked at before."""
-    return _rounds(results, ("other_first", "other_second", "other_third"))
-
-
 def other_least(results: Path) -> str:
     """What the heads of that model need."""
     return _quality(results, quality_table.averages, "quality_other.json")
 
 
-def _rounds(results: Path, names: Sequence[str]) -> str:
-    out = []
-    for path, rounds in result_files(results, ROUNDS, names[0]):
-        asked = [rounds[name] for name in names if name in rounds]
-        lines, lengths = [], _lengths(asked[-1])
-        for number, data in enumerate(asked, 1):
-            rows = data["rows"]
-            parts = [[row for row in rows if row["length"] == length] for length in lengths]
-            read = [f"{mean(row['read_fraction'] for row in part):.1%}" for part in parts]
-            delta = [f"{mean(row['delta'] for row in part):+.3f}" for part in parts]
-            worst = min(rows, key=lambda row: row["delta"])
-            lost = f"{worst['task']} at {worst['length']:,}: {worst['delta']:+.3f}" if worst["delta"] < 0 else "none"
-            lines.append([str(number), f"{data['samples'] * len(rows):,}", str(data["seed"]), *read, *delta, lost])
-        head = [f"{what} at {length:,}" for what in ("read", "delta") for length in lengths]
-        drawn = table(["round", "questions", "seed", *head, "worst task"], lines, "lrr" + "r" * len(head) + "l")
-        out.append(_described(path, asked[-1], drawn))
-    return "\n".join(out)
-
-
-def _lengths(data: dict[str, Any]) -> list[int]:
-    return list(dict.fromkeys(row["length"] for row in data["rows"]))
-
-
-def _described(path: Path, data: dict[str, Any], drawn: str) -> str:
-    model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
-    return f"{drawn}\n{model}, seed {data['seed']}, dtype {data['dtype']}. {where(data)} [Data]({link(path)}).\n"
-
-
-def adaptive_far(results: Path) -> str:
-    """Once it has met prompts of that length."""
-    return _quality(results, quality_table.averages, "quality_adaptive_far.json")
-
-
-def adaptive_extraction(results: Path) -> str:
-    """Many facts in one answer."""
-    return _quality(results, quality_table.averages, "quality_adaptive_extraction.json")
-
-
-def adaptive_perplexity(results: Path) -> str:
-    """Texts, of which every next word counts."""
-    return _quality(
-        results, lambda data: quality_table.scores(data, intervals=False), "quality_adaptive_perplexity.json"
-    )
-
-
 def sketch(results: Path) -> str:
-    """What sketches of keys give, without any training."""
-    return _quality(results, quality_table.averages, "quality_sketch.json")
+    """What sketches of keys cost without any training: a line a run and length, and beside it what `fluxion` costs."""
+    found = result_files(results, "quality_sketch*.json")
+    if not found:
+        return "Not measured yet: `python -m benchmark --only quality`.\n"
+    found.sort(
+        key=lambda one: [one[1]["model"]["id"] == "second", one[1]["suite"] != "ruler", one[1]["dtype"] != "float32"]
+    )
+    lines = [[data["model"]["id"].removeprefix("models/"), *line] for _, data in found for line in _sketched(data)]
+    head = ["model", "suite", "prompt", "documents", "full", "delta", "read", "worst task", "delta of fluxion", "read"]
+    commits = "; ".join(f"[{path.stem}]({link(path)}), commit {data['commit']}" for path, data in found)
+    return f"{table(head, lines, 'llrrrrrlrr')}\n{where(found[0][1]).partition('; commit')[0]}. Data: {commits}.\n"
 
 
-def sketch_other(results: Path) -> str:
-    """The same of a model of another shape."""
-    return _quality(results, quality_table.averages, "quality_sketch_other.json")
-
-
-def sketch_extraction(results: Path) -> str:
-    """Many facts in one answer."""
-    return _quality(results, quality_table.averages, "quality_sketch_extraction.json")
-
-
-def sketch_perplexity(results: Path) -> str:
-    """Texts, of which every next word counts."""
-    return _quality(results, lambda data: quality_table.scores(data, intervals=False), "quality_sketch_perplexity.json")
-
-
-def sketch_bfloat16(results: Path) -> str:
-    """In bfloat16, where sketches are a larger share."""
-    return _quality(results, quality_table.averages, "quality_sketch*_bfloat16.json")
+def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
+    """Of a run: its suite, the length, documents, score of `full`, and what `sketch` and `fluxion` differ and read."""
+    suite = {"ruler": "RULER"}.get(data["suite"], data["suite"]) + ", bfloat16" * (data["dtype"] == "bfloat16")
+    if data["suite"] == "perplexity":
+        cells = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
+        for task, length in dict.fromkeys((task, length) for task, length, _ in cells):
+            full = cells[task, length, "full"]["score"]
+            rows = [cells.get((task, length, policy)) for policy in ("sketch", "fluxion")]
+            shown = [
+                (f"{row['score'] / full - 1:+.1%}".replace("-0.0", "+0.0"), f"{row['read_fraction']:.1%}")
+                if row
+                else ("", "")
+                for row in rows
+            ]
+            documents = str(len(set(cells[task, length, "full"]["documents"])))
+            yield [f"{suite}, {task}", f"{length:,}", documents, f"{full:.3f}", *shown[0], "", *shown[1]]
+        return
+    means = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
+    for length in dict.fromkeys(length for length, _ in means):
+        own = [row for row in data["rows"] if row["length"] == length and row["policy"] == "sketch"]
+        worst = min(own, key=lambda row: row["delta"])
+        lost = f"{worst['task']} {worst['delta']:+.3f}" if worst["delta"] < 0 else "none"
+        rows = [means.get((length, policy)) for policy in ("sketch", "fluxion")]
+        shown = [(quality_table.delta(row), f"{row['read_fraction']:.1%}") if row else ("", "") for row in rows]
+        full = means[length, "full"]
+        yield [suite, f"{length:,}", str(full["documents"]), f"{full['score']:.3f}", *shown[0], lost, *shown[1]]
 
 
 def psa(results: Path) -> str:
@@ -216,26 +154,19 @@ def calibration(_: Path) -> str:
 
 
 def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str) -> str:
-    out = [_described(path, data, draw(data)) for path, data in result_files(results, name)]
+    out = []
+    for path, data in result_files(results, name):
+        model = f"Model {data['model']['id']} ({data['model']['sha256'][:12]}), {data['samples']} samples a task"
+        source = f"seed {data['seed']}, dtype {data['dtype']}. {where(data)} [Data]({link(path)})."
+        out.append(f"{draw(data)}\n{model}, {source}\n")
     suite = name.removeprefix("quality_").removesuffix(".json")
     return "\n".join(out) or f"Not measured yet: `fluxion bench quality --suite {suite}`.\n"
 
 
 QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "large": large,
-    "adaptive": adaptive,
-    "adaptive_first": adaptive_first,
-    "adaptive_rounds": adaptive_rounds,
-    "adaptive_other": adaptive_other,
     "other_least": other_least,
-    "adaptive_far": adaptive_far,
-    "adaptive_extraction": adaptive_extraction,
-    "adaptive_perplexity": adaptive_perplexity,
     "sketch": sketch,
-    "sketch_other": sketch_other,
-    "sketch_extraction": sketch_extraction,
-    "sketch_perplexity": sketch_perplexity,
-    "sketch_bfloat16": sketch_bfloat16,
     "psa": psa,
     "far": far,
     "kv_quality": kv_dtype,

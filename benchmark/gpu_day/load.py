@@ -40,7 +40,7 @@ OFF: dict[str, Any] | None = None
 NEAR = {"policy": "full", "host_tokens": 50000, "gpu_ranks": True, "hot_tiles_gb": 0.01}
 SHARED = {"policy": "fluxion", "executors": "cpu+gpu", "hot_tiles_gb": 0.01}
 QUICK_CONFIGS: tuple[dict[str, Any] | None, ...] = (OFF, SHARED, NEAR)
-CONFIGS = (*QUICK_CONFIGS, {"policy": "full"}, {"policy": "fluxion"}, {"policy": "adaptive"})
+CONFIGS = (*QUICK_CONFIGS, {"policy": "full"}, {"policy": "fluxion"})
 CORES_OF_A_SERVER = 3
 LOST = 0.05
 """Right answers that a sparse policy may lose, of all. `full` may lose one, to rounding."""

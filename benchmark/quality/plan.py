@@ -161,12 +161,6 @@ def _make(settings: Settings) -> Plan:
     results = _results(settings, model, policies)
     needs = _needs(cells, settings, codec, model, results)
     plan = Plan(settings, model, codec, policies, off, cells, needs, results)
-    learning = [spec for spec in policies if _policy(spec, lambda policy: policy.learns)]
-    if results["rows"] and learning and plan.pending(policies):
-        raise BadInput(
-            f"{settings.out} has a part of this run, which cannot continue: what {learning[0]!r} reads depends on all "
-            "that was asked before; give --fresh to start over, or another --out."
-        )
     return plan
 
 

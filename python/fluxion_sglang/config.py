@@ -73,7 +73,7 @@ class FluxionConfig:
         None,
         "How far a head's output may be from exact attention, as a share of the layer's largest output of a head; "
         "smaller reads more. fluxion takes one that its predictor was trained for (default: the calibrated one), "
-        "adaptive and anchor take any (default: 0.10).",
+        "anchor takes any (default: 0.10).",
         "0.10",
         lambda tau: 0 < tau <= 1,
         "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "
@@ -104,16 +104,10 @@ class FluxionConfig:
         lambda on: isinstance(on, bool),
         "it says whether sketches of keys are kept; give true or false.",
     )
-    learned: str | None = _option(
-        None,
-        "Folder where adaptive keeps what it has learned of a model, statistics of requests without their tokens; a "
-        "server that starts again goes on from it. By default it is forgotten when the server stops.",
-        '"/var/cache/fluxion-learned"',
-    )
     policy_state_gb: float | None = _option(
         None,
-        "Most memory in GiB in which the policies of each rank may remember requests (adaptive, lfps, hgca, some of "
-        "other packages), beside the host pool; a request that needs more is ended with an error. By default an eighth "
+        "Most memory in GiB in which the policies of each rank may remember requests (lfps, hgca, some of other "
+        "packages), beside the host pool; a request that needs more is ended with an error. By default an eighth "
         "of the host pool.",
         "2",
         lambda gib: gib >= 0,
@@ -182,7 +176,7 @@ class FluxionConfig:
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
-        "from memory once for all of them, under full, fixed, fluxion, adaptive and anchor. What each head reads stays "
+        "from memory once for all of them, under full, fixed, fluxion and anchor. What each head reads stays "
         "the same.",
         "false",
         group=RESEARCH,
@@ -199,7 +193,7 @@ class FluxionConfig:
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. With executors cpu alone, under fixed, fluxion, adaptive and anchor.",
+        "in the same step; by default none does. With executors cpu alone, under fixed, fluxion and anchor.",
         "0.03",
         lambda guard: 0 < guard < 1,
         "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "
@@ -478,7 +472,7 @@ class FluxionConfig:
             raise ConfigError(
                 f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
             )
-        folders = {"learned": "/var/cache/fluxion-learned", "record": "/tmp/samples", "disk": "/var/cache/fluxion"}
+        folders = {"record": "/tmp/samples", "disk": "/var/cache/fluxion"}
         for key, example in folders.items():
             path, value = self.path(key), getattr(self, key)
             if path is None:

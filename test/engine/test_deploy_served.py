@@ -44,7 +44,7 @@ def server(logs: Path) -> Iterator[Server]:
 def load(server: Server) -> None:
     """Requests of three policies, one wrong one, and a long one that is retracted and evicted for others."""
     server.generate_many([(cases.filler(600, i), 60) for i in range(6)])
-    for spec in ("full", "adaptive", "nosuch"):
+    for spec in ("full", "anchor", "nosuch"):
         params = {"temperature": 0, "max_new_tokens": 40, "custom_params": {"fluxion_policy": spec}}
         body = {"input_ids": cases.filler(700, 9), "sampling_params": params}
         requests.post(server.url + "/generate", json=body, timeout=PATIENCE_S)
@@ -72,7 +72,7 @@ def test_every_metric_of_a_query_is_there(server: Server) -> None:
     assert values["fluxion_refused_specs_total"] == 1 and values["fluxion_failed_passes_total"] == 0
     assert values["fluxion_worker_seconds_total"] > 0
     policies = {line.partition('policy="')[2].partition('"')[0] for line in text.splitlines() if "read_share_c" in line}
-    assert policies - {""} == {"fixed", "full", "adaptive"}
+    assert policies - {""} == {"fixed", "full", "anchor"}
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from fluxion_sglang.policy import examples
 pytestmark = pytest.mark.full
 
 CHUNK, POOL, NEW = 512, 5600, 12
-STATE_GB = 0.1  # an eighth of so small a pool is less than adaptive keeps
+STATE_GB = 0.1
 OPTIONS = {"host_tokens": POOL, "sketches": True, "policy_state_gb": STATE_GB}
 DOCUMENT = needle_prompt(1500, 4, seed=5)
 PROMPTS = [DOCUMENT.token_ids(i) for i in range(4)]

@@ -28,7 +28,6 @@ from server import PATIENCE_S, Completion, Server
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.lab.granularity import select_granularity
-from fluxion_sglang.learning.learner import FIRST, Learner
 from fluxion_sglang.policy import Context, examples, parse_spec
 
 NEW = 24
@@ -51,10 +50,7 @@ policies = pytest.mark.parametrize(
 
 def answers(got: Completion, want: list[int], spec: str) -> bool:
     """Whether an answer is what it has to be. A policy that looks at several queries of a prefill (`lfps`) sees fewer
-    of a prompt that is in the tree: there it has to answer, and may answer otherwise. So may one that learns from
-    others (`adaptive`) anywhere."""
-    if spec.startswith("adaptive"):
-        return len(got.tokens) == NEW
+    of a prompt that is in the tree: there it has to answer, and may answer otherwise."""
     context = Context(predictor=tiny_predictor.predictor)
     if got.cached and spec != FOREIGN and parse_spec(spec, context).prefill_rows > 1:
         return len(got.tokens) == NEW
@@ -92,7 +88,6 @@ def asker(logs: Path) -> Iterator[Asker]:
         "predictor": tiny_predictor.build(logs / "tiny-predictor", model),
         "host_tokens": POOL,
         "sketches": True,
-        "learned": str(logs / "learned"),
         "policy_state_gb": 1,  # all may run at once, which an eighth of this small pool would not do for lfps
         "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too
     }
@@ -168,17 +163,6 @@ def test_the_servers_policy(asker: Asker) -> None:
     assert want not in (asker.alone(PROMPT, "full"), asker.alone(PROMPT, FOREIGN))
     asker.server.flush()
     assert asker.ask(PROMPT, None).tokens == want
-
-
-def test_the_server_learns(asker: Asker, logs: Path) -> None:
-    """From requests under `adaptive`, beside everything else; then it serves them by what it learned."""
-    before = len(asker.server.log())
-    for i in range(FIRST + 1):
-        assert len(asker.ask(cases.filler(420, 300 + i), "adaptive", 4).tokens) == 4
-    asker.server.wait_for_log("adaptive has learned from", before)
-    (kept,) = (logs / "learned").rglob("adaptive-0.10.safetensors")
-    assert Learner(0.10, kept).learned is not None
-    assert len(asker.ask(PROMPT, "adaptive").tokens) == NEW
 
 
 def test_the_predictor_decides(asker: Asker) -> None:

@@ -52,7 +52,6 @@ def parser() -> argparse.ArgumentParser:
 def serve(folder: Path, tp: int) -> Server:
     model = tiny_model.build(folder / "model", kv_heads=2)
     predictor = tiny_predictor.build(folder / "predictor", model)
-    # An eighth of so small a pool has no room for what adaptive keeps.
     options = {
         "policy": "fluxion",
         "predictor": predictor,

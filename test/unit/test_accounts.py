@@ -249,21 +249,6 @@ def test_counters_follow_the_accounts(registry: prometheus_client.CollectorRegis
         assert value == pytest.approx(seconds)
 
 
-def test_counters_follow_what_policies_count(registry: prometheus_client.CollectorRegistry) -> None:
-    metrics = EngineMetrics(host_pool_tokens=1, host_pool_bytes=1, resident_tokens_per_request=1)
-
-    def value(policy: str, event: str) -> float | None:
-        labels = {"policy": policy, "event": event}
-        return registry.get_sample_value("fluxion_policy_events_total", labels)
-
-    metrics.update({}, events={("one", "a"): 2, ("one", "b"): 0})
-    assert (value("one", "a"), value("one", "b"), value("two", "a")) == (2, 0, None)
-    metrics.update({}, events={("one", "a"): 5, ("two", "a"): 1})
-    metrics.update({}, events={("one", "a"): 3, ("two", "a"): 1})  # one of two policies is gone
-    metrics.update({}, events={("one", "a"): 4})
-    assert (value("one", "a"), value("two", "a")) == (6, 1)
-
-
 def test_a_thread_publishes_what_the_last_step_left(registry: prometheus_client.CollectorRegistry) -> None:
     import time
 

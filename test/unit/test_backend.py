@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +21,7 @@ from fluxion_sglang.native import CorruptMemory
 from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import DecodeStep
+from fluxion_sglang.policy.fluxion import FluxionPolicy
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.failures import FailureGuard, Failures
@@ -270,20 +269,20 @@ def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:
     assert diary.read()[0] == ("bound",), "another engine"
 
 
-def test_other_weights_make_what_was_learned_worthless(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_predictor_is_of_the_weights_that_were(caplog: pytest.LogCaptureFixture) -> None:
+    """Not of others that the server is given: it says so, once for each."""
     backend = Backend(World(seed=3))
     backend._model = torch.nn.Module()
     backend._model.register_parameter("norm", torch.nn.Parameter(torch.ones(4)))
     backend._weights = norms(backend._model)
-    policy = parse_spec("adaptive")
-    backend.engine.world = dataclasses.replace(backend.engine.world, keeps=Path("/nowhere"))
-    backend.engine._bind(policy)
-    learner = policy.learner  # type: ignore[attr-defined]
     backend._flushed()
-    assert policy.learner is learner and not caplog.records  # type: ignore[attr-defined]
     torch.nn.init.constant_(backend._model.norm, 2.0)
     backend._flushed()
-    assert policy.learner is not learner and policy.learner.path is None  # type: ignore[attr-defined]
-    assert policy.world is backend.engine.world and len(caplog.records) == 1
-    backend._flushed()
-    assert len(caplog.records) == 1
+    assert not caplog.records, "nobody predicts"
+    asks = parse_spec("streaming")
+    asks.option_keys = FluxionPolicy.option_keys  # type: ignore[misc]
+    backend.engine._bind(asks)
+    torch.nn.init.constant_(backend._model.norm, 3.0)
+    for _ in range(2):
+        backend._flushed()
+    assert len(caplog.records) == 1 and "other weights" in caplog.text

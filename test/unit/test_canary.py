@@ -298,7 +298,7 @@ def test_all_who_are_read_together_end() -> None:
     assert decode(world, requests).keys() == {0, 1, 2}
 
 
-@pytest.mark.parametrize("spec", ["anchor", "adaptive", "fixed:16:0.2"])
+@pytest.mark.parametrize("spec", ["anchor", "fixed:16:0.2"])
 def test_who_looks_before_it_plans_ends_alone_too(spec: str) -> None:
     """Anchors and measurements read all metadata, whatever the tasks of the step read of it."""
     rig = Rig(parse_spec(spec), canary=1.0)

@@ -81,7 +81,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
             [
                 "'windw'",
                 "'window'",
-                "policy, tau, predictor, request_policies, sketches, learned, policy_state_gb, host_tokens",
+                "policy, tau, predictor, request_policies, sketches, policy_state_gb, host_tokens",
             ],
         ),
         ('{"request_policies": []}', ["request_policies is []", "a list of specs"]),

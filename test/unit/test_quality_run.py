@@ -136,16 +136,6 @@ def test_fluxion_without_a_predictor_is_refused_before_an_engine_starts(settings
         measure(dataclasses.replace(settings, policies=("fluxion:0.10",)))
 
 
-def test_a_policy_that_learns_is_measured_in_one_run(settings: Settings) -> None:
-    learning = dataclasses.replace(settings, policies=("adaptive",), lengths=(64,))
-    done = measure(dataclasses.replace(learning, tasks=("echo",)))
-    assert measure(dataclasses.replace(learning, tasks=("echo",)), start := Starter()) == done
-    assert not start.engines
-    with pytest.raises(BadInput, match=r"part of this run.*'adaptive'.*--fresh"):
-        measure(learning)
-    measure(dataclasses.replace(learning, fresh=True))
-
-
 def test_perplexity_is_of_forced_tokens_without_the_first(settings: Settings) -> None:
     start = Starter()
     data = measure(dataclasses.replace(settings, tasks=("forced",), lengths=(64,)), start)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -167,101 +165,6 @@ def test_a_refused_request_is_looked_at_once_and_the_next_one_anew(monkeypatch: 
     assert run(policies, [good]) == ["streaming"] and good.to_finish is None
 
 
-def test_specs_of_one_policy_share_what_it_knows() -> None:
-    """adaptive keeps what it has learned in one file for each tau."""
-
-    def policies_of(*specs: str) -> list[Policy]:
-        asked = [request({"fluxion_policy": spec}) for spec in specs]
-        with policies.of(asked, True):
-            return list(policies.current or [policies.server] * len(specs))
-
-    policies = RequestPolicies(parse_spec("adaptive"))
-    policies.server.spec = "adaptive"
-    assert {id(policy) for policy in policies_of("adaptive", "adaptive:0.1", "adaptive:0.10")} == {id(policies.server)}
-    own, other = policies_of("adaptive:0.05", "adaptive:0.050")
-    assert own is other is not policies.server
-    assert policies_of("anchor:0.1")[0] is not policies_of("anchor:0.10")[0], "these know nothing but their requests"
-
-
-class Asked:
-    """Requests that name policies: those of l... learn and keep `holds` bytes, all remember a byte a token."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, holds: int) -> None:
-        class Learns(Remembers):
-            learns = True
-
-            def holds(self, world: object) -> int:
-                return holds
-
-        def parse(spec: str, context: Context) -> Policy:
-            policy = Learns() if spec.startswith("l") else Remembers()
-            policy.spec = spec
-            return policy
-
-        full = parse_spec("full")
-        monkeypatch.setattr(requests_module, "parse_spec", parse)
-        self.room = StateRoom(None, 100)  # type: ignore[arg-type]
-        self.policies = RequestPolicies(full, room=self.room)
-
-    def run(self, spec: str, row: int = 1, tokens: int = 1) -> tuple[Request, weakref.ref[Policy]]:
-        """A step of a request, which goes on; and its policy."""
-        one = request({"fluxion_policy": spec})
-        one.kv, one.origin_input_ids = SimpleNamespace(req_pool_idx=row), [1] * (tokens - 1)
-        with self.policies.of([one], True):
-            return one, weakref.ref((self.policies.current or [self.policies.server])[0])
-
-    def policy_of(self, spec: str) -> weakref.ref[Policy]:
-        """Of a request that was answered, and is gone."""
-        one, policy = self.run(spec)
-        assert one.to_finish is None
-        self.room.give_back(1)
-        del one
-        gc.collect()
-        return policy
-
-
-def test_what_was_learned_outlives_the_requests_and_others_specs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of requests that name a policy the next one need not begin anew; until there is no room but its own."""
-    asked = Asked(monkeypatch, holds=40)
-    first = asked.policy_of("l1")
-    for i in range(100):
-        asked.policy_of(f"r{i}")
-    assert first() is not None and asked.policy_of("l1")() is first() and asked.room.taken == 40
-    second = asked.policy_of("l2")
-    assert first() is not None and second() is not None and asked.room.taken == 80
-    third = asked.policy_of("l3")  # takes the place of both
-    assert first() is None and second() is None and third() is not None and asked.room.taken == 40
-
-
-def test_what_was_learned_is_not_forgotten_for_a_request_that_finds_no_room_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = Asked(monkeypatch, holds=40)
-    learned = asked.policy_of("l1")
-    running, _ = asked.run("r", row=2, tokens=55)
-    refused, _ = asked.run("r", row=3, tokens=46)
-    assert refused.to_finish.status_code == 503 and running.to_finish is None and learned() is not None
-    served, _ = asked.run("r", row=3, tokens=45)
-    gc.collect()
-    assert served.to_finish is None and learned() is None and asked.room.taken == 100
-
-
-def test_few_learn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may write any number of specs, and what they keep may be nothing yet."""
-    asked = Asked(monkeypatch, holds=0)
-    found = [asked.policy_of(f"l{i}") for i in range(100)]
-    asked.policies._parse.cache_clear()
-    gc.collect()
-    alive = [policy() is not None for policy in found]
-    assert 1 <= sum(alive) <= 10 and all(alive[-sum(alive) :])
-
-
-def test_what_the_servers_own_policy_holds_is_not_counted_against_its_requests() -> None:
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    assert room.too_large(Holds(), 50) and not room.too_large(Holds(), 50, held=True)
-    assert room.too_large(Holds(), 101, held=True)
-
-
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 def test_what_one_rank_refuses_ends_on_all_of_them(
     policies: RequestPolicies, mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
@@ -289,9 +192,9 @@ def test_a_session_is_told_the_words_of_its_request(monkeypatch: pytest.MonkeyPa
     """Its next turn says them again, whoever named the policy first and how."""
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(requests_module.sessions, "approximated", lambda _, spec, server: told.append((spec, server)))
-    policies = RequestPolicies(parse_spec("adaptive"))
-    run(policies, [request({"fluxion_policy": "adaptive:0.10"}), request()])
-    assert told == [("adaptive:0.10", "adaptive"), ("adaptive", "adaptive")]
+    policies = RequestPolicies(parse_spec("anchor"))
+    run(policies, [request({"fluxion_policy": "anchor:0.10"}), request()])
+    assert told == [("anchor:0.10", "anchor"), ("anchor", "anchor")]
 
 
 def test_a_turn_that_begins_with_approximated_kv_puts_nothing_into_the_tree(policies: RequestPolicies) -> None:
@@ -310,30 +213,19 @@ def test_a_turn_that_begins_with_approximated_kv_puts_nothing_into_the_tree(poli
     assert second.skip_radix_cache_insert
 
 
-def test_a_request_that_never_fits_costs_others_nothing() -> None:
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    policies = RequestPolicies(parse_spec("full"), room=room)
-    policies._parse.cache_clear = lambda: pytest.fail("others' policies were dropped")  # type: ignore[method-assign]
-    policies._named = lambda spec: Remembers()  # type: ignore[method-assign]
-    large = request({"fluxion_policy": "remembers"})
-    large.origin_input_ids, large.kv = [1] * 200, SimpleNamespace(req_pool_idx=1)
-    run(policies, [large])
-    assert large.to_finish.status_code == 503 and room.taken == 0
-
-
-@pytest.mark.parametrize("name", ["holds", "remembers"])
-def test_a_policy_that_fails_before_a_pass_ends_its_request_alone(name: str) -> None:
+def test_a_policy_that_fails_before_a_pass_ends_its_request_alone() -> None:
     def fails(*_: object) -> int:
         raise ZeroDivisionError("no heads")
 
-    server = Holds()
-    broken = type("Broken", (Holds,), {name: fails, "spec": "broken"})()
+    server = Remembers()
+    server.spec = "remembers"
+    broken = type("Broken", (Remembers,), {"remembers": fails, "spec": "broken"})()
     policies = RequestPolicies(server, room=StateRoom(None, 1000))  # type: ignore[arg-type]
     policies._named = lambda spec: broken if spec == "broken" else server  # type: ignore[method-assign, assignment]
     asked = [request({"fluxion_policy": "broken"}), request()]
     for row, one in enumerate(asked):
         one.kv = SimpleNamespace(req_pool_idx=row)
-    assert run(policies, asked) == ["full", "holds"] and asked[1].to_finish is None
+    assert run(policies, asked) == ["full", "remembers"] and asked[1].to_finish is None
     assert asked[0].to_finish.status_code == 500 and "ZeroDivisionError: no heads" in asked[0].to_finish.message
 
 
@@ -539,52 +431,6 @@ def test_a_request_that_sglang_keeps_out_of_the_tree_is_bounded_like_others() ->
     one.origin_input_ids, one.kv, one.skip_radix_cache_insert = [1] * 200, SimpleNamespace(req_pool_idx=1), True
     assert run(policies, [one], ForwardMode.EXTEND) == ["full"]
     assert one.to_finish.status_code == 503 and one.skip_radix_cache_insert is True and room.taken == 0
-
-
-class Holds(Remembers):
-    """Keeps 60 bytes, whoever asks."""
-
-    spec = "holds"
-
-    def holds(self, world: object) -> int:
-        return 60
-
-
-def test_what_a_policy_keeps_for_all_counts_as_long_as_it_is_there() -> None:
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    one: Policy | None = Holds()
-    assert one is not None and room.hold(one) and room.hold(one) and room.taken == 60
-    assert not room.hold(Holds()) and room.taken == 60
-    one = None
-    gc.collect()
-    assert room.taken == 0
-
-
-def test_a_policy_that_has_no_room_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def parse(spec: str, context: Context) -> Policy:
-        policy = Holds()
-        policy.spec = spec
-        return policy
-
-    room, full = StateRoom(None, 130), parse_spec("full")  # type: ignore[arg-type]
-    monkeypatch.setattr(requests_module, "parse_spec", parse)
-    policies = RequestPolicies(full, room=room)
-
-    def asks(row: int, spec: str) -> Request:
-        one = request({"fluxion_policy": spec})
-        one.kv, one.origin_input_ids = SimpleNamespace(req_pool_idx=row), [1]
-        return one
-
-    asked = [asks(row, spec) for row, spec in enumerate(["a", "b", "c"])]
-    assert run(policies, asked, ForwardMode.EXTEND) == ["a", "b", "full"]
-    assert [one.to_finish and one.to_finish.status_code for one in asked] == [None, None, 503]
-    # Once nobody has the others, what they held is free.
-    for row in range(3):
-        room.give_back(row)
-    del asked
-    gc.collect()
-    later = asks(3, "d")
-    assert run(policies, [later]) == ["d"] and later.to_finish is None and room.taken == 62
 
 
 def test_refusals_push_out_no_policy(policies: RequestPolicies) -> None:

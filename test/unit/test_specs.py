@@ -46,7 +46,7 @@ good = (
     bare
     | joined(st.just("fixed"), blocks, shares)
     | joined(st.just("oracle"), shares)
-    | joined(st.sampled_from(["adaptive", "anchor", "sketch"]), shares)
+    | joined(st.sampled_from(["anchor", "sketch"]), shares)
     | joined(st.just("anchor"), shares, blocks)
     | joined(st.just("labels"), shares, st.just("any"), st.just("all"))
     | joined(st.just("psa"), shares, blocks, st.sampled_from(["mean", "quest"]))
@@ -87,7 +87,6 @@ def test_the_grammar_is_all_of_it() -> None:
         "oracle",
         "anchor",
         "labels",
-        "adaptive",
         "sketch",
     }
     assert names - tried == {"fluxion"}, "write a strategy for it; fluxion needs a predictor"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -24,7 +21,7 @@ from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan, listed_tokens
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World, policy_name
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
 from fluxion_sglang.predictor.criterion import Criterion
@@ -98,7 +95,6 @@ class DecodeEngine:
         options: attend_union, guard, canary, scheduler and share_prefixes count. With a guard every policy's plan
             follows the resident attention, so that what a request reads does not depend on the policies beside it.
         q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
-        keeps: as of `World`.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
 
@@ -124,7 +120,6 @@ class DecodeEngine:
         max_tokens: int,
         first_layer: int = 0,
         first_head: int = 0,
-        keeps: Path | None = None,
     ) -> None:
         self.accounts = Accounts()
         self.observers: list[Observer] = []
@@ -155,7 +150,7 @@ class DecodeEngine:
         self.union = options.attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
-        self.world = World(pool, windows, q_heads, windows.rows, pool.shape.layers, keeps)
+        self.world = World(pool, windows, q_heads, windows.rows, pool.shape.layers)
         self._bound: WeakSet[Policy] = WeakSet()
         self._bind(policy)
         # Of the current step.
@@ -171,17 +166,6 @@ class DecodeEngine:
         if policy.world is not self.world:
             policy.bind(self.world)
         self._bound.add(policy)
-
-    def begin_anew(self) -> bool:
-        """The model has other weights, and no requests: what policies know and have learned goes, and no more is kept.
-
-        Returns:
-            Whether there is a policy that is not exact.
-        """
-        self.world = dataclasses.replace(self.world, keeps=None)
-        for policy in list(self._bound):
-            policy.bind(self.world)
-        return not all(policy.exact for policy in self._bound)
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor, policy: Policy | None = None) -> None:
         """A chunk was prefilled, and the host pool has it.
@@ -214,12 +198,9 @@ class DecodeEngine:
         return sum(policy.state_bytes for policy in self._bound)
 
     @property
-    def policy_events(self) -> dict[tuple[str, str], int]:
-        """What policies count of themselves, by name and event."""
-        found: Counter[tuple[str, str]] = Counter()
-        for policy in self._bound:
-            found.update({(policy_name(policy), event): count for event, count in policy.counts.items()})
-        return found
+    def predicts(self) -> bool:
+        """Whether some policy here asks a predictor."""
+        return any("predictor" in policy.option_keys for policy in self._bound)
 
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
         """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""

@@ -27,12 +27,6 @@ FILES_BYTES: Final = 4 << 20
 
 _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
-_EVENTS = "policy_events"
-_EVENTS_TEXT = (
-    "What policies count of themselves, by policy and event; each rank counts its own. Of adaptive: familiar_requests "
-    "and unfamiliar_requests, judged after their first step; measured_requests, which are learnt from; trainings and "
-    "failed_trainings of this server."
-)
 _COUNTERS = {
     "layers": "Decode steps of one layer.",
     "widened_tasks": "Decode tasks that the guard rail made read more.",
@@ -114,7 +108,7 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def described() -> dict[str, str]:
     """What every metric counts, by its name on `/metrics`."""
-    counters = {"tasks": _TASKS_TEXT, _EVENTS: _EVENTS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
+    counters = {"tasks": _TASKS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
     counters |= {name: text for name, (text, _) in _ACCOUNTS.items()}
     return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
         f"fluxion_{name}": text for name, text in (_GAUGES | histograms.DESCRIBED).items()
@@ -181,7 +175,6 @@ class EngineMetrics:
         _check_room()
         self._counters = {stat: Counter(f"fluxion_{_name(stat)}", text) for stat, text in _COUNTERS.items()}
         self._tasks = Counter("fluxion_tasks", _TASKS_TEXT, ["executor"])
-        self._events = Counter(f"fluxion_{_EVENTS}", _EVENTS_TEXT, ["policy", "event"])
         values = {
             "host_pool_tokens": host_pool_tokens,
             "host_pool_bytes": host_pool_bytes,
@@ -195,7 +188,6 @@ class EngineMetrics:
             gauges[name].set(values.get(name, 0))
         self._state = gauges["policy_state_bytes"]
         self._last: dict[str, int] = {}
-        self._last_events: dict[tuple[str, str], int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
         _reserve_files()
 
@@ -207,12 +199,11 @@ class EngineMetrics:
         self,
         stats: Mapping[str, int],
         state_bytes: int = 0,
-        events: Mapping[tuple[str, str], int] | None = None,
     ) -> None:
         """Publish the growth since the last call.
 
         Args:
-            stats: the engine's cumulative statistics. events: what policies counted, by name and event.
+            stats: the engine's cumulative statistics.
         """
         self.remembered(state_bytes)
         for name, value in stats.items():
@@ -224,16 +215,8 @@ class EngineMetrics:
             elif name in self._counters:
                 self._counters[name].inc(growth * 1e-9 if name.endswith("_ns") else growth)
         self._last = dict(stats)
-        if events is not None:
-            self._tell(events)
         if self._accounts is not None:
             self._accounts.changed()
-
-    def _tell(self, events: Mapping[tuple[str, str], int]) -> None:
-        for key, count in events.items():
-            if count != (before := self._last_events.get(key)):
-                self._events.labels(*key).inc(max(0, count - (before or 0)))
-        self._last_events = dict(events)
 
 
 class _AccountMetrics:

@@ -134,8 +134,6 @@ class Audit(Observer):
         records["length"] = step.seq_lens.numpy()
         records["middle"] = step.middle.numpy()
         records["tile_bytes"], records["metadata_bytes"] = reads.sum(1).T.numpy()
-        besides = [policy.read_besides(row) for policy, row in zip(self._policies, step.rows.tolist(), strict=True)]
-        records["tile_bytes"] += np.array(besides, dtype=np.int64)
         records["kv_bytes"] = step.middle.to(torch.int64).numpy() * shape.token_bytes
         records["error"] = errors.numpy()
         return records

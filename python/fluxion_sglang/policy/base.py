@@ -15,11 +15,10 @@ state that is missing or behind is made anew from the step at hand, never an err
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 import torch
@@ -49,10 +48,8 @@ class World:
         windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
         rows: rows of SGLang's request table: state of a request belongs to one of them.
-        layers: of the model that this process has. Where `holds` and `remembers` are asked it is the most that any
-            stage of a pipeline has, so that all stages count alike: they must go by this number, not by the pool's.
-        keeps: folder in which a policy may keep what it has learned of this process's layers and heads; it need not
-            exist. None: nothing is kept.
+        layers: of the model that this process has. Where `remembers` is asked it is the most that any stage of a
+            pipeline has, so that all stages count alike: it must go by this number, not by the pool's.
     """
 
     pool: HostPool
@@ -60,7 +57,6 @@ class World:
     q_heads: int
     rows: int
     layers: int
-    keeps: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -289,10 +285,9 @@ class Policy(ABC):
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
         yardstick: it reads every key to decide: to measure by, not to serve with.
-        option_keys: of --fluxion-config, what `from_spec` looks at: tau (if the spec has no words), predictor, learned.
+        option_keys: of --fluxion-config, what `from_spec` looks at: tau (if the spec has no words), predictor.
         exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
         prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
-        learns: what it reads of a request depends on what others asked before.
         sketches: it needs a host pool with sketches of keys (option sketches).
         world: what it was bound to.
     """
@@ -305,7 +300,6 @@ class Policy(ABC):
     option_keys: ClassVar[frozenset[str]] = frozenset()
     exact: bool = False
     prefill_rows: int = 0
-    learns: bool = False
     sketches: bool = False
     world: World | None = None
 
@@ -319,11 +313,6 @@ class Policy(ABC):
             NotLegal: these are no arguments of the policy. ValueError: one sentence, what it lacks or what is wrong.
         """
         return cls(*words)
-
-    @property
-    def same(self) -> str:
-        """Two policies of a class with the same words here are one: requests that name either share what it knows."""
-        return self.spec
 
     def bind(self, world: World) -> None:
         """Called by an engine before anything else; by another engine again, and then it starts anew."""
@@ -347,10 +336,6 @@ class Policy(ABC):
         """What is known of `row` is void: its request has ended, or it has another one, or one that came without a
         prefill."""
 
-    def holds(self, world: World) -> int:
-        """The most bytes that the policy keeps from `bind` on, whoever asks."""
-        return 0
-
     def remembers(self, world: World, tokens: int) -> int:
         """Most bytes that it keeps of a request of so many tokens, in the engine of `world`; also before `bind`."""
         return 0
@@ -358,16 +343,6 @@ class Policy(ABC):
     @property
     def state_bytes(self) -> int:
         """Memory that its state takes."""
-        return 0
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """What it counts of itself from `bind` on, by event: `fluxion_policy_events_total` on /metrics. Events have few
-        names, which never change: each is a time series for ever."""
-        return {}
-
-    def read_besides(self, row: int) -> int:
-        """Bytes of K and V of a request that it has read itself for the layer at hand, about."""
         return 0
 
     @property

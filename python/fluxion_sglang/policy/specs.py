@@ -10,7 +10,6 @@ from importlib.metadata import EntryPoint
 from typing import Final
 
 from fluxion_sglang import plugins
-from fluxion_sglang.policy.adaptive import AdaptivePolicy
 from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.arguments import NotLegal
 from fluxion_sglang.policy.base import Context, Policy
@@ -36,7 +35,6 @@ CORE: Final[dict[str, type[Policy]]] = {
     "fixed": FixedPolicy,
     "fluxion": FluxionPolicy,
     "sketch": SketchPolicy,
-    "adaptive": AdaptivePolicy,
     "anchor": AnchorPolicy,
 }
 """By name. Every other policy, and more arguments of these, come through the entry points `plugins.POLICIES`."""

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from fluxion_sglang import wishes
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.learning.learner import AT_ONCE
 from fluxion_sglang.scoring.forced import NOTES, serialized
 from fluxion_sglang.scoring.kl import Distribution
 from fluxion_sglang.sglang.offline import engine_options, start_engine
@@ -199,7 +198,6 @@ def starter(
     """
 
     def start(policy: str, needs: Needs) -> Server:
-        os.environ.setdefault(AT_ONCE, "1")  # read in the engine's processes
         audit = None if policy == OFF else Path(tempfile.mkdtemp(prefix="fluxion-quality-")) / "audit.npy"
         try:
             engine = start_engine(options(model, dtype, device, needs, audit, config or {}))

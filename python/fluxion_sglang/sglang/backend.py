@@ -92,7 +92,6 @@ class FluxionAttnBackend(AttentionBackend):
         if draft is not None and not policy.exact:
             policy = _verifying(policy)
         identity, heads = partial(predictors.identity, options, runner), layers[0].tp_q_head_num
-        part = pool.start_layer, pool.host.shape.layers, get_parallel().attn_tp_rank * heads, heads
         self.engine = DecodeEngine(
             pool.host,
             pool.windows,
@@ -103,9 +102,8 @@ class FluxionAttnBackend(AttentionBackend):
             # To start with: the engine grows with what it is given.
             max_requests=min(self.req_to_token_pool.size, 64),
             max_tokens=min(self.req_to_token_pool.max_context_len, pool.size, 1 << 16),
-            first_layer=part[0],
-            first_head=part[2],
-            keeps=predictors.keeps(options, identity, part),
+            first_layer=pool.start_layer,
+            first_head=get_parallel().attn_tp_rank * heads,
         )
         if options.disk is not None:
             from fluxion_sglang.sglang import disk  # what it needs of SGLang is checked where it is asked for
@@ -188,14 +186,14 @@ class FluxionAttnBackend(AttentionBackend):
                 logger.exception("Fluxion: a policy does not say how much it remembers")
 
     def _flushed(self) -> None:
-        """SGLang flushes after `update_weights_*`, too: what was learned is of other weights then."""
+        """SGLang flushes after `update_weights_*`, too."""
         if (weights := predictors.norms(self._model)) == self._weights:
             return
         self._weights = weights
-        if self.engine.begin_anew():
+        if self.engine.predicts:
             logger.warning(
-                "Fluxion: the model has other weights. What policies have learned is forgotten, and nothing is kept in "
-                "the folder `learned` until the server starts again. A predictor is still that of the old weights."
+                "Fluxion: the model has other weights, and a predictor is still that of the old ones; restart the "
+                "server, or use a policy that needs none."
             )
 
     def _check_wishes(self, wishes: object, tokens: int) -> None:
@@ -251,7 +249,7 @@ class FluxionAttnBackend(AttentionBackend):
                 events |= source.stats()
         if self.metrics is not None and not (self._counted and events == self._events):
             stats = self.engine.stats() | self.device.stats() | events
-            self.metrics.update(stats, self.engine.state_bytes, self.engine.policy_events)
+            self.metrics.update(stats, self.engine.state_bytes)
         self._counted, self._events = True, events
 
     # --- CUDA graphs of decode steps (option cuda_graphs) ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,16 +46,6 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
         window=options.window,
         spread=options.spread,
     )
-
-
-def keeps(options: FluxionConfig, identity: Callable[[], Identity], part: tuple[int, ...]) -> Path | None:
-    """Folder of what is learned of this model with these options, or None.
-
-    Args:
-        part: of the model, which this process has: its first layer and how many, its first head and how many.
-    """
-    folder = options.path("learned")
-    return None if folder is None else folder / identity().digest / "-".join(map(str, part))
 
 
 def norms(model: torch.nn.Module) -> dict[str, bytes]:
@@ -176,7 +166,7 @@ def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> N
 def _say_what_is_unused(config: FluxionConfig, policy: Policy) -> None:
     """A line in the log for options that the server's policy does not look at."""
     used = policy.option_keys - ({"tau"} if ":" in config.policy else set())
-    unused = [key for key in ("tau", "predictor", "learned") if getattr(config, key) is not None and key not in used]
+    unused = [key for key in ("tau", "predictor") if getattr(config, key) is not None and key not in used]
     if unused:
         who = "only requests that bring a policy of their own do" if config.request_policies else "nothing here does"
         logger.warning("Fluxion: policy %s does not use the option %s; %s", config.policy, " or ".join(unused), who)

@@ -22,10 +22,7 @@ from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
 
 logger = logging.getLogger(__name__)
 
-_Alive = weakref.WeakValueDictionary[tuple[type[Policy], str], Policy]
-
 _PARSED_SPECS = 64
-_LEARNED = 8
 
 
 class _Approximates:
@@ -102,11 +99,8 @@ class RequestPolicies:
         self.checks: Collection[int] = ()
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         # Specs that failed are not kept: what they lack may be there the next time.
-        alive: _Alive = weakref.WeakValueDictionary({(type(server), server.same): server})
-        self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context, alive=alive))
+        self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context))
         self._room, self._check, self._one, self._canary = room, check, one, canary
-        # Alive between requests, because what they know is others', too; the one that was asked last comes last.
-        self._learned: dict[Policy, None] = {}
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._swept: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -181,17 +175,7 @@ class RequestPolicies:
         if self._room is None or policy is self._ending:
             return True
         tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        room, row, held = self._room, request.kv.req_pool_idx, policy is self.server
-
-        def fits() -> bool:
-            return (held or room.hold(policy)) and room.take(row, policy, tokens)
-
-        if any(fits() for _ in self._frees(room, row, policy, tokens, held)):
-            if policy.learns:
-                self._learned.pop(policy, None)
-                self._learned[policy] = None
-                if len(self._learned) > _LEARNED:
-                    del self._learned[next(iter(self._learned))]
+        if self._room.take(request.kv.req_pool_idx, policy, tokens):
             return True
         end_request(
             request,
@@ -201,20 +185,6 @@ class RequestPolicies:
             "ServiceUnavailableError",
         )
         return False
-
-    def _frees(self, room: StateRoom, row: int, policy: Policy, tokens: int, held: bool) -> Iterator[None]:
-        """Makes room for a request, a step at a time: nothing, what nobody uses, what others have learned. Stops where
-        more would not help."""
-        yield
-        if room.too_large(policy, tokens, held):
-            return
-        self._parse.cache_clear()  # what policies hold that no request has any more comes free
-        yield
-        others = self._learned.keys() - {policy}
-        if room.missing(row, policy, tokens, held) <= sum(map(room.held, others)):
-            self._learned = {one: None for one in self._learned if one is policy}
-            del others  # while it has them, they live
-            yield
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:
         """What a request wants recorded; None: nothing, or it is ended for it."""
@@ -266,20 +236,19 @@ class RequestPolicies:
         return policy
 
 
-def _made(spec: str, context: Context, alive: _Alive) -> Policy:
-    """The policy of a spec: one that is alive, wherever two would be the same.
+def _made(spec: str, context: Context) -> Policy:
+    """The policy of a spec.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        policy = parse_spec(spec, context)
+        return parse_spec(spec, context)
     except ValueError:
         raise
     except Exception as error:
         logger.exception("Fluxion: the policy %r cannot be made; its request is ended", spec)
         raise ValueError(f"{wishes.POLICY} {spec!r} cannot be used ({_said(error)}); use another policy.") from error
-    return alive.setdefault((type(policy), policy.same), policy)
 
 
 def _said(error: Exception) -> str:

@@ -67,13 +67,13 @@ def first_token(machine: Path) -> str:
 
 
 def answers(results: Path) -> str:
-    """Four policies of `quality`: score and bytes read, a pair of columns a length."""
+    """With a predictor and without: score and bytes read, a pair of columns a length."""
     out = []
-    for path, data in result_files(results, "quality_ruler.json"):
+    for path, data in result_files(results, "quality_sketch.json"):
         found = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         lengths = sorted({length or 0 for length, _ in found})
         rows = []
-        for policy in ("full", "fluxion", "fixed:16:0.25", "anchor"):
+        for policy in data["policies"]:
             of = [found.get((length, policy)) for length in lengths]
             scores = [f"{row['score']:.3f}" if row else "" for row in of]
             reads = [f"{row['read_fraction']:.0%}" if row else "" for row in of]

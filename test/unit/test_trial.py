@@ -19,7 +19,7 @@ from fluxion_sglang.commands.serving import Piece, RequestRefused, Server, Serve
 from fluxion_sglang.commands.trial import command
 
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
-STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "fixed:16:0.25": 0.01}
+STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "sketch": 0.01}
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
@@ -168,10 +168,10 @@ def test_the_page_stands_alone_and_has_every_table(tmp_path: Path) -> None:
     assert {"Same answers", "Needles found", "Read of the middle", "How this was made"} <= set(titles)
 
 
-def test_without_a_predictor_a_fixed_budget_is_tried_and_training_is_explained(tmp_path: Path) -> None:
-    code, numbers, page = trial(tmp_path, Machine(refuses=["fluxion"], forgets=["fixed:16:0.25"]))
+def test_without_a_predictor_sketches_are_tried_and_training_is_explained(tmp_path: Path) -> None:
+    code, numbers, page = trial(tmp_path, Machine(refuses=["fluxion"], forgets=["sketch"]))
     assert code == 0
-    assert numbers["plan"]["policies"] == ["full", "fixed:16:0.25"]
+    assert numbers["plan"]["policies"] == ["full", "sketch"]
     assert numbers["advice"]["policy"] == "full"
     assert "fluxion train --model" in page
     assert "is not for you" in page

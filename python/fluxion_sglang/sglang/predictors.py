@@ -127,8 +127,8 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
         if config.predictor is not None:
             raise
         logger.info(
-            "Fluxion: policy full, which reads everything and is exact. %s Sparse policies are faster on long "
-            "contexts: `fluxion try` measures them on this model.",
+            'Fluxion: policy full, which reads everything and is exact. %s On long contexts {"policy": "sketch"} is '
+            "faster and needs no predictor; `fluxion try` measures it on this model.",
             error,
         )
         if config.tau is not None:

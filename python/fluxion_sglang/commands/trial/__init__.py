@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         default="",
         help="policies to try beside full, as in fluxion,fixed:16:0.25; default: fluxion where a predictor fits the "
-        "model, else fixed:16:0.25",
+        "model, else sketch",
     )
     option("--minutes", type=float, default=10.0, help="about how long it may take (default: %(default)g)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")

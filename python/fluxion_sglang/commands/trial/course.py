@@ -41,7 +41,7 @@ from fluxion_sglang.commands.trial.results import (
 from fluxion_sglang.openmp import SPINS
 from fluxion_sglang.policy import check_spec
 
-SPARSE: Final = "fixed:16:0.25"
+SPARSE: Final = "sketch"
 """What is tried where no predictor fits."""
 
 _PROBES = (1024, 2048)
@@ -155,8 +155,8 @@ class Course:
         self._part_done()
 
     def _sketched(self) -> bool:
-        """Whether a policy that is asked for takes sketches of keys."""
-        for spec in self.request.policies:
+        """Whether a policy that may be tried takes sketches of keys."""
+        for spec in self.request.policies or [SPARSE]:
             with suppress(ValueError):  # the server will say what is wrong with it
                 if (policy := check_spec(spec)) is not None and policy.sketches:
                     return True
@@ -164,8 +164,8 @@ class Course:
 
     def _with_the_flag(self) -> None:
         tokens = self._pool_tokens()
-        config = {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
-        config |= {"sketches": True} if self._sketched() else {}
+        config = {"sketches": True} if self._sketched() else {}
+        config |= {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
         began = self.clock.elapsed
         with self._server("with the flag", config) as server:
             start = self.clock.elapsed - began
@@ -210,12 +210,14 @@ class Course:
 
     def _plan(self, server: Server, start: float) -> Plan:
         """Which policies are legal, how fast the machine is, and what fits into the time."""
-        wanted = self.request.policies or ["fluxion"]
-        refused = {policy: reason for policy in wanted if (reason := self._refused(server, policy))}
-        policies = [policy for policy in wanted if policy not in refused and policy != FULL]
-        if not policies and not self.request.policies:
-            policies = [SPARSE]
-        policies = [FULL, *policies]
+        refused: dict[str, str] = {}
+
+        def legal(wanted: Sequence[str]) -> list[str]:
+            refused.update({policy: reason for policy in wanted if (reason := self._refused(server, policy))})
+            return [policy for policy in wanted if policy not in refused and policy != FULL]
+
+        asked = self.request.policies
+        policies = [FULL, *(legal(asked) if asked else legal(["fluxion"]) or legal([SPARSE]))]
         probes: list[tuple[int, float]] = []
         step = 0.0
         longest = self._longest(1)

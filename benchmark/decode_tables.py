@@ -21,7 +21,7 @@ def one_batch(results: Path) -> str:
 
 def one_batch_sketch(results: Path) -> str:
     """The same of what sketches of keys cost, in bfloat16, where they are the largest share."""
-    return _tpot(results, ("sketch",), "full")
+    return _tpot(results, ("sketch", "sketch_other"), "full")
 
 
 def _tpot(results: Path, names: Sequence[str], base: str) -> str:

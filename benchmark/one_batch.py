@@ -42,6 +42,8 @@ BEST_FIXED = "fixed:16:0.80"
 OFF = "off"
 POLICIES = (OFF, "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")
+SECOND = "second"
+"""The model of another shape that quality is measured on, too: `needle_model --recipe second` into build/second."""
 LARGE = ("llama-3.1-8b", "qwen2.5-7b")
 """Shapes with random weights, for --device cuda: `drawn` is there what `fluxion` is to a trained model."""
 ON_DEVICE = {
@@ -71,7 +73,8 @@ def decoded(policies: int, batches: int) -> int:
 
 
 def model_folder(model: str) -> Path:
-    return common.NEEDLE if model == "needle" else common.MODELS / model
+    made = {"needle": common.NEEDLE, SECOND: common.ROOT / "build" / SECOND}
+    return made.get(model, common.MODELS / model)
 
 
 def serves(model: str, policy: str) -> bool:
@@ -220,7 +223,7 @@ def main() -> None:
         "--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the model and the windows are"
     )
     parser.add_argument("--config", type=json.loads, default={}, help="further keys of --fluxion-config, as JSON")
-    parser.add_argument("--models", nargs="+", choices=(*MODELS, *LARGE), help="default: those of the device")
+    parser.add_argument("--models", nargs="+", choices=(*MODELS, SECOND, *LARGE), help="default: those of the device")
     parser.add_argument("--policies", nargs="+", help=f'"{OFF}" is SGLang without the flag')
     parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)

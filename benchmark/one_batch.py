@@ -131,7 +131,7 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
             run += ["--attention-backend", "flashinfer", "--cuda-graph-backend-prefill", "disabled"]
             run += ["--cuda-graph-bs-decode", *map(str, sorted(batches))]
     steps = decoded(len(policies), len(batches))
-    if model == "needle":
+    if model in ("needle", SECOND):
         prompts, streams = scratch / f"prompts-{length}.txt", scratch / f"streams-{length}.json"
         found = [needle_prompt(length, seed=seed) for seed in range(largest)]
         prompts.write_text("".join(prompt.text() + "\n" for prompt in found))

@@ -159,7 +159,6 @@ def main() -> None:
                 continue
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
-        _run([sys.executable, str(HERE / "rounds.py")])
         for name in ("ruler", "psa", rivals.NAME):
             _run([sys.executable, "-m", "fluxion_quality.plot", str(results / f"quality_{name}.json")])
         for script in ("tables.py", "plot.py"):

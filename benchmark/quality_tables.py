@@ -34,13 +34,15 @@ def sketch(results: Path) -> str:
     found = result_files(results, "quality_sketch*.json")
     if not found:
         return "Not measured yet: `python -m benchmark --only quality`.\n"
-    found.sort(
-        key=lambda one: [one[1]["model"]["id"] == "second", one[1]["suite"] != "ruler", one[1]["dtype"] != "float32"]
-    )
-    lines = [[data["model"]["id"].removeprefix("models/"), *line] for _, data in found for line in _sketched(data)]
+    found.sort(key=lambda one: [_name(one[1]), one[1]["suite"] != "ruler", one[1]["dtype"] != "float32"])
+    lines = [[_name(data), *line] for _, data in found for line in _sketched(data)]
     head = ["model", "suite", "prompt", "documents", "full", "delta", "read", "worst task", "delta of fluxion", "read"]
     commits = "; ".join(f"[{path.stem}]({link(path)}), commit {data['commit']}" for path, data in found)
     return f"{table(head, lines, 'llrrrrrlrr')}\n{where(found[0][1]).partition('; commit')[0]}. Data: {commits}.\n"
+
+
+def _name(data: dict[str, Any]) -> str:
+    return Path(data["model"]["id"]).name
 
 
 def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
@@ -63,6 +65,8 @@ def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
     means = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
     for length in dict.fromkeys(length for length, _ in means):
         own = [row for row in data["rows"] if row["length"] == length and row["policy"] == "sketch"]
+        if not own:
+            continue
         worst = min(own, key=lambda row: row["delta"])
         lost = f"{worst['task']} {worst['delta']:+.3f}" if worst["delta"] < 0 else "none"
         rows = [means.get((length, policy)) for policy in ("sketch", "fluxion")]

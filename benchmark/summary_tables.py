@@ -13,17 +13,17 @@ from fluxion_quality import table as quality_table
 
 
 def headline(results: Path) -> str:
-    """The number that README.md opens with: `fluxion` beside `full` at the longest prompt of the largest RULER run."""
-    for path, data in result_files(results, "quality_large.json"):
+    """The number that README.md opens with: what can be had without training, beside `full`, at the longest prompt."""
+    for path, data in result_files(results, "quality_sketch.json"):
         rows = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         length = max(length or 0 for length, _ in rows)
-        kept, whole = rows[length, "fluxion"], rows[length, "full"]
+        kept, whole = rows[length, "sketch"], rows[length, "full"]
         return (
             f"The bundled test model answers questions about documents of {length:,} tokens with a score of "
             f"**{kept['score']:.3f}** while each decode step reads **{kept['read_fraction']:.0%}** of what lies "
             "between the first 64 and the last 256 tokens. Reading all of it scores "
-            f"{whole['score']:.3f} ({data['samples']} samples a task, [data]({link(path)})). The model has 3 million "
-            "parameters and a language of its own, so measure yours.\n"
+            f"{whole['score']:.3f} ({data['samples']} questions of each kind, [data]({link(path)})). This takes no "
+            "training. The model has 3 million parameters and a language of its own, so measure yours.\n"
         )
     return "Not measured yet: `fluxion bench quality --suite ruler`.\n"
 
@@ -79,8 +79,8 @@ def answers(results: Path) -> str:
             reads = [f"{row['read_fraction']:.0%}" if row else "" for row in of]
             rows.append([f"`{policy}`", *(cell for pair in zip(scores, reads, strict=True) for cell in pair)])
         head = ["policy", *(f"{what} at {length:,}" for length in lengths for what in ("score", "KV read"))]
-        note = f"{data['samples']} samples of each of RULER's tasks in the model's language. {where(data)}"
-        out.append(f"{table(head, rows, 'l' + 'r' * (len(head) - 1))}\n{note} [Data]({link(path)}).\n")
+        note = f"{data['samples']} samples of each of RULER's tasks in the model's language, {data['dtype']}."
+        out.append(f"{table(head, rows, 'l' + 'r' * (len(head) - 1))}\n{note} {where(data)} [Data]({link(path)}).\n")
     return "\n".join(out) or "Not measured yet: `fluxion bench quality --suite ruler`.\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +20,7 @@ from .model import SPARE, Model
 from .record import SAME, header, load
 
 if TYPE_CHECKING:
-    from fluxion_sglang.policy import Policy
+    pass
 
 FULL: Final = "full"
 ORACLE_BUDGET: Final = "0.05"
@@ -160,8 +160,7 @@ def _make(settings: Settings) -> Plan:
     cells = tuple(Cell(task, length) for task in chosen for length in lengths)
     results = _results(settings, model, policies)
     needs = _needs(cells, settings, codec, model, results)
-    plan = Plan(settings, model, codec, policies, off, cells, needs, results)
-    return plan
+    return Plan(settings, model, codec, policies, off, cells, needs, results)
 
 
 def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
@@ -198,14 +197,10 @@ def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
 
 def hears(spec: str) -> bool:
     """Whether a policy looks at more of a prompt than a hit in the radix tree leaves to prefill."""
-    return _policy(spec, lambda policy: policy.prefill_rows > 1)
-
-
-def _policy(spec: str, says: Callable[[Policy], bool]) -> bool:
     from fluxion_sglang.policy import parse_spec
 
     try:
-        return says(parse_spec(spec))
+        return parse_spec(spec).prefill_rows > 1
     except ValueError:  # of `off`, and of `fluxion`, which lacks its predictor here
         return False
 

@@ -85,8 +85,8 @@ void touch(char* first, char* last) {
 }
 
 void into_huge_pages(char* first, char* last) {
-  // Neighbours share the outermost huge pages. The kernel stops at the first memory that may not be moved, such as
-  // a thread's stack, so what a neighbour may have is asked for apart.
+  // Neighbours share the outermost huge pages. The kernel stops at the first memory that may not be moved,
+  // such as a thread's stack, so what a neighbour may have is asked for apart.
   const int64_t begin = reinterpret_cast<int64_t>(first) / kHugePage * kHugePage;
   const int64_t end = round_up(reinterpret_cast<int64_t>(last), kHugePage);
   const int64_t inner = std::min(begin + kHugePage, end);

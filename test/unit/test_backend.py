@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,6 @@ from fluxion_sglang.native import CorruptMemory
 from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import DecodeStep
-from fluxion_sglang.policy.fluxion import FluxionPolicy
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.failures import FailureGuard, Failures
@@ -275,14 +275,14 @@ def test_a_predictor_is_of_the_weights_that_were(caplog: pytest.LogCaptureFixtur
     backend._model = torch.nn.Module()
     backend._model.register_parameter("norm", torch.nn.Parameter(torch.ones(4)))
     backend._weights = norms(backend._model)
-    backend._flushed()
+    backend._predictor = None
     torch.nn.init.constant_(backend._model.norm, 2.0)
     backend._flushed()
-    assert not caplog.records, "nobody predicts"
-    asks = parse_spec("streaming")
-    asks.option_keys = FluxionPolicy.option_keys  # type: ignore[misc]
-    backend.engine._bind(asks)
+    assert not caplog.records, "there is none"
+    backend._predictor = Path("/models/it/fluxion")
+    backend._flushed()
+    assert not caplog.records, "the same weights"
     torch.nn.init.constant_(backend._model.norm, 3.0)
     for _ in range(2):
         backend._flushed()
-    assert len(caplog.records) == 1 and "other weights" in caplog.text
+    assert len(caplog.records) == 1 and "/models/it/fluxion is that of the old ones" in caplog.text

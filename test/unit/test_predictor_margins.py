@@ -43,46 +43,6 @@ def test_new_samples_are_covered(coverage: float) -> None:
     assert coverage <= exact == pytest.approx(float(torch.stack(covered).mean()), abs=0.005)
 
 
-def of_kinds(sequences: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """predicted, labels, layer, head, sequence of one head: one sequence of ten is of a kind whose budgets are twice as
-    much too small, and no two have as many samples."""
-    random = torch.Generator().manual_seed(seed)
-    sequence = torch.arange(sequences).repeat_interleave(torch.randint(1, 30, (sequences,), generator=random))
-    hard = (torch.rand(sequences, generator=random) < 0.1).double()[sequence].unsqueeze(1)
-    predicted = 0.001 + torch.rand(len(sequence), 4, generator=random)
-    labels = predicted * torch.exp(torch.randn(len(sequence), 4, generator=random) * 0.3 + math.log(2) * hard).float()
-    zero = torch.zeros_like(sequence)
-    return predicted, labels, zero, zero, sequence
-
-
-def test_whole_sequences_are_covered() -> None:
-    """Exact in the mean, as for samples; a share of the samples is none of the sequences."""
-    n, coverage = 50, 0.9
-    covered, by_samples = [], []
-    for seed in range(150):
-        *samples, sequence = of_kinds(n, seed)
-        whole = fit_margins(*samples, (1, 1), coverage, sequence)
-        plain = fit_margins(*samples, (1, 1), coverage)
-        predicted, labels, _, _, sequence = of_kinds(300, 1000 + seed)
-        for margins, found in ((whole, covered), (plain, by_samples)):
-            short = torch.zeros(300, 4).index_add_(0, sequence, (labels > predicted * margins[0, 0]).float())
-            found.append((short == 0).double().mean())
-    assert coverage <= float(torch.stack(covered).mean()) == pytest.approx(math.ceil(51 * coverage) / 51, abs=0.01)
-    assert float(torch.stack(by_samples).mean()) < 0.6
-
-
-def test_of_few_whole_sequences_heads_share_a_margin() -> None:
-    """Nine are enough for nine of ten."""
-    for sequences, own in ((9, True), (8, False)):
-        parts = [of_kinds(30, 1)[:4], of_kinds(sequences, 2)[:4]]
-        sequence = torch.cat([of_kinds(30, 1)[4], of_kinds(sequences, 2)[4]])
-        predicted, labels, layer, head = (torch.cat(columns) for columns in zip(*parts, strict=True))
-        head = torch.arange(2).repeat_interleave(torch.tensor([len(parts[0][0]), len(parts[1][0])]))
-        margins = fit_margins(predicted, labels, layer, head, (1, 2), 0.9, sequence)[0]
-        alone = fit_margins(*parts[1], (1, 1), 0.9, of_kinds(sequences, 2)[4])[0, 0]
-        assert torch.equal(margins[1], alone) == own
-
-
 def test_every_head_and_size_has_a_margin_of_its_own() -> None:
     counts = [1000] * (LAYERS * HEADS)
     shape = (LAYERS, HEADS)

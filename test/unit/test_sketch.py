@@ -422,8 +422,9 @@ def test_shares_of_nothing_and_of_all(left: float) -> None:
     left=st.sampled_from([0.01, 0.1, 0.3]),
 )
 def test_what_is_left_has_its_share(seed: int, flat: float, beside: float, left: float) -> None:
-    """By exact keys, of a middle from flat to peaked, and residents that weigh much or little. In the mean over heads,
-    and twice the share at most: a flat page weighs more than pages count that are skimmed alone."""
+    """By exact keys, of a middle from flat to peaked, and residents that weigh much or little. Twice the share in the
+    mean over heads: a flat page weighs more than pages count that are skimmed alone. Five times for one head: sketches
+    may be wrong about its heaviest token."""
     world = SketchWorld(seed=seed, sketched=True, dim=64, heads=8, group=1)
     keys = flat * world.randn(1500, world.heads, 64)
     q = world.randn(1, world.q_heads, 64)
@@ -434,7 +435,7 @@ def test_what_is_left_has_its_share(seed: int, flat: float, beside: float, left:
     chosen = world.selections([request], tasks)
     world.engine.layer_finish()
     unread = [world.unread(request, 0, q[0, h : h + 1], h, chosen[0, h][0]) for h in range(world.heads)]
-    assert sum(unread) / len(unread) <= 2 * left + 1e-3
+    assert sum(unread) / len(unread) <= 2 * left + 1e-3 and max(unread) <= 5 * left + 1e-3
 
 
 def test_tasks_take_sketches_and_residents() -> None:

@@ -197,11 +197,6 @@ class DecodeEngine:
         """Memory that the policies remember requests in."""
         return sum(policy.state_bytes for policy in self._bound)
 
-    @property
-    def predicts(self) -> bool:
-        """Whether some policy here asks a predictor."""
-        return any("predictor" in policy.option_keys for policy in self._bound)
-
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
         """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""
         return self._guarded or any(policy.needs is not Needs.NOTHING for policy in policies or [self.policy])

@@ -364,8 +364,7 @@ def its_state_is_bounded(make: Make) -> None:
     """A request takes no more memory than the policy says, and gives it back when it ends."""
     policy = make()
     rig = Rig(policy)
-    idle = policy.state_bytes
-    assert idle == 0, f"It takes {idle} bytes before anybody asks."
+    assert policy.state_bytes == 0, f"It takes {policy.state_bytes} bytes before anybody asks."
     for seed in range(12):
         request = Request(30 + seed)
         sizes = []
@@ -376,9 +375,9 @@ def its_state_is_bounded(make: Make) -> None:
                 rig.run(request, 1)
                 sizes.append(policy.state_bytes)
         most = policy.remembers(rig.engine.world, request.length)
-        assert max(sizes) <= idle + most, f"It takes {max(sizes) - idle} bytes, and remembers() says {most}."
+        assert max(sizes) <= most, f"It takes {max(sizes)} bytes, and remembers() says {most}."
         rig.release(request)
-        assert policy.state_bytes == idle, f"It keeps {policy.state_bytes - idle} bytes of a request that has ended."
+        assert policy.state_bytes == 0, f"It keeps {policy.state_bytes} bytes of a request that has ended."
 
 
 def another_engine_starts_anew(make: Make) -> None:

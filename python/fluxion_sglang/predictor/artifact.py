@@ -72,11 +72,6 @@ class Identity:
     window: int
     spread: float
 
-    @property
-    def digest(self) -> str:
-        """A name for it."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-
 
 class LoadedPredictor(NamedTuple):
     """One tau of an artifact, as loaded; network is in evaluation mode on the CPU."""

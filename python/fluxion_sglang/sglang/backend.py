@@ -145,6 +145,7 @@ class FluxionAttnBackend(AttentionBackend):
             sketched=options.sketched,
         )
         self._model, self._weights = runner.model, predictors.norms(runner.model)
+        self._predictor = predictors.folder_of(options, runner)
         watch(self.req_to_token_pool, self._ended, self._flushed)
         self._records = options.record is not None
         self._chunks: list[_Chunk] = []
@@ -190,10 +191,11 @@ class FluxionAttnBackend(AttentionBackend):
         if (weights := predictors.norms(self._model)) == self._weights:
             return
         self._weights = weights
-        if self.engine.predicts:
+        if self._predictor is not None:
             logger.warning(
-                "Fluxion: the model has other weights, and a predictor is still that of the old ones; restart the "
-                "server, or use a policy that needs none."
+                "Fluxion: the model has other weights, and the predictor in %s is that of the old ones; restart the "
+                "server, or use a policy that needs none.",
+                self._predictor,
             )
 
     def _check_wishes(self, wishes: object, tokens: int) -> None:

@@ -92,7 +92,7 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
 
     @cache
     def loaded(key: str | None) -> LoadedPredictor:
-        folder = _folder(config, runner)
+        folder = folder_of(config, runner)
         if folder is None:
             raise DoesNotFit(
                 'Policy "fluxion" needs a predictor that was trained for this model, and none is named or in the '
@@ -150,7 +150,7 @@ def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> N
     parallel = get_parallel()
     if parallel.launch_world_size == 1:
         return
-    folder = _folder(config, runner)
+    folder = folder_of(config, runner)
     digest = None if folder is None else hashlib.sha256((folder / JSON_NAME).read_bytes()).hexdigest()[:16]
     mine = f"policy {policy.spec}, {'no predictor' if digest is None else f'predictor {digest}'}"
     found = [mine] * parallel.launch_world_size
@@ -172,6 +172,7 @@ def _say_what_is_unused(config: FluxionConfig, policy: Policy) -> None:
         logger.warning("Fluxion: policy %s does not use the option %s; %s", config.policy, " or ".join(unused), who)
 
 
-def _folder(config: FluxionConfig, runner: Any) -> Path | None:
+def folder_of(config: FluxionConfig, runner: Any) -> Path | None:
+    """The predictor's, if there is one."""
     folder = Path(runner.server_args.model_path) / FOLDER
     return config.path("predictor") or (folder if (folder / JSON_NAME).is_file() else None)

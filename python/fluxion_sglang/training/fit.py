@@ -53,7 +53,6 @@ class Settings:
             streaming.
         coverage: in (0, 1), the share of budgets that shall suffice, for every head: margins are set so on the
             validation sequences.
-        whole: that is the share of sequences all of whose budgets shall suffice.
 
     Raises:
         ValueError: one sentence.
@@ -64,7 +63,6 @@ class Settings:
     quantile: float
     miss_rate: float
     coverage: float
-    whole: bool = False
 
     def __post_init__(self) -> None:
         for name, legal, words in (
@@ -125,7 +123,7 @@ def fit(samples: Samples, settings: Settings, progress: bool = True) -> Trained:
                 "to learn a budget from or to measure one with; collect samples from more or longer sequences."
             )
     train, validation, test = parts.values()
-    network, threshold, margins = learn(train, validation, settings, progress)
+    network, threshold, margins = _learn(train, validation, settings, progress)
     line, budgets, logits = _predicted(network, test.features)
     layer, head = _heads(test.features)
     metrics = {
@@ -141,17 +139,10 @@ def fit(samples: Samples, settings: Settings, progress: bool = True) -> Trained:
     return Trained(network, threshold, margins, metrics)
 
 
-def learn(
-    train: Samples, validation: Samples, settings: Settings, progress: bool = True
+def _learn(
+    train: Samples, validation: Samples, settings: Settings, progress: bool
 ) -> tuple[HeadPredictor, float, torch.Tensor]:
-    """The network, in evaluation mode, the threshold of its streaming logit, and its margins [layers, Hq, 4].
-
-    Args:
-        train: some of a head that reads. validation: of other sequences, some of every layer and head.
-
-    Raises:
-        ValueError: the training diverged.
-    """
+    """The network, in evaluation mode, the threshold of its streaming logit, and its margins [layers, Hq, 4]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         network = HeadPredictor()
@@ -309,8 +300,7 @@ def _margins(budgets: torch.Tensor, samples: Samples, shape: tuple[int, int], se
     """Of the samples' retrieval heads, whose predicted budgets are among `budgets` [S, 4]."""
     keep = ~samples.streaming
     layer, head = _heads(samples.features[keep])
-    sequence = samples.sequence[keep] if settings.whole else None
-    return fit_margins(budgets[keep], samples.budgets[keep], layer, head, shape, settings.coverage, sequence)
+    return fit_margins(budgets[keep], samples.budgets[keep], layer, head, shape, settings.coverage)
 
 
 def _head_constant(

@@ -12,8 +12,7 @@ that asks for too much has margins below 1. The score is a ratio and no differen
 normalised), because errors grow with the budget: an offset that is enough for large budgets would drown small ones.
 
 Steps of one sequence resemble each other, so what n is worth lies between their number and that of sequences. And some
-kinds of sequences are harder than others: a margin that covers 98% of all steps may leave out a whole kind. A margin of
-whole sequences has one ratio for each, the largest of its steps. Sequences are exchangeable, steps are not.
+kinds of sequences are harder than others: a margin that covers 98% of all steps may leave out a whole kind.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ import torch
 from fluxion_sglang.kv.placement import BLOCKS
 
 FEW = 100
-"""Heads with fewer samples than these share a margin: the largest of a handful is no quantile. Of whole sequences as
-few are enough as the coverage needs."""
+"""Heads with fewer samples than these share a margin: the largest of a handful is no quantile."""
 
 
 def fit_margins(
@@ -36,7 +34,6 @@ def fit_margins(
     head: torch.Tensor,
     shape: tuple[int, int],
     coverage: float,
-    sequence: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The margins of every head, from S samples of retrieval heads.
 
@@ -49,7 +46,6 @@ def fit_margins(
         layer, head: [S] int64, of the model. shape: the model's layers and query heads.
         coverage: in (0, 1), the share of budgets that shall suffice. Where there are fewer than
             coverage / (1 - coverage) samples in all, the largest ratio is the margin, and less is promised.
-        sequence: [S] integers. If given, `coverage` is the share of sequences all of whose budgets shall suffice.
 
     Returns:
         [layers, heads, 4] float32, above 0; all 1 where there is no sample.
@@ -59,22 +55,13 @@ def fit_margins(
     if len(labels) == 0:
         return margins.view(layers, heads, -1)
     ratios, at = labels / predicted, layer * heads + head
-    enough = max(FEW if sequence is None else 1, math.ceil(coverage / (1 - coverage) - 1e-9))
-    if sequence is not None:
-        ratios, at = _largest(ratios, at, sequence)
+    enough = max(FEW, math.ceil(coverage / (1 - coverage) - 1e-9))
     rare = torch.bincount(at, minlength=layers * heads) < enough
     of_rare = rare[at]
     margins[rare] = _margin(ratios[of_rare] if int(of_rare.sum()) >= enough else ratios, coverage)
     for one in (~rare).nonzero().flatten().tolist():
         margins[one] = _margin(ratios[at == one], coverage)
     return margins.view(layers, heads, -1)
-
-
-def _largest(ratios: torch.Tensor, at: torch.Tensor, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, 4], the largest ratios of each head in each sequence, and [n], the heads."""
-    pairs, which = torch.stack([at, sequence.to(at.dtype)], 1).unique(dim=0, return_inverse=True)
-    largest = torch.full((len(pairs), ratios.shape[1]), -math.inf)
-    return largest.scatter_reduce_(0, which.unsqueeze(1).expand_as(ratios), ratios, "amax"), pairs[:, 0]
 
 
 def _margin(ratios: torch.Tensor, coverage: float) -> torch.Tensor:

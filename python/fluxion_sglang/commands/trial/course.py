@@ -155,8 +155,11 @@ class Course:
         self._part_done()
 
     def _sketched(self) -> bool:
-        """Whether a policy that may be tried takes sketches of keys."""
-        for spec in self.request.policies or [SPARSE]:
+        """Whether the server keeps sketches of keys: as the options say, or where a policy that is tried takes them."""
+        if isinstance(said := self.request.config.get("sketches"), bool):
+            return said
+        predicts = self.request.model.predictor or "predictor" in self.request.config
+        for spec in self.request.policies or ([] if predicts else [SPARSE]):
             with suppress(ValueError):  # the server will say what is wrong with it
                 if (policy := check_spec(spec)) is not None and policy.sketches:
                     return True
@@ -164,7 +167,7 @@ class Course:
 
     def _with_the_flag(self) -> None:
         tokens = self._pool_tokens()
-        config = {"sketches": True} if self._sketched() else {}
+        config: dict[str, Any] = {"sketches": True} if self._sketched() else {}
         config |= {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
         began = self.clock.elapsed
         with self._server("with the flag", config) as server:
@@ -216,8 +219,8 @@ class Course:
             refused.update({policy: reason for policy in wanted if (reason := self._refused(server, policy))})
             return [policy for policy in wanted if policy not in refused and policy != FULL]
 
-        asked = self.request.policies
-        policies = [FULL, *(legal(asked) if asked else legal(["fluxion"]) or legal([SPARSE]))]
+        named = self.request.policies
+        policies = [FULL, *(legal(named) if named else legal(["fluxion"]) or legal([SPARSE]))]
         probes: list[tuple[int, float]] = []
         step = 0.0
         longest = self._longest(1)

@@ -63,7 +63,7 @@ QUALITY = {
             ("_extraction", "extraction", "4k,8k", "24", "fluxion,", ""),
             ("_perplexity", "perplexity", "4k,8k", "24", "fluxion,", ""),
             ("_other", "ruler", "4k,8k", "24", "", ""),
-            ("_other_far", "ruler", "31k", "8", "", ""),
+            ("_other_far", "ruler", "31k", "4", "", ""),
             ("_other_bfloat16", "ruler", "4k,8k", "4", "", "bfloat16"),
             ("_other_extraction", "extraction", "4k,8k", "24", "", ""),
             ("_other_perplexity", "perplexity", "4k,8k", "24", "", ""),

@@ -56,6 +56,7 @@ QUALITY = {
             *("--policies", f"full,{others}sketch"),
             *(("--model", SECOND) if "other" in name else ()),
             *(("--dtype", dtype) if dtype else ()),
+            *(("--tasks", "fwe") if "fwe" in name else ()),
         ]
         for name, suite, lengths, samples, others, dtype in (
             ("", "ruler", "4k,8k", "24", "fluxion,", ""),
@@ -65,6 +66,7 @@ QUALITY = {
             ("_other", "ruler", "4k,8k", "24", "", ""),
             ("_other_far", "ruler", "31k", "4", "", ""),
             ("_other_bfloat16", "ruler", "4k,8k", "4", "", "bfloat16"),
+            ("_other_fwe", "ruler", "4k,8k", "96", "", ""),
             ("_other_extraction", "extraction", "4k,8k", "24", "", ""),
             ("_other_perplexity", "perplexity", "4k,8k", "24", "", ""),
             ("_bfloat16", "ruler", "4k,8k", "4", "fluxion,", "bfloat16"),

@@ -62,6 +62,8 @@ def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
             documents = str(len(set(cells[task, length, "full"]["documents"])))
             yield [f"{suite}, {task}", f"{length:,}", documents, f"{full:.3f}", *shown[0], "", *shown[1]]
         return
+    if len(tasks := {row["task"] for row in data["rows"]}) == 1:
+        suite += f", {min(tasks)}"
     means = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
     for length in dict.fromkeys(length for length, _ in means):
         own = [row for row in data["rows"] if row["length"] == length and row["policy"] == "sketch"]

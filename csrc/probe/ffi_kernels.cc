@@ -1,176 +1,16 @@
 // The kernels, one by one, for tests and benchmarks. Every function names the ISA and checks its tensors.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
 
-#include <initializer_list>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "kernels/table.h"
+#include "probe/argument.h"
 
 namespace fluxion {
 namespace {
 
-using tvm::ffi::String;
-using tvm::ffi::TensorView;
-
-constexpr DLDataType kFloat32{kDLFloat, 32, 1};
-constexpr DLDataType kFloat64{kDLFloat, 64, 1};
-constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
-constexpr DLDataType kInt32{kDLInt, 32, 1};
-constexpr DLDataType kInt64{kDLInt, 64, 1};
-constexpr DLDataType kUInt8{kDLUInt, 8, 1};
-constexpr DLDataType kUInt16{kDLUInt, 16, 1};
-
-bool same(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
-
-// A tensor argument with its name, for the sentence of an error.
-struct Argument {
-  const char* name;
-  const TensorView& tensor;
-
-  // Whether what follows the first axis is contiguous.
-  bool rows_contiguous() const {
-    int64_t stride = 1;
-    for (int32_t i = tensor.ndim() - 1; i > 0; --i) {
-      if (tensor.size(i) != 1 && tensor.stride(i) != stride) return false;
-      stride *= tensor.size(i);
-    }
-    return true;
-  }
-
-  // Sizes below 0 are free. any_rows: the first axis may have any stride.
-  const Argument& require(DLDataType dtype, std::initializer_list<int64_t> shape,
-                          bool any_rows = false) const {
-    const bool contiguous =
-        tensor.numel() == 0 || (any_rows ? rows_contiguous() : static_cast<bool>(tensor.IsContiguous()));
-    bool ok = contiguous && tensor.device().device_type == kDLCPU && same(tensor.dtype(), dtype) &&
-              tensor.ndim() == static_cast<int32_t>(shape.size());
-    int64_t axis = 0;
-    for (int64_t size : shape) {
-      ok = ok && (size < 0 || tensor.size(axis) == size);
-      ++axis;
-    }
-    if (ok) return *this;
-    std::ostringstream wanted, given;
-    axis = 0;
-    for (int64_t size : shape) {
-      wanted << (axis++ ? ", " : "") << (size < 0 ? "any" : std::to_string(size));
-    }
-    for (int32_t i = 0; i < tensor.ndim(); ++i) given << (i ? ", " : "") << tensor.size(i);
-    TVM_FFI_THROW(ValueError) << name << " is a " << tvm::ffi::DLDataTypeToString(tensor.dtype())
-                              << " tensor of shape [" << given.str()
-                              << (contiguous ? "]; pass a" : "], not contiguous; pass a")
-                              << " contiguous CPU tensor of " << tvm::ffi::DLDataTypeToString(dtype)
-                              << " and shape [" << wanted.str() << "].";
-    return *this;
-  }
-
-  DType kv_dtype() const {
-    if (same(tensor.dtype(), kFloat32)) return DType::kF32;
-    if (same(tensor.dtype(), kBFloat16)) return DType::kBF16;
-    TVM_FFI_THROW(ValueError) << name << " is a " << tvm::ffi::DLDataTypeToString(tensor.dtype())
-                              << " tensor, which no kernel takes; convert it to bfloat16 or float32.";
-    return DType::kF32;
-  }
-
-  // The size of the last axis; latents: it may also be theirs.
-  int head_dim(bool latents = false) const {
-    const int64_t D = tensor.ndim() > 0 ? tensor.size(-1) : 0;
-    if (latents && D == kLatent) return kLatent;
-    if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) {
-      TVM_FFI_THROW(ValueError) << name << " has head_dim " << D << "; pass a multiple of 16 from "
-                                << kMinHeadDim << " to " << kMaxHeadDim << ".";
-    }
-    return static_cast<int>(D);
-  }
-
-  int group(int most = kMaxGroup) const {
-    const int64_t G = tensor.ndim() > 0 ? tensor.size(0) : 0;
-    if (G < 1 || G > most) {
-      TVM_FFI_THROW(ValueError) << name << " has " << G << " heads; pass 1 to " << most
-                                << " heads, those that share one KV head.";
-    }
-    return static_cast<int>(G);
-  }
-
-  // int32 ids below `limit`.
-  int ids(int64_t limit) const {
-    require(kInt32, {-1});
-    const int32_t* id = data<int32_t>();
-    for (int64_t i = 0; i < tensor.size(0); ++i) {
-      if (id[i] < 0 || id[i] >= limit) {
-        TVM_FFI_THROW(ValueError) << name << " holds " << id[i] << " at index " << i
-                                  << "; pass ids from 0 to " << limit - 1 << ".";
-      }
-    }
-    return count();
-  }
-
-  int count() const {
-    if (tensor.size(0) > INT32_MAX) {
-      TVM_FFI_THROW(ValueError) << name << " has " << tensor.size(0) << " elements; pass at most "
-                                << INT32_MAX << ".";
-    }
-    return static_cast<int>(tensor.size(0));
-  }
-
-  template <class T = void>
-  T* data() const {
-    return static_cast<T*>(tensor.data_ptr());
-  }
-};
-
-DLDataType dl_dtype(DType dtype) { return dtype == DType::kF32 ? kFloat32 : kBFloat16; }
-
-// What tiles are stored as: plain ones are [P, 2, 16, D] of q's dtype, those of 8 bits [P, bytes] uint8.
-struct Tiles {
-  DType stored;
-  int64_t count;
-
-  Tiles(const TensorView& tiles, DType dtype, int D) : stored(dtype) {
-    const Argument argument{"tiles", tiles};
-    if (dtype == DType::kBF16 && same(tiles.dtype(), kUInt8)) {
-      stored = DType::kInt8;
-      argument.require(kUInt8, {-1, 2 * kPage * stored_bytes(stored, D)});
-    } else {
-      argument.require(dl_dtype(dtype), {-1, 2, kPage, D});
-    }
-    count = tiles.size(0);
-  }
-};
-
-// One tile; D is not known from those of 8 bits. Of kLatent elements: one of latents.
-DType one_tile(const TensorView& tile, int D) {
-  const Argument from{"tile", tile};
-  if (D == kLatent) return from.require(dl_dtype(from.kv_dtype()), {kPage, D}).kv_dtype();
-  if (same(tile.dtype(), kUInt8)) {
-    from.require(kUInt8, {2 * kPage * stored_bytes(DType::kInt8, D)});
-    return DType::kInt8;
-  }
-  from.require(dl_dtype(from.kv_dtype()), {2, kPage, D});
-  return from.kv_dtype();
-}
-
-std::string isas() {
-  const char* names[8];
-  const int n = available_isas(names, 8);
-  std::string joined;
-  for (int i = 0; i < n; ++i) joined += (i ? "," : "") + std::string(names[i]);
-  return joined;
-}
-
-const KernelTable& table_of(const String& isa, DType dtype) {
-  const KernelTable* table = kernel_table(isa.c_str(), dtype);
-  if (table == nullptr) {
-    TVM_FFI_THROW(ValueError) << "isa " << isa.c_str() << " cannot be run by this CPU; use one of " << isas()
-                              << ".";
-  }
-  return *table;
-}
+using namespace probe;
 
 void k_score(const String& isa, TensorView q, TensorView entries, TensorView index, double spread,
              TensorView out) {
@@ -460,103 +300,6 @@ void k_read_tile(const String& isa, TensorView tile, int64_t tokens, TensorView 
   kernels.read_tile(tile.data_ptr(), D, count, out.data_ptr());
 }
 
-// out: [sketch_bytes] uint8.
-void k_write_sketch(const String& isa, TensorView tile, int64_t D, TensorView out) {
-  if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) TVM_FFI_THROW(ValueError) << "D is " << D << ".";
-  const int dim = static_cast<int>(D);
-  Argument{"out", out}.require(kUInt8, {sketch_bytes(dim)});
-  table_of(isa, one_tile(tile, dim)).write_sketch(tile.data_ptr(), dim, out.data_ptr());
-}
-
-// q: [G, D]. sketches: [P, sketch_bytes] uint8. pages: [n]. out: [G, 16 n].
-void k_score_sketches(const String& isa, TensorView q, TensorView sketches, TensorView pages,
-                      TensorView out) {
-  const Argument query{"q", q}, ids{"pages", pages};
-  const DType dtype = query.kv_dtype();
-  const int D = query.head_dim(), G = query.group();
-  query.require(dl_dtype(dtype), {G, D});
-  Argument{"sketches", sketches}.require(kUInt8, {-1, sketch_bytes(D)});
-  const int n = ids.ids(sketches.size(0));
-  Argument{"out", out}.require(kFloat32, {G, int64_t{n} * kPage}, true);
-  table_of(isa, dtype)
-      .score_sketches(q.data_ptr(), G, D, sketches.data_ptr(), ids.data<int32_t>(), n,
-                      static_cast<float*>(out.data_ptr()), out.stride(0));
-}
-
-// about, most: [G, 16 ceil(n / 16)].
-void k_skim_sketches(const String& isa, TensorView q, TensorView sketches, TensorView pages, TensorView about,
-                     TensorView most) {
-  const Argument query{"q", q}, ids{"pages", pages};
-  const DType dtype = query.kv_dtype();
-  const int D = query.head_dim(), G = query.group();
-  query.require(dl_dtype(dtype), {G, D});
-  Argument{"sketches", sketches}.require(kUInt8, {-1, sketch_bytes(D)});
-  const int n = ids.ids(sketches.size(0));
-  const int64_t stride = (int64_t{n} + kPage - 1) / kPage * kPage;
-  Argument{"about", about}.require(kFloat32, {G, stride});
-  Argument{"most", most}.require(kFloat32, {G, stride});
-  table_of(isa, dtype)
-      .skim_sketches(q.data_ptr(), G, D, sketches.data_ptr(), ids.data<int32_t>(), n,
-                     static_cast<float*>(about.data_ptr()), static_cast<float*>(most.data_ptr()), stride);
-}
-
-// Weights [16 n], or scores that become weights.
-Argument sixteens(const TensorView& tensor) {
-  const Argument values{"weights", tensor};
-  values.require(kFloat32, {-1});
-  if (values.count() % kPage != 0) TVM_FFI_THROW(ValueError) << values.count() << " are not pages of 16.";
-  return values;
-}
-
-// unit: [1]. The sum.
-double k_weigh(const String& isa, TensorView scores, double scale, double cap, double lse, TensorView unit) {
-  const Argument values = sixteens(scores), out{"unit", unit};
-  out.require(kFloat32, {1});
-  const Scale factor{static_cast<float>(scale), static_cast<float>(cap)};
-  return table_of(isa, DType::kF32)
-      .weigh(values.data<float>(), values.count(), factor, static_cast<float>(lse), out.data<float>());
-}
-
-// allowed, bounds: [m].
-void k_light_bounds(const String& isa, TensorView weights, TensorView allowed, TensorView bounds) {
-  const Argument values = sixteens(weights), most{"allowed", allowed}, out{"bounds", bounds};
-  most.require(kFloat32, {-1});
-  out.require(kFloat32, {int64_t{most.count()}});
-  std::vector<float> room(values.count() + 64);
-  table_of(isa, DType::kF32)
-      .light_bounds(values.data<float>(), values.count(), most.data<float>(), most.count(), room.data(),
-                    out.data<float>());
-}
-
-// masks: [n] uint16.
-void k_mark_heavy(const String& isa, TensorView weights, double bound, TensorView masks) {
-  const Argument values = sixteens(weights), out{"masks", masks};
-  out.require(kUInt16, {int64_t{values.count()} / kPage});
-  table_of(isa, DType::kF32)
-      .mark_heavy(values.data<float>(), values.count(), static_cast<float>(bound), out.data<uint16_t>());
-}
-
-// weights: [G, m], pages of 16. at: [n] below m / 16. tiles: [P, 2, 16, D]. pages: [n] below P. masks: [n].
-// o: [G, D]. sums: [G].
-void k_add_values(const String& isa, TensorView weights, TensorView at, TensorView tiles, TensorView pages,
-                  TensorView masks, TensorView o, TensorView sums) {
-  const Argument stored{"tiles", tiles}, ids{"pages", pages}, from{"at", at}, to{"o", o},
-      names{"masks", masks}, w{"weights", weights};
-  const DType dtype = stored.kv_dtype();
-  const int D = to.head_dim(), G = to.group();
-  stored.require(dl_dtype(dtype), {-1, 2, kPage, D});
-  to.require(kFloat32, {G, D});
-  w.require(kFloat32, {G, -1}, true);
-  Argument{"sums", sums}.require(kFloat32, {G});
-  const int n = ids.ids(tiles.size(0));
-  names.require(kUInt16, {n});
-  if (from.ids(weights.size(1) / kPage) != n) TVM_FFI_THROW(ValueError) << "at and pages differ in length.";
-  table_of(isa, dtype)
-      .add_values(w.data<float>(), weights.stride(0), from.data<int32_t>(), G, D, tiles.data_ptr(),
-                  ids.data<int32_t>(), names.data<uint16_t>(), n, to.data<float>(),
-                  static_cast<float*>(sums.data_ptr()));
-}
-
 double k_merge_state(const String& isa, TensorView o_a, double lse_a, TensorView o_b, double lse_b,
                      TensorView out) {
   const Argument to{"out", out};
@@ -599,13 +342,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_token, k_write_token);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_read_tile, k_read_tile);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_write_sketch, k_write_sketch);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_score_sketches, k_score_sketches);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_skim_sketches, k_skim_sketches);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_weigh, k_weigh);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_light_bounds, k_light_bounds);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_mark_heavy, k_mark_heavy);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_add_values, k_add_values);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_state, k_merge_state);
 
 }  // namespace

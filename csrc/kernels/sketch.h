@@ -325,8 +325,10 @@ inline float weigh(float* scores, int n, Scale scale, float lse, float* unit) {
   const Vec base = set1(*unit);
   return sum_of(n, [&](int i) {
     const Vec x = sub(logit(i), base);
-    // Sketches are exact to less than BF16. NaN becomes -inf.
-    const Vec weight = exponential<BF16>(max(min(set1(0.0f), x), none));
+    // Sketches are exact to less than BF16. NaN becomes -inf. Of weights that are no normal numbers a sum
+    // might be one whose inverse is infinite.
+    const Vec exact = exponential<BF16>(max(min(set1(0.0f), x), none));
+    const Vec weight = zero_below(exact, set1(kLeastWeight), exact);
     store(scores + i, weight);
     return weight;
   });

@@ -201,7 +201,8 @@ struct KernelTable {
 
   // What tokens weigh, in place of their scores: e^(logit - unit), at most 1, where unit is the largest
   // logit, or lse if that is larger; the largest float instead of +inf, and 0 where neither is above -inf.
-  // NaN and -inf weigh nothing, capped or not. The sum of the weights. n: a multiple of 16.
+  // NaN and -inf weigh nothing, capped or not, and no weight is below the least normal float but 0. The sum
+  // of the weights. n: a multiple of 16.
   float (*weigh)(float* scores, int n, Scale scale, float lse, float* unit);
   // bounds[j]: tokens of less weight than this weigh at most allowed[j] together. It is looked for in a few
   // steps, and above all weights where all are allowed; above 0 in any case. allowed: `count` numbers, each

@@ -176,6 +176,7 @@ def test_weigh(isa: str, seed: int, n: int, size: float, others: float, special:
     assert float(unit) == pytest.approx(min(top, most) if top > -INF else 0.0, rel=1e-5, abs=1e-5)
     want = (logits - float(unit)).clamp(max=0).exp()
     torch.testing.assert_close(weights.double(), want, rtol=1e-4, atol=1e-30)
+    assert bool(((weights == 0) | (weights >= torch.finfo(torch.float32).tiny)).all()), "their sums have inverses"
     assert total == pytest.approx(float(want.sum()), rel=1e-4, abs=1e-30)
 
 
@@ -398,6 +399,25 @@ def test_tasks(
         want_out[b, at] = world.output(requests[b], 0, q[b, at], h, choice)
     world.check(out, want_out)
     assert stats["tokens_read"] == sum(int(choice.read.sum()) for choice in choices.values()) * group
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("beside", [80.0, 86.0, 88.0, 90.0, 92.0, 96.0, 102.0, 110.0])
+def test_what_weighs_next_to_nothing_for_another_head(beside: float, dtype: torch.dtype) -> None:
+    """All heads of a group attend to what one of them chose: also one with a logit of `beside` on the first token, for
+    which its weights are hardly numbers, and their sum has no inverse."""
+    world = SketchWorld(seed=1, sketched=True, dim=64, heads=1, group=2, dtype=dtype)
+    q, keys = world.randn(1, 2, 64), world.randn(1500, 1, 64)
+    q[0, 1] -= (q[0, 1] @ q[0, 0]) / q[0, 0].square().sum() * q[0, 0]
+    keys[0, 0] = beside / world.scale * q[0, 0] / q[0, 0].square().sum()
+    request = world.add(1500, keys=[keys])
+    world.begin_step([request])
+    q, out, tasks = world.attend([request], 0, 0.1, q)
+    chosen = world.selections([request], tasks)
+    world.engine.layer_finish()
+    assert len(chosen[0, 0][0]) > 300, "the other head is diffuse"
+    choice = world.chosen(request, 0, q[0], 0, 0.1)
+    world.check(out, world.output(request, 0, q[0], 0, choice).unsqueeze(0))
 
 
 @pytest.mark.parametrize("left", [0.0, 1.0])

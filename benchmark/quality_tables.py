@@ -71,6 +71,7 @@ def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
             continue
         worst = min(own, key=lambda row: row["delta"])
         lost = f"{worst['task']} {worst['delta']:+.3f}" if worst["delta"] < 0 else "none"
+        lost = lost if len(tasks) > 1 else ""
         rows = [means.get((length, policy)) for policy in ("sketch", "fluxion")]
         shown = [(quality_table.delta(row), f"{row['read_fraction']:.1%}") if row else ("", "") for row in rows]
         full = means[length, "full"]

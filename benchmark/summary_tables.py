@@ -22,8 +22,9 @@ def headline(results: Path) -> str:
             f"The bundled test model answers questions about documents of {length:,} tokens with a score of "
             f"**{kept['score']:.3f}** while each decode step reads **{kept['read_fraction']:.0%}** of what lies "
             "between the first 64 and the last 256 tokens. Reading all of it scores "
-            f"{whole['score']:.3f} ({data['dtype']}, {data['samples']} questions of each kind, [data]({link(path)})). This takes no "
-            "training. The model has 3 million parameters and a language of its own, so measure yours.\n"
+            f"{whole['score']:.3f} ({data['dtype']}, {data['samples']} questions of each kind, "
+            f"[data]({link(path)})). This takes no training. The model has 3 million parameters and a language "
+            "of its own, so measure yours.\n"
         )
     return "Not measured yet: `fluxion bench quality --suite ruler`.\n"
 

@@ -135,8 +135,8 @@ class Choice : public OwnScratch {
   std::vector<float> about_, most_;
   std::vector<uint16_t> marks_, near_;  // a bit a page: of one head, of all
   std::vector<uint16_t> kept_, exact_;  // a bit a token, [G][pages]
-  std::vector<int32_t> pages_,
-      at_;  // that have light tokens, and where they are among those that were scored
+  // Pages that have light tokens, where they are among those that were scored, and these tokens.
+  std::vector<int32_t> pages_, at_;
   std::vector<uint16_t> light_;
   int light_pages_ = 0;
   float unit_[kMaxGroup], skipped_[kMaxGroup];

@@ -162,3 +162,4 @@ $(NATIVE): $(SOURCES) | $(VENV)/.installed
 native-tests: install
 	@[ -f build/native/build.ninja ] || $(BIN)/python tools/install.py --native
 	@$(BIN)/cmake --build build/native --target fluxion_tests > build/native/tests.log 2>&1 || { tail -n 60 build/native/tests.log >&2; exit 1; }
+	@grep ': warning: ' build/native/tests.log || true

@@ -51,6 +51,10 @@ class Task:
     def lines(self) -> list[str]:
         return [line for line in re.split(r"[\r\n]+", self.log.read_text(errors="replace")) if line.strip()]
 
+    def warnings(self) -> list[str]:
+        """A compiler's. Continuous integration takes them for errors, so who changes the code has to see them."""
+        return [line for line in self.lines() if re.search(r":\d+: warning: ", line)]
+
     def failure(self) -> str:
         told = "\n".join(f"    {line}" for line in self.lines()[-30:])
         return f"{told}\nerror: {self.name} failed; the whole log is in {self.log.relative_to(ROOT)}"
@@ -124,6 +128,7 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
     start = said = time.monotonic()
     terminal = sys.stdout.isatty()
     running = dict(tasks)
+    found: list[str] = []
     try:
         while running:
             time.sleep(0.2)
@@ -133,6 +138,7 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
                     raise Failed(task.failure())
                 if code == 0:
                     del running[task]
+                    found += task.warnings()
             now = time.monotonic()
             status = f"  {now - start:4.0f} s  " + "; ".join(show(task.lines()) for task, show in running.items())
             if terminal:
@@ -148,6 +154,7 @@ def watch(tasks: dict[Task, Callable[[list[str]], str]]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(task.process.pid, signal.SIGTERM)
             task.process.wait()
+    print("".join(f"{line}\n" for line in found), end="", flush=True)
 
 
 def call(command: list[str], environment: dict[str, str] | None = None) -> str:

@@ -91,7 +91,7 @@ void into_huge_pages(char* first, char* last) {
   const int64_t end = round_up(reinterpret_cast<int64_t>(last), kHugePage);
   const int64_t inner = std::min(begin + kHugePage, end);
   const int64_t outer = std::max(end - kHugePage, inner);
-  for (const auto [from, to] : {std::pair(inner, outer), {begin, inner}, {outer, end}})
+  for (const auto& [from, to] : {std::pair(inner, outer), {begin, inner}, {outer, end}})
     if (from < to) madvise(reinterpret_cast<void*>(from), to - from, kCollapse);
 }
 

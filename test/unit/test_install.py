@@ -48,3 +48,13 @@ def test_the_cuda_library_is_built_once_more_when_flashinfer_is_there(
         monkeypatch.setattr(install, name, stub)
     install.install_everything("")
     assert watched[0] == ["packages", "native"] and watched[1:] == [["native"]] * (builds - 1)
+
+
+def test_who_builds_sees_the_compilers_warnings(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "csrc/a.cc:94:19: warning: loop variable creates a copy [-Wrange-loop-construct]"
+    command = ["printf", f"[1/2] a.o\n{said}\n  94 | for\nwarning: uv has news\n[2/2] lib.so\n"]
+    install.watch({install.Task("building", command, tmp_path / "log", {}): install.native_progress})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == said and sum("warning" in line for line in lines) == 1

@@ -165,8 +165,8 @@ def _attention(results: Path, draw: Callable[[list[dict[str, Any]], Path], str])
 
 def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) -> str:
     """A line a model, batch and length, a column a policy with the median of its `value`, and where there is something
-    to compare: what `base` and `full` take over `fluxion`, `base` over a fixed policy, that over `fluxion`, and `base`
-    over `sketch`; without `fluxion`, `base` over the others."""
+    to compare: what `base` and `full` take over `fluxion`, `base` over a fixed policy, that over `fluxion`; without
+    `fluxion`, `base` over the others; and `base` over `sketch`."""
     found: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     for row in rows:
         cell = found.setdefault((row["model"], row["batch"], row["length"]), {})
@@ -177,9 +177,9 @@ def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) ->
     if "fluxion" in policies:
         near = BEST_FIXED if BEST_FIXED in fixed else (fixed or [""])[-1]
         pairs = list(dict.fromkeys([(base, "fluxion"), ("full", "fluxion"), (base, near), (near, "fluxion")]))
-        pairs += [(base, "sketch")]
     else:
         pairs = [(base, policy) for policy in ["full", *fixed[:1]] if policy != base]
+    pairs += [(base, "sketch")]
     pairs = [(a, b) for a, b in pairs if any(a in cell and b in cell for cell in cells.values())]
     lines = [
         [model, str(batch), f"{length:,}"]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rendering import link, nothing, result_files, table, where
 
@@ -13,43 +14,54 @@ from fluxion_quality import table as quality_table
 
 
 def headline(results: Path) -> str:
-    """The number that README.md opens with: what can be had without training, beside `full`, at the longest prompt."""
-    for path, data in result_files(results, "quality_sketch.json"):
+    """The numbers that README.md opens with: what can be had without training, beside `full`, at the longest prompt."""
+    for (path, data), (timed, times) in zip(
+        result_files(results, "quality_sketch.json"), result_files(results, "one_batch_sketch.json"), strict=True
+    ):
         rows = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         length = max(length or 0 for length, _ in rows)
         kept, whole = rows[length, "sketch"], rows[length, "full"]
+        chance = kept["delta_low"] <= 0 <= kept["delta_high"]
+        differ = "The difference is within chance" if chance else f"The difference is {kept['delta']:+.3f}"
+        ms = _medians(times)
+        batch, prompt, _ = max(ms)
         return (
-            f"The bundled test model answers questions about documents of {length:,} tokens with a score of "
-            f"**{kept['score']:.3f}** while each decode step reads **{kept['read_fraction']:.0%}** of what lies "
-            "between the first 64 and the last 256 tokens. Reading all of it scores "
-            f"{whole['score']:.3f} ({data['dtype']}, {data['samples']} questions of each kind, "
-            f"[data]({link(path)})). This takes no training. The model has 3 million parameters and a language "
-            "of its own, so measure yours.\n"
+            f"The bundled test model answers questions about documents of {length:,} tokens while each decode step "
+            f"reads **{kept['read_fraction']:.0%}** of what lies between the first 64 and the last 256 tokens. It "
+            f"scores **{kept['score']:.3f}**, and {whole['score']:.3f} where all of that is read. {differ} "
+            f"({data['dtype']}, {data['samples']} questions of each kind, [data]({link(path)})). With {batch} prompts "
+            f"of {prompt:,} tokens such a step takes {ms[batch, prompt, 'sketch']:.1f} ms, and one that reads all "
+            f"{ms[batch, prompt, 'full']:.1f} ms (bfloat16, [data]({link(timed)})). This takes no training. The model "
+            "has 3 million parameters and a language of its own, so measure yours.\n"
         )
     return "Not measured yet: `fluxion bench quality --suite ruler`.\n"
+
+
+def _medians(data: dict[str, Any]) -> dict[tuple[int, int, str], float]:
+    """TPOT in ms by batch, prompt and policy."""
+    cells: dict[tuple[int, int, str], list[float]] = {}
+    for row in data["rows"]:
+        cells.setdefault((row["batch"], row["length"], row["policy"]), []).append(row["tpot_ms"])
+    return {cell: median(times) for cell, times in cells.items()}
 
 
 def speed(results: Path) -> str:
     """Four rows of `one_batch` on the bundled model: the least and the largest batch, the two longest prompts."""
     out = []
-    for path, data in result_files(results, "one_batch_needle.json"):
-        cells: dict[tuple[int, int, str], list[float]] = {}
-        for row in data["rows"]:
-            cells.setdefault((row["batch"], row["length"], row["policy"]), []).append(row["tpot_ms"])
-        batches, lengths = ({key[at] for key in cells} for at in (0, 1))
+    sparse = ("fluxion", "sketch")
+    for path, data in result_files(results, "one_batch_sketch.json"):
+        ms = _medians(data)
+        batches, lengths = ({key[at] for key in ms} for at in (0, 1))
         rows = []
         for batch in sorted({min(batches), max(batches)}):
             for length in sorted(lengths)[-2:]:
-                ms = {
-                    policy: median(cells[batch, length, policy])
-                    for policy in ("off", "full", "fluxion")
-                    if (batch, length, policy) in cells
-                }
-                shown = [f"{ms[policy]:.1f}" if policy in ms else "not run" for policy in ("off", "full", "fluxion")]
-                rows.append([str(batch), f"{length:,}", *shown, f"{ms['full'] / ms['fluxion']:.1f}x"])
-        head = ["batch", "prompt (tokens)", "`off` (ms)", "`full` (ms)", "`fluxion` (ms)", "`full` / `fluxion`"]
-        note = f"Medians of {min(row['steps'] for row in data['rows'])} steps. {where(data)}"
-        out.append(f"{table(head, rows, 'rrrrrr')}\n{note} [Data]({link(path)}).{first_token(path.parent)}\n")
+                full, *others = (ms[batch, length, policy] for policy in ("full", *sparse))
+                shown = [f"{time:.1f}" for time in (full, *others)] + [f"{full / time:.1f}x" for time in others]
+                rows.append([str(batch), f"{length:,}", *shown])
+        head = ["batch", "prompt (tokens)", *(f"`{policy}` (ms)" for policy in ("full", *sparse))]
+        head += [f"`full` / `{policy}`" for policy in sparse]
+        note = f"Medians of {min(row['steps'] for row in data['rows'])} steps, bfloat16. {where(data)}"
+        out.append(f"{table(head, rows, 'rrrrrrr')}\n{note} [Data]({link(path)}).{first_token(path.parent)}\n")
     return "\n".join(out) or nothing("one_batch.py")
 
 

@@ -234,6 +234,8 @@ void skim_sketches(const Layer& layer, const Task& task, const int32_t* pages, i
     layer.kernels.skim_sketches(layer.query(task), layer.group, layer.shape.head_dim,
                                 layer.pool.sketches(layer.in.layer, task.head), pages + from, to - from,
                                 about + from, most + from, stride);
+    if (const Canary* canary = layer.pool.canary())
+      canary->read_sketches(layer.pool, layer.in.layer, task.head, pages + from, to - from);
   };
   in_chunks(layer, count * layer.shape.skimmed_bytes(), count, kPage, s, skim);
 }

@@ -10,7 +10,9 @@
 namespace fluxion {
 namespace {
 
-// Where a sum's subject belongs. part: the token of a page, or 16 and the level of an entry.
+// Where a sum's subject belongs. part: the token of a page, 16 and the level of an entry, or kSketch.
+constexpr int kSketch = kPage + kLevels;
+
 uint64_t place(int layer, int head, int page, int part) {
   const uint64_t group = static_cast<uint64_t>(layer) << 16 | static_cast<uint64_t>(head);
   return mix(group, static_cast<uint64_t>(page) << 8 | static_cast<uint64_t>(part));
@@ -44,15 +46,21 @@ std::string of_entry(int layer, int head, int level, int page) {
                   " tokens");
 }
 
+std::string of_sketch(int layer, int head, int page) {
+  return sentence(where(layer, head, page) + ", sketch of its keys");
+}
+
 }  // namespace
 
 Canary::Canary(const PoolShape& shape, double share) : shape_(shape), period_(1 / share) {
   for (int j = 0; j < kLevels; ++j) entry_sums_[j + 1] = entry_sums_[j] + shape.entries(j);
   const int64_t groups = int64_t{shape.layers} * shape.kv_heads;
   const int64_t tokens = groups * shape.pages * kPage;
-  memory_ = HostMemory((tokens + groups * entry_sums_[kLevels]) * static_cast<int64_t>(sizeof(uint64_t)));
+  const int64_t entries = groups * entry_sums_[kLevels], sketches = shape.sketched ? groups * shape.pages : 0;
+  memory_ = HostMemory((tokens + entries + sketches) * static_cast<int64_t>(sizeof(uint64_t)));
   tokens_ = reinterpret_cast<uint64_t*>(memory_.data());
   entries_ = tokens_ + tokens;
+  sketches_ = entries_ + entries;
 }
 
 uint64_t& Canary::token_sum(int layer, int head, int page, int offset) const {
@@ -63,6 +71,10 @@ uint64_t& Canary::token_sum(int layer, int head, int page, int offset) const {
 uint64_t& Canary::entry_sum(int layer, int head, int level, int page) const {
   const int64_t group = int64_t{layer} * shape_.kv_heads + head;
   return entries_[group * entry_sums_[kLevels] + entry_sums_[level] + (page >> level)];
+}
+
+uint64_t& Canary::sketch_sum(int layer, int head, int page) const {
+  return sketches_[(int64_t{layer} * shape_.kv_heads + head) * shape_.pages + page];
 }
 
 uint64_t Canary::sum_of(int layer, int head, int page, int offset, const char* tile) const {
@@ -99,6 +111,12 @@ void Canary::wrote_entry(int layer, int head, int level, int page, const char* e
   entry_sum(layer, head, level, page) = sums.take();
 }
 
+void Canary::wrote_sketch(int layer, int head, int page, const char* sketch) const {
+  Sums sums(place(layer, head, page, kSketch));
+  sums.add(sketch, shape_.sketch_bytes());
+  sketch_sum(layer, head, page) = sums.take();
+}
+
 bool Canary::same_token(const HostPool& pool, int layer, int head, int page, int offset) const {
   return sum_of(layer, head, page, offset, pool.tile(layer, head, page)) ==
          token_sum(layer, head, page, offset);
@@ -108,6 +126,12 @@ bool Canary::same_entry(const HostPool& pool, int layer, int head, int level, in
   Sums sums(place(layer, head, page, 16 + level));
   sums.add(pool.entry(layer, head, level, page), shape_.entry_bytes());
   return sums.take() == entry_sum(layer, head, level, page);
+}
+
+bool Canary::same_sketch(const HostPool& pool, int layer, int head, int page) const {
+  Sums sums(place(layer, head, page, kSketch));
+  sums.add(pool.sketches(layer, head) + page * shape_.sketch_bytes(), shape_.sketch_bytes());
+  return sums.take() == sketch_sum(layer, head, page);
 }
 
 // Between two checks are 0 to 2 periods - 2 reads: on average a check a period, and no pattern of reads is
@@ -175,6 +199,16 @@ void Canary::read_entries(const HostPool& pool, int layer, int head, int level, 
   });
 }
 
+void Canary::read_sketches(const HostPool& pool, int layer, int head, const int32_t* pages,
+                           int64_t count) const {
+  const auto fetch = [&](int64_t i) { prefetch(&sketch_sum(layer, head, pages[i])); };
+  sample(count, fetch, [&](int64_t i) {
+    if (same_sketch(pool, layer, head, pages[i])) return;
+    mismatches_.fetch_add(1, std::memory_order_relaxed);
+    throw CorruptMemory(of_sketch(layer, head, pages[i]));
+  });
+}
+
 std::vector<std::string> Canary::sweep(const HostPool& pool, int64_t most, int64_t* checked) const {
   std::vector<std::string> found;
   const auto wrong = [&](bool same, const auto& text) {
@@ -190,6 +224,8 @@ std::vector<std::string> Canary::sweep(const HostPool& pool, int64_t most, int64
           if (token_sum(l, h, p, t) == 0) continue;
           wrong(same_token(pool, l, h, p, t), [&] { return of_token(l, h, p, t); });
         }
+        if (shape_.sketched && sketch_sum(l, h, p) != 0)
+          wrong(same_sketch(pool, l, h, p), [&] { return of_sketch(l, h, p); });
         if (entry_sum(l, h, 0, p) == 0) continue;
         wrong(same_entry(pool, l, h, 0, p), [&] { return of_entry(l, h, 0, p); });
       }

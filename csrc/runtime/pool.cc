@@ -192,8 +192,9 @@ void HostPool::describe_page(int layer, int head, int page) const {
 
 void HostPool::sketch_page(int layer, int head, int page) const {
   if (!shape_.sketched) return;
-  kernels_->write_sketch(tile(layer, head, page), shape_.head_dim,
-                         sketches(layer, head) + page * shape_.sketch_bytes());
+  char* to = sketches(layer, head) + page * shape_.sketch_bytes();
+  kernels_->write_sketch(tile(layer, head, page), shape_.head_dim, to);
+  if (canary_ != nullptr) canary_->wrote_sketch(layer, head, page, to);
 }
 
 void HostPool::chain_page(int layer, int head, const int32_t* pages, int logical) const {

@@ -87,8 +87,8 @@ class FluxionConfig:
     )
     request_policies: bool | list[str] = _option(  # noqa: RUF009 (the default is no list)
         True,
-        "Requests may bring a policy of their own: true any, a list those specs alone, false none. One that brings "
-        "another is ended with an error.",
+        "Requests may bring a policy of their own: true any that this server can run, a list those specs alone, false "
+        "none. One that brings another is ended with an error.",
         '["full", "fixed:16:0.25"]',
         lambda allowed: isinstance(allowed, bool) or (bool(allowed) and all(type(spec) is str for spec in allowed)),
         'it says which policies requests may name; give true, false, or a list of specs such as ["full", '
@@ -97,9 +97,8 @@ class FluxionConfig:
     )
     sketches: bool | None = _option(
         None,
-        "The host pool keeps a sketch of every key, in four bits an element, which the policy sketch reads. That adds "
-        "a seventh of what keys and values take in bfloat16. By default where policy, or the list request_policies, "
-        "names sketch.",
+        "The host pool keeps a sketch of every key, in four bits an element, which the policy sketch reads. The "
+        "pool grows by a tenth in bfloat16. By default where policy, or the list request_policies, names sketch.",
         "true",
         lambda on: isinstance(on, bool),
         "it says whether sketches of keys are kept; give true or false.",
@@ -201,8 +200,8 @@ class FluxionConfig:
     )
     canary: float = _option(
         0.0,
-        "Share of the reads of host KV and its metadata that are compared with sums made when they were written; 0 is "
-        "none. A request that read something else ends with an error. Where the CPU is the device.",
+        "Share of the reads of host KV, its metadata and sketches that are compared with sums made when they were "
+        "written; 0 is none. A request that read something else ends with an error. Where the CPU is the device.",
         "0.01",
         lambda share: 0 <= share <= 1,
         "it is a share of reads; give 0 for none, 1 for all, or a number between, such as 0.01.",

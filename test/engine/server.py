@@ -183,3 +183,10 @@ class Server:
         self.assert_idle()
         found = LEAK_WORDS.search(self.log())
         assert found is None, self.log()[max(found.start() - 2000, 0) : found.end() + 2000]
+
+    def assert_sound(self) -> None:
+        """All that is in the host pool of this server, which has the option canary, is what was written there."""
+        params = {"max_new_tokens": 1, "custom_params": {"fluxion_check": True}}
+        got = self.generate([1, 2, 3], 1, sampling_params=params)
+        assert got.finish.get("type") in ("length", "stop"), got.finish
+        assert re.search(r"of \d+ tokens, metadata entries and sketches in the host pool, all are sound", self.log())

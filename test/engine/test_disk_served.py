@@ -18,11 +18,11 @@ pytestmark = pytest.mark.full
 
 NEW = 32
 PROMPT, OTHER = cases.prompt(5000, 500), cases.prompt(3000, 501)
-SPARSE = "fixed:16:0.2"
+SPARSE = ("fixed:16:0.2", "sketch")
 
 
 def start(folder: Path, log: Path, *flags: str, **options: Any) -> Server:
-    config = json.dumps({"policy": "full", "disk": str(folder), **options})
+    config = json.dumps({"policy": "full", "disk": str(folder), "sketches": True, "canary": 1.0, **options})
     return Server("--chunked-prefill-size", "1024", *flags, fluxion=config, log=log)
 
 
@@ -57,7 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def before(folder: Path, logs: Path) -> dict[str, Completion]:
     """The answers of a server that was killed."""
     with start(folder, logs / "before.log") as server:
-        answers = {"full": ask(server, PROMPT), "sparse": ask(server, PROMPT, SPARSE), "other": ask(server, OTHER)}
+        answers = {policy: ask(server, PROMPT, policy) for policy in ("full", *SPARSE)}
+        answers["other"] = ask(server, OTHER)
         answers["salted"] = ask(server, OTHER, extra_key="tenant")
         settled(folder)
         server.assert_clean()
@@ -72,13 +73,14 @@ def server(before: dict[str, Completion], folder: Path, logs: Path) -> Iterator[
     with start(folder, logs / "after.log", host_tokens=6400) as server:
         yield server
         server.assert_clean()
+        server.assert_sound()
 
 
 def test_a_killed_server_has_its_prompts_again(server: Server, before: dict[str, Completion]) -> None:
     full = ask(server, PROMPT)
     assert full.cached >= 4900 and full.tokens == before["full"].tokens and full.logprobs == before["full"].logprobs
-    sparse = ask(server, PROMPT, SPARSE)
-    assert sparse.tokens == before["sparse"].tokens, "metadata is what it was"
+    for policy in SPARSE:
+        assert ask(server, PROMPT, policy).tokens == before[policy].tokens, "metadata and sketches are what they were"
     assert counted(server, "read") == full.cached / 16 and counted(server, "refused") == 0
 
 

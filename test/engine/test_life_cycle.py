@@ -88,6 +88,7 @@ def asker(logs: Path) -> Iterator[Asker]:
         "predictor": tiny_predictor.build(logs / "tiny-predictor", model),
         "host_tokens": POOL,
         "sketches": True,
+        "canary": 1.0,
         "policy_state_gb": 1,  # all may run at once, which an eighth of this small pool would not do for lfps
         "audit": str(logs / "life-cycle.npy"),  # an audited server takes yardsticks, too
     }
@@ -97,8 +98,10 @@ def asker(logs: Path) -> Iterator[Asker]:
         env={"SGLANG_TEST_RETRACT": "1", "PYTHONPATH": policy_example.search_path(foreign)},
         log=logs / "life-cycle.log",
     ) as server:  # fmt: skip
-        yield Asker(server)
+        asker = Asker(server)
+        yield asker
         server.assert_clean()
+        server.assert_sound()
 
 
 @policies

@@ -98,6 +98,7 @@ def paired(
     """words, env: what the decode server is told besides; both: what both servers are."""
     folder.mkdir()
     port = free_port()
+    config = {"policy": "full", "host_tokens": POOL, "sketches": True, "canary": 1.0}
     both = ("--disaggregation-transfer-backend", "mooncake_tcp", "--context-length", str(CONTEXT), *both)
     with ExitStack() as stack:
         prefill = stack.enter_context(
@@ -111,7 +112,7 @@ def paired(
         decode = stack.enter_context(
             Server(
                 *both, "--disaggregation-mode", "decode", "--max-running-requests", "4", *words,
-                fluxion=json.dumps({"policy": "full", "host_tokens": POOL}), env={**mooncake, **env},
+                fluxion=json.dumps(config), env={**mooncake, **env},
                 log=folder / "decode.log",
             )
         )  # fmt: skip
@@ -147,12 +148,18 @@ def test_many_at_once_wait_for_room(pair: Pair, reference: dict[str, Completion]
         assert_same(answer, reference[name])
 
 
-def test_a_sparse_policy_answers(pair: Pair) -> None:
-    params = {"custom_params": {"fluxion_policy": "fixed:16:0.9"}}
+@pytest.mark.parametrize("policy", ["fixed:16:0.9", "sketch"])
+def test_a_sparse_policy_answers(pair: Pair, policy: str) -> None:
     ids, new = ALL["length-2000"]
     body = pair.body(ids, new)
-    body["sampling_params"] |= params
+    body["sampling_params"] |= {"custom_params": {"fluxion_policy": policy}}
     assert len(pair.post(body).json()["output_ids"]) == new
+
+
+def test_the_pool_is_sound(pair: Pair) -> None:
+    body = pair.body(*ALL["length-50"])
+    body["sampling_params"] |= {"custom_params": {"fluxion_check": True}}
+    assert "output_ids" in pair.post(body).json(), "tokens, metadata and sketches are what arrived"
 
 
 def test_what_is_retracted_goes_on_where_it_was(pair: Pair) -> None:

@@ -36,6 +36,7 @@ from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
+from fluxion_sglang.native.loading import function
 from fluxion_sglang.policy import Context, Policy, examples, parse_spec
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 32
@@ -141,6 +142,7 @@ class Machine:
     def _poison(self, page: int) -> None:
         for layer in range(LAYERS):
             self.pool.tiles(layer)[:, page] = torch.nan
+            self.pool.tensor("sketches", layer)[:, page] = 255  # scales that are no numbers
 
     def _poison_window(self, row: int) -> None:
         slots = PLACEMENT.slot_pages
@@ -456,7 +458,16 @@ class Machine:
                 want = torch.stack([request.k[layer, : request.length], request.v[layer, : request.length]])
                 if not torch.equal(stored, want):
                     raise Wrong("a page does not hold what was written")
+                if full := request.length // PAGE:
+                    self._check_sketch(layer, self.rng.randrange(HEADS), request.pages[self.rng.randrange(full)])
         self.counts["audit"] += 1
+
+    def _check_sketch(self, layer: int, head: int, page: int) -> None:
+        got = self.pool.tensor("sketches", layer)[head, page]
+        want = torch.empty_like(got)
+        function("k_write_sketch")(self.pool.isa, self.pool.tiles(layer)[head, page], DIM, want)
+        if not torch.equal(got, want):
+            raise Wrong("a sketch is not of its page's keys")
 
     def step(self) -> None:
         """One operation that can be made now."""

@@ -386,8 +386,9 @@ def test_english_is_not_the_bundled_model_s_language() -> None:
 
 
 def test_a_started_server_has_room_for_the_file_and_answers() -> None:
-    command = conversation.server_command("MODEL", 1, Document("f", TEXT, tokens=10_001), 100)
-    config = json.loads(command[command.index("--fluxion-config") + 1])
-    assert config.keys() == {"host_tokens"}
-    assert config["host_tokens"] % 16 == 0 and 12_000 < config["host_tokens"] < 14_000
+    for policy in (None, "sketch"):
+        command = conversation.server_command("MODEL", 1, Document("f", TEXT, tokens=10_001), 100, policy)
+        config = json.loads(command[command.index("--fluxion-config") + 1])
+        assert config["host_tokens"] % 16 == 0 and 12_000 < config.pop("host_tokens") < 14_000
+        assert config == ({} if policy is None else {"policy": policy}), "with what the policy needs of a server"
     assert {"--enable-metrics", "--enable-cache-report"} < set(command)

@@ -97,6 +97,27 @@ def test_every_byte_of_metadata_is_watched(level: int, dtype: torch.dtype) -> No
     assert decode(world, [request], 16 << level, 0.3) == {} and world.pool.sweep()[1] == []
 
 
+def test_every_byte_of_a_sketch_is_watched() -> None:
+    """Of the middle, whose sketches a step reads; each ends who reads it alone."""
+    rig = Rig(parse_spec("sketch"), canary=1.0)
+    requests = [Own(seed) for seed in range(2)]
+    for request in requests:
+        rig.prefill(request, 700)
+    page = requests[1].pages[15]
+    sketch = rig.pool.tensor("sketches", 1)[0, page]
+    for byte in range(sketch.numel()):
+        flip(sketch, byte, byte % 8)
+        assert [f"layer 1, KV head 0, page {page}, sketch" in found for found in rig.pool.sweep()[1]] == [True]
+        if byte % 64 == 0:
+            rig.corrupt.clear()
+            rig.decode(*requests)
+            assert rig.corrupt.keys() == {1} and f"page {page}, sketch of its keys" in rig.corrupt[1]
+        flip(sketch, byte, byte % 8)
+    rig.corrupt.clear()
+    rig.decode(*requests)
+    assert rig.corrupt == {} and rig.pool.sweep()[1] == []
+
+
 @pytest.mark.parametrize("bytes_", [64, 96, 128, 160, 512, 1024], ids=str)
 def test_every_cpu_makes_the_same_sums(bytes_: int) -> None:
     """This one takes the best it can; the plain ones are what the others get. Sizes with a rest and without."""
@@ -106,14 +127,18 @@ def test_every_cpu_makes_the_same_sums(bytes_: int) -> None:
     assert tested.get_function("bytes_without_a_say")(bytes_) == 0
 
 
-PLACE = re.compile(r"layer (\d+), KV head (\d+), page (\d+), (?:token (\d+)|metadata of its block of (\d+) tokens)\)")
+PLACE = re.compile(
+    r"layer (\d+), KV head (\d+), page (\d+), "
+    r"(?:token (\d+)|metadata of its block of (\d+) tokens|sketch of its keys)\)"
+)
 Place = tuple[int, int, int, int]
-"""Layer, head, page, and the token of the page, or minus the block size of the entry that begins there."""
+"""Layer, head, page, and the token of the page, or minus the block size of the entry that begins there, or SKETCH."""
+SKETCH = -1
 
 
 def places(sentences: list[str]) -> set[Place]:
     found = [match.groups() for match in map(PLACE.search, sentences) if match]
-    return {(int(a), int(b), int(c), int(d) if d else -int(e)) for a, b, c, d, e in found}
+    return {(int(a), int(b), int(c), int(d) if d else -int(e) if e else SKETCH) for a, b, c, d, e in found}
 
 
 @settings(max_examples=examples(20))
@@ -121,8 +146,9 @@ def places(sentences: list[str]) -> set[Place]:
 def test_whatever_is_corrupted_is_found_and_nothing_else(
     data: st.DataObject, dim: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bytes of tokens and entries anywhere, one or many: a sweep names each place, once, and who reads one ends."""
-    world = watched(dim=dim, dtype=dtype, seed=seed, layers=2)
+    """Bytes of tokens, entries and sketches anywhere, one or many: a sweep names each place, once, and who reads a
+    token ends."""
+    world = watched(dim=dim, dtype=dtype, seed=seed, layers=2, sketched=True)
     requests = [world.add(n) for n in (340, 410, 501)]
     random = torch.Generator().manual_seed(seed)
 
@@ -135,19 +161,20 @@ def test_whatever_is_corrupted_is_found_and_nothing_else(
         b, layer, head = draw(len(requests)), draw(2), draw(world.heads)
         request = requests[b]
         full = request.length // PAGE
-        if data.draw(st.booleans()):
+        subject = data.draw(st.sampled_from(["token", "token", "entry", "sketch"]))
+        if subject == "token":
             at = draw(request.length)
             page, place = request.pages[at // PAGE], at % PAGE
             what = world.pool.tensor("tiles", layer)[head, page, draw(2), place]
             if layer == 0:
                 tokens.add((b, at))
         else:
-            page, place = request.pages[draw(full)], -PAGE
-            what = world.pool.tensor("meta0", layer)[head, page].flatten()
+            page, place = request.pages[draw(full)], -PAGE if subject == "entry" else SKETCH
+            what = world.pool.tensor("meta0" if subject == "entry" else "sketches", layer)[head, page].flatten()
         if (layer, head, page, place) in spoilt:
             continue  # a second time could put it right
         spoilt.add((layer, head, page, place))
-        size = what.numel() * dtype.itemsize
+        size = what.numel() * what.itemsize
         for byte in {draw(size) for _ in range(data.draw(st.sampled_from([1, 2, 9])))}:
             what.view(torch.uint8)[byte] ^= 1 + draw(255)
     _, sentences = world.pool.sweep(1000)
@@ -335,7 +362,7 @@ def test_a_chunk_that_reads_it_ends_its_request_alone() -> None:
 @given(data=st.data(), seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES))
 def test_nothing_is_found_where_nothing_is_wrong(data: st.DataObject, seed: int, dtype: torch.dtype) -> None:
     """Requests come, share, decode, go, and give their pages to others: no false alarm, by reads or by sweeps."""
-    world = watched(seed=seed, dtype=dtype, share_prefixes=True, pages=120)
+    world = watched(seed=seed, dtype=dtype, share_prefixes=True, pages=120, sketched=True)
     requests: list[Request] = []
     for _ in range(data.draw(st.integers(4, 14))):
         action = data.draw(st.sampled_from(["add", "fork", "decode", "decode", "free"]))

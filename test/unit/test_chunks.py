@@ -21,7 +21,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import Workers
 
 PAGES = 60
-TENSORS = ("tiles", "meta0", "meta1", "meta2", "meta3", "tag1", "tag2", "tag3")
+TENSORS = ("tiles", "meta0", "meta1", "meta2", "meta3", "tag1", "tag2", "tag3", "sketches")
 
 
 class Twins:
@@ -30,7 +30,7 @@ class Twins:
     def __init__(
         self, heads: int, dim: int, dtype: torch.dtype, sink_pages: int = 4, seed: int = 0, special: float = 0.0
     ) -> None:
-        self.shape = KVShape(2, heads, dim, dtype)
+        self.shape = KVShape(2, heads, dim, dtype, sketched=True)
         placement = Placement(sink_pages * PAGE, 256)
         self.host, self.device = (HostPool(self.shape, PAGES * PAGE, placement, Workers(workers)) for workers in (1, 2))
         for pool in (self.host, self.device):

@@ -33,7 +33,7 @@ class World:
     ) -> None:
         self.folder, self.dtype, self.int8 = folder, dtype, int8
         config = FluxionConfig(disk=str(folder), disk_gb=0.1, workers=2, canary=canary)
-        shape = KVShape(LAYERS, HEADS, DIM, dtype, int8)
+        shape = KVShape(LAYERS, HEADS, DIM, dtype, int8, sketched=True)
         self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, config, "cpu", 0, 0, 1)
         self.host.memory.fill_(255)  # NaN, and the tag of nothing
         self.weights = weights
@@ -76,7 +76,7 @@ class World:
         """All that the pool has of a prompt's full pages, in bytes."""
         found = []
         for layer in range(LAYERS):
-            for name in ("tiles", "meta0", "moments"):
+            for name in ("tiles", "meta0", "moments", "sketches"):
                 found.append(self.host.tensor(name, layer)[:, pages])
             for level in (1, 2, 3):
                 lasts = pages[(1 << level) - 1 :: 1 << level]
@@ -145,7 +145,8 @@ def test_pages_that_cannot_be_read_end_their_requests_and_leave_numbers(tmp_path
     world.linker.close()
 
 
-def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("appended", [[2 * PAGE], [2 * PAGE - 2, 2 * PAGE - 1, 2 * PAGE]], ids=["token", "draft"])
+def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Path, appended: list[int]) -> None:
     """A request may end between reading and its pass; its pages may then be anybody's."""
     world = World(tmp_path, torch.float32, canary=1.0)
     world.fill([3, 4], 1)
@@ -157,11 +158,11 @@ def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Pa
     checked, found = world.host.sweep()
     assert found == [] and checked >= LAYERS * HEADS * 4 * PAGE
     assert world.load([7, 8])
-    for layer in range(LAYERS):  # nobody's pass began, and others append to these pages: in a chunk, and as they decode
+    for layer in range(LAYERS):  # nobody's pass began, and others append to these pages: in a chunk, and as they go on
         k, v = torch.randn(2, 2 * PAGE, HEADS, DIM)
         if layer == 0:
             world.linker.begin(ids([9, 7, 8]), PAGE, PAGE + 3)
-            world.linker.append(ids([9, 7, 8]).unsqueeze(0), torch.tensor([2 * PAGE]))
+            world.linker.append(ids([9, 7, 8]).unsqueeze(0), torch.tensor([appended]))
         world.host.append(layer, ids([7, 8]), 0, k, v)
     world.host.tiles(0)[0, 7, 0, 0, 0] += 1
     world.linker.begin(ids([7, 8, 9]), 2 * PAGE, 2 * PAGE)

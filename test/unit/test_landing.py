@@ -287,7 +287,7 @@ class World:
     """A host pool whose row 1 has a request, and what SGLang has around it."""
 
     def __init__(self, dtype: torch.dtype, int8: bool, pages: list[int], stop: int) -> None:
-        shape = KVShape(LAYERS, HEADS, DIM, dtype, int8)
+        shape = KVShape(LAYERS, HEADS, DIM, dtype, int8, sketched=True)
         self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, FluxionConfig(workers=2), "cpu", 0, 0, 1)
         self.pool.host.memory.fill_(255)  # NaN, and the tag of nothing
         self.zone = self.pool.zone = LandingZone(shape, PAGES)
@@ -378,7 +378,7 @@ def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, int8: 
         if not int8:
             one, other = (world.host.tiles(layer)[:, after[-1], :, last] for world in (got, want))
             assert torch.equal(one, other)
-        for name in ("meta0", "moments"):
+        for name in ("meta0", "moments", "sketches"):
             pages = after[:-1]  # the last one is not full
             assert torch.equal(got.host.tensor(name, layer)[:, pages], want.host.tensor(name, layer)[:, pages])
     assert torch.equal(got.host.stored[:, :, after[:-1]], want.host.stored[:, :, after[:-1]])

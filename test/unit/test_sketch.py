@@ -64,6 +64,21 @@ def test_a_sketch_is_within_half_a_step(isa: str, dtype: torch.dtype, seed: int,
     assert bool((error <= scales[:, None] / 2 * (1 + 1e-5) + largest[:, None] * 2**-8).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, INT8], ids=["float32", "int8"])
+def test_sketches_of_a_pool_are_of_what_it_stores(dtype: torch.dtype) -> None:
+    world = SketchWorld(dtype=dtype, sketched=True)
+    request = world.add(100)
+    pages = torch.tensor(request.pages[: 100 // PAGE], dtype=torch.int32)
+    keys, _ = world.pool.gather(1, pages)
+    sketches = world.pool.tensor("sketches", 1)[:, pages.long()]
+    for h, of_head in enumerate(keys.unflatten(1, (-1, PAGE))):
+        for page, of_page in enumerate(of_head):
+            rotated = of_page.double() @ reference.rotation(world.dim)
+            codes, scales = reference.unpacked(sketches[h, page], world.dim)
+            step = rotated.abs().amax(1, keepdim=True) / 7.5
+            assert bool((((codes - 7.5) * scales[:, None] - rotated).abs() <= 0.6 * step).all())
+
+
 @isas
 @few
 @given(seed=seeds, D=head_dims)
@@ -475,10 +490,11 @@ def test_tasks_take_sketches_and_residents() -> None:
         world.attend(requests, 0, torch.zeros(3, 2))
 
 
-def test_sketches_follow_their_pages() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, INT8], ids=["float32", "int8"])
+def test_sketches_follow_their_pages(dtype: torch.dtype) -> None:
     """However tokens came: appended one by one or at once, or adopted, described or not."""
-    worlds = [SketchWorld(seed=3, sketched=True) for _ in range(3)]
-    keys, values = torch.randn(64, 2, 32), torch.randn(64, 2, 32)
+    worlds = [SketchWorld(seed=3, dtype=dtype, sketched=True) for _ in range(3)]
+    keys, values = torch.randn(2, 64, 2, 32).to(worlds[0].pool.dtype)
     pages = torch.tensor([5, 9, 2, 7], dtype=torch.int32)
     at_once, one_by_one, adopted = (world.pool for world in worlds)
     at_once.append(0, pages, 0, keys, values)

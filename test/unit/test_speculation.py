@@ -186,7 +186,8 @@ class Draft:
     """Requests in a pool with canary, of which drafts are verified; SGLang's batch as far as the move looks at it."""
 
     def __init__(self, lengths: list[int], workers: int = 2) -> None:
-        self.pool = HostPool(KVShape(2, 2, 32, torch.float32), 2048, Placement(32, 48), Workers(workers), canary=1.0)
+        shape = KVShape(2, 2, 32, torch.float32, sketched=True)
+        self.pool = HostPool(shape, 2048, Placement(32, 48), Workers(workers), canary=1.0)
         self.random = torch.Generator().manual_seed(sum(lengths))
         free = (torch.randperm(120, generator=self.random) + 1).tolist()
         self.pages = torch.tensor([[free.pop() for _ in range(30)] for _ in lengths], dtype=torch.int32)
@@ -230,14 +231,14 @@ class Draft:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths, strict=True)]
 
     def check(self) -> None:
-        """KV, metadata and moments of all that was accepted are those of a pool that was given it at once."""
-        plain = HostPool(KVShape(2, 2, 32, torch.float32), 2048, Placement(32, 48), Workers(1))
+        """KV, metadata, moments and sketches of all that was accepted are those of a pool that was given it at once."""
+        plain = HostPool(KVShape(2, 2, 32, torch.float32, sketched=True), 2048, Placement(32, 48), Workers(1))
         for b, n in enumerate(self.lengths):
             for layer in range(2):
                 keys, values = self.kv[b][layer]
                 plain.append(layer, self.pages[b], 0, keys, values)
                 full = self.pages[b, : n // 16].long()
-                for name in ("tiles", "meta0", "moments"):
+                for name in ("tiles", "meta0", "moments", "sketches"):
                     ours, theirs = (pool.tensor(name, layer)[:, full] for pool in (self.pool, plain))
                     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-12)
                 got = self.pool.gather(layer, self.pages[b])

@@ -169,8 +169,12 @@ def test_the_page_stands_alone_and_has_every_table(tmp_path: Path) -> None:
 
 
 def test_without_a_predictor_sketches_are_tried_and_training_is_explained(tmp_path: Path) -> None:
-    code, numbers, page = trial(tmp_path, Machine(refuses=["fluxion"], forgets=["sketch"]))
+    """Of a model that has a predictor, but none that fits: only the server can say so."""
+    machine = Machine(refuses=["fluxion"], forgets=["sketch"])
+    code, numbers, page = trial(tmp_path, machine)
     assert code == 0
+    config = machine.commands[0][machine.commands[0].index("--fluxion-config") + 1]
+    assert json.loads(config)["sketches"] is True
     assert numbers["plan"]["policies"] == ["full", "sketch"]
     assert numbers["advice"]["policy"] == "full"
     assert "fluxion train --model" in page

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from openai import APIError
 from rich.console import Console
@@ -87,7 +87,7 @@ def _server(arguments: argparse.Namespace, document: Document, news: Console) ->
     port = free_port()
     with contextlib.ExitStack() as stack:
         with contextlib.redirect_stdout(sys.stderr):
-            command = server_command(arguments.model, port, document, arguments.max_tokens)
+            command = server_command(arguments.model, port, document, arguments.max_tokens, arguments.policy)
             server = stack.enter_context(running_server(command, port, what=f"a server for {arguments.model}"))
         asked = Asked.of(server)
         yield asked, _checked(document, asked, arguments.max_tokens)
@@ -109,11 +109,14 @@ def _checked(document: Document, asked: Asked, max_tokens: int) -> Document:
     return document
 
 
-def server_command(model: str, port: int, document: Document, max_tokens: int) -> list[str]:
-    """The command line of a server that holds the file and some answers."""
+def server_command(model: str, port: int, document: Document, max_tokens: int, policy: str | None) -> list[str]:
+    """The command line of a server that holds the file and some answers, and takes questions under the policy."""
     tokens = (document.tokens or 0) + _KEPT_ANSWERS * (QUESTION_ROOM + max_tokens)
     flags = [*SMALL, *MEASURED, "--enable-cache-report"]
-    return launch_command(model, port, *flags, fluxion={"host_tokens": -(-tokens // PAGE) * PAGE})
+    config: dict[str, Any] = {"host_tokens": -(-tokens // PAGE) * PAGE}
+    if policy is not None:
+        config["policy"] = policy
+    return launch_command(model, port, *flags, fluxion=config)
 
 
 def _questions(arguments: argparse.Namespace, news: Console, stack: contextlib.ExitStack) -> Iterator[str]:

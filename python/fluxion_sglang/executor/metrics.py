@@ -39,7 +39,7 @@ _COUNTERS = {
     "shared_tile_bytes": "Bytes of K and V that were not read again, because requests begin with the same pages.",
     "shared_metadata_bytes": "The same of metadata.",
     "microbatches": "Microbatches that decode tasks of policy psa have read.",
-    "canary_checks": "Tiles and metadata entries of the host pool that were compared with what had been written.",
+    "canary_checks": "Tiles, metadata entries and sketches of the host pool that were compared with what was written.",
     "canary_mismatches": "Those that were not what had been written, at reads and in whole checks.",
     "device_layers": "Decode steps of one layer for which a device took the CPU's part.",
     "gpu_batches": "Batches of decode tasks that the device was given.",

@@ -95,10 +95,10 @@ class NativePool:
         sink_pages: logical pages below this number count into no coarse entry and no moments.
         spread: share of the half width of a block's min/max box that its score counts, in (0, 1].
         isa: kernels to use, one of `topology()["isas"]`; None: the best, or FLUXION_ISA.
-        canary: share of the reads of tiles and metadata that are compared with sums that were made when they were
-            written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
-            (`NativeEngine.corrupt`). The sums take 143 bytes a tile. Not compared are moments, tags, sketches, and
-            keys that policies score by themselves (hgca, lfps) or predictors are measured with.
+        canary: share of the reads of tiles, metadata and sketches that are compared with sums that were made when they
+            were written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
+            (`NativeEngine.corrupt`). The sums take 143 bytes a tile, and 8 more with sketches. Not compared are
+            moments, tags, and keys that policies score by themselves (hgca, lfps) or predictors are measured with.
 
     Raises:
         ValueError: a shape the kernels do not serve.
@@ -169,7 +169,7 @@ class NativePool:
         return view
 
     def canary_counts(self) -> dict[str, int]:
-        """Cumulative: canary_checks, the tiles and entries that were compared; canary_mismatches of them."""
+        """Cumulative: canary_checks, the tiles, entries and sketches that were compared; canary_mismatches of them."""
         counts = torch.zeros(2, dtype=torch.int64)
         function("pool_canary_counts")(self.handle, counts)
         return {"canary_checks": int(counts[0]), "canary_mismatches": int(counts[1])}
@@ -178,8 +178,8 @@ class NativePool:
         """Compare everything that was ever written, while nobody writes.
 
         Returns:
-            How many tokens and entries that was, of all layers and heads, and sentences about the first `most` that
-            differ.
+            How many tokens, entries and sketches that was, of all layers and heads, and sentences about the first
+            `most` that differ.
 
         Raises:
             ValueError: the pool has no canary.

@@ -287,7 +287,7 @@ class FluxionAttnBackend(AttentionBackend):
         pages = page_table(self.req_to_token_pool.req_to_token, there, int(lengths.max()))
         generations = self.req_to_token_pool.req_generation[rows]
         if (disk := self.token_to_kv_pool.disk) is not None:
-            disk.append(pages, lengths - 1)
+            disk.append(pages, lengths[:, None] - 1)
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             try:
                 self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
@@ -309,9 +309,8 @@ class FluxionAttnBackend(AttentionBackend):
     def _check(self, request: int) -> None:
         """The whole host pool, for a request of the batch that asks for it."""
         checked, found = self.token_to_kv_pool.host.sweep()
-        logger.info(
-            "Fluxion: of %d tokens and metadata entries in the host pool, %s", checked, found or "all are sound"
-        )
+        what = "Fluxion: of %d tokens, metadata entries and sketches in the host pool, %s"
+        logger.info(what, checked, found or "all are sound")
         if found:
             self.failures.lose(request, " ".join(found))
 
@@ -345,7 +344,7 @@ class FluxionAttnBackend(AttentionBackend):
         if (disk := self.token_to_kv_pool.disk) is not None:
             for chunk in self._chunks:
                 if chunk.rides:
-                    disk.append(chunk.request.pages.unsqueeze(0), torch.tensor([chunk.request.start]))
+                    disk.append(chunk.request.pages.unsqueeze(0), torch.tensor([[chunk.request.start]]))
                     continue
                 try:
                     disk.begin(chunk.request.pages, chunk.request.start, chunk.request.stop)
@@ -365,6 +364,8 @@ class FluxionAttnBackend(AttentionBackend):
         trees = tree_bits(forward_batch.spec_info.custom_mask, len(rows))
         starts, size = forward_batch.seq_lens_cpu.tolist(), trees.shape[1]
         pages = page_table(self.req_to_token_pool.req_to_token, rows, max(starts) + size)
+        if (disk := self.token_to_kv_pool.disk) is not None:
+            disk.append(pages, forward_batch.seq_lens_cpu[:, None].long() + torch.arange(size))
         self._chunks = []
         self.device.begin_extend(
             [

@@ -15,9 +15,9 @@ AUTO_FRACTION = 0.5
 EXPLICIT_FRACTION = 0.9
 """Share of the available host memory that a size named by the user may take; the rest keeps the process alive."""
 
-SUMS = 16 * 8 + 15
+SUMS, SKETCH_SUM = 16 * 8 + 15, 8
 """Bytes beside the pool that the option `canary` takes for a page of a KV head in a layer: a sum of 8 bytes for every
-token, and for every entry of metadata (`csrc/runtime/canary.cc`)."""
+token, and for every entry of metadata; and for a sketch, where the pool has them (`csrc/runtime/canary.cc`)."""
 
 
 def ranks_on_host(server_args: Any) -> int:
@@ -64,7 +64,8 @@ def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
 
         return bisect.bisect_right(range(1, MAX_PAGES), budget, key=taken) * PAGE
 
-    most = fitting(available * EXPLICIT_FRACTION, SUMS * shape.layers * shape.kv_heads if config.canary > 0 else 0)
+    sums = (SUMS + SKETCH_SUM * shape.sketched) * shape.layers * shape.kv_heads if config.canary > 0 else 0
+    most = fitting(available * EXPLICIT_FRACTION, sums)
     floor = Placement(config.sinks, config.window).slots
     if config.host_tokens is not None:
         tokens = config.host_tokens // PAGE * PAGE

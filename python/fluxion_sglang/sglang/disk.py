@@ -207,8 +207,8 @@ class DiskLinker(UnifiedCacheLinker):
             self._tasks.put(partial(self._store.used, [name for name in names if name is not None]))
 
     def append(self, pages: torch.Tensor, positions: torch.Tensor) -> None:
-        """Requests are to append a token each, at positions [B] int64 of their pages [B, n] int32."""
-        self._bare[pages.gather(1, positions[:, None] // PAGE).flatten().long()] = False
+        """Requests are to append tokens at positions [B, T] int64 of their pages [B, n] int32."""
+        self._bare[pages.gather(1, positions // PAGE).flatten().long()] = False
 
     # --- from the pool into files ---
 

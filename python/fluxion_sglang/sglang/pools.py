@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.models.utils import get_token_to_kv_pool
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_spec
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
@@ -157,7 +157,7 @@ def _shape(configurator: Any, config: FluxionConfig) -> KVShape:
         head_dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
         int8=config.int8,
-        sketched=config.sketched,
+        sketched=config.sketched and get_spec().speculative_algorithm is None,  # drafts are verified without
     )
 
 

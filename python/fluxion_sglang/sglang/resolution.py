@@ -145,7 +145,7 @@ def _check_host_pool(model: Any, view: Any) -> None:
         head_dim=model.head_dim,
         dtype=model.dtype,
         int8=config.int8,
-        sketched=config.sketched,
+        sketched=config.sketched and view.speculative_algorithm is None,  # as pools.py
     )
     capacity.plan_tokens(config, shape, capacity.available_bytes(view))
 

@@ -155,11 +155,13 @@ class Course:
         self._part_done()
 
     def _sketched(self) -> bool:
-        """Whether the server keeps sketches of keys: as the options say, or where a policy that is tried takes them."""
+        """Whether the server keeps sketches of keys: as the options say, or where a policy that may be tried needs it.
+
+        What fits is known once the server runs, so it keeps them for a model with a predictor, too.
+        """
         if isinstance(said := self.request.config.get("sketches"), bool):
             return said
-        predicts = self.request.model.predictor or "predictor" in self.request.config
-        for spec in self.request.policies or ([] if predicts else [SPARSE]):
+        for spec in self.request.policies or [SPARSE]:
             with suppress(ValueError):  # the server will say what is wrong with it
                 if (policy := check_spec(spec)) is not None and policy.sketches:
                     return True

@@ -1,6 +1,6 @@
-// A chunk goes to the host pool: write_pages. A page that it fills says of itself what
-// HostPool::describe_page would, bit for bit: the expressions and the order of additions are those of
-// kernels/metadata.h.
+// A chunk goes to the host pool: write_pages. Of a page that it fills, metadata and own moments are what
+// HostPool::describe_page would write, bit for bit: the expressions and the order of additions are those of
+// kernels/metadata.h. Sketches are the host's.
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 

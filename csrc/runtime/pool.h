@@ -121,9 +121,9 @@ class HostPool {
   // Positions before start are only read. Throws std::invalid_argument before anything is written.
   void append(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, TokenView k,
               TokenView v);
-  // append, of tokens that somebody else has written to their tiles. described: with describe_page's part of
-  // every page that they fill, as a device does. Once for every such write, before anybody reads what it
-  // wrote. Same errors.
+  // append, of tokens that somebody else has written to their tiles. described: with the metadata and the own
+  // moments of every page that they fill, as a device does; sketches are made here all the same. Once for
+  // every such write, before anybody reads what it wrote. Same errors.
   void adopt(int layer, const int32_t* pages, int64_t n_pages, int64_t start, int64_t count, bool described);
   // Throws std::invalid_argument where append would, whatever the layer.
   void check_tokens(const int32_t* pages, int64_t n_pages, int64_t start, int64_t count) const;
@@ -142,8 +142,8 @@ class HostPool {
   void write_token(int layer, int head, int page, int offset, const char* k, const char* v) const;
   // Token `offset` of a tile, as it is stored, into that of a tile of the KV dtype.
   void read_token(int layer, int head, int page, int offset, char* to) const;
-  // Metadata of level 0 and moments of logical page `logical`, which is full. Writes nothing that belongs to
-  // another page, so it may run while other pages and any coarse entry are read.
+  // Metadata of level 0, moments and sketch of logical page `logical`, which is full. Writes nothing that
+  // belongs to another page, so it may run while other pages and any coarse entry are read.
   void seal_page(int layer, int head, const int32_t* pages, int logical) const {
     describe_page(layer, head, pages[logical]);
     chain_page(layer, head, pages, logical);

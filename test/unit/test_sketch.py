@@ -69,8 +69,8 @@ def test_sketches_of_a_pool_are_of_what_it_stores(dtype: torch.dtype) -> None:
     world = SketchWorld(dtype=dtype, sketched=True)
     request = world.add(100)
     pages = torch.tensor(request.pages[: 100 // PAGE], dtype=torch.int32)
-    keys, _ = world.pool.gather(1, pages)
-    sketches = world.pool.tensor("sketches", 1)[:, pages.long()]
+    keys, _ = world.pool.gather(0, pages)
+    sketches = world.pool.tensor("sketches", 0)[:, pages.long()]
     for h, of_head in enumerate(keys.unflatten(1, (-1, PAGE))):
         for page, of_page in enumerate(of_head):
             rotated = of_page.double() @ reference.rotation(world.dim)

@@ -210,8 +210,8 @@ class NativePool:
         Once for every write, when it is done and before anybody reads what it wrote.
 
         Args:
-            described: what follows from the tiles alone is there, too, because a device wrote both
-                (`DeviceLibrary.write_pages`).
+            described: metadata and own moments of the pages that they fill are there, too, because a device wrote
+                them (`DeviceLibrary.write_pages`).
 
         Raises:
             ValueError: as in `append`.

@@ -375,8 +375,8 @@ class DeviceLibrary:
         v: torch.Tensor,
     ) -> None:
         """New tokens into the host pool, and of every page that they fill what it says of itself: minimum and maximum
-        of its keys, and the page's own moments. Bit-identical to the host's (`HostPool::describe_page`), which makes the
-        page's sketch (`NativePool.adopt`).
+        of its keys, and the page's own moments. Bit-identical to the host's (`HostPool::describe_page`); the page's
+        sketch is the host's to make (`NativePool.adopt`).
 
         Args:
             tiles: the layer's [Hk, P, 2, 16, D], entries: [Hk, P, 2, D], moments: float64 [Hk, P, 2 D + 8]; pinned. A

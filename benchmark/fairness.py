@@ -36,7 +36,7 @@ from fluxion_sglang.policy import parse_spec
 TOKENS = 16384
 OTHERS = 4
 OWN = "fixed:16:0.05"
-BESIDE = (OWN, "full", "hgca", "hgca:0", "psa:0.95", "psa:0.9999999:16:quest", "lfps", "lfps:1:1e-9:1e-9")
+BESIDE = (OWN, "full", "sketch", "hgca", "hgca:0", "psa:0.95", "psa:0.9999999:16:quest", "lfps", "lfps:1:1e-9:1e-9")
 
 
 class Batch:
@@ -74,7 +74,7 @@ def measure(tokens: int, rounds: int) -> list[dict[str, Any]]:
     """A row a policy."""
     lengths = [tokens + rounds + 2] * (OTHERS + 1)
     tables = own_pages(lengths)
-    pool = filled_pool(tables, lengths)
+    pool = filled_pool(tables, lengths, sketched=True)
     batches = {spec: Batch(pool, tables, tokens, spec) for spec in (None, *BESIDE)}
     times = interleave({spec or "alone": batch.run for spec, batch in batches.items()}, rounds)
     return [

@@ -28,11 +28,13 @@ VARIANTS = 4
 """Steps that take turns, each with queries of its own."""
 
 
-def filled_pool(tables: list[Tensor], lengths: list[int], threads: int = 0, canary: float = 0.0) -> HostPool:
+def filled_pool(
+    tables: list[Tensor], lengths: list[int], threads: int = 0, canary: float = 0.0, sketched: bool = False
+) -> HostPool:
     """A pool of one layer that holds requests of `lengths` tokens, a row of pages each; pages that rows have in common
     are written once."""
     pages = int(max(int(row.max()) for row in tables))
-    shape = KVShape(1, KV_HEADS, HEAD_DIM, torch.bfloat16)
+    shape = KVShape(1, KV_HEADS, HEAD_DIM, torch.bfloat16, sketched=sketched)
     pool = HostPool(shape, pages * PAGE, Placement(), workers(threads), canary=canary)
     random = torch.Generator().manual_seed(0)
     k, v = (torch.randn(CHUNK, KV_HEADS, HEAD_DIM, generator=random).to(torch.bfloat16) for _ in range(2))

@@ -66,12 +66,19 @@ def _answers(axis: Any, data: dict[str, Any], fixed: dict[str, Any]) -> None:
     )
     line = sorted(point for policy, point in cut.items() if policy.startswith("fixed:16:"))
     axis.plot(*zip(*line, strict=True), "o-", color=COLORS["fixed"], markersize=4)
-    axis.annotate("fixed budgets", line[-1], (8, -4), textcoords="offset points", ha="left", color=COLORS["fixed"])
+    axis.annotate(
+        "fixed budgets (fewer documents)",
+        line[-1],
+        (8, -4),
+        textcoords="offset points",
+        ha="left",
+        color=COLORS["fixed"],
+    )
     labels = {"full": ((0, 8), "right"), "fluxion": ((8, -10), "left"), "sketch": ((-8, 4), "right")}
     for policy, (offset, side) in labels.items():
         axis.plot(*at[policy], "o", color=COLORS[policy], markersize=8)
         axis.annotate(policy, at[policy], offset, textcoords="offset points", ha=side, color=COLORS[policy])
-    axis.set(title=f"Score less that of full (of 100), {length:,} tokens", xlabel="KV in host memory that is read (%)")
+    axis.set(title=f"Points of 100 against full, {length:,} tokens", xlabel="KV in host memory that is read (%)")
     axis.set(xlim=(0, 104), ylim=(min(y for _, y in line) - 2, 3))
 
 

@@ -69,8 +69,9 @@ inline int window_start_page(int n, int sink_pages, int window) {
 // page that is full and last of it on the request's path, and such a page rewrote the entry when it became
 // full.
 //
-// With a canary, whatever writes says so to it, and whatever has read tiles or entries asks it. Reads
-// by policies that look at keys themselves, measurements for predictors, and a device's are not checked.
+// With a canary, whatever writes says so to it, and whatever has read tiles, entries or sketches asks it.
+// Reads by policies that look at keys themselves, measurements for predictors, and a device's are not
+// checked.
 //
 // append and adopt must not run together with readers of the same layer. The engine, which appends and reads
 // in one step, uses the four parts below them.
@@ -111,8 +112,8 @@ class HostPool {
   // Everything above, of all layers: what a device must have pinned to read it.
   const HostMemory& memory() const { return memory_; }
 
-  // Before anything is written: this share of the reads of tiles and metadata is checked. Throws as Canary
-  // does.
+  // Before anything is written: this share of the reads of tiles, metadata and sketches is checked. Throws as
+  // Canary does.
   void guard(double share) { canary_ = std::make_unique<Canary>(shape_, share); }
   // nullptr: nothing is checked.
   const Canary* canary() const { return canary_.get(); }

@@ -28,6 +28,10 @@ START_TIMEOUT_S = 1800
 
 PATIENCE_S = 600
 """For what takes seconds on a quiet machine."""
+
+SOUND = re.compile(r"of \d+ tokens, metadata entries and sketches in the host pool, all are sound")
+"""What a server says of its pool that it was asked to check."""
+
 LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: the pass failed")
 
 
@@ -189,4 +193,4 @@ class Server:
         params = {"max_new_tokens": 1, "custom_params": {"fluxion_check": True}}
         got = self.generate([1, 2, 3], 1, sampling_params=params)
         assert got.finish.get("type") in ("length", "stop"), got.finish
-        assert re.search(r"of \d+ tokens, metadata entries and sketches in the host pool, all are sound", self.log())
+        assert SOUND.search(self.log())

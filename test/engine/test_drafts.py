@@ -5,6 +5,7 @@ Plain SGLang's worker needs libcuda, so there is no plain SGLang with it to comp
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,11 @@ from pathlib import Path
 import cases
 import pytest
 import requests
-from server import PATIENCE_S, Completion, Server
+import torch
+from server import NEEDLE, PATIENCE_S, Completion, Server
 from test_exact import ALL, Reference, assert_same, check_group
+
+from fluxion_sglang.kv.host_pool import KVShape
 
 pytestmark = pytest.mark.full
 
@@ -93,8 +97,14 @@ class TestDrafts:
         assert_same(server.generate(ids, new), reference["length-300"])
 
     def test_the_pool_is_sound(self, server: Server) -> None:
-        """After all drafts that came and went, every token, metadata entry and sketch is what was written."""
+        """After all drafts that came and went, every token and every metadata entry is what was written."""
         server.assert_sound()
+
+    def test_the_pool_keeps_no_sketches_which_no_draft_reads(self, server: Server) -> None:
+        config = json.loads((Path(NEEDLE) / "config.json").read_text())
+        shape = KVShape(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"], torch.float32)
+        (taken,) = [value for name, value in server.metrics().items() if name.startswith("fluxion_host_pool_bytes")]
+        assert shape.pool_bytes(65536) <= taken < 1.01 * shape.pool_bytes(65536)
 
 
 class TestNarrow:

@@ -24,7 +24,7 @@ from typing import Any
 import cases
 import pytest
 import requests
-from server import PATIENCE_S, Completion, Server, await_health
+from server import PATIENCE_S, SOUND, Completion, Server, await_health
 from test_exact import assert_same
 from test_router import Deployment
 
@@ -156,12 +156,6 @@ def test_a_sparse_policy_answers(pair: Pair, policy: str) -> None:
     assert len(pair.post(body).json()["output_ids"]) == new
 
 
-def test_the_pool_is_sound(pair: Pair) -> None:
-    body = pair.body(*ALL["length-50"])
-    body["sampling_params"] |= {"custom_params": {"fluxion_check": True}}
-    assert "output_ids" in pair.post(body).json(), "tokens, metadata and sketches are what arrived"
-
-
 def test_what_is_retracted_goes_on_where_it_was(pair: Pair) -> None:
     """No server would prefill it again: what it has decoded comes back as it was, into other pages."""
     prompts, new = [cases.filler(700, 80 + i) for i in range(4)], 120
@@ -198,6 +192,14 @@ def test_a_prefill_server_that_is_not_there(pair: Pair, reference: dict[str, Com
     reply = requests.post(pair.decode.url + "/generate", json=body, timeout=PATIENCE_S)
     assert reply.status_code >= 500
     assert_same(pair.generate(*ALL["length-300"]), reference["length-300"])
+
+
+def test_the_pool_is_sound(pair: Pair) -> None:
+    """After all that arrived, was retracted and was aborted."""
+    body = pair.body(*ALL["length-50"])
+    body["sampling_params"] |= {"custom_params": {"fluxion_check": True}}
+    assert "output_ids" in pair.post(body).json()
+    assert SOUND.search(pair.decode.log())
 
 
 def test_each_rank_gets_its_heads(mooncake: dict[str, str], reference: dict[str, Completion], logs: Path) -> None:

@@ -185,7 +185,7 @@ def test_whatever_is_corrupted_is_found_and_nothing_else(
 
 def test_what_belongs_elsewhere_is_not_taken_for_it() -> None:
     """Whole tiles, entries and tokens that were written, and are in the wrong place."""
-    world = watched(heads=2)
+    world = watched(heads=2, sketched=True)
     request = world.add(400)
     tiles, meta = world.pool.tensor("tiles", 0), world.pool.tensor("meta0", 0)
     a, b = request.pages[5], request.pages[6]
@@ -195,6 +195,13 @@ def test_what_belongs_elsewhere_is_not_taken_for_it() -> None:
         view[[first, second]] = before[[second, first]]
         assert decode(world, [request], 16, budget).keys() == {0}
         view[[first, second]] = before[[first, second]]
+    sketches = world.pool.tensor("sketches", 0)
+    before = sketches.clone()
+    sketches[:, [a, b]] = before[:, [b, a]]
+    assert len(world.pool.sweep()[1]) == 2 * world.heads
+    sketches[:] = before.flip(0)  # of the other head
+    assert len(world.pool.sweep(1000)[1]) == world.heads * (request.length // PAGE)
+    sketches[:] = before
     tag = world.pool.tensor("tag1", 0)
     at = int((tag >= 0).nonzero()[0])
     before = int(tag[at])

@@ -161,7 +161,8 @@ def test_a_canary_knows_what_was_read_and_not_what_was_there_before(tmp_path: Pa
     for layer in range(LAYERS):  # nobody's pass began, and others append to these pages: in a chunk, and as they go on
         k, v = torch.randn(2, 2 * PAGE, HEADS, DIM)
         if layer == 0:
-            world.linker.begin(ids([9, 7, 8]), PAGE, PAGE + 3)
+            if len(appended) == 1:
+                world.linker.begin(ids([9, 7, 8]), PAGE, PAGE + 3)
             world.linker.append(ids([9, 7, 8]).unsqueeze(0), torch.tensor([appended]))
         world.host.append(layer, ids([7, 8]), 0, k, v)
     world.host.tiles(0)[0, 7, 0, 0, 0] += 1

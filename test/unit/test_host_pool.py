@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,15 +61,17 @@ def test_too_large_is_refused_with_the_number_that_fits(config: FluxionConfig) -
     assert plan_tokens(FluxionConfig(host_tokens=fits), SHAPE, 2 * GIB) == fits
 
 
-def test_sums_of_the_canary_have_room_beside_the_largest_pool() -> None:
+@pytest.mark.parametrize("sketched", [False, True])
+def test_sums_of_the_canary_have_room_beside_the_largest_pool(sketched: bool) -> None:
     """They are not part of the size, and come out of the same memory."""
+    shape = replace(SHAPE, sketched=sketched)
     with pytest.raises(ConfigError) as caught:
-        plan_tokens(FluxionConfig(host_tokens=10**9, canary=0.01), SHAPE, 2 * GIB)
+        plan_tokens(FluxionConfig(host_tokens=10**9, canary=0.01), shape, 2 * GIB)
     fits = int(str(caught.value).split("host_tokens=")[-1].split()[0])
-    heads, pages = SHAPE.layers * SHAPE.kv_heads, fits // PAGE + 1
-    sums = heads * (pages * PAGE + sum(-(-pages // size) for size in (1, 2, 4, 8))) * 8
-    room = EXPLICIT_FRACTION * 2 * GIB - SHAPE.pool_bytes(fits)
-    assert 0.99 * sums < room < 1.05 * sums + SHAPE.pool_bytes(PAGE)
+    heads, pages = shape.layers * shape.kv_heads, fits // PAGE + 1
+    sums = heads * (pages * (PAGE + sketched) + sum(-(-pages // size) for size in (1, 2, 4, 8))) * 8
+    room = EXPLICIT_FRACTION * 2 * GIB - shape.pool_bytes(fits)
+    assert 0.99 * sums < room < 1.02 * sums + shape.pool_bytes(PAGE)
 
 
 def test_too_small_is_refused() -> None:

@@ -179,6 +179,9 @@ def test_without_a_predictor_sketches_are_tried_and_training_is_explained(tmp_pa
     assert numbers["advice"]["policy"] == "full"
     assert "fluxion train --model" in page
     assert "is not for you" in page
+    _, predicted, _ = trial(tmp_path, Machine())
+    more = numbers["fit"]["pool_bytes"] / predicted["fit"]["pool_bytes"]
+    assert 1.05 < more < 1.12, "a server whose predictor fits needs no sketches"
 
 
 def test_needles_that_full_does_not_find_are_said_to_measure_nothing(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class FluxionAttnBackend(AttentionBackend):
             self._check_wishes,
             one=draft is not None,
             canary=options.canary > 0,
-            sketched=options.sketched,
+            sketched=pool.host.shape.sketched,
         )
         self._model, self._weights = runner.model, predictors.norms(runner.model)
         self._predictor = predictors.folder_of(options, runner)

@@ -31,6 +31,7 @@ from fluxion_sglang.commands.trial.results import (
     Answers,
     Decode,
     Effort,
+    Fit,
     ModelFacts,
     Plan,
     Prefill,
@@ -111,6 +112,8 @@ class Course:
     starts: Callable[..., Any]
     full_tokens: dict[int, list[list[int]]] = field(default_factory=dict)
     """Greedy tokens of policy `full`, by length."""
+    fits: dict[bool, Fit | None] = field(default_factory=dict)
+    """What the machine holds, with sketches of keys and without."""
 
     def run(self) -> None:
         """All parts.
@@ -151,17 +154,21 @@ class Course:
             )
         request = self.request
         int8 = request.config.get("kv_dtype") == "int8" and request.served_dtype == "bfloat16"
-        self.results.fit = facts.fit(request.model, request.served_dtype, request.on_cpu, int8, self._sketched())
+        for sketched in (False, True):
+            self.fits[sketched] = facts.fit(request.model, request.served_dtype, request.on_cpu, int8, sketched)
+        self.results.fit = self.fits[self._sketched(self._tried)]
         self._part_done()
 
-    def _sketched(self) -> bool:
-        """Whether the server keeps sketches of keys: as the options say, or where a policy that may be tried needs it.
+    @property
+    def _tried(self) -> Sequence[str]:
+        """Policies that may be tried. Which are legal is known once a server runs, so it has what all of them need."""
+        return self.request.policies or [SPARSE]
 
-        What fits is known once the server runs, so it keeps them for a model with a predictor, too.
-        """
+    def _sketched(self, policies: Sequence[str]) -> bool:
+        """Whether a server keeps sketches of keys: as the options say, or where one of these policies needs them."""
         if isinstance(said := self.request.config.get("sketches"), bool):
             return said
-        for spec in self.request.policies or [SPARSE]:
+        for spec in policies:
             with suppress(ValueError):  # the server will say what is wrong with it
                 if (policy := check_spec(spec)) is not None and policy.sketches:
                     return True
@@ -169,13 +176,14 @@ class Course:
 
     def _with_the_flag(self) -> None:
         tokens = self._pool_tokens()
-        config: dict[str, Any] = {"sketches": True} if self._sketched() else {}
+        config: dict[str, Any] = {"sketches": True} if self._sketched(self._tried) else {}
         config |= {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
         began = self.clock.elapsed
         with self._server("with the flag", config) as server:
             start = self.clock.elapsed - began
             self._warm_up(server, FULL)
             chosen = self.results.plan = self._plan(server, start)
+            self.results.fit = self.fits[self._sketched(chosen.policies)]  # of a server with what was tried
             self._part_done()
             effort = chosen.effort
             rounds = effort.rounds * len(effort.batches) + effort.questions

@@ -60,7 +60,7 @@ QUALITY = {
         ]
         for name, suite, lengths, samples, others, dtype in (
             ("", "ruler", "4k,8k", "24", "fluxion,", ""),
-            ("_far", "ruler", "31k", "24", "", ""),
+            ("_far", "ruler", "31k", "8", "", ""),
             ("_extraction", "extraction", "4k,8k", "24", "fluxion,", ""),
             ("_perplexity", "perplexity", "4k,8k", "24", "fluxion,", ""),
             ("_other", "ruler", "4k,8k", "24", "", ""),

@@ -288,7 +288,7 @@ class World:
 
     def __init__(self, dtype: torch.dtype, int8: bool, pages: list[int], stop: int) -> None:
         shape = KVShape(LAYERS, HEADS, DIM, dtype, int8, sketched=True)
-        self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, FluxionConfig(workers=2), "cpu", 0, 0, 1)
+        self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, FluxionConfig(workers=2, canary=1.0), "cpu", 0, 0, 1)
         self.pool.host.memory.fill_(255)  # NaN, and the tag of nothing
         self.zone = self.pool.zone = LandingZone(shape, PAGES)
         table = torch.zeros(2, PAGES * PAGE, dtype=torch.int32)
@@ -372,7 +372,9 @@ def test_what_was_retracted_comes_back_in_other_pages(dtype: torch.dtype, int8: 
     of = [world.scheduler.req_to_token_pool.req_to_token[1, :stop] for world in (first, want)]
     kept = first.pool.get_cpu_copy(of[0])
     got = World(dtype, int8, after, stop)
+    got.append(0, len(after) * PAGE)  # another request, with tokens behind the last one's place
     got.pool.load_cpu_copy(kept, of[1])
+    assert got.host.sweep()[1] == [], "of nobody's tokens nothing is asked"
     last = slice(0, stop % PAGE)
     for layer in range(LAYERS):
         if not int8:

@@ -139,6 +139,7 @@ class FluxionKVPool(KVCache):
     ) -> None:
         """What `get_cpu_copy` gave, into the pages that the request has now, with what follows from them."""
         pages = self._pages(indices)
+        self.host.forget_sums(pages)  # of what had the places behind the request's last token
         self.host.stored[:, :, pages.long()] = kv_cache_cpu
         for layer in range(self.layer_num):
             self.host.adopt(layer, pages, 0, len(indices), described=False)

@@ -11,6 +11,7 @@ from rendering import link, nothing, result_files, table
 MACHINES = {
     "amd-epyc-2-cores": "Zen 5",
     "amd-epyc-2-cores-avx2": "Zen 3",
+    "amd-epyc-2-cores-zen4": "Zen 4",
     "intel-r-xeon-r-processor-2-cores": "Xeon",
     "intel-r-xeon-r-processor-2-cores-amx": "Xeon with AMX",
 }

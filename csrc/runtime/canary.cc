@@ -10,9 +10,9 @@
 namespace fluxion {
 namespace {
 
-// Where a sum's subject belongs. part: the token of a page, 16 and the level of an entry, or kSketch.
 constexpr int kSketch = kPage + kLevels;
 
+// Where a sum's subject belongs. part: the token of a page, 16 and the level of an entry, or kSketch.
 uint64_t place(int layer, int head, int page, int part) {
   const uint64_t group = static_cast<uint64_t>(layer) << 16 | static_cast<uint64_t>(head);
   return mix(group, static_cast<uint64_t>(page) << 8 | static_cast<uint64_t>(part));

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc %.cuh %.cu,$(SOURCES) $(shell find test/fuzz test/native -type f 2>/dev/null))
-TESTS := test/engine test/soak test/models test/unit test/gpu test/docs test/wheel
+TESTS := test/engine test/soak test/faults test/models test/unit test/gpu test/docs test/wheel
 # A file is one process's, because its tests share a server; the files with servers come first. A process that dies ends
 # the run: with another in its place pytest would wait for tests that nobody has.
 PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -32,17 +32,18 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz sbom audit bench gpu docs wheel clean install native-tests
+.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit bench gpu docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make test      style, types and the quick tests (12 minutes on 2 cores)"
 	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (two hours)"
-	@echo "make test-sglang VERSION=0.5.22  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
+	@echo "make test-sglang VERSION=0.5.24  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
 	@echo "make lint      style and types, C++ included"
 	@echo "make sanitize  native unit tests under ThreadSanitizer, then AddressSanitizer and UBSan"
 	@echo "make soak      ten minutes of mixed load on a server; ARGS=\"--minutes 480\" for hours"
 	@echo "make fuzz      a million random operations on pool, tree and policies, under AddressSanitizer"
+	@echo "make fuzz-requests  odd requests to a server in one process; ARGS=\"--seed 2 --bodies 9000\""
 	@echo "make sbom      what the environment consists of, in dist/sbom.json; make audit: its known vulnerabilities"
 	@echo "make bench     the benchmarks (see benchmark/)"
 	@echo "make gpu       all that a machine with a GPU is to show; ARGS=--simulated tries the command on the CPU"
@@ -112,6 +113,9 @@ fuzz: $(VENV)/.dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	FLUXION_LIBRARY=$(CURDIR)/build/address/libfluxion.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH=test $(BIN)/python -m fuzz.operations $(ARGS)
+
+fuzz-requests: $(VENV)/.dev
+	PYTHONPATH=test:. $(BIN)/python -m faults $(ARGS)
 
 # The tool runs in an environment of its own: what it needs is no part of what it looks at.
 sbom: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Tests another version of SGLang: `make test-sglang VERSION=0.5.22`.
+"""Tests another version of SGLang: `make test-sglang VERSION=0.5.24`.
 
 It goes into an environment of its own, .venv-sglang-VERSION, with this package as it stands here; .venv has the native
 library and what packages are installed with. Then `compat.py` says which of the names that the plug-in needs are gone,
@@ -68,5 +68,5 @@ def main(version: str, others: list[str], tests: list[str]) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not sys.argv[1]:
-        sys.exit("error: name a version: make test-sglang VERSION=0.5.22")
+        sys.exit("error: name a version: make test-sglang VERSION=0.5.24")
     sys.exit(main(sys.argv[1], os.environ.get("OVERRIDE", "").split(), sys.argv[2:]))

@@ -32,7 +32,10 @@ PATIENCE_S = 600
 SOUND = re.compile(r"of \d+ tokens, metadata entries and sketches in the host pool, all are sound")
 """What a server says of its pool that it was asked to check."""
 
-LEAK_WORDS = re.compile(r"memory leak detected|Scheduler hit an exception|Fluxion: the pass failed")
+LEAK_WORDS = re.compile(
+    "memory leak detected|Scheduler hit an exception|"
+    "Fluxion: (the pass failed|SGLang's scheduler failed|the pools are emptied)"
+)
 
 
 def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cases
 import pytest
+import requests
 from policy_example import search_path
 from safetensors.torch import load_file, save_file
 from server import LEAK_WORDS, NEEDLE, PLUGINS, Completion, Server, free_port
@@ -131,3 +132,30 @@ def test_a_pass_that_fails_on_one_rank_ends_on_both(rank: int, reference: Refere
         check_group(server, reference, "family")
         log = server.log()
         assert len(re.findall("Fluxion: the pass failed, and", log)) == 1 == log.count("pass failed on another rank")
+
+
+def test_a_request_that_ends_the_loop_of_both_ranks_ends_alone(reference: Reference, logs: Path) -> None:
+    """Its decode steps raise in SGLang's scheduler, where nothing names it; it runs beside others."""
+    config = json.dumps({"host_tokens": 20000, "workers": 1})
+    env = {"PYTHONPATH": search_path(PLUGINS), "FAULT_RANKS": "0,1"}
+    (logs / "both").mkdir()
+    with serving("tp2", NEEDLE, logs / "both", config, **env) as server, ThreadPoolExecutor(4) as pool:
+        ids, new = ALL["length-2000"]
+        beside = [pool.submit(server.generate, ids, new) for _ in range(2)]
+        guilty = pool.submit(server.generate, ids[:50], new, rid="guilty")
+        assert "injected fault" in str(guilty.result().finish)
+        for answer in beside:
+            assert_same(answer.result(), reference["length-2000"])
+        assert "is ended, and the others are computed again" in server.log()
+
+
+def test_a_rank_that_fails_alone_ends_the_server(logs: Path) -> None:
+    """The other one waits in a collective, for which nothing will come."""
+    config = json.dumps({"host_tokens": 20000, "workers": 1})
+    env = {"PYTHONPATH": search_path(PLUGINS), "FAULT_RANKS": "1"}
+    (logs / "alone").mkdir()
+    with pytest.raises((requests.RequestException, AssertionError)):  # noqa: SIM117
+        with serving("tp2", NEEDLE, logs / "alone", config, **env) as server:
+            server.generate([1, 2, 3], 5, rid="guilty")
+    assert server.process.wait(timeout=120) != 0
+    assert "another rank did not fail" in server.log()

@@ -41,6 +41,8 @@ class World:
     reports_cached: bool = True
     ends: str = ""
     """When the connection breaks off: "before" or "in" an answer."""
+    key: str = ""
+    """Without it requests get status 401; /metrics needs none."""
     context: int = 1000
     pool: int = 100_000
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +79,15 @@ def handler(world: World) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(body.encode())
 
+        def refused(self) -> bool:
+            if not world.key or self.headers["Authorization"] == f"Bearer {world.key}":
+                return False
+            self.say('{"error": "Unauthorized"}', 401)
+            return True
+
         def do_GET(self) -> None:
+            if self.path != "/metrics" and self.refused():
+                return
             if self.path == "/v1/models":
                 self.say(json.dumps({"data": [{"id": "a-model", "max_model_len": world.context}]}))
             elif self.path == "/server_info":
@@ -90,6 +100,8 @@ def handler(world: World) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.refused():
+                return
             if self.path == "/v1/tokenize":
                 self.say(json.dumps({"tokens": [hash(word) for word in body["prompt"].split()]}))
                 return
@@ -184,6 +196,34 @@ def test_a_chat_about_a_file(world: World, file: str, capsys: pytest.CaptureFixt
     assert "400 prompt tokens, 0 cached (0.0%) · first token 2.50 s · 12.5 ms a token" in first
     assert "400 prompt tokens, 384 cached (96.0%)" in second
     assert "read 25.0% of the middle (policy auto: fluxion)" in second
+
+
+def test_a_server_that_wants_a_key(
+    world: World, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.key = "the key"
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for how, options in (("without a key", []), ("with this key", ["--api-key", "another"])):
+        assert ask(file, "Who?", "--url", world.url, *options) == 2
+        said = capsys.readouterr().err
+        assert f"{world.url} refuses requests {how}; pass its key with --api-key, or in OPENAI_API_KEY." in said
+        assert len(said.splitlines()) == 1
+    assert ask(file, "Who?", "--url", world.url, "--api-key", "the key") == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "the key")
+    assert ask(file, "Who?", "--url", world.url) == 0
+    assert capsys.readouterr().out == "Ada!\nAda!\n"
+
+
+def test_a_proxy_is_not_asked_for_this_machine(
+    world: World, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    for url in (world.url, world.url.replace("127.0.0.1", "0.0.0.0")):
+        assert ask(file, "Who?", "--url", url) == 0
+        assert capsys.readouterr().out == "Ada!\n"
 
 
 def test_a_model_without_a_chat_template_completes(world: World, file: str) -> None:

@@ -24,7 +24,7 @@ from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import DecodeStep
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
-from fluxion_sglang.sglang.failures import FailureGuard, Failures
+from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
 from fluxion_sglang.sglang.pools import FluxionKVPool, enable_fused_set_kv_buffer
 from fluxion_sglang.sglang.predictors import norms
 from fluxion_sglang.sglang.requests import RequestPolicies

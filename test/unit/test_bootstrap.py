@@ -217,8 +217,11 @@ def test_a_spawned_process_gets_options_and_hooks(found: dict[str, Any]) -> None
     assert spawned["modules"] == []  # pools and backend are imported when a pool is built, not before
 
 
-def test_a_refusal_is_one_line_at_a_terminal() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", NEEDLE]
+@pytest.mark.parametrize(
+    "program", [["-m", "sglang.launch_server"], ["-c", "from sglang.cli.main import main; main()", "serve"]]
+)
+def test_a_refusal_is_one_line_at_a_terminal(program: list[str]) -> None:
+    command = [sys.executable, "-W", "ignore", *program, "--model-path", NEEDLE]
     command += ["--device", "cpu", "--enable-fluxion", "--fluxion-config", '{"windw": 512}']
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900, check=False)
     assert run.returncode == 1
@@ -240,6 +243,19 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(bootstrap, "_has_own_platform", lambda: True)
     monkeypatch.setattr(compat, "activation_problem", None)
     return monkeypatch
+
+
+def test_the_cpu_platform_has_what_sglang_s_profiler_asks_for() -> None:
+    import sglang  # noqa: F401 (it imports the platform when it is ready for it)
+    import torch
+
+    from fluxion_sglang.sglang.cpu_platform import PortableCpuPlatform
+
+    platform = PortableCpuPlatform()
+    assert hasattr(torch.profiler.ProfilerActivity, platform.get_torch_profiler_activity_str())
+    with torch.profiler.profile(activities=[platform.get_torch_profiler_activity()]) as profile:
+        torch.ones(2).sum()
+    assert any("sum" in event.key for event in profile.key_averages())
 
 
 def test_a_failed_activation_leaves_sglang_alone(broken: pytest.MonkeyPatch) -> None:

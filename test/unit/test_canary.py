@@ -22,7 +22,7 @@ from fluxion_sglang.native import CorruptMemory, NativePool, Workers, library
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.testing import Request as Own
 from fluxion_sglang.policy.testing import Rig
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.containment.passes import FailureGuard
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -419,7 +419,7 @@ def test_without_a_canary_nothing_is_checked() -> None:
 def test_a_pass_ends_the_requests_that_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from fluxion_sglang.sglang.failures import forward_batch_generation
+    from fluxion_sglang.sglang.containment.passes import forward_batch_generation
 
     guard = FailureGuard()
     with pytest.raises(RuntimeError, match="KV in host memory"):

@@ -121,3 +121,20 @@ def test_workers_are_pinned_to_their_ranks_cores(named: bool) -> None:
     if named:
         assert [workers.cores for workers in got] == [[allowed[1]], [allowed[0]]]
     assert create_workers(config).cores[:2] == (allowed[::-1] if named else allowed)
+
+
+@pytest.mark.parametrize(
+    ("context", "pool", "drafts", "most"), [(512, 8192, False, 513), (512, 400, False, 384), (512, 8192, True, 511)]
+)
+def test_an_answer_may_fill_the_context(context: int, pool: int, drafts: bool, most: int) -> None:
+    """SGLang gives an answer `max_req_len` - 1 tokens less those of the prompt, and admits what leaves a page free."""
+    scheduler = SimpleNamespace(
+        spec_algorithm=SimpleNamespace(is_none=lambda: not drafts),
+        model_config=SimpleNamespace(context_len=context),
+        max_total_num_tokens=pool,
+        max_req_len=min(context, pool) - 1,
+        max_req_input_len=min(context, pool) - 6,
+    )
+    capacity.set_lengths(scheduler)
+    assert scheduler.max_req_len == most
+    assert scheduler.max_req_input_len == min(min(context, pool) - 6, most - 1)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fluxion_sglang import __version__, cli
+from fluxion_sglang import __version__, cli, environment
 from fluxion_sglang.commands import doctor, needle
 from fluxion_sglang.commands.doctor import FAIL, OK, WARN, Check
 from fluxion_sglang.config import FluxionConfig
@@ -54,6 +55,8 @@ def healthy(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> pytest.Monke
     monkeypatch.setattr(doctor, "_hooks", lambda: iter([Check("hooks", OK, "as expected")]))
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    for name in environment.proxies():
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -159,8 +162,8 @@ def test_an_unsupported_sglang_fails(healthy: pytest.MonkeyPatch) -> None:
     healthy.setattr(metadata, "version", lambda name: "0.5.24" if name == "sglang" else real(name))
     check = one("sglang")
     assert check.status == FAIL
-    assert "0.5.22 to 0.5.23" in check.advice
-    assert "sglang>=0.5.22,<0.5.24" in shlex.split(check.command)
+    assert "0.5.23" in check.advice
+    assert "sglang>=0.5.23,<0.5.24" in shlex.split(check.command)
 
 
 def test_a_missing_distribution_fails(healthy: pytest.MonkeyPatch) -> None:
@@ -280,6 +283,14 @@ def test_missing_entry_points_fail(healthy: pytest.MonkeyPatch) -> None:
     assert "install the package" in check.advice
     # An editable installation of the checkout that these tests run in.
     assert "pip install" in check.command and " -e " in check.command
+
+
+def test_what_the_environment_has_in_the_way_is_said(healthy: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    healthy.setenv("http_proxy", "http://proxy.invalid:3128")
+    assert one("proxy").status == OK and "http_proxy set" in one("proxy").found
+    healthy.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    check = one("sockets")
+    assert (check.status, check.command) == (FAIL, "export TMPDIR=/tmp") and "such as /tmp" in check.advice
 
 
 def test_a_check_that_breaks_does_not_stop_the_others(healthy: pytest.MonkeyPatch) -> None:

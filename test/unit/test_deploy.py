@@ -111,6 +111,9 @@ WELL = {
     "sglang:num_retracted_requests_total": "0+1x120",
     "fluxion_failed_passes_total": "2x120",
     "fluxion_refused_specs_total": "0+1x120",
+    'fluxion_contained_failures_total{ring="door"}': "0+5x120",
+    'fluxion_contained_failures_total{ring="loop"}': "1x120",
+    "fluxion_rebuilt_pools_total": "1x120",
     "fluxion_middle_tokens_total": "0+100x120",
     "fluxion_read_tokens_total": "0+92x120",
     'fluxion_read_share_count{policy="full"}': "0+9x120",
@@ -131,6 +134,8 @@ ILL = {
     "FluxionReadsTooMuch": {'fluxion_read_share_sum{policy="fluxion"}': "0+0.7x120"},
     "FluxionGuardWorks": {"fluxion_widened_tasks_total": "0+40x120"},
     "FluxionRefusesSpecs": {"fluxion_refused_specs_total": "0+12x120"},
+    "FluxionContains": {'fluxion_contained_failures_total{ring="loop"}': "1x115 2x5"},
+    "FluxionRebuilds": {"fluxion_rebuilt_pools_total": "1x100 2x20"},
     "FluxionDeviceWaits": {"fluxion_device_wait_seconds_total": "0+40x120"},
 }
 """What differs where an alert has to come."""

@@ -155,6 +155,7 @@ def test_a_server_that_is_watched(capsys: pytest.CaptureFixture[str], monkeypatc
     ("served", "status", "sentence"),
     [
         ("", 404, "start it with --enable-metrics"),
+        ("", 401, "pass its key with --api-key, or in OPENAI_API_KEY"),
         ("sglang:num_running_reqs 0\n", 200, "has no counters of Fluxion"),
         ("fluxion_layers_total 3\n", 200, "older fluxion-sglang"),
         ("{}", 200, "no SGLang server"),

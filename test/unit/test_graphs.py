@@ -17,7 +17,7 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, NativeProgram, Workers
 from fluxion_sglang.sglang import graphs
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraph, StepGraphs, backbone_of, place
 from fluxion_sglang.sglang.layers import Contained
 from fluxion_sglang.sglang.tracing import Kind, Trace, TracedLayers, Tracer

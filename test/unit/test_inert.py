@@ -23,9 +23,9 @@ from fluxion_sglang.sglang.plugin import HOOKS
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 
 
-def finder_name(finder: object) -> str:
-    """Without its address, which differs between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(finder))
+def without_address(thing: object) -> str:
+    """Its address differs between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
 
 
 def observe() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def observe() -> dict[str, Any]:
     import signal
     import threading
 
-    before = {"env": dict(os.environ), "hook": sys.excepthook, "finders": list(map(finder_name, sys.meta_path))}
+    before = {"env": dict(os.environ), "hook": sys.excepthook, "finders": list(map(without_address, sys.meta_path))}
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -57,12 +57,12 @@ def observe() -> dict[str, Any]:
         """Which function this is: hooked ones have another file, a closure and the original inside."""
         body = function.__code__
         return [
-            Path(body.co_filename).name,
+            Path(inspect.unwrap(function).__code__.co_filename).name,  # SGLang decorates some
             body.co_firstlineno,
             hashlib.sha256(body.co_code).hexdigest(),
             function.__closure__ is None,
             hasattr(function, "__wrapped__"),
-            str(inspect.signature(function)),
+            without_address(inspect.signature(function)),
         ]
 
     def module_code(module: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def observe() -> dict[str, Any]:
         "environment": {k: v for k, v in os.environ.items() if before["env"].get(k) != v},
         "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
         "excepthook": sys.excepthook is before["hook"],
-        "finders": [name for name in map(finder_name, sys.meta_path) if name not in before["finders"]],
+        "finders": [name for name in map(without_address, sys.meta_path) if name not in before["finders"]],
         "modules of ours": sorted(name for name in sys.modules if name.startswith("fluxion_sglang")),
     }
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from fluxion_sglang.native import NativeLayers, Workers
 from fluxion_sglang.sglang import layers
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.containment.passes import FailureGuard
 
 IN, OUT = 48, 40
 WORKERS = Workers(2)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fluxion_sglang.native import NativeLayers, Workers
 from fluxion_sglang.sglang import disk, layers, packed
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs
 from fluxion_sglang.sglang.packed import PackedWeight
 

@@ -229,7 +229,23 @@ def test_nobody_else_may_read_them(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     one = store(tmp_path)
     one.folder.chmod(0o755)
-    with pytest.raises(PermissionError, match="not this user's alone"):
+    with pytest.raises(PermissionError, match=rf"chmod -R go-rwx {one.folder}"):
+        store(tmp_path)
+
+
+def test_a_group_of_this_process_may_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes gives the files of a volume to a group of the pod, and lets it write."""
+    one = store(tmp_path)
+    one.folder.chmod(0o2770)
+    monkeypatch.setattr(os, "getegid", lambda: one.folder.stat().st_gid + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [one.folder.stat().st_gid])
+    store(tmp_path).write(name(0), page(0))
+    monkeypatch.setattr(os, "getgroups", list)
+    with pytest.raises(PermissionError, match="other users may look into"):
+        store(tmp_path)
+    one.folder.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: one.folder.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user owns"):
         store(tmp_path)
 
 

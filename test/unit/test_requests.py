@@ -17,7 +17,7 @@ from fluxion_sglang.policy import Context, Policy, parse_spec
 from fluxion_sglang.policy.full import FullPolicy
 from fluxion_sglang.sglang import plugin
 from fluxion_sglang.sglang import requests as requests_module
-from fluxion_sglang.sglang.failures import FailureGuard, Failures
+from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
 from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +53,39 @@ def changed(model: Any, **changes: Any) -> Any:
         prefix, _, rest = key.partition("__")
         setattr(model.hf_config if prefix == "hf" else model, rest or key, value)
     return model
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "method"),
+    [
+        ({}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({}, {"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({}, {"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
+        ({}, {"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization": "fp8"}, {}, "fp8"),
+        ({"load_format": "gguf"}, {}, "gguf"),
+        ({"load_format": "bitsandbytes"}, {}, "bitsandbytes"),
+    ],
+)
+def test_quantised_weights_are_refused_before_anything_is_loaded(
+    options: dict[str, str], written: dict[str, Any], method: str, server_args: Any, tmp_path: Path
+) -> None:
+    config = json.loads((Path(NEEDLE) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | written))
+    args = server_args(model_path=str(tmp_path), device="cpu", enable_fluxion=True, **options)
+    with pytest.raises(ConfigError) as caught:
+        args.resolve_once()
+    one_sentence(str(caught.value))
+    assert f"its weights are quantised ({method})" in str(caught.value)
+
+
+def test_quantised_weights_beside_a_gpu_are_those_of_sglang() -> None:
+    args = SimpleNamespace(device="cuda", quantization=None, load_format="auto", model_path="model.gguf")
+    served_models.check_quantised(args)
+    args.device = "cpu"
+    with pytest.raises(ConfigError, match=r"its weights are quantised \(gguf\)"):
+        served_models.check_quantised(args)
 
 
 def test_the_model_of_the_demo_is_accepted(needle: Any) -> None:

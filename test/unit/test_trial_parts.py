@@ -227,7 +227,9 @@ def test_the_flag_in_the_server_arguments_goes_to_one_server_only() -> None:
         flags_and_config(["--fluxion-config=nonsense"])
 
 
-@pytest.mark.parametrize("word", ["--port", "--port=5", "--por", "--host=0.0.0.0", "--model", "--model-p", "--dtype"])
+@pytest.mark.parametrize(
+    "word", ["--port", "--port=5", "--por", "--host=0.0.0.0", "--model", "--model-p", "--dtype", "--api-key"]
+)
 def test_what_the_trial_sets_itself_is_refused_in_the_server_arguments(word: str) -> None:
     with pytest.raises(TrialError, match=rf"^--server-args has '{word}', but .+; .+\.$"):
         flags_and_config(["--tp", "2", word, "x"])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import shutil
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +18,7 @@ from refusals import NEEDLE, one_sentence
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import library, maker
+from fluxion_sglang.predictor.artifact import PredictorError
 from fluxion_sglang.sglang import compat, plugin, resolution, validation
 from fluxion_sglang.sglang.compat import CompatError, Need
 
@@ -93,6 +98,10 @@ def test_the_defaults_are_accepted(server_args: Any) -> None:
 def test_post_capture_sizing_is_refused(server_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
     with pytest.raises(ConfigError, match="SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1") as caught:
+        validation.check_options(server_args(model_path=NEEDLE))
+    one_sentence(str(caught.value))
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ConfigError, match="SGLANG_RUST_SERVER, because") as caught:
         validation.check_options(server_args(model_path=NEEDLE))
     one_sentence(str(caught.value))
 
@@ -258,16 +267,6 @@ def test_graphs_that_were_asked_for_are_accepted() -> None:
         validation.check_resolved(args, asked)
 
 
-@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}])
-def test_ranks_on_a_cpu_need_a_version_that_has_them(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    validation.check_resolved(resolved(**ranks), FluxionConfig())
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
-    validation.check_resolved(resolved(), FluxionConfig())
-    validation.check_resolved(resolved(device="cuda", **ranks), FluxionConfig())
-    with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 cannot divide .* install sglang 0\.5\.23"):
-        validation.check_resolved(resolved(**ranks), FluxionConfig())
-
-
 # --- speculative decoding
 
 
@@ -299,10 +298,7 @@ def test_what_does_not_go_with_drafts(changes: dict[str, Any], config: dict[str,
     validation.check_speculation(speculating(speculative_algorithm=None, **changes), FluxionConfig(**config))
 
 
-def test_drafts_need_the_cpu_and_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
-    with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 has no place .* install sglang 0\.5\.23"):
-        validation.check_speculation(speculating(), FluxionConfig())
+def test_drafts_need_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUXION_DEVICE", "sim")
     with pytest.raises(ConfigError, match="on a CPU alone"):
         validation.check_speculation(speculating(), FluxionConfig())
@@ -382,10 +378,6 @@ def test_kv_from_another_server_needs_the_cpu_and_a_version(monkeypatch: pytest.
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
     with pytest.raises(ConfigError, match=r"KV_RELEASE, which is 0, because .*; unset"):
         validation.check_transfer(receiving(), FluxionConfig())
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
-    with pytest.raises(ConfigError, match=r"^SGLang 0\.5\.22 has another way .* install sglang 0\.5\.23"):
-        validation.check_transfer(receiving(), FluxionConfig())
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.23")
     monkeypatch.setenv("FLUXION_DEVICE", "sim")
     with pytest.raises(ConfigError, match="on a CPU alone, because"):
         validation.check_transfer(receiving(), FluxionConfig())
@@ -394,17 +386,17 @@ def test_kv_from_another_server_needs_the_cpu_and_a_version(monkeypatch: pytest.
 # --- SGLang's version and names
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.22.post1", "0.5.23", "0.5.23rc1"])
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23rc1"])
 def test_supported_versions(version: str) -> None:
     assert compat.version_problem(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.24.dev3+gabc", "0.6", "1.0.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.24.dev3+gabc", "0.6", "1.0.0", "unknown"])
 def test_other_versions_are_refused(version: str) -> None:
     problem = compat.version_problem(version)
     assert problem is not None
     assert version in problem
-    assert "0.5.22 to 0.5.23" in problem
+    assert "works with SGLang 0.5.23, and" in problem
 
 
 def test_every_page_names_the_versions_that_are_checked() -> None:
@@ -413,7 +405,7 @@ def test_every_page_names_the_versions_that_are_checked() -> None:
     required = [found for page in text.values() for found in re.findall(r"sglang>=[0-9.,<]+", page)]
     assert set(required) == {compat.REQUIREMENT} and compat.REQUIREMENT in text[root / "pyproject.toml"]
     for name in ("README.md", "docs/serving.md"):
-        assert compat.SUPPORTED.replace(" to ", " and ") in text[root / name]
+        assert f"SGLang {compat.SUPPORTED}" in text[root / name].replace("*", "").replace("SGLang:", "SGLang")
     assert compat.SUPPORTED in text[root / "docs" / "commands.md"]
 
 
@@ -499,18 +491,49 @@ def test_what_does_not_go_with_kv_in_files(tmp_path: Path) -> None:
         validation.check_config(FluxionConfig(disk=str(tmp_path / "file" / "below")), args())
 
 
-def test_kv_in_files_needs_a_newer_sglang() -> None:
-    assert compat.disk_problem("0.5.23") is None
-    assert "install sglang 0.5.23, or leave the key out" in str(compat.disk_problem("0.5.22"))
-
-
-def test_ranks_divide_the_cores_that_are_named() -> None:
+def test_ranks_divide_the_cores_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "topology", lambda: {"cores": list(range(8))})
     args = SimpleNamespace(tp_size=2, pp_size=1, dp_size=2, nnodes=1)
     for legal in ({"cores": "0-3"}, {"cores": "0-7", "workers": 2}, {"workers": 9}, {}):
         validation.check_config(FluxionConfig(**legal).validate(), args)
     for cores, workers, words in (("0-2", None, "need 1 each; name at least 4"), ("0-6", 2, "2 each; name at least 8")):
         with pytest.raises(ConfigError, match=f"names {3 if workers is None else 7}, but the 4 ranks .*{words}"):
             validation.check_config(FluxionConfig(cores=cores, workers=workers).validate(), args)
+    with pytest.raises(ConfigError, match=r"^cores is '6-8', but this process may not run on core 8; name some of"):
+        validation.check_config(FluxionConfig(cores="6-8").validate(), args)
+
+
+def test_a_damaged_predictor_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1)
+    shutil.copytree(Path(NEEDLE) / "fluxion", tmp_path / "predictor")
+    config = FluxionConfig(predictor=str(tmp_path / "predictor"))
+    validation.check_config(config.validate(), args)
+    for file in (tmp_path / "predictor").glob("*.safetensors"):
+        os.truncate(file, 100)
+    with pytest.raises(PredictorError, match="truncated"):
+        validation.check_config(config.validate(), args)
+    validation.check_config(replace(config, policy="full").validate(), args)
+
+
+def test_a_folder_of_temporary_files_that_is_too_deep(
+    server_args: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ConfigError, match=r"^TMPDIR is .*; set TMPDIR to a folder of at most 95, such as /tmp\.$"):
+        server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True).resolve_once()
+
+
+def test_a_server_asks_itself_without_a_proxy(
+    server_args: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    server_args(model_path=NEEDLE, device="cpu", enable_fluxion=True, host="10.0.0.7").resolve_once()
+    expected = "example.org,127.0.0.1,localhost,::1,10.0.0.7"
+    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == (expected, expected)
+    told = [record.getMessage() for record in caplog.records if "without a proxy" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith("Fluxion: http_proxy is set")
 
 
 def test_hooks_that_are_not_there_are_an_error() -> None:

@@ -15,7 +15,7 @@ from openai.types import CompletionUsage
 
 from fluxion_sglang import wishes
 from fluxion_sglang.commands.document import AskError, Prompt
-from fluxion_sglang.commands.serving import TPOT, TTFT, RequestFailed, Server, added
+from fluxion_sglang.commands.serving import TPOT, TTFT, UNAUTHORIZED, RequestFailed, Server, added
 from fluxion_sglang.config import FluxionConfig
 
 # Also in sglang/requests.py and policy/, which import torch: seconds that nobody should wait for before a question.
@@ -217,6 +217,8 @@ def _models(server: Server) -> list[dict[str, Any]]:
         cards: list[dict[str, Any]] = json.loads(server.get("/v1/models"))["data"]
         return cards
     except (RequestFailed, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, RequestFailed) and error.status == UNAUTHORIZED:
+            raise AskError(str(error)) from None
         raise AskError(
             f"No OpenAI-style server answers at {server.url} ({error}); start one there, or give --model MODEL instead "
             "of --url, which starts one."

@@ -72,7 +72,8 @@ def _check(arguments: argparse.Namespace) -> None:
 def _server(arguments: argparse.Namespace, document: Document, news: Console) -> Iterator[tuple[Asked, Document]]:
     """The server that is there, or one that runs as long as the block, and the document with its tokens counted."""
     if arguments.url is not None:
-        asked = Asked.of(Server(arguments.url.rstrip("/").removesuffix("/v1")), arguments.model)
+        server = Server.named(arguments.url.rstrip("/").removesuffix("/v1"), arguments.api_key)
+        asked = Asked.of(server, arguments.model)
         with contextlib.suppress(RequestFailed, KeyError):  # a server that cannot count tokens
             document = document.counted(asked.tokenize, asked.model)
         if arguments.policy is not None and not asked.fluxion:

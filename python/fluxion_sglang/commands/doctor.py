@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fluxion_sglang import environment
 from fluxion_sglang.commands.here import program, shown
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
@@ -61,7 +62,7 @@ class Check:
 def run_checks() -> list[Check]:
     """Every check in order. A check that breaks is a FAIL of its own and does not stop the others."""
     checks: list[Check] = []
-    for group in (_versions, _entry_points, _hooks, _native, _space, _gpu):
+    for group in (_versions, _entry_points, _hooks, _native, _space, _environment, _gpu):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # SGLang's, about accelerators that are not there
@@ -284,6 +285,15 @@ def _space() -> Iterator[Check]:
     advice = "ranks of one server talk through it; a container gets more by docker run --shm-size 2g"
     found = f"{size / GIB:.2f} GiB free in {shared}"
     yield Check.unless(size < _LITTLE_SHARED_MEMORY, "shared memory", found, advice)
+
+
+def _environment() -> Iterator[Check]:
+    """What stops a server from asking itself, or its processes from talking; no lines where nothing does."""
+    if (problem := environment.socket_problem()) is not None:
+        yield Check("sockets", FAIL, "no server could make them", problem, "export TMPDIR=/tmp")
+    if names := environment.proxies():
+        found = f"{', '.join(names)} set; servers with the flag and these commands reach this machine without"
+        yield Check("proxy", OK, found)
 
 
 _NO_GPU = "none: the CPU is the device"

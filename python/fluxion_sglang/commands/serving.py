@@ -30,11 +30,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from tqdm import tqdm
 
+from fluxion_sglang.environment import bypass_proxies, is_local
+
 START_LIMIT_S = 900.0
 """Without a word in its log. A loaded machine may take minutes to import SGLang, and a model may have to be downloaded;
 a server that died is noticed at once."""
 
 REQUEST_LIMIT_S = 3600.0
+KEY_VARIABLE: Final = "OPENAI_API_KEY"
+UNAUTHORIZED: Final = 401
 _PORTS: Final = range(10_000, 32_768)
 """Below those that Linux gives to outgoing connections."""
 _SETTLE_LIMIT_S = 2.0
@@ -104,16 +108,22 @@ class Server:
 
     Args:
         url: http://HOST:PORT, or HOST:PORT.
+        api_key: of a server with --api-key.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
-        # A proxy of the environment knows nothing of this machine's own addresses.
+        self._api_key = api_key
         self._here = False
         with suppress(ValueError):  # no URL, which asking it will say
-            self._here = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+            self._here = is_local(urllib.parse.urlsplit(self.url).hostname)
         direct = [urllib.request.ProxyHandler({})] if self._here else []
         self._open = urllib.request.build_opener(*direct).open
+
+    @classmethod
+    def named(cls, url: str, api_key: str | None) -> Server:
+        """One that a user names; its key may be in the environment."""
+        return cls(url, api_key or os.environ.get(KEY_VARIABLE))
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, summed over all labels but `executor`, which joins the name by a slash."""
@@ -143,7 +153,7 @@ class Server:
     def openai(self) -> OpenAI:
         """A client of the server's OpenAI endpoints."""
         client = httpx.Client(trust_env=not self._here, timeout=REQUEST_LIMIT_S)
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=client, max_retries=0)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self._api_key or "none", http_client=client, max_retries=0)
 
     def generate(self, sampling: Mapping[str, Any], **body: Any) -> dict[str, Any]:
         """SGLang's own endpoint.
@@ -213,10 +223,20 @@ class Server:
     ) -> Iterator[Any]:
         try:
             data = None if body is None else json.dumps(body).encode()
-            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"}
+            if self._api_key:
+                headers["Authorization"] = f"Bearer {self._api_key}"
+            request = urllib.request.Request(self.url + path, data, headers)
             with self._open(request, timeout=timeout) as reply:
                 yield reply
         except urllib.error.HTTPError as error:
+            if error.code == UNAUTHORIZED:
+                how = "with this key" if self._api_key else "without a key"
+                raise RequestFailed(
+                    f"The server at {self.url} refuses requests {how}; pass its key with --api-key, or in "
+                    f"{KEY_VARIABLE}.",
+                    error.code,
+                ) from error
             said = ""
             with suppress(OSError, http.client.HTTPException):
                 said = error.read(_LONGEST_REASON).decode(errors="replace").strip()
@@ -261,6 +281,7 @@ def running_server(
     Raises:
         ServerError: it ended or hung while starting, or a request failed; the message holds the end of its log.
     """
+    bypass_proxies()  # a server without the flag asks itself, too
     with tempfile.TemporaryFile("w+", errors="replace") as log, exits_at_signals():
         process = subprocess.Popen(
             list(command),

@@ -70,6 +70,22 @@ _COUNTERS = {
     "attention.",
 }
 """The engine's statistic -> text of its counter."""
+_CONTAINMENT: dict[str, tuple[str, tuple[str, ...]]] = {
+    "contained_failures": (
+        "Failures that ended a request and not the server, by the ring that caught them (docs/faults.md). door: the "
+        "request was refused with status 400 before it was sent to the scheduler.",
+        ("ring",),
+    ),
+    "suspected_requests": (
+        "Requests that were tried alone, because a pass of several requests failed and nothing named the guilty one.",
+        (),
+    ),
+    "rebuilt_pools": (
+        "Times that host pool, request table and prefix cache were emptied: they were not sound after a failure.",
+        (),
+    ),
+}
+"""Name of a counter of contained failures, in any process of the server -> its text and labels."""
 _GAUGES = {
     "host_pool_tokens": "Capacity of the host pool in tokens.",
     "host_pool_bytes": "Bytes of the host pool: tiles, metadata, moments and sketches.",
@@ -109,7 +125,7 @@ _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
 def described() -> dict[str, str]:
     """What every metric counts, by its name on `/metrics`."""
     counters = {"tasks": _TASKS_TEXT} | {_name(stat): text for stat, text in _COUNTERS.items()}
-    counters |= {name: text for name, (text, _) in _ACCOUNTS.items()}
+    counters |= {name: text for name, (text, _) in (_ACCOUNTS | _CONTAINMENT).items()}
     return {f"fluxion_{name}_total": text for name, text in counters.items()} | {
         f"fluxion_{name}": text for name, text in (_GAUGES | histograms.DESCRIBED).items()
     }
@@ -146,6 +162,29 @@ def _refused_specs() -> Counter:
 def count_refused_spec() -> None:
     """A request was refused for its policy in a process that has no `EngineMetrics`; the counter is one."""
     _refused_specs().inc()
+
+
+@cache
+def _containment(name: str) -> Counter:
+    from prometheus_client import Counter
+
+    text, labels = _CONTAINMENT[name]
+    return Counter(f"fluxion_{name}", text, labels)
+
+
+def count_contained(ring: str) -> None:
+    """A failure was contained by a ring of `sglang/containment/`."""
+    _containment("contained_failures").labels(ring=ring).inc()
+
+
+def count_suspects(requests: int) -> None:
+    """So many requests are tried alone."""
+    _containment("suspected_requests").inc(requests)
+
+
+def count_rebuilt() -> None:
+    """The pools were emptied after a failure."""
+    _containment("rebuilt_pools").inc()
 
 
 class EngineMetrics:
@@ -187,6 +226,9 @@ class EngineMetrics:
             gauges[name] = Gauge(f"fluxion_{name}", text, multiprocess_mode=mode)
             gauges[name].set(values.get(name, 0))
         self._state = gauges["policy_state_bytes"]
+        _containment.cache_clear()  # in the registry that this object's are in
+        for name in _CONTAINMENT:
+            _containment(name)  # there before anything fails
         self._last: dict[str, int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
         _reserve_files()

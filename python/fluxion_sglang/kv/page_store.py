@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import tempfile
 import threading
 import time
@@ -50,7 +51,7 @@ class PageStore:
     """The pages of one model, of one process of a server, in a folder; several processes may have the same.
 
     Names are SGLang's: each is a hash of all tokens up to the page's last, and of the request's salt. The folder is of
-    this process's user alone: what a page has can be turned back into a prompt.
+    this process's user, and of a group of its own at most: what a page has can be turned back into a prompt.
 
     Args:
         folder: for the pages of every model; each manifest has a folder in it.
@@ -62,7 +63,7 @@ class PageStore:
         read_pages, written_pages, refused_pages: how many were read for requests, written, and found to be bad.
 
     Raises:
-        OSError: the folder cannot be made, or not be written to.
+        OSError: the folder cannot be made, or not be written to, or others may.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], page_bytes: int, limit: int) -> None:
@@ -71,9 +72,7 @@ class PageStore:
         self.read_pages = self.written_pages = self.refused_pages = 0
         self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.folder.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "it is not this user's alone", str(self.folder))
+        _check_private(self.folder)
         self._seed = self.folder.name.encode()
         self._lock = threading.Lock()
         # Guarded by it: the files that this process knows of, the one used least recently first, each with the time of
@@ -290,3 +289,14 @@ class PageStore:
             with suppress(OSError):
                 os.unlink(beside)
             raise
+
+
+def _check_private(folder: Path) -> None:
+    """Raise PermissionError where another user may read a folder. Kubernetes gives a volume's files to a group of the
+    process (fsGroup)."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"another user owns {folder}", str(folder))
+    if status.st_mode & (0o007 if status.st_gid in (os.getegid(), *os.getgroups()) else 0o077):
+        what = f"other users may look into {folder}; end that with: chmod -R go-rwx {shlex.quote(str(folder))}"
+        raise PermissionError(errno.EPERM, what, str(folder))

@@ -30,7 +30,7 @@ from fluxion_sglang.native import CorruptMemory, NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.policy.base import World
 from fluxion_sglang.sglang import predictors, served_models
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.layers import Contained, install
 from fluxion_sglang.sglang.pools import FluxionKVPool, least_over_ranks

@@ -45,6 +45,20 @@ def available_bytes(server_args: Any) -> int:
     return available_host_memory_bytes(allow_cgroup_fallback=True) // ranks_on_host(server_args)
 
 
+def set_lengths(scheduler: Any) -> None:
+    """Let requests be as long as the model's context and the pool have room for.
+
+    SGLang admits a request only where the pool has a page more than prompt and answer need, and its limits leave that
+    page out: a prompt a little shorter than the pool would wait for ever. Of an answer that fills the context they take
+    two tokens. The row of a request has four places more than the context; drafts need them.
+    """
+    longest = scheduler.max_req_len
+    if scheduler.spec_algorithm.is_none():
+        longest = scheduler.model_config.context_len + 1  # from this SGLang takes one, and the prompt
+    scheduler.max_req_len = min(longest, scheduler.max_total_num_tokens - PAGE)
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, scheduler.max_req_len - 1)
+
+
 def plan_tokens(config: FluxionConfig, shape: KVShape, available: int) -> int:
     """Capacity of the host pool in tokens, a multiple of 16.
 

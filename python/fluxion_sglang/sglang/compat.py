@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-_OLDEST, _NEWEST = (0, 5, 22), (0, 5, 23)
-SUPPORTED = "{}.{}.{} to {}.{}.{}".format(*_OLDEST, *_NEWEST)
-REQUIREMENT = "sglang>={}.{}.{},<{}.{}.{}".format(*_OLDEST, *_NEWEST[:2], _NEWEST[2] + 1)
+_RELEASE = (0, 5, 23)
+SUPPORTED = "{}.{}.{}".format(*_RELEASE)
+REQUIREMENT = "sglang>={}.{}.{},<{}.{}.{}".format(*_RELEASE, *_RELEASE[:2], _RELEASE[2] + 1)
 """What to install, as pyproject.toml has it; the pages that name it have this one."""
 
 _ACCEPT = "FLUXION_ACCEPT_SGLANG"
 """An environment variable that names one version more: `make test-sglang` tries those that are new with it."""
-
-_CPU_RANKS = (0, 5, 23)
-"""The first version that can divide a model among ranks on a CPU: 0.5.22 sets up NCCL whatever the device."""
 
 BACKEND = "fluxion"
 """The name of the attention backend."""
@@ -87,10 +84,14 @@ RUN_BATCH = Need(
         *("is_verify", "skip_attn_backend_init", "capture_hidden_mode", "return_kv_loc_plan"),
     ),
 )
-CHECK_PROMPT = Need(
-    "sglang.srt.managers.tokenizer_manager", "TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+CHECK_PROMPT = Need(_TOKENIZER, "TokenizerManager._validate_one_request", ("self", "obj", "input_ids"))
+MAKE_SCHEDULER = Need("sglang.srt.managers.scheduler", "Scheduler.__init__")
+AWAIT_SCHEDULERS = Need(
+    "sglang.srt.entrypoints.engine", "_wait_for_scheduler_ready", ("scheduler_pipe_readers", "scheduler_procs")
 )
-END_CHUNKED = Need("sglang.srt.managers.scheduler", "Scheduler.process_pending_chunked_abort", ("self",))
+_SCHEDULER = "sglang.srt.managers.scheduler"
+END_CHUNKED = Need(_SCHEDULER, "Scheduler.process_pending_chunked_abort", ("self",))
 _TABLE = "sglang.srt.mem_cache.memory_pool"
 FREE_ROWS = Need(_TABLE, "ReqToTokenPool.free_rows", ("self", "indices"))
 CLEAR_ROWS = Need(_TABLE, "ReqToTokenPool.clear", ("self",))
@@ -98,9 +99,68 @@ _SESSION = "sglang.srt.session.streaming_session"
 MATCH_SESSION = Need(_SESSION, "StreamingSession.try_match_prefix", ("self", "params"))
 END_TURN = Need(_SESSION, "StreamingSession.try_cache_finished_req", ("self", "req"))
 
+# Of containment (`containment/`).
+COUNT_ANSWERS = Need("sglang.srt.managers.io_struct", "GenerateReqInput.normalize_batch_and_arguments", ("self",))
+NAME_REQUEST = Need(_TOKENIZER, "TokenizerManager._init_req_state", ("self", "obj", "request"))
+MAKE_MESSAGE = Need(
+    _TOKENIZER,
+    "TokenizerManager._create_tokenized_object",
+    ("self", "obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids"),
+)
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin"
+GENERATE = Need(_TOKENIZER, "TokenizerManager.generate_request", ("self", "obj", "request"))
+_OLLAMA = "sglang.srt.entrypoints.ollama.serving"
+OLLAMA_GENERATE = Need(_OLLAMA, "OllamaServing.handle_generate", ("self", "request", "raw_request"))
+OLLAMA_CHAT = Need(_OLLAMA, "OllamaServing.handle_chat", ("self", "request", "raw_request"))
+RELEASE_MEMORY = Need(_CONTROL, "TokenizerControlMixin.release_memory_occupation", ("self", "obj", "request"))
+RESUME_MEMORY = Need(_CONTROL, "TokenizerControlMixin.resume_memory_occupation", ("self", "obj", "request"))
+HAND_OVER = Need(_TOKENIZER, "TokenizerManager._handle_batch_output", ("self", "recv_obj"))
+TOKENIZER_LOOP = Need(_TOKENIZER, "TokenizerManager.handle_loop", ("self",))
+DETOKENIZE = Need(
+    "sglang.srt.managers.detokenizer_manager",
+    "DetokenizerManager.handle_batch_token_id_out",
+    ("self", "recv_obj"),
+)
+MAKE_REQUEST = Need(_SCHEDULER, "Scheduler._create_generation_req", ("self", "recv_req", "args", "kwargs"))
+ANSWER_ABORT = Need(_SCHEDULER, "Scheduler.send_abort_output", ("self", "abort_req", "req"))
+TAKE_IN = Need(_SCHEDULER, "Scheduler.process_input_requests", ("self", "recv_reqs"))
+ABORT = Need(_SCHEDULER, "Scheduler.abort_request", ("self", "recv_req"))
+IDLE = Need(_SCHEDULER, "Scheduler.on_idle", ("self",))
+LOOP = Need(_SCHEDULER, "dispatch_event_loop", ("scheduler",))
+_POLICY = "sglang.srt.managers.schedule_policy"
+SORT_QUEUE = Need(
+    _POLICY, "SchedulePolicy.calc_priority", ("self", "waiting_queue", "running_batch", "processed_tokens")
+)
+ADMIT = Need(_POLICY, "PrefillAdder.add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size"))
+SEND_OUTPUT = Need(
+    "sglang.srt.managers.scheduler_components.output_streamer",
+    "SchedulerOutputStreamer.stream_output",
+    ("self", "reqs", "return_logprob", "skip_req"),
+)
+LOGITS = Need("sglang.srt.layers.sampler", "Sampler._preprocess_logits", ("self", "logits", "sampling_info"))
+ACCEPT_TOKEN = Need("sglang.srt.constrained.xgrammar_backend", "XGrammarGrammar.accept_token", ("self", "token"))
+KEEP_GRAMMAR = Need(
+    "sglang.srt.constrained.base_grammar_backend", "BaseGrammarBackend.set_cache", ("self", "key", "value")
+)
+CONTAINMENT = (
+    *(
+        COUNT_ANSWERS,
+        NAME_REQUEST,
+        GENERATE,
+        OLLAMA_GENERATE,
+        OLLAMA_CHAT,
+        MAKE_MESSAGE,
+        RELEASE_MEMORY,
+        RESUME_MEMORY,
+        HAND_OVER,
+        TOKENIZER_LOOP,
+        DETOKENIZE,
+    ),
+    *(MAKE_REQUEST, ANSWER_ABORT, TAKE_IN, ABORT, IDLE, LOOP, SORT_QUEUE, ADMIT, SEND_OUTPUT, LOGITS, ACCEPT_TOKEN),
+    KEEP_GRAMMAR,
+)
+
 # Of NGRAM speculative decoding on a CPU (`speculation.py`), checked where a server asks for it.
-_NGRAM_SINCE = (0, 5, 23)
-"""The first version whose platforms may bring the worker of a speculative algorithm."""
 TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
 NGRAM_SAMPLING = "sglang.srt.speculative.eagle_utils"
 NGRAM_WORKER = "sglang.srt.speculative.ngram_worker"
@@ -140,8 +200,6 @@ NGRAM_NEEDS = (
 )
 
 # Of KV that outlives the server (`disk.py`), checked where a server asks for it.
-_DISK_SINCE = (0, 5, 23)
-"""The first version that takes linkers to external caches from other packages."""
 LINKER_OPTION = "enable_unified_cache_external_linker"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 DISK_NEEDS = (
@@ -163,8 +221,6 @@ DISK_NEEDS = (
 )
 
 # Of prompts that another server prefills (`transfer.py`), checked where a server asks for it.
-_TRANSFER_SINCE = (0, 5, 23)
-"""The first version whose decode side was looked at."""
 _DECODE = "sglang.srt.disaggregation.decode"
 _TRANSFER = "sglang.srt.disaggregation.utils"
 KV_CLASS = Need(_TRANSFER, "get_kv_class", ("transfer_backend", "class_type"))
@@ -201,11 +257,21 @@ _NAMES = {
     "environ": ("envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",),
     "runtime_context": ("get_context", "get_disagg", "get_parallel"),
     "mem_cache.memory_pool": ("KVCache",),
-    "managers.schedule_batch": ("FINISH_ABORT", "ScheduleBatch.decoding_reqs"),
+    "managers.schedule_batch": (
+        *("FINISH_ABORT", "ScheduleBatch.decoding_reqs", "Req.reset_for_retract", "ReqKvInfo", "release_req", "re"),
+    ),
+    "managers.scheduler": ("_make_abort_req", "Scheduler._release_aborted_request"),
+    "managers.schedule_policy": ("AddReqResult.OTHER",),
+    "managers.io_struct": ("msgpack_encode", "msgpack_decode", "AbortReq", "SlowDownReqInput"),
+    "managers.scheduler_components.invariant_checker": ("SchedulerInvariantChecker._check_all_pools",),
+    "mem_cache.common": ("release_kv_cache",),
+    "sampling.sampling_params": ("TOP_K_ALL",),
+    "constants": ("HEALTH_CHECK_RID_PREFIX",),
     "session.streaming_session": ("StreamingSession.release_session",),
 }
 
 NEEDS = (
+    *CONTAINMENT,
     RESOLVE_POOL,
     BUILD_POOL,
     FUSED_KV_WRITE,
@@ -216,6 +282,8 @@ NEEDS = (
     MATCH_SESSION,
     END_TURN,
     END_CHUNKED,
+    MAKE_SCHEDULER,
+    AWAIT_SCHEDULERS,
     Need(_SRT + "plugins.hook_registry", "HookSource", ("plugin_name", "dist_name")),
     Need(_SRT + "layers.attention.attention_registry", "register_attention_backend", ("name",)),
     Need(
@@ -273,42 +341,12 @@ def _release(version: str) -> tuple[int, ...]:
 
 def version_problem(version: str) -> str | None:
     """None, or one sentence on why this version of SGLang is not supported."""
-    if _OLDEST <= _release(version) <= _NEWEST or version == os.environ.get(_ACCEPT):
+    if _release(version) == _RELEASE or version == os.environ.get(_ACCEPT):
         return None
     return (
         f"--enable-fluxion works with SGLang {SUPPORTED}, and this is {version}; install a supported version "
         f"(pip install '{REQUIREMENT}') or leave the option out."
     )
-
-
-def cpu_ranks_problem(version: str) -> str | None:
-    """None, or why this SGLang cannot divide a model among ranks on a CPU; the sentence says which can."""
-    lacks = "cannot divide a model among processes on a CPU, because it sets up NCCL there, too"
-    return _too_old(version, _CPU_RANKS, lacks, "use --tp-size 1 and --pp-size 1")
-
-
-def ngram_problem(version: str) -> str | None:
-    """None, or why this SGLang cannot decode speculatively on a CPU; the sentence says which can."""
-    lacks = "has no place for the worker of a speculative algorithm on a CPU"
-    return _too_old(version, _NGRAM_SINCE, lacks, "leave --speculative-algorithm out")
-
-
-def disk_problem(version: str) -> str | None:
-    """None, or why this SGLang cannot keep KV in files; the sentence says which can."""
-    lacks = "has no place for an external cache of our own, which disk needs"
-    return _too_old(version, _DISK_SINCE, lacks, "leave the key out")
-
-
-def transfer_problem(version: str) -> str | None:
-    """None, or why KV from another server cannot go into a host pool with this SGLang; the sentence says which can."""
-    lacks = "has another way of taking over KV that another server computed"
-    return _too_old(version, _TRANSFER_SINCE, lacks, "use --disaggregation-mode null")
-
-
-def _too_old(version: str, since: tuple[int, ...], lacks: str, instead: str) -> str | None:
-    if _release(version) >= since:
-        return None
-    return f"SGLang {version} {lacks}; install sglang {'.'.join(map(str, since))}, or {instead}."
 
 
 def problems(needs: tuple[Need, ...] = NEEDS) -> Iterator[str]:

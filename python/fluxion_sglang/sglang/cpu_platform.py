@@ -44,5 +44,11 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return speculation.cache_locs
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False

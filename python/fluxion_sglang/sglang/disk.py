@@ -292,8 +292,8 @@ class DiskLinker(UnifiedCacheLinker):
             store = PageStore(self._folder, self.pool.manifest(), self._tiles[:, :, 0].nbytes, self._limit)
         except OSError as error:
             raise ConfigError(
-                f"disk is {str(self._folder)!r}, where KV cannot be kept ({error}); name a folder that this user may "
-                "write to, or leave the key out."
+                f"disk is {str(self._folder)!r}, where KV cannot be kept ({error.strerror or error}); name a folder "
+                "that this user may write to, or leave the key out."
             ) from error
         logger.info(
             "Fluxion: KV is kept in %s: %d pages of %d tokens are there, and there is room for %d",

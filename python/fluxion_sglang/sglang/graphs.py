@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fluxion_sglang.native import NativeProgram
-from fluxion_sglang.sglang.failures import FailureGuard
+from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.layers import MAX_ROWS, Contained
 from fluxion_sglang.sglang.packed import pieces
 from fluxion_sglang.sglang.tracing import Home, Kind, Op, Ref, Trace, TracedLayers, Tracer, is_ref

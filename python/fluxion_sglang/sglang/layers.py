@@ -8,7 +8,8 @@ operations, and ours take one pass.
 
 Weights that have many inputs are packed (`packed.py`).
 
-What fails here fails the pass, as attention does (`failures.py`): SGLang's method computes the layer in its place.
+What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
+place.
 """
 
 from __future__ import annotations

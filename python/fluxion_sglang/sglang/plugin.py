@@ -2,7 +2,7 @@
 
 They go in, and the attention backend with them, when a process installs a configuration that has the flag
 (see `server_fields`), not before: without the flag SGLang's functions are SGLang's own. What they do is in
-`pools`, `failures`, `requests`, `prompts`, `rows`, `sessions` and `backend`, imported when first needed.
+`pools`, `requests`, `rows`, `sessions`, `refusals`, `backend` and the folder `containment`, imported when first needed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ def _ours(module: str, name: str) -> Callable[..., Any]:
     """A hook that is a function of a module of this folder, imported when it is first needed; without the flag
     SGLang's function is called as it is."""
 
+    found: list[Callable[..., Any]] = []
+
     def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not enabled_here():
             return original(*args, **kwargs)
-        return getattr(import_module(f"{__package__}.{module}"), name)(original, *args, **kwargs)
+        if not found:
+            found.append(getattr(import_module(f"{__package__}.{module}"), name))
+        return found[0](original, *args, **kwargs)
 
     return hook
 
 
-_with_policies, _contained = (_ours(module, "forward_batch_generation") for module in ("requests", "failures"))
+_with_policies, _contained = (
+    _ours(module, "forward_batch_generation") for module in ("requests", "containment.passes")
+)
 
 
 def _forward_batch_generation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,12 +52,38 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.BUILD_POOL: _ours("pools", "build_token_to_kv_pool"),
     compat.FUSED_KV_WRITE: _ours("pools", "enable_fused_set_kv_buffer"),
     compat.RUN_BATCH: _forward_batch_generation,
-    compat.CHECK_PROMPT: _ours("prompts", "validate_one_request"),
     compat.FREE_ROWS: _ours("rows", "free_rows"),
     compat.CLEAR_ROWS: _ours("rows", "clear"),
     compat.MATCH_SESSION: _ours("sessions", "try_match_prefix"),
     compat.END_TURN: _ours("sessions", "try_cache_finished_req"),
-    compat.END_CHUNKED: _ours("failures", "process_pending_chunked_abort"),
+    compat.MAKE_SCHEDULER: _ours("refusals", "make_scheduler"),
+    compat.AWAIT_SCHEDULERS: _ours("refusals", "wait_for_schedulers"),
+    # Containment (containment/__init__.py), in the order in which a request meets it.
+    compat.GENERATE: _ours("containment.door", "generate_request"),
+    compat.COUNT_ANSWERS: _ours("containment.door", "normalize_batch_and_arguments"),
+    compat.NAME_REQUEST: _ours("containment.door", "init_req_state"),
+    compat.OLLAMA_GENERATE: _ours("containment.door", "answer_ollama"),
+    compat.OLLAMA_CHAT: _ours("containment.door", "answer_ollama"),
+    compat.CHECK_PROMPT: _ours("containment.door", "validate_one_request"),
+    compat.MAKE_MESSAGE: _ours("containment.door", "create_tokenized_object"),
+    compat.RELEASE_MEMORY: _ours("containment.door", "no_memory_saver"),
+    compat.RESUME_MEMORY: _ours("containment.door", "no_memory_saver"),
+    compat.TAKE_IN: _ours("containment.arrivals", "process_input_requests"),
+    compat.ABORT: _ours("containment.arrivals", "abort_request"),
+    compat.MAKE_REQUEST: _ours("containment.ledger", "create_generation_req"),
+    compat.ANSWER_ABORT: _ours("containment.ledger", "send_abort_output"),
+    compat.SORT_QUEUE: _ours("containment.suspects", "calc_priority"),
+    compat.ADMIT: _ours("containment.suspects", "add_one_req"),
+    compat.IDLE: _ours("containment.admission", "on_idle"),
+    compat.LOOP: _ours("containment.loop", "dispatch_event_loop"),
+    compat.END_CHUNKED: _ours("containment.passes", "process_pending_chunked_abort"),
+    compat.LOGITS: _ours("containment.logits", "preprocess_logits"),
+    compat.ACCEPT_TOKEN: _ours("containment.budgets", "accept_token"),
+    compat.KEEP_GRAMMAR: _ours("containment.budgets", "set_cache"),
+    compat.SEND_OUTPUT: _ours("containment.outputs", "stream_output"),
+    compat.DETOKENIZE: _ours("containment.outputs", "handle_batch_token_id_out"),
+    compat.TOKENIZER_LOOP: _ours("containment.outputs", "handle_loop"),
+    compat.HAND_OVER: _ours("containment.outputs", "handle_batch_output"),
 }
 
 
@@ -73,7 +105,13 @@ def install_if_enabled(config: Any) -> bool:
     """
     if not config.enable_fluxion:
         return False
-    install()
+    try:
+        install()
+    except compat.CompatError:
+        from fluxion_sglang.sglang import refusals
+
+        refusals.print_as_sentence(compat.CompatError)
+        raise
     return True
 
 

@@ -18,7 +18,7 @@ from fluxion_sglang import wishes
 from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
 from fluxion_sglang.sglang import asked, sessions
-from fluxion_sglang.sglang.failures import end_request, keep_out_of_tree
+from fluxion_sglang.sglang.containment.ending import end_request, keep_out_of_tree
 
 logger = logging.getLogger(__name__)
 

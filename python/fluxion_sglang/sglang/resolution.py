@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
+from fluxion_sglang import environment
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import capacity, compat, served_models, validation
+from fluxion_sglang.sglang import capacity, compat, refusals, served_models, validation
 from fluxion_sglang.sglang.offline import CHUNK
 from fluxion_sglang.sglang.options import options_of, rank_options
 
@@ -29,8 +28,8 @@ def run(step: str, server_args: Any, previous: _Step) -> None:
     try:
         _STEPS[step](server_args, previous)
     except Exception as error:
-        if type(error).__module__.partition(".")[0] == "fluxion_sglang":
-            _print_as_sentence(type(error))
+        if refusals.is_ours(error):
+            refusals.print_as_sentence(type(error))
         raise
 
 
@@ -40,19 +39,29 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         raise ConfigError(
             "--fluxion-config has no effect without --enable-fluxion; add that option or leave this one out."
         )
-    compat.check()
+    compat.check(())  # the version alone: looking at every name imports most of SGLang, for seconds
     config = options_of(server_args, again=True)
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
     validation.check_options(view)
-    validation.check_config(config, view)
     from fluxion_sglang import native, openmp
 
     native.library()  # raises NativeLibraryError
-    openmp.wait_passively()  # for the processes that will be spawned; they inherit it
+    validation.check_config(config, view)
+    compat.check()
+    # For the processes that will be spawned; they inherit these.
+    openmp.wait_passively()
+    refusals.listen()
+    if around := environment.bypass_proxies(*filter(None, [view.host])):
+        logger.warning(
+            "Fluxion: %s is set, and the server asks itself without a proxy: no_proxy has %s now",
+            " and ".join(environment.proxies()),
+            ", ".join(around),
+        )
     previous(server_args)
     validation.check_device(view.device, config)
+    served_models.check_quantised(view)
     if view.device == "cuda" and "gpu" in config.executors:
         _load_kernels_early()
     validation.check_speculation(view, config)
@@ -185,16 +194,3 @@ def _default(server_args: Any, name: str) -> Any:
     import msgspec
 
     return next(field.default for field in msgspec.structs.fields(type(server_args)) if field.name == name)
-
-
-def _print_as_sentence(refusal: type[BaseException]) -> None:
-    """Should this refusal end the process, print its sentence without forty lines of traceback above it."""
-    default = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, refusal):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            default(kind, error, trace)
-
-    sys.excepthook = hook

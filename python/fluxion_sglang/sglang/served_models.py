@@ -165,6 +165,37 @@ def check_model(model: ModelConfig, args: Any) -> None:
         raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {found[0]}; {found[1]}.")
 
 
+def check_quantised(args: Any) -> None:
+    """Refuse weights of fewer bits where the CPU is the device: there SGLang has no kernels for them, and says so in
+    many ways, some after the weights are loaded. Raises ConfigError.
+
+    Args:
+        args: SGLang's resolving view, before it has read the model's configuration.
+    """
+    if args.device != "cpu" or (method := _quantised(args)) is None:
+        return
+    raise ConfigError(
+        f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "
+        "computes with such weights on GPUs alone; give the model in bfloat16 or float32."
+    )
+
+
+def _quantised(args: Any) -> str | None:
+    """How the weights are, as far as an option or a file says."""
+    if args.quantization not in (None, "unquant"):
+        return str(args.quantization)
+    if args.load_format in ("gguf", "bitsandbytes") or str(args.model_path).endswith(".gguf"):
+        return "gguf" if args.load_format == "auto" else str(args.load_format)
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
+    except (OSError, ValueError):  # SGLang says what is wrong with it
+        return None
+    found = config.get("quantization_config") or config.get("compression_config")
+    return None if not found else str(found.get("quant_method", "by a method of its own"))
+
+
 def check_stored(model: ModelConfig, config: FluxionConfig) -> None:
     """Refuse to store in 8 bits what a model in float32 attends to. Raises ConfigError."""
     if config.int8 and model.dtype != torch.bfloat16:

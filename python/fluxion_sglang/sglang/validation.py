@@ -9,10 +9,14 @@ import tempfile
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
+from fluxion_sglang import environment
 from fluxion_sglang.config import OBSERVERS, ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.predictor.artifact import JSON_NAME
+from fluxion_sglang.native import topology
+from fluxion_sglang.policy import AUTO
+from fluxion_sglang.predictor.artifact import JSON_NAME, load
+from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.sglang import capacity, compat
 
 LARGEST_DRAFT = 64
@@ -143,12 +147,19 @@ def check_options(args: Any, ours: Container[str] = ()) -> None:
     _refuse(args, OPTIONS, "--enable-fluxion", ours)
     from sglang.srt.environ import envs
 
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "--enable-fluxion does not work with SGLANG_RUST_SERVER, because requests would not pass the checks that "
+            "keep one of them from ending the server; unset the variable."
+        )
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         shown = os.environ.get("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
         raise ConfigError(
             f"--enable-fluxion does not work with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING={shown}, because the "
             "size of the host pool does not depend on CUDA graphs; unset the variable."
         )
+    if (problem := environment.socket_problem()) is not None:
+        raise ConfigError(problem)
 
 
 def check_config(config: FluxionConfig, args: Any) -> None:
@@ -163,13 +174,10 @@ def check_config(config: FluxionConfig, args: Any) -> None:
             f"predictor is {config.predictor!r}, which has no {JSON_NAME}; give the folder that `fluxion train` "
             "wrote, or leave the key out."
         )
+    if folder is not None and config.policy.partition(":")[0] in (AUTO, "fluxion"):
+        load(folder, features=NAMES, tau=config.tau)  # whether it is this model's is known once the weights are loaded
     _check_disk(config, args)
-    cores, ranks, each = len(config.core_list()), capacity.ranks_on_host(args), config.workers or 1
-    if cores and cores < ranks * each:
-        raise ConfigError(
-            f"cores is {config.cores!r}, which names {cores}, but the {ranks} ranks of this host divide them and need "
-            f"{each} each; name at least {ranks * each} or leave the key out."
-        )
+    _check_cores(config, capacity.ranks_on_host(args))
     if config.canary > 0 and args.pp_size > 1:
         raise ConfigError(
             f"canary does not work with --pp-size {args.pp_size}, because a stage that finds corrupt KV cannot end "
@@ -185,12 +193,27 @@ def check_config(config: FluxionConfig, args: Any) -> None:
                 )
 
 
+def _check_cores(config: FluxionConfig, ranks: int) -> None:
+    named, each = config.core_list(), config.workers or 1
+    if not named:
+        return
+    there = {int(core) for core in topology()["cores"]}
+    if absent := [core for core in named if core not in there]:
+        raise ConfigError(
+            f"cores is {config.cores!r}, but this process may not run on core {absent[0]}; name some of the "
+            f"{len(there)} cores that `taskset -cp $$` lists, or leave the key out."
+        )
+    if len(named) < ranks * each:
+        raise ConfigError(
+            f"cores is {config.cores!r}, which names {len(named)}, but the {ranks} ranks of this host divide them and "
+            f"need {each} each; name at least {ranks * each} or leave the key out."
+        )
+
+
 def _check_disk(config: FluxionConfig, args: Any) -> None:
     folder = config.path("disk")
     if folder is None:
         return
-    if (problem := compat.disk_problem(compat.sglang_version())) is not None:
-        raise ConfigError(problem)
     if args.disable_radix_cache:
         raise ConfigError(
             "disk does not work with --disable-radix-cache, because what the radix tree has is what is kept; leave one "
@@ -278,8 +301,6 @@ def check_speculation(args: Any, config: FluxionConfig) -> None:
             f"--enable-fluxion works with {what} on a CPU alone, because a GPU's kernels attend to no trees of tokens; "
             f"hide the accelerator and add --device cpu, or {out}."
         )
-    if (problem := compat.ngram_problem(compat.sglang_version())) is not None:
-        raise ConfigError(problem)
     if args.tp_size * args.pp_size > 1:
         raise ConfigError(
             f"--enable-fluxion works with {what} on one rank alone, because ranks could accept different drafts; use "
@@ -330,8 +351,6 @@ def check_transfer(args: Any, config: FluxionConfig) -> None:
     """
     if args.disaggregation_mode != "decode":
         return
-    if (problem := compat.transfer_problem(compat.sglang_version())) is not None:
-        raise ConfigError(problem)
     if maker_of(args.device) is not None:
         raise ConfigError(
             f"--enable-fluxion works with {_RECEIVING} on a CPU alone, because KV that arrives would have to wait for "
@@ -383,10 +402,6 @@ def check_resolved(args: Any, config: FluxionConfig) -> None:
     """
     check_options(args, () if config.disk is None else (compat.LINKER_OPTION,))
     check_draft(args)
-    if args.device == "cpu" and args.tp_size * args.pp_size > 1:
-        problem = compat.cpu_ranks_problem(compat.sglang_version())
-        if problem is not None:
-            raise ConfigError(problem)
     from sglang.srt.arg_groups.overrides import attention_backends_of
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 

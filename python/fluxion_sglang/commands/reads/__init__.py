@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--url", default="http://127.0.0.1:30000", help="of a running server (default: %(default)s)")
     source.add_argument("--audit", type=Path, metavar="FILE", help="a file that the server's option audit named")
     parser.add_argument(
+        "--api-key", metavar="KEY", help="of the server at --url; default: OPENAI_API_KEY of the environment"
+    )
+    parser.add_argument(
         "--seconds",
         type=_seconds,
         default=10.0,
@@ -62,7 +65,7 @@ def gather(arguments: argparse.Namespace, show: Callable[[Picture, float], None]
         return of_audit(arguments.audit, arguments.policy)
     if arguments.policy is not None:
         raise ReadsError("--policy needs --audit: a server's counters are of all its requests together.")
-    server = Server(arguments.url)
+    server = Server.named(arguments.url, arguments.api_key)
     if arguments.once:
         return of_readings([Reading.nothing(), read_server(server)], server.url, "since its start")
     if show is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fluxion_sglang.commands.reads.picture import Picture, ReadsError, Timeline, ratio
-from fluxion_sglang.commands.serving import RequestFailed, Server, samples
+from fluxion_sglang.commands.serving import UNAUTHORIZED, RequestFailed, Server, samples
 
 POLL_S = 1.0
 """Between two looks at /metrics: twice as long as the server lets its counters be behind."""
@@ -67,6 +67,8 @@ def read_server(server: Server) -> Reading:
     try:
         text = server.get("/metrics")
     except RequestFailed as error:
+        if error.status == UNAUTHORIZED:
+            raise ReadsError(str(error)) from error
         if error.status is not None:
             raise ReadsError(
                 f"The server at {server.url} has no /metrics ({error.status}); start it with --enable-metrics."

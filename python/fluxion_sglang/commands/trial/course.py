@@ -53,11 +53,14 @@ _LEAST_SHARE = 0.4  # of the time, for measuring
 _OFF_PATIENCE = 1.5  # how far the part without the flag may run past the time
 
 _MODEL = "both servers serve the MODEL of `fluxion try MODEL`; name it there"
+_KEY = "both servers listen on this machine alone and need no key; leave it out"
 _OURS: Final = {
     "--model-path": _MODEL,
     "--model": _MODEL,
     "--port": "each server gets a port that is free; leave it out",
     "--host": "both servers are asked on this machine alone; leave it out",
+    "--api-key": _KEY,
+    "--admin-api-key": _KEY,
     "--dtype": "the trial sizes its pool by it; give it to `fluxion try` itself",
 }
 """Options of a server that the trial sets: why, and what to do instead of giving them in `--server-args`."""

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
 
-from fluxion_sglang.sglang import failures
-from fluxion_sglang.sglang.failures import (
+from fluxion_sglang.sglang.containment import passes
+from fluxion_sglang.sglang.containment.passes import (
     FailureGuard,
     Failures,
     agreed,
@@ -55,7 +55,7 @@ def test_a_pass_may_fail_at_its_end() -> None:
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks, which agree on what this one has found."""
-    monkeypatch.setattr(failures, "agreed", lambda mine, ranks: mine)
+    monkeypatch.setattr(passes, "agreed", lambda mine, ranks: mine)
 
 
 def run_batch(
@@ -117,7 +117,7 @@ def test_what_failed_on_another_rank_ends_requests_here(rank: int, monkeypatch: 
         told.append(mine)
         return theirs
 
-    monkeypatch.setattr(failures, "agreed", agreed_on)
+    monkeypatch.setattr(passes, "agreed", agreed_on)
     guard = FailureGuard()
     run_batch(monkeypatch, 1, guard, requests, rank, step=lambda: None)
     assert told == [Failures(None, {})] and guard.failed == (rank == 0)

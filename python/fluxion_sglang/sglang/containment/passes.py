@@ -1,10 +1,9 @@
-"""A forward pass of which something of ours failed ends its requests with an error; the server goes on.
+"""A forward pass of which something of Fluxion's own failed ends its requests with an error; the server goes on.
 
-SGLang lets an exception of a forward pass end the scheduler. A failed task (a worker's error, a time-out) is worth less
-than that: the pass is completed with zeros, its requests are told to finish with the reason, and nothing that the pass
-computed may enter the radix tree. A prompt of which a chunk failed is computed no further. Tensor-parallel ranks
-compute one pass together: what has failed on one has failed on all. So has a request that one of them ended before the
-pass (`requests.py`).
+A failed task (a worker's error, a time-out) does not interrupt the pass: it is completed with zeros, its requests are
+told to finish with the reason, and nothing that the pass computed may enter the radix tree. A prompt of which a chunk
+failed is computed no further. Tensor-parallel ranks compute one pass together: what has failed on one has failed on
+all. So has a request that one of them ended before the pass (`requests.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from fluxion_sglang.sglang.containment import budgets, counts
+from fluxion_sglang.sglang.containment.ending import end_request
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class Failures(NamedTuple):
 
 
 class FailureGuard:
-    """Contains the failures of one forward pass, where somebody has promised to report them.
+    """Contains the failures of one forward pass, where the caller reports them.
 
     Outside `containing()` (SGLang's offline benchmarks call the model without a scheduler) a failure is raised.
 
@@ -70,6 +72,10 @@ class FailureGuard:
         self.found, self._contained = Failures(None, {}), True
         try:
             yield self
+        except BaseException:  # of SGLang's: the loop contains it, and our step must not stay open
+            self._give_up()
+            raise
+        else:
             self._close()
         finally:
             self._contained = False
@@ -89,7 +95,10 @@ class FailureGuard:
     def _close(self) -> None:
         if self.reason is None:
             self.run(self.finish)
-            return
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
         try:
             self._abort()
         except Exception:
@@ -127,11 +136,15 @@ def forward_batch_generation(
         guard.finish()
         return result
     with guard.containing():
+        for place, why in budgets.overspent(batch.reqs):
+            end_request(batch.reqs[place], why, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            guard.ended(place, why)
         result = original(worker, batch, *args, **kwargs)
     found = guard.found if parallel.tp_size == 1 else agreed(guard.found, parallel.tp_group.cpu_group)
     if found.reason is not None:
         guard.failed += parallel.tp_rank == 0
         guard.report()
+        counts.contained("passes")
     every = range(len(batch.reqs))
     failed = found.lost if found.reason is None else dict.fromkeys(every, f"the pass failed: {found.reason}")
     for i, reason in failed.items():
@@ -183,31 +196,3 @@ def agreed(mine: Failures, ranks: dist.ProcessGroup) -> Failures:
     # Of several reasons, that of the lowest rank.
     lost = {place: reason for each in reversed(found) for place, reason in each.lost.items()}
     return Failures(reasons[0] if reasons else None, lost)
-
-
-def end_request(request: Any, sentence: str, status: HTTPStatus, kind: str) -> None:
-    """Have SGLang end a request with an error, and keep what it computes from now on out of the radix tree.
-
-    A request that is to end already keeps the reason it has.
-
-    Raises:
-        RuntimeError: this SGLang's request has no such means.
-    """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    if not hasattr(request, "to_finish"):
-        raise RuntimeError(f"SGLang's request cannot be told to end: {sentence}")
-    keep_out_of_tree(request)
-    if request.to_finish is None:
-        request.to_finish = FINISH_ABORT(sentence, status, kind)
-
-
-def keep_out_of_tree(request: Any, when: object = True) -> None:
-    """What SGLang has not yet put into the radix tree of a request stays out of it. Raises as `end_request`.
-
-    Args:
-        when: asked for its truth each time that SGLang is about to put something in.
-    """
-    if not hasattr(request, "skip_radix_cache_insert"):
-        raise RuntimeError("SGLang's request cannot be told to stay out of the radix tree.")
-    request.skip_radix_cache_insert = when

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxion_sglang.sglang import prompts
+from fluxion_sglang.sglang.containment import door
+from fluxion_sglang.sglang.containment.door import validate_one_request
 from fluxion_sglang.sglang.options import options_of
-from fluxion_sglang.sglang.prompts import validate_one_request
 
 VOCABULARY = 100
 
@@ -19,7 +20,9 @@ VOCABULARY = 100
 def asked(ids: Any, **fields: Any) -> list[Any]:
     """The calls that SGLang's own check got."""
     server = SimpleNamespace(fluxion_config=fields.pop("config", None), enable_metrics=fields.pop("metrics", False))
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY), server_args=server)
+    manager = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=1, dtype=torch.bfloat16), server_args=server
+    )
     fields = {"session_params": None, "session_id": None, "input_embeds": None, "sampling_params": None} | fields
     calls: list[Any] = []
     validate_one_request(lambda *args: calls.append(args), manager, SimpleNamespace(**fields), ids)
@@ -117,7 +120,7 @@ def test_what_a_policy_raises_is_the_scheduler_s_to_contain(monkeypatch: pytest.
     def broken(spec: str) -> None:
         raise OSError("its file is gone")
 
-    monkeypatch.setattr(prompts.asked, "check_spec", broken)
+    monkeypatch.setattr(door.asked, "check_spec", broken)
     assert len(asked([1], sampling_params=of_policy("theirs:1"))) == 1
 
 
@@ -128,7 +131,7 @@ def test_options_that_cannot_be_read_any_more_refuse_nobody() -> None:
 
 def test_refused_specs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[None] = []
-    monkeypatch.setattr(prompts.metrics, "count_refused_spec", lambda: counted.append(None))
+    monkeypatch.setattr(door.metrics, "count_refused_spec", lambda: counted.append(None))
     refusal([1], sampling_params=of_policy("ful"))
     assert counted == []
     refusal([1], sampling_params=of_policy("ful"), metrics=True)

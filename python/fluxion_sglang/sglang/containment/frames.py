@@ -1,0 +1,84 @@
+"""What an exception's traceback says of the requests that SGLang was busy with. Used after a failure only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+
+
+def walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames of the traceback with the line that each was at, outermost first."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def local(error: BaseException, function: str, name: str) -> Any:
+    """A local variable of the innermost frame of a function with this name; None if there is none."""
+    found = None
+    for frame, _ in walk(error):
+        if frame.f_code.co_name == function:
+            found = frame.f_locals.get(name, found)
+    return found
+
+
+def went_through(error: BaseException, *functions: str) -> bool:
+    """Whether the traceback has a function of one of these names."""
+    return any(frame.f_code.co_name in functions for frame, _ in walk(error))
+
+
+def culprit(error: BaseException, kind: type[T]) -> T | None:
+    """The `kind` that the innermost frame was busy with, or None.
+
+    A frame is busy with an object that is a parameter of its function, or the variable of a loop that the failing line
+    is in. The variable of a loop that has ended names the last object of the loop, which need not be at fault.
+    """
+    found: T | None = None
+    for frame, line in walk(error):
+        for name in (*_parameters(frame.f_code), *_loop_variables(frame, line)):
+            value = frame.f_locals.get(name)
+            if isinstance(value, kind):
+                found = value
+    return found
+
+
+def passed_down(error: BaseException, kind: type[T]) -> Sequence[T]:
+    """The parameters of type `kind` of the innermost frame that has any."""
+    found: list[T] = []
+    for frame, _ in walk(error):
+        here = [frame.f_locals.get(name) for name in _parameters(frame.f_code)]
+        found = [value for value in here if isinstance(value, kind)] or found
+    return found
+
+
+def _parameters(code: CodeType) -> Sequence[str]:
+    if code.co_name in _COMPREHENSIONS:
+        return code.co_varnames
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _loop_variables(frame: FrameType, line: int) -> list[str]:
+    """Variables of the `for` statements around a line of the frame's function, outermost first."""
+    try:
+        source, first = inspect.getsourcelines(frame.f_code)
+        tree = ast.parse(textwrap.dedent("".join(source)))
+    except (OSError, SyntaxError, TypeError):  # no source, or not on its own
+        return []
+    # ast counts from 1; a module's first line is given as 0.
+    at = line - max(first, 1) + 1
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and node.body[0].lineno <= at <= (node.body[-1].end_lineno or 0)
+    ]
+    around.sort(key=lambda node: node.lineno)
+    return [name.id for node in around for name in ast.walk(node.target) if isinstance(name, ast.Name)]

@@ -1,0 +1,161 @@
+"""Faults at the places where SGLang handles requests: whatever raises there, the guilty request gets one answer, its
+neighbours get the tokens that they get alone, and nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from effort import examples
+from faults import scenes
+from faults.injection import GUILTY, SITES, Fault, injected
+from faults.inprocess import Call, Child, InProcess, Spoiled
+
+NEW = 12
+OFTEN = 10**6
+"""Times that a fault which does not go away raises."""
+
+
+_numbers = itertools.count()
+
+
+def guilty(**extra: Any) -> Call:
+    """Its tokens are chosen by a grammar, and it wants log probabilities: so it passes every site.
+
+    Its id is new: two seconds after a stream has ended, SGLang aborts whatever has the stream's id.
+    """
+    params = {**scenes.greedy(NEW), "regex": "(w[0-9]+)+"}
+    body = {
+        "rid": f"{GUILTY}-{next(_numbers)}",
+        "input_ids": scenes.words(3),
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+    return Call({**body, **extra})
+
+
+def scene(name: str, server: InProcess) -> tuple[int, Call]:
+    """(neighbours, the guilty request) of a scene."""
+    match name:
+        case "alone":
+            return 0, guilty()
+        case "beside":
+            return 3, scenes.running(guilty())
+        case "together":
+            return 3, guilty()
+        case "streaming":
+            return 3, scenes.running(guilty(stream=True))
+        case "chunked":
+            return 2, scenes.running(guilty(input_ids=scenes.words(4, 150)))
+        case "session":
+            session = server.open_session(streaming=bool(server.args.enable_streaming_session))
+            first = guilty(
+                rid=f"first-{next(_numbers)}", session_params={"id": session}, sampling_params=scenes.greedy(4)
+            )
+            assert server.ask(first.body).code == 200
+            return 2, scenes.running(guilty(session_params={"id": session}))
+    raise ValueError(name)
+
+
+def play(server: InProcess, site: str, name: str, after: bool, named: bool, skip: int, times: int) -> None:
+    """One case. The fault is in force while the guilty request and its neighbours run."""
+    for which in range(3):
+        scenes.alone(server, which)
+    neighbours, call = scene(name, server)
+    fault = Fault(after, named, skip, times)
+    try:
+        with injected(site, fault):
+            answer = scenes.beside(server, [call], neighbours, check=False)[0]
+        assert answer.code in (200, 500), f"{answer.code} {answer.message}"
+        assert not (times == OFTEN and fault.raised and answer.code == 200 and site in DEADLY), "it cannot have passed"
+        if session := (call.body.get("session_params") or {}).get("id"):
+            # The session goes on, or says that it does not.
+            then = server.ask(
+                {"input_ids": [300], "sampling_params": scenes.greedy(2), "session_params": {"id": session}}
+            )
+            if not (then.whole and then.code in (200, 400, 500)):
+                raise Spoiled(f"the session's next turn: {then.code} {then.message}")
+            server.close_session(session)
+        scenes.beside(server, [], neighbours)
+    except AssertionError as error:
+        case = f"{site}, {name}, after={after}, named={named}, skip={skip}, times={times}, raised {fault.raised}"
+        raise type(error)(f"{case}: {error}") from error
+
+
+DEADLY = (
+    "prepare_for_extend", "from_schedule_batch", "forward_batch_generation", "sample", "init_next_round_input",
+    "update_finish_state", "add_logprob_return_values", "process_batch_result", "add_one_req",
+)  # fmt: skip
+"""Sites that a request has to pass: if they fail each time, it cannot be answered."""
+
+CASES = [
+    dict(zip(("after", "named", "skip", "times"), case, strict=True))
+    for case in itertools.product((False, True), (True, False), (0, 3), (1, OFTEN))
+]
+
+
+def cases(site: str) -> list[dict[str, Any]]:
+    if site == "on_idle":  # no request will ever end a fault that comes back
+        return [case for case in CASES if case["times"] == 1 and case["named"]]
+    if site == "calc_priority":  # a queue is only looked at while somebody waits
+        return [case for case in CASES if not case["skip"]]
+    return CASES
+
+
+def play_all(server: InProcess, site: str, name: str) -> None:
+    """As many of a site's cases as the effort allows."""
+    found = cases(site)
+    for case in random.Random(f"{site} {name}").sample(found, min(examples(len(found)), len(found))):
+        play(server, site, name, **case)
+
+
+def sites(*names: str) -> list[Any]:
+    """Each site in each scene; a few of them in the quick tests."""
+    return [
+        pytest.param(site, name, id=f"{site}-{name}", marks=() if (site, name) in QUICK else pytest.mark.full)
+        for site in SITES
+        for name in names
+    ]
+
+
+QUICK = {
+    ("prepare_for_extend", "together"), ("forward_batch_generation", "beside"), ("sample", "streaming"),
+    ("update_finish_state", "beside"), ("accept", "beside"), ("release_kv_cache", "session"), ("on_idle", "beside"),
+}  # fmt: skip
+
+
+class TestDefaults:
+    FLAGS = ("--enable-streaming-session",)
+
+    @pytest.mark.parametrize(("site", "name"), sites("alone", "beside", "together", "streaming", "session"))
+    def test_site(self, server: Child, site: str, name: str) -> None:
+        server.run(play_all, site, name)
+
+
+@pytest.mark.full
+class TestChunkedAndSerial:
+    FLAGS = ("--chunked-prefill-size", "32", "--enable-mixed-chunk", "--disable-overlap-schedule")
+
+    @pytest.mark.parametrize(("site", "name"), sites("chunked", "session", "streaming"))
+    def test_site(self, server: Child, site: str, name: str) -> None:
+        server.run(play_all, site, name)
+
+
+@pytest.mark.full
+class TestChunked:
+    FLAGS = ("--chunked-prefill-size", "32", "--enable-streaming-session")
+
+    @pytest.mark.parametrize(("site", "name"), sites("chunked", "session"))
+    def test_site(self, server: Child, site: str, name: str) -> None:
+        server.run(play_all, site, name)
+
+
+@pytest.mark.full
+class TestDrafts:
+    FLAGS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+
+    @pytest.mark.parametrize(("site", "name"), sites("beside", "streaming"))
+    def test_site(self, server: Child, site: str, name: str) -> None:
+        server.run(play_all, site, name)

@@ -27,7 +27,7 @@ from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.plugin import HOOKS
 
 IN_A_STEP = (compat.TAKE_IN, compat.LOGITS, compat.SEND_OUTPUT)
-"""Hooks of containment that a decode step passes, where nobody waits."""
+"""Hooks of containment that run in a decode step while the queue is empty."""
 
 BLOCK = 20
 """Steps with the hooks, and then as many without."""

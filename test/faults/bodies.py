@@ -1,4 +1,4 @@
-"""Request bodies that nobody would write: one to three odd fields on a short legal body.
+"""Odd request bodies: one to three fields of a short legal body get values at or beyond their limits.
 
 Fields and their types are SGLang's own: the schemas of its HTTP application, and its `SamplingParams`. Values are legal
 ones, boundaries, or of another type. Body `index` of a seed depends on these two numbers alone.

@@ -178,7 +178,7 @@ def count_contained(ring: str) -> None:
 
 
 def count_suspects(requests: int) -> None:
-    """So many requests are tried alone."""
+    """`requests` requests are tried alone."""
     _containment("suspected_requests").inc(requests)
 
 

@@ -99,7 +99,7 @@ _SESSION = "sglang.srt.session.streaming_session"
 MATCH_SESSION = Need(_SESSION, "StreamingSession.try_match_prefix", ("self", "params"))
 END_TURN = Need(_SESSION, "StreamingSession.try_cache_finished_req", ("self", "req"))
 
-# Of containment (`containment/`).
+# What the hooks of `containment/` replace.
 COUNT_ANSWERS = Need("sglang.srt.managers.io_struct", "GenerateReqInput.normalize_batch_and_arguments", ("self",))
 NAME_REQUEST = Need(_TOKENIZER, "TokenizerManager._init_req_state", ("self", "obj", "request"))
 MAKE_MESSAGE = Need(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 import weakref
@@ -14,8 +13,6 @@ from typing import Any
 import regex
 
 from fluxion_sglang.sglang.containment import counts
-
-logger = logging.getLogger(__name__)
 
 STOP_REGEX_S = 0.1
 """Seconds of this process that one search for a stop regex may take, over all threads. Every request waits for it."""

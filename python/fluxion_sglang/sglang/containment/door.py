@@ -24,7 +24,7 @@ from fluxion_sglang.sglang.containment import bounds, budgets, counts
 from fluxion_sglang.sglang.containment.ending import said
 from fluxion_sglang.sglang.options import options_of
 
-_INTERNAL = (*("is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"),)
+_INTERNAL = ("is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
 """Fields of SamplingParams that SGLang fills itself."""
 
 _WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "n", "beam_width", "stream_interval", "sampling_seed")
@@ -259,7 +259,7 @@ def _check_values(manager: Any, tokenized: Any) -> None:
             if not budgets.has_a_bound(pattern):
                 _refuse(
                     "stop_regex has repeats that may match in many ways, which several ranks cannot give a time limit; "
-                    "use at most one repeat without a limit, with no other in it."
+                    "use at most one repeat, with no other and no alternative in it."
                 )
 
 

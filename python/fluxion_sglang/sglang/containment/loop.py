@@ -3,7 +3,7 @@
 SGLang lets an exception of its scheduler end the server. Here it ends the request that caused it: the one that the
 traceback names, or the only one of the pass, or the one that `suspects.py` finds. Every other request goes back into
 the queue by SGLang's own retraction and is prefilled again, with what it had generated. Then the loop is entered again.
-A step costs nothing: there is no hook inside the loop.
+This hook is around the loop, so a step does not pay for it.
 
 Where pools are not sound afterwards, they are emptied, and the model stays. A failure that comes back at once, with no
 request to blame, ends the server as SGLang does.
@@ -33,7 +33,7 @@ AGREE_S = 60.0
 """Seconds that a rank waits for the others to say how they failed. Then it ends, and the server with it."""
 
 REBUILDS, UNEXPLAINED = 2, 5
-"""So many rebuilds, or failures with no request to blame, in `MINUTE_S` end the server: it does not help to go on."""
+"""The server ends at the next rebuild, or failure with no request to blame, after this many within `MINUTE_S`."""
 MINUTE_S = 60.0
 
 _SCAN = "_get_new_batch_prefill_raw"
@@ -359,7 +359,7 @@ class Loop:
         from sglang.srt.runtime_context import get_disagg
 
         scheduler = self._scheduler
-        # Of a decode server others write into the pool.
+        # Prefill servers write into the pool of a decode server.
         if get_disagg().disaggregation_mode == "decode" or _too_many(self._rebuilt):
             raise error
         logger.error("Fluxion: the pools are emptied (%s); prefixes and the KV of sessions are computed again", why)

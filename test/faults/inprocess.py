@@ -303,6 +303,18 @@ class Ledger:
         self.finals.clear()
 
 
+def _pin_nothing() -> None:
+    """SGLang's adapters pin host memory, which PyTorch does for an accelerator alone; a CPU has no use for it."""
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor: tensor
+
+
 class InProcess:
     """A server with the given command line flags.
 
@@ -322,6 +334,8 @@ class InProcess:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        if "--enable-lora" in flags:
+            _pin_nothing()
         from sglang.srt.server_args import PortArgs, prepare_server_args
         from sglang.srt.utils import set_prometheus_multiproc_dir
 

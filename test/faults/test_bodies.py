@@ -502,7 +502,10 @@ class TestWithoutRadixCache:
 
 @pytest.mark.full
 class TestLora:
-    FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj")
+    FLAGS = (
+        *("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"),
+        *("--lora-backend", "torch_native"),
+    )
 
     @rows(generate("lora_id", lora_id="zzz", codes=ANSWERED), generate("lora_path", lora_path="zzz", codes=FAILED))
     def test_row(self, server: Child, row: Row) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from effort import examples
 from faults import scenes
+from faults.conftest import Serve
 from faults.injection import GUILTY, SITES, Fault, injected
 from faults.inprocess import Call, Child, InProcess, Spoiled
 
@@ -63,13 +64,18 @@ def play(server: InProcess, site: str, name: str, after: bool, named: bool, skip
     """One case. The fault is in force while the guilty request and its neighbours run."""
     for which in range(3):
         scenes.alone(server, which)
+    if server.args.enable_unified_cache_external_linker:
+        server.flush()  # prompts come from files again
     neighbours, call = scene(name, server)
     fault = Fault(after, named, skip, times)
     try:
         with injected(site, fault):
             answer = scenes.beside(server, [call], neighbours, check=False)[0]
         assert answer.code in (200, 500), f"{answer.code} {answer.message}"
-        assert not (times == OFTEN and fault.raised and answer.code == 200 and site in DEADLY), "it cannot have passed"
+        # A pass that sent the last output failed afterwards: the first failing one, or the only one of a trial.
+        late = after and fault.raised <= 2
+        if times == OFTEN and fault.raised and site in DEADLY and not late:
+            assert answer.code != 200, "it cannot have passed"
         if session := (call.body.get("session_params") or {}).get("id"):
             # The session goes on, or says that it does not.
             then = server.ask(
@@ -122,7 +128,8 @@ def sites(*names: str) -> list[Any]:
 
 QUICK = {
     ("prepare_for_extend", "together"), ("forward_batch_generation", "beside"), ("sample", "streaming"),
-    ("update_finish_state", "beside"), ("accept", "beside"), ("release_kv_cache", "session"), ("on_idle", "beside"),
+    ("update_finish_state", "beside"), ("accept", "beside"), ("to_payload", "together"),
+    ("release_kv_cache", "session"), ("on_idle", "beside"),
 }  # fmt: skip
 
 
@@ -157,5 +164,18 @@ class TestDrafts:
     FLAGS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 
     @pytest.mark.parametrize(("site", "name"), sites("beside", "streaming"))
+    def test_site(self, server: Child, site: str, name: str) -> None:
+        server.run(play_all, site, name)
+
+
+@pytest.mark.full
+class TestDisk:
+    """KV that is read from files while others decode."""
+
+    @pytest.fixture(scope="class")
+    def server(self, serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Child:
+        return serve(config={"disk": str(tmp_path_factory.mktemp("disk"))})
+
+    @pytest.mark.parametrize(("site", "name"), sites("beside", "together"))
     def test_site(self, server: Child, site: str, name: str) -> None:
         server.run(play_all, site, name)

@@ -113,3 +113,21 @@ def test_a_local_of_a_function() -> None:
     error = raised(scan, [A])
     assert frames.local(error, "scan", "adder") is A
     assert frames.local(error, "scan", "nothing") is None and frames.local(error, "nowhere", "adder") is None
+
+
+def test_of_outputs_that_are_sent_one_by_one_the_failing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fluxion_sglang.sglang.containment import outputs
+
+    monkeypatch.setattr(outputs, "_unsend", lambda message: None)
+
+    def _stream_output_generation(requests: list[Request]) -> None:
+        acc = requests  # noqa: F841 (the hook looks for it)
+        if B in requests:
+            fail()
+
+    def stream(streamer: Any, requests: list[Request], logprobs: bool, skip: Any = None) -> None:
+        _stream_output_generation(requests)
+
+    with pytest.raises(ValueError) as error:
+        outputs.stream_output(stream, None, [A, B, C], False)
+    assert frames.culprit(error.value, Request) is B

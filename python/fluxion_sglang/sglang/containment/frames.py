@@ -40,7 +40,8 @@ def culprit(error: BaseException, kind: type[T]) -> T | None:
     """The `kind` that the innermost frame was busy with, or None.
 
     A frame is busy with an object that is a parameter of its function, or the variable of a loop that the failing line
-    is in. The variable of a loop that has ended names the last object of the loop, which need not be at fault.
+    is in. The variable of a loop that has ended names the last object of the loop, which need not be at fault. So does
+    that of a loop that caught the error and went on: what may fail there needs a function of its own.
     """
     found: T | None = None
     for frame, line in walk(error):

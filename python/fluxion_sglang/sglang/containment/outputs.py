@@ -47,24 +47,25 @@ def stream_output(
             raise  # it was not begun, or it is sent
         logger.exception("Fluxion: outputs cannot be sent together; they are sent one by one")
         _unsend(message)
-    failed: list[tuple[Any, Exception]] = []
+    failed: list[Exception] = []
     one_by_one = [req for req in reqs if req is not skip_req]
-    for req in one_by_one:
+    for each in one_by_one:
         try:
-            original(streamer, [req], return_logprob)
+            _stream_one(original, streamer, each, return_logprob)
         except Exception as error:
             if (message := frames.local(error, _STREAM, "acc")) is not None:
                 _unsend(message)
-            failed.append((req, error))
+            failed.append(error)
     if 1 < len(failed) == len(one_by_one):
         raise together
     if failed:
-        _fail(*failed[0])
+        raise failed[0]
 
 
-def _fail(req: Any, error: Exception) -> None:
-    """Raise so that the traceback names the request: by this parameter (`frames.culprit`)."""
-    raise error
+def _stream_one(original: Callable[..., None], streamer: Any, req: Any, return_logprob: bool) -> None:
+    """A traceback names the request by this parameter (`frames.culprit`). The variable of the loop around the call has
+    gone on by the time the traceback is read."""
+    original(streamer, [req], return_logprob)
 
 
 def _unsend(message: Any) -> None:

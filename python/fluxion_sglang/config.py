@@ -166,6 +166,14 @@ class FluxionConfig:
         "it is the share of the earlier tokens that queries of a prompt read; give 1 for an exact prefill, or a number "
         "above 0 and below 1, such as 0.3.",
     )
+    prefill_pass_ms: float = _option(
+        0.0,
+        "Milliseconds that a pass of prompts is to take while others decode or wait: about a stream's longest gap. "
+        "Long prompts wait longer, short ones go first. 0 leaves passes and their order to SGLang. On a CPU.",
+        "200",
+        lambda ms: ms >= 0,
+        "it is a time; give a number of milliseconds, or 0 for passes of chunked_prefill_size tokens.",
+    )
     attend_union: bool = _option(
         True,
         "All heads of a group attend to the blocks that any of them chose, which are read once for all of them.",

@@ -89,7 +89,7 @@ class TestRanks:
 
     @pytest.fixture(scope="class")
     def server(self, way: str, reference: Reference, model: str, logs: Path) -> Iterator[Server]:
-        with serving(way, model, logs, '{"host_tokens": 30000, "workers": 1}') as server:
+        with serving(way, model, logs, '{"host_tokens": 30000, "workers": 1, "prefill_pass_ms": 50}') as server:
             yield server
 
     @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
@@ -98,6 +98,15 @@ class TestRanks:
 
     def test_requests_together(self, server: Server, reference: Reference) -> None:
         names = [name for name in ALL if name.startswith("family-")]
+        with ThreadPoolExecutor(len(names)) as pool:
+            found = list(pool.map(lambda name: ask(server, *ALL[name], "full"), names))
+        for name, got in zip(names, found, strict=True):
+            assert_same(got, reference[name])
+
+    def test_a_long_prompt_beside_others(self, server: Server, way: str, reference: Reference) -> None:
+        """Its passes are sized by a clock, and the clocks of ranks differ."""
+        server.flush()
+        names = ["length-5000", "length-50", "length-300", "length-2000"]
         with ThreadPoolExecutor(len(names)) as pool:
             found = list(pool.map(lambda name: ask(server, *ALL[name], "full"), names))
         for name, got in zip(names, found, strict=True):

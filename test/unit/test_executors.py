@@ -320,6 +320,41 @@ def test_a_pass_of_prompts_with_a_budget() -> None:
         assert error(want, exact) > 1e-3
 
 
+@pytest.mark.parametrize("policy", ["full", "fixed:16:0.2", "sketch:0.1"])
+def test_a_decode_step_that_rides_along(policy: str) -> None:
+    """A pass of a prompt with a decode step in it gives what the two give one after the other."""
+    outs = []
+    for mixed in (False, True):
+        world = World(policy=policy, seed=5)
+        for row, length in ((1, 900), (2, 500), (3, 70)):
+            world.extend(row, length)
+        rows, lengths, new = torch.tensor([1, 2]), torch.tensor([901, 501]), 130
+        lists = [world.page_list(row, int(n)) for row, n in zip((1, 2), lengths, strict=True)]
+        table = torch.zeros(2, max(map(len, lists)), dtype=torch.int32)
+        for b, pages in enumerate(lists):
+            table[b, : len(pages)] = pages
+        chunk = ExtendRequest(3, 70, 70 + new, 0, world.page_list(3, 70 + new), queries=1)
+        told: list[int] = []
+        device, found = world.device, []
+        heads = world.heads * world.group, world.heads, world.heads
+        tokens = [[world.randn(new + 2, count, world.dim) for count in heads] for _ in range(world.layers)]
+        if mixed:
+            device.begin_mixed([chunk], lambda layer, *_, told=told: told.append(layer), rows, lengths, table, None)
+            found = [device.extend(layer, *qkv, world.scale) for layer, qkv in enumerate(tokens)]
+        else:
+            device.begin_extend([chunk], lambda layer, *_, told=told: told.append(layer))
+            ahead = [device.extend(layer, *(x[:new] for x in qkv), world.scale) for layer, qkv in enumerate(tokens)]
+            device.begin_decode(rows, lengths, table)
+            behind = [device.decode(layer, *(x[new:] for x in qkv), world.scale) for layer, qkv in enumerate(tokens)]
+            found = [torch.cat(both) for both in zip(ahead, behind, strict=True)]
+        assert told == list(range(world.layers))
+        outs.append((found, [layer.clone() for layer in world.windows.layers], world.engine.native.stats()))
+    (apart, windows, stats), (together, same_windows, same_stats) = outs
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+    assert all(torch.equal(a[1:4], b[1:4]) for a, b in zip(windows, same_windows, strict=True))
+    assert stats == same_stats and stats["tasks"] > 0
+
+
 @given(
     middle=st.integers(1, 200).map(lambda p: p * PAGE),
     blk=st.sampled_from([16, 32, 64, 128]),

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import Context, Policy, parse_spec
 from fluxion_sglang.policy.full import FullPolicy
-from fluxion_sglang.sglang import plugin
+from fluxion_sglang.sglang import compat, plugin
 from fluxion_sglang.sglang import requests as requests_module
 from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
 from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
@@ -179,7 +179,7 @@ def test_what_one_rank_refuses_ends_on_all_of_them(
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     monkeypatch.setattr(plugin, "enabled_here", lambda: True)
     batch = SimpleNamespace(reqs=[request(), ended, bad], forward_mode=mode, decoding_reqs=None)
-    plugin._forward_batch_generation(lambda *_: None, worker, batch)  # the hook, as it goes in
+    plugin.HOOKS[compat.RUN_BATCH](lambda *_: None, worker, batch)
     assert list(guard.found.lost) == [2] and guard.found.lost[2] == bad.to_finish.message
     with guard.containing():  # it goes on to the end of its prefill, and is told once
         run(policies, [bad], mode, guard)

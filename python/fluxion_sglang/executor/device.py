@@ -37,9 +37,11 @@ class Device(ABC):
 
     Attributes:
         description: what this is, for the log.
+        mixes: `begin_mixed` works.
     """
 
     description: str = "the CPU"
+    mixes: bool = False
 
     @abstractmethod
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
@@ -77,6 +79,19 @@ class Device(ABC):
                 before `finish` returns. None: what is appended are drafts, not all of which will be there to stay:
                 windows keep what they have.
         """
+
+    def begin_mixed(
+        self,
+        requests: Sequence[ExtendRequest],
+        appended: Appended,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        pages: torch.Tensor,
+        policies: Sequence[Policy] | None,
+    ) -> None:
+        """An extend pass in which a decode step rides along: its tokens, one a request, come after those of
+        `requests`. Arguments as of `begin_extend` and `begin_decode`."""
+        raise NotImplementedError
 
     @abstractmethod
     def extend(

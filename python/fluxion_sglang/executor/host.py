@@ -41,11 +41,14 @@ class HostLayer(Layer):
 class HostDevice(Device):
     """Windows are in host memory, and the engine computes resident tokens and the middle together."""
 
+    mixes = True
+
     def __init__(self, pool: HostPool, windows: Windows, engine: DecodeEngine, prefill_budget: float = 1.0) -> None:
         self._pool, self._windows, self._engine = pool, windows, engine
         self._prefill_budget = prefill_budget
         self._requests: Sequence[ExtendRequest] = ()
         self._appended: Appended | None = None  # None: of drafts
+        self._riders = 0
 
     def heal(self, row: int, n: int, pages: torch.Tensor) -> None:
         self._windows.heal(row, n, pages)
@@ -82,7 +85,20 @@ class HostDevice(Device):
         self._engine.attended(at)
 
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
-        self._requests, self._appended = requests, appended
+        self._requests, self._appended, self._riders = requests, appended, 0
+
+    def begin_mixed(
+        self,
+        requests: Sequence[ExtendRequest],
+        appended: Appended,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        pages: torch.Tensor,
+        policies: Sequence[Policy] | None,
+    ) -> None:
+        """`DecodeEngine.corrupt` gets the riders' numbers first, and then those of `requests`."""
+        self.begin_decode(rows, lengths, pages, policies)
+        self._requests, self._appended, self._riders = requests, appended, len(rows)
 
     def extend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variant: Variant = PLAIN
@@ -111,5 +127,8 @@ class HostDevice(Device):
                     self._windows.fill(layer, request.row, request.stop, request.pages)
             except CorruptMemory as error:
                 out[tokens] = 0
-                self._engine.corrupt(index, str(error))
+                self._engine.corrupt(self._riders + index, str(error))
+        if self._riders:
+            riders = slice(-self._riders, None)
+            self.attend(self.layer(layer, q[riders], k[riders], v[riders], scale, variant, out[riders]))
         return out

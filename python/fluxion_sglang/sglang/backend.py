@@ -53,7 +53,8 @@ class _Chunk:
     Attributes:
         place: in the batch.
         policy: its own, or None. wishes: what it wants recorded of it.
-        rides: its one token was generated and rides along with the prefill of others (a mixed chunk).
+        rides: its one token was generated and rides along with the prefill of others (a mixed chunk), on a device that
+            computes such passes as prefills.
     """
 
     place: int
@@ -69,6 +70,9 @@ class FluxionAttnBackend(AttentionBackend):
     Page tables are built in `init_forward_metadata`, once per forward pass, and live no longer than it: between
     passes SGLang may rebind a request's row to other pages that hold the same tokens.
     """
+
+    _places: Sequence[int] = ()
+    """Of a pass of prompts: the place in the batch of each request that the device may name (`HostDevice`)."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
@@ -143,6 +147,7 @@ class FluxionAttnBackend(AttentionBackend):
             one=draft is not None,
             canary=options.canary > 0,
             sketched=pool.host.shape.sketched,
+            mixes=self.device.mixes,
         )
         self._model, self._weights = runner.model, predictors.norms(runner.model)
         self._predictor = predictors.folder_of(options, runner)
@@ -272,8 +277,8 @@ class FluxionAttnBackend(AttentionBackend):
         self.failures.run(lambda: self._begin_decode(forward_batch, real))
 
     def _lose(self, request: int, sentence: str) -> None:
-        """A request of the pass has read what nobody wrote. In an extend pass: one of `_chunks`."""
-        self.failures.lose(self._chunks[request].place if self._chunks else request, sentence)
+        """A request of the pass has read corrupt memory. request: in an extend pass, an index of `_places`."""
+        self.failures.lose(self._places[request] if self._places else request, sentence)
 
     def _begin_decode(self, forward_batch: ForwardBatch, requests: int | None = None) -> None:
         """Begin a decode step of the batch's first `requests`, by default all."""
@@ -286,19 +291,31 @@ class FluxionAttnBackend(AttentionBackend):
         lengths = forward_batch.seq_lens_cpu[:requests].to(torch.int64)
         pages = page_table(self.req_to_token_pool.req_to_token, there, int(lengths.max()))
         generations = self.req_to_token_pool.req_generation[rows]
+        self._ready_rows(rows, lengths, pages, generations)
+        self._counted, self._chunks, self._places = False, [], ()
+        self.device.begin_decode(rows, lengths, pages, self.requests.current)
+        # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
+        self.token_to_kv_pool.windows.mark(rows, generations, lengths)
+
+    def _ready_rows(
+        self,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        pages: torch.Tensor,
+        generations: torch.Tensor,
+        first: int = 0,
+    ) -> None:
+        """Files and windows of requests that decode are as a decode step needs them. first: their place in the batch.
+        The others as of `DecodeEngine.begin_step`."""
         if (disk := self.token_to_kv_pool.disk) is not None:
             disk.append(pages, lengths[:, None] - 1)
         for i in self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1):
             try:
                 self.device.heal(int(rows[i]), int(lengths[i]) - 1, pages[i])
             except CorruptMemory as error:
-                self.failures.lose(i, str(error))
+                self.failures.lose(first + i, str(error))
             self.engine.forget(int(rows[i]))
             self._healed += 1
-        self._counted, self._chunks = False, []
-        self.device.begin_decode(rows, lengths, pages, self.requests.current)
-        # Marked before the layers run: if they fail, the row's request ends, and the next one is of another generation.
-        self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
     def _start(self) -> None:
         """A pass begins."""
@@ -321,15 +338,20 @@ class FluxionAttnBackend(AttentionBackend):
         pages = page_table(self.req_to_token_pool.req_to_token, rows, int(lengths.max()))
         rows, riding = rows.cpu(), set(self.requests.riding)
         generations = self.req_to_token_pool.req_generation[rows]
-        gone = set(self.token_to_kv_pool.windows.taken_over(rows, generations))
-        gone |= riding & set(self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1))
+        # SGLang puts riders last.
+        steps = len(riding) if self.device.mixes else 0
+        first = len(rows) - steps
+        assert not steps or riding == set(range(first, len(rows)))
+        gone = set(self.token_to_kv_pool.windows.taken_over(rows[:first], generations[:first]))
+        if not steps:
+            gone |= riding & set(self.token_to_kv_pool.windows.stale(rows, generations, lengths - 1))
         for i in sorted(gone):
             self.engine.forget(int(rows[i]))
         policies = self.requests.current
         self._chunks = []
         offset = 0
         for i, (start, count) in enumerate(
-            zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
+            zip(forward_batch.extend_prefix_lens_cpu[:first], forward_batch.extend_seq_lens_cpu[:first], strict=True)
         ):
             if rows[i] == 0:  # SGLang's padding row: a warm-up
                 offset += int(count)
@@ -341,6 +363,7 @@ class FluxionAttnBackend(AttentionBackend):
             request = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], queries)
             self._chunks.append(_Chunk(i, request, policy, i in riding, wishes))
             offset += int(count)
+        self._places = [*range(first, len(rows)), *(chunk.place for chunk in self._chunks)]
         if (disk := self.token_to_kv_pool.disk) is not None:
             for chunk in self._chunks:
                 if chunk.rides:
@@ -350,7 +373,15 @@ class FluxionAttnBackend(AttentionBackend):
                     disk.begin(chunk.request.pages, chunk.request.start, chunk.request.stop)
                 except CorruptMemory as error:
                     self.failures.lose(chunk.place, str(error))
-        self.device.begin_extend([chunk.request for chunk in self._chunks], self._appended)
+        requests = [chunk.request for chunk in self._chunks]
+        if steps:
+            riders = rows[first:], lengths[first:], pages[first:]
+            self._ready_rows(*riders, generations[first:], first)
+            self._counted = False
+            own = None if policies is None else policies[first:]
+            self.device.begin_mixed(requests, self._appended, *riders, own)
+        else:
+            self.device.begin_extend(requests, self._appended)
         self.token_to_kv_pool.windows.mark(rows, generations, lengths)
 
     def _begin_verify(self, forward_batch: ForwardBatch) -> None:
@@ -366,7 +397,7 @@ class FluxionAttnBackend(AttentionBackend):
         pages = page_table(self.req_to_token_pool.req_to_token, rows, max(starts) + size)
         if (disk := self.token_to_kv_pool.disk) is not None:
             disk.append(pages, forward_batch.seq_lens_cpu[:, None].long() + torch.arange(size))
-        self._chunks = []
+        self._chunks, self._places = [], ()
         self.device.begin_extend(
             [
                 ExtendRequest(int(row), start, start + size, i * size, pages[i], tree=trees[i])

@@ -132,6 +132,12 @@ SORT_QUEUE = Need(
     _POLICY, "SchedulePolicy.calc_priority", ("self", "waiting_queue", "running_batch", "processed_tokens")
 )
 ADMIT = Need(_POLICY, "PrefillAdder.add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size"))
+PLAN_PREFILL = Need(_SCHEDULER, "Scheduler.get_new_batch_prefill", ("self", "running_batch"))
+CHUNK_LIMIT = Need(
+    _POLICY,
+    "SchedulePolicy.shortest_prefill_chunk_limit",
+    ("self", "chunked_req", "waiting_queue", "budget", "page_size"),
+)
 SEND_OUTPUT = Need(
     "sglang.srt.managers.scheduler_components.output_streamer",
     "SchedulerOutputStreamer.stream_output",
@@ -260,11 +266,12 @@ _NAMES = {
     "managers.schedule_batch": (
         *("FINISH_ABORT", "ScheduleBatch.decoding_reqs", "Req.reset_for_retract", "ReqKvInfo", "release_req", "re"),
     ),
+    "managers.tokenizer_manager": ("_REQUEST_STATE_WAIT_TIMEOUT",),
     "managers.scheduler": ("_make_abort_req", "Scheduler._release_aborted_request"),
-    "managers.schedule_policy": ("AddReqResult.OTHER",),
+    "managers.schedule_policy": ("AddReqResult.OTHER", "CLIP_MAX_NEW_TOKENS"),
     "managers.io_struct": ("msgpack_encode", "msgpack_decode", "AbortReq", "SlowDownReqInput"),
     "managers.scheduler_components.invariant_checker": ("SchedulerInvariantChecker._check_all_pools",),
-    "mem_cache.common": ("release_kv_cache",),
+    "mem_cache.common": ("release_kv_cache", "match_kv_cache"),
     "sampling.sampling_params": ("TOP_K_ALL",),
     "constants": ("HEALTH_CHECK_RID_PREFIX",),
     "session.streaming_session": ("StreamingSession.release_session",),
@@ -272,6 +279,8 @@ _NAMES = {
 
 NEEDS = (
     *CONTAINMENT,
+    PLAN_PREFILL,
+    CHUNK_LIMIT,
     RESOLVE_POOL,
     BUILD_POOL,
     FUSED_KV_WRITE,

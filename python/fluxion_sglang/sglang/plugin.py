@@ -32,13 +32,17 @@ def _ours(module: str, name: str) -> Callable[..., Any]:
     return hook
 
 
-_with_policies, _contained = (
-    _ours(module, "forward_batch_generation") for module in ("requests", "containment.passes")
-)
+def _chain(name: str, *modules: str) -> Callable[..., Any]:
+    """The hooks of this name of several modules around one function, the outermost first."""
 
+    hooks = [_ours(module, name) for module in modules]
 
-def _forward_batch_generation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _contained(partial(_with_policies, original), *args, **kwargs)
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for inner in reversed(hooks):
+            original = partial(inner, original)
+        return original(*args, **kwargs)
+
+    return hook
 
 
 def _make_backend(runner: Any) -> Any:
@@ -51,13 +55,15 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.RESOLVE_POOL: _ours("pools", "resolve_memory_pool_config"),
     compat.BUILD_POOL: _ours("pools", "build_token_to_kv_pool"),
     compat.FUSED_KV_WRITE: _ours("pools", "enable_fused_set_kv_buffer"),
-    compat.RUN_BATCH: _forward_batch_generation,
+    compat.RUN_BATCH: _chain("forward_batch_generation", "pacing.pacer", "containment.passes", "requests"),
     compat.FREE_ROWS: _ours("rows", "free_rows"),
     compat.CLEAR_ROWS: _ours("rows", "clear"),
     compat.MATCH_SESSION: _ours("sessions", "try_match_prefix"),
     compat.END_TURN: _ours("sessions", "try_cache_finished_req"),
     compat.MAKE_SCHEDULER: _ours("refusals", "make_scheduler"),
     compat.AWAIT_SCHEDULERS: _ours("refusals", "wait_for_schedulers"),
+    compat.PLAN_PREFILL: _ours("pacing.pacer", "get_new_batch_prefill"),
+    compat.CHUNK_LIMIT: _ours("pacing.pacer", "shortest_prefill_chunk_limit"),
     # Containment (containment/__init__.py), in the order in which a request meets it.
     compat.GENERATE: _ours("containment.door", "generate_request"),
     compat.COUNT_ANSWERS: _ours("containment.door", "normalize_batch_and_arguments"),
@@ -72,17 +78,17 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.ABORT: _ours("containment.arrivals", "abort_request"),
     compat.MAKE_REQUEST: _ours("containment.ledger", "create_generation_req"),
     compat.ANSWER_ABORT: _ours("containment.ledger", "send_abort_output"),
-    compat.SORT_QUEUE: _ours("containment.suspects", "calc_priority"),
-    compat.ADMIT: _ours("containment.suspects", "add_one_req"),
+    compat.SORT_QUEUE: _chain("calc_priority", "containment.suspects", "pacing.pacer"),
+    compat.ADMIT: _chain("add_one_req", "containment.suspects", "pacing.pacer"),
     compat.IDLE: _ours("containment.admission", "on_idle"),
     compat.LOOP: _ours("containment.loop", "dispatch_event_loop"),
-    compat.END_CHUNKED: _ours("containment.passes", "process_pending_chunked_abort"),
+    compat.END_CHUNKED: _chain("process_pending_chunked_abort", "containment.passes", "pacing.pacer"),
     compat.LOGITS: _ours("containment.logits", "preprocess_logits"),
     compat.ACCEPT_TOKEN: _ours("containment.budgets", "accept_token"),
     compat.KEEP_GRAMMAR: _ours("containment.budgets", "set_cache"),
     compat.SEND_OUTPUT: _ours("containment.outputs", "stream_output"),
     compat.DETOKENIZE: _ours("containment.outputs", "handle_batch_token_id_out"),
-    compat.TOKENIZER_LOOP: _ours("containment.outputs", "handle_loop"),
+    compat.TOKENIZER_LOOP: _chain("handle_loop", "pacing.pacer", "containment.outputs"),
     compat.HAND_OVER: _ours("containment.outputs", "handle_batch_output"),
 }
 

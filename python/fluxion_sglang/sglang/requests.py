@@ -68,6 +68,7 @@ class RequestPolicies:
         check: raises ValueError for what a request of so many prompt tokens may not have recorded.
         one: requests may name policies as ever, and all follow the server's.
         canary: whether a request may ask for a check of the whole host pool.
+        mixes: requests that decode in a prefill of others follow their policies there, too (`Device.mixes`).
 
     Attributes:
         current: one policy a request of the batch; None outside a pass, and where all follow the server's.
@@ -88,8 +89,10 @@ class RequestPolicies:
         one: bool = False,
         canary: bool = False,
         sketched: bool = False,
+        mixes: bool = False,
     ) -> None:
         self.server = server
+        self._mixes = mixes
         self.allowed = allowed
         self.yardsticks = yardsticks
         self.sketched = sketched
@@ -119,12 +122,15 @@ class RequestPolicies:
             The requests that were ended for it, by their place, each with the reason.
         """
         before = [request.to_finish for request in requests]
-        policies = [self._policy(request, decoding) for request in requests]
-        if any(policy is not self.server for policy in policies):
-            self.current = policies
         ids = {id(request) for request in riding}
         self.riding = {i for i, request in enumerate(requests) if id(request) in ids}
-        self.recorded = [None if decoding else self._recorded(request) for request in requests]
+        steps = [decoding or (self._mixes and i in self.riding) for i in range(len(requests))]
+        policies = [self._policy(request, step) for request, step in zip(requests, steps, strict=True)]
+        if any(policy is not self.server for policy in policies):
+            self.current = policies
+        self.recorded = [
+            None if step else self._recorded(request) for request, step in zip(requests, steps, strict=True)
+        ]
         self.checks = [i for i, request in enumerate(requests) if self._wants_check(request)]
         try:
             yield {

@@ -1,0 +1,366 @@
+"""Sizes the prefill passes of SGLang's scheduler by time, and chooses their prompts.
+
+While other requests decode or wait, a pass takes `prefill_pass_ms`, or `ALONE` times as long where a prompt is alone.
+Requests that decode ride along in the pass (SGLang's mixed chunks), which reads the weights once for both; where SGLang
+does not mix, a decode step follows each pass.
+
+SGLang computes one unfinished prompt at a time to its end. Here a shorter one shares its passes, or takes its place:
+the longer one goes back into the queue, and finds what it has computed in the radix tree.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from fluxion_sglang.sglang.containment.suspects import suspects
+from fluxion_sglang.sglang.pacing.order import Turns, rest, share
+from fluxion_sglang.sglang.pacing.times import PassTimes
+
+ALONE: Final = 5
+"""A pass takes so many times the target where nothing else decodes or waits. One that comes then waits for it."""
+LOOK_S: Final = 0.5
+"""How often SGLang looks whether a client has hung up; its default is 4 s."""
+LOOKED_AT: Final = 128
+"""Prompts of the queue that are looked up in the radix tree in each pass, as SGLang's own policies do it."""
+
+
+class Pacer:
+    """The passes of one scheduler.
+
+    Args:
+        target: seconds of a pass while others decode or wait.
+        most: tokens of a pass at most, SGLang's chunked_prefill_size.
+        ranks: the group that computes passes together, for CPU tensors; None: this process alone. Clocks differ, so
+            the first rank's says how large a pass is.
+    """
+
+    def __init__(self, scheduler: Any, target: float, most: int, ranks: dist.ProcessGroup | None) -> None:
+        self._of = weakref.ref(scheduler)
+        self._target, self._most, self._ranks = target, most, ranks
+        self._page = int(scheduler.page_size)
+        self._times = PassTimes()
+        self._step = 0.0
+        """Seconds of a decode step, a running mean."""
+        self._mixes = bool(scheduler.spec_algorithm.is_none())
+        sign = 1 if scheduler.schedule_low_priority_values_first else -1
+        prioritized = scheduler.enable_priority_scheduling
+        self._turns = Turns(self._arrival, lambda request: sign * request.priority if prioritized else 0)
+        self._numbers = count()
+        self._arrivals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._orders = scheduler.policy.policy.value == "fcfs"
+        self._oldest: Any | None = None
+        self._budget = most
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._of()
+
+    def _arrival(self, request: Any) -> int:
+        """A request's number, in the order in which prompts were first seen here."""
+        if request not in self._arrivals:
+            self._arrivals[request] = next(self._numbers)
+        return self._arrivals[request]
+
+    # --- what a pass took ---
+
+    def measure(self, batch: Any, seconds: float) -> None:
+        """A pass of this batch took so long."""
+        mode = batch.forward_mode
+        if mode.is_decode():
+            self._step = seconds if self._step == 0 else 0.9 * self._step + 0.1 * seconds
+        elif mode.is_extend() and not mode.is_target_verify():
+            riders = len(batch.decoding_reqs or ()) if mode.is_mixed() else 0
+            chunks = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
+            chunks = chunks[: len(chunks) - riders]
+            tokens = sum(count for _, count in chunks)
+            if tokens > 0 and seconds > 0:
+                self._times.observe(tokens, sum(_attended(start, count) for start, count in chunks), seconds)
+
+    # --- the next pass ---
+
+    def plan(self, original: Callable[..., Any], running: Any) -> Any:
+        """AROUND Scheduler.get_new_batch_prefill, of this scheduler."""
+        scheduler = self._scheduler
+        prompts = self._prompts()
+        if not prompts or suspects.on_trial is not None:
+            return original(running)
+        for request in prompts:
+            self._arrival(request)
+        decoding = any(not request.finished() for request in running.reqs)
+        if self._orders and len(prompts) > 1:
+            self._look_up()
+            self._oldest = self._turns.oldest(prompts)
+            self._turns.sort(scheduler.waiting_queue, self._oldest)
+        self._budget = self._tokens(decoding, prompts)
+        if self._orders and self._gives_way(running):
+            self._park()
+            self._turns.sort(scheduler.waiting_queue, self._oldest)
+        before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
+        riders = len(running.reqs) if self._mixes else 0
+        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = self._budget + riders, self._mixes
+        try:
+            plan = original(running)
+        finally:
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = before
+        if (batch := plan.batch_to_run) is not None:
+            if len(prompts) > 1:
+                self._turns.passed(self._oldest, batch.reqs)
+            if decoding and not batch.decoding_reqs and scheduler._prefill_decode_interval_remaining == 0:
+                scheduler._prefill_decode_interval_remaining = 1
+        return plan
+
+    def sort(self, waiting: list[Any]) -> None:
+        """After SchedulePolicy.calc_priority, inside `plan`: SGLang's own sorting by priority is by arrival."""
+        if self._orders and len(waiting) > 1:
+            self._turns.sort(waiting, self._oldest)
+
+    def limit(self, waiting: list[Any], budget: int) -> int | None:
+        """Tokens of the prompt under way, if shorter ones share its pass; None: as many as there is room for."""
+        room = share(budget, self._page)
+        taken, under_way = 0, self._scheduler.chunked_req
+        for request in waiting if self._orders else ():
+            pages = -(-rest(request) // self._page) * self._page
+            if taken + pages > room or not self._turns.before(request, under_way):
+                break
+            taken += pages
+        return (budget - taken) // self._page * self._page if taken else None
+
+    def _prompts(self) -> list[Any]:
+        under_way = self._scheduler.chunked_req
+        return [*self._scheduler.waiting_queue, *([] if under_way is None else [under_way])]
+
+    def _look_up(self) -> None:
+        """Have `rest` tell what is to be computed of the prompts that wait."""
+        from sglang.srt.mem_cache.common import match_kv_cache
+
+        scheduler = self._scheduler
+        for request in scheduler.waiting_queue[:LOOKED_AT]:
+            match_kv_cache(request, scheduler.tree_cache)
+        if (request := scheduler.chunked_req) is not None:
+            request.num_matched_prefix_tokens = request.prefix_len
+
+    def _tokens(self, decoding: bool, prompts: list[Any]) -> int:
+        """Of the next pass. All ranks get the same."""
+        others = decoding or len(prompts) > 1
+        seconds = self._target if others else ALONE * self._target
+        if decoding and self._mixes:
+            seconds += self._step  # the weights are read once for both
+        under_way = self._scheduler.chunked_req
+        start = under_way.prefix_len if under_way is not None else prompts[0].num_matched_prefix_tokens
+        tokens = self._times.tokens_within(seconds, partial(_attended, start), self._page, self._most)
+        if self._ranks is None:
+            return tokens
+        agreed = torch.tensor(tokens)
+        dist.broadcast(agreed, group=self._ranks, group_src=0)
+        return int(agreed)
+
+    def _gives_way(self, running: Any) -> bool:
+        """Whether the prompt under way goes back into the queue, because another one that does not fit beside it comes
+        before it."""
+        scheduler, under_way = self._scheduler, self._scheduler.chunked_req
+        if under_way is None or not scheduler.waiting_queue or running.batch_is_full or not _parkable(scheduler):
+            return False
+        first = scheduler.waiting_queue[0]
+        if self._turns.due:
+            if first is not self._oldest:
+                return False  # it is under way
+        elif not self._turns.before(first, under_way) or rest(first) <= share(self._budget, self._page):
+            return False
+        return self._has_room(first, running)
+
+    def _has_room(self, request: Any, running: Any) -> bool:
+        """Whether a request can be admitted without what the prompt under way has computed."""
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+        scheduler = self._scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        others = [each for each in running.reqs if not each.finished()]
+        answers = sum(
+            min(max(each.sampling_params.max_new_tokens - len(each.output_ids), 0), CLIP_MAX_NEW_TOKENS) + self._page
+            for each in (request, *others)
+        )
+        return rest(request) + answers + self._page <= free
+
+    def _park(self) -> None:
+        """Put the prompt under way back into the queue. The tree has its whole pages.
+
+        With overlapped schedules the result of its last chunk is still to come, and counts down what is kept here.
+        """
+        from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
+
+        scheduler = self._scheduler
+        request = scheduler.chunked_req
+        kept = request.inflight_middle_chunks, request.retraction_count, request.is_retracted, request.retracted_stain
+        release_kv_cache(request, scheduler.tree_cache, checkpoint=False)
+        request.reset_for_retract()
+        (
+            request.inflight_middle_chunks,
+            request.retraction_count,
+            request.is_retracted,
+            request.retracted_stain,
+        ) = kept
+        scheduler.chunked_req = None
+        scheduler.waiting_queue.append(request)
+        match_kv_cache(request, scheduler.tree_cache)
+
+
+def _attended(start: int, count: int) -> float:
+    """The sum, over `count` tokens after `start`, of the tokens before each."""
+    return count * (start + count / 2)
+
+
+def _parkable(scheduler: Any) -> bool:
+    """Whether the radix tree has all that was computed of the prompt under way."""
+    request = scheduler.chunked_req
+    return not (
+        scheduler.tree_cache.disable
+        or request.skip_radix_cache_insert
+        or request.return_logprob
+        or request.return_hidden_states
+        or request.input_embeds is not None
+        or request.session is not None
+        or request.to_finish is not None
+        or scheduler._pending_chunked_abort_req is request
+        or scheduler.enable_lora
+    )
+
+
+class _Process:
+    """What hooks know that are not told of a scheduler. A process has one scheduler; tests make several in turn.
+
+    Attributes:
+        pacer: of the scheduler that last looked for prompts; None: it has none.
+        planning: that scheduler is looking for prompts.
+    """
+
+    def __init__(self) -> None:
+        self._scheduler: Callable[[], Any] | None = None
+        self.pacer: Pacer | None = None
+        self.planning = False
+
+    def pacer_of(self, scheduler: Any) -> Pacer | None:
+        if self._scheduler is None or self._scheduler() is not scheduler:
+            self._scheduler, self.pacer = weakref.ref(scheduler), _made(scheduler)
+        return self.pacer
+
+    @property
+    def planner(self) -> Pacer | None:
+        """The pacer that is looking for prompts, if they are chosen by it."""
+        return self.pacer if self.planning and suspects.on_trial is None else None
+
+
+_here = _Process()
+
+
+def _made(scheduler: Any) -> Pacer | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    from fluxion_sglang.sglang.pools import FluxionKVPool
+
+    parallel = get_parallel()
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if (
+        not isinstance(pool, FluxionKVPool)
+        or pool.maker is not None
+        or pool.config.prefill_pass_ms == 0
+        or scheduler.chunked_prefill_size is None
+        or scheduler.disaggregation_mode.value != "null"
+        or parallel.pp_size > 1
+        or scheduler.require_mlp_sync
+        or not scheduler.is_generation
+    ):
+        return None
+    ranks = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
+    return Pacer(scheduler, pool.config.prefill_pass_ms / 1000, scheduler.chunked_prefill_size, ranks)
+
+
+def get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    """AROUND Scheduler.get_new_batch_prefill."""
+    pacer = _here.pacer_of(scheduler)
+    if pacer is None:
+        return original(scheduler, running_batch)
+    _here.planning = True
+    try:
+        return pacer.plan(partial(original, scheduler), running_batch)
+    finally:
+        _here.planning = False
+
+
+def calc_priority(original: Callable[..., Any], policy: Any, waiting: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND SchedulePolicy.calc_priority."""
+    result = original(policy, waiting, *args, **kwargs)
+    if (pacer := _here.planner) is not None:
+        pacer.sort(waiting)
+    return result
+
+
+def shortest_prefill_chunk_limit(
+    original: Callable[..., Any], policy: Any, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
+) -> Any:
+    """AROUND SchedulePolicy.shortest_prefill_chunk_limit, which SGLang asks with every policy."""
+    if (pacer := _here.planner) is not None:
+        return pacer.limit(waiting_queue, budget)
+    return original(policy, chunked_req, waiting_queue, budget, page_size)
+
+
+def add_one_req(
+    original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+) -> Any:
+    """AROUND PrefillAdder.add_one_req: beside an unfinished prompt there is room for whole ones alone, because SGLang
+    keeps track of one unfinished prompt."""
+    if has_chunked_req and _here.planner is not None:
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
+        if adder.ceil_paged_tokens(tokens) > adder.rem_chunk_tokens:
+            return AddReqResult.OTHER
+    return original(adder, req, has_chunked_req, truncation_align_size)
+
+
+def process_pending_chunked_abort(original: Callable[..., None], scheduler: Any) -> None:
+    """AROUND Scheduler.process_pending_chunked_abort: where the client of the prompt under way has hung up, the tree
+    keeps the whole pages that were computed. It may ask again."""
+    request = scheduler.chunked_req
+    if (
+        _here.pacer is not None
+        and request is not None
+        and scheduler._pending_chunked_abort_req is request
+        and request.to_finish is None
+        and request.extend_end > request.prefix_len
+    ):
+        scheduler.stash_chunked_request(request)
+    original(scheduler)
+
+
+async def handle_loop(original: Callable[..., Any], manager: Any) -> None:
+    """AROUND TokenizerManager.handle_loop: SGLang looks more often whether the client of a request without a stream has
+    hung up."""
+    from sglang.srt.managers import tokenizer_manager
+
+    from fluxion_sglang.sglang.options import options_of
+
+    if options_of(manager.server_args).prefill_pass_ms > 0:
+        seconds = min(tokenizer_manager._REQUEST_STATE_WAIT_TIMEOUT, LOOK_S)
+        tokenizer_manager._REQUEST_STATE_WAIT_TIMEOUT = seconds
+    await original(manager)
+
+
+def forward_batch_generation(
+    original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND TpModelWorker.forward_batch_generation: measures the pass, which a CPU has computed when it returns."""
+    pacer = _here.pacer
+    if pacer is None or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    began = time.perf_counter()
+    result = original(worker, batch, *args, **kwargs)
+    pacer.measure(batch, time.perf_counter() - began)
+    return result

@@ -1,0 +1,100 @@
+"""How long a prefill pass takes, learned from those that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+
+_KEPT: Final = 0.95
+"""Weight of a pass when the next one has been measured: the machine's other load changes."""
+_RIDGE: Final = 1e-3
+"""Weight of the first estimate: passes that are all alike do not tell the coefficients apart."""
+_FOLLOW, _JUMP = 0.3, 3.0
+"""How fast, in the logarithm, predictions follow a machine that has become slower or faster, and by how much at most a
+single pass counts as slower."""
+GROWTH: Final = 4
+"""A pass has at most so many times the tokens of the largest one measured. The first passes are slow for other
+reasons, and nothing is known of larger ones."""
+FIRST: Final = 16
+"""Tokens of a pass before any was measured."""
+
+
+class PassTimes:
+    """Predicts the seconds of a pass: a + b * tokens + c * attended, where attended is the sum, over the tokens, of the
+    tokens before each. a: reading weights. b: products of matrices. c: attention.
+
+    Weighted least squares with non-negative coefficients, of errors relative to the time measured. A pass that took
+    much longer than others alike has little weight in it. What the machine's other load changes is a factor beside it.
+    """
+
+    def __init__(self) -> None:
+        self._gram = np.zeros((3, 3))
+        self._moment = np.zeros(3)
+        self._unit = np.ones(3)
+        """What features are divided by, for the sums to be of like size."""
+        self._coefficients = np.zeros(3)
+        self._largest = 0
+        self._drift = 1.0
+
+    @property
+    def known(self) -> bool:
+        """Whether a pass was measured."""
+        return self._largest > 0
+
+    def observe(self, tokens: int, attended: float, seconds: float) -> None:
+        """A pass of so many tokens took so long. All above 0."""
+        features = np.array([1.0, tokens, attended])
+        if not self.known:
+            self._unit = np.array([1.0, tokens, max(attended, 1.0)]) / seconds
+            prior = np.array([0.0, 1.0, 0.0])
+            self._gram, self._moment = _RIDGE * np.eye(3), _RIDGE * prior
+        else:
+            ratio = seconds / max(self.predict(tokens, attended), 1e-9)
+            self._drift *= min(max(ratio, 1 / _JUMP), _JUMP) ** _FOLLOW
+        self._largest = max(self._largest, tokens)
+        # In units of the prior, the coefficients are near 1, and a row is the features over the time.
+        row = self._drift * features / (self._unit * seconds)
+        self._gram = _KEPT * self._gram + np.outer(row, row)
+        self._moment = _KEPT * self._moment + row
+        self._gram += (1 - _KEPT) * _RIDGE * np.eye(3)
+        self._moment += (1 - _KEPT) * _RIDGE * np.array([0.0, 1.0, 0.0])
+        self._coefficients = _non_negative(self._gram, self._moment) / self._unit
+
+    def predict(self, tokens: int, attended: float) -> float:
+        """Seconds; 0 before any pass was measured."""
+        return self._drift * float(self._coefficients @ (1.0, tokens, attended))
+
+    def tokens_within(self, seconds: float, attended: Callable[[int], float], page: int, most: int) -> int:
+        """The largest pass that is predicted to take at most so long.
+
+        Args:
+            attended: of a pass of so many tokens, increasing. page: what tokens are a multiple of. most: of them.
+
+        Returns:
+            At least one page, whatever that takes.
+        """
+        most = min(most, max(FIRST, GROWTH * self._largest))
+        low, high = 1, max(most // page, 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.predict(middle * page, attended(middle * page)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low * page
+
+
+def _non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """The non-negative x [3] that minimizes x'Gx/2 - x'm. G is positive definite."""
+    best, least = np.zeros(3), 0.0
+    for size in (1, 2, 3):
+        for chosen in map(list, combinations(range(3), size)):
+            part = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
+            value = -0.5 * float(part @ moment[chosen])
+            if value < least and (part >= 0).all():
+                best, least = np.zeros(3), value
+                best[chosen] = part
+    return best

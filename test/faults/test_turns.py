@@ -1,0 +1,170 @@
+"""Prompts of all lengths at once: who is computed when, and that it changes nobody's tokens.
+
+A pass is to take no time at all here, so it has one page: what happens does not depend on the machine's speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from faults import scenes
+from faults.conftest import Serve
+from faults.inprocess import Answer, Call, Child, InProcess
+
+CONFIG = {"host_tokens": 12_000, "prefill_pass_ms": 0.001, "sketches": True}
+
+
+def prompt(seed: int, length: int, new: int = 4, policy: str = "full", **extra: Any) -> dict[str, Any]:
+    params = {**scenes.greedy(new), "custom_params": {"fluxion_policy": policy}}
+    return {"input_ids": scenes.words(seed, length), "sampling_params": params, **extra}
+
+
+@contextmanager
+def watched(server: InProcess) -> Iterator[list[tuple[str, dict[str, int]]]]:
+    """The passes: their mode, and the tokens of each request."""
+    passes: list[tuple[str, dict[str, int]]] = []
+    run_batch = server.scheduler.run_batch
+
+    def watch(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        counts = batch.extend_lens if batch.forward_mode.is_extend() else [1] * len(batch.reqs)
+        passes.append((batch.forward_mode.name, {r.rid: n for r, n in zip(batch.reqs, counts, strict=True)}))
+        return run_batch(batch, *args, **kwargs)
+
+    server.scheduler.run_batch = watch
+    try:
+        yield passes
+    finally:
+        server.scheduler.run_batch = run_batch
+
+
+def finished(passes: Sequence[tuple[str, dict[str, int]]]) -> list[str]:
+    """Requests in the order in which their prompts were done: the first pass that gave them a token."""
+    last = {rid: i for i, (mode, counts) in enumerate(passes) if mode != "DECODE" for rid, n in counts.items() if n > 1}
+    return sorted(last, key=last.__getitem__)
+
+
+def all_lengths(server: InProcess) -> None:
+    """Long, short and medium prompts, that stream and do not, beside one that decodes."""
+    bodies = [
+        prompt(2, 40, 60, stream=True), prompt(1, 1300), prompt(3, 900, 12, policy="fixed:16:0.2", stream=True),
+        prompt(4, 5), prompt(5, 500, 40, policy="sketch"), prompt(6, 33), prompt(7, 300, 20),
+        prompt(8, 700, return_logprob=True, logprob_start_len=500),
+    ]  # fmt: skip
+    alone = []
+    for body in bodies:
+        alone.append(server.ask(body).tokens)
+        server.flush()
+    with watched(server) as passes:
+        answers = server.together([Call(body, at=7 * i) for i, body in enumerate(bodies)])
+    for answer, tokens in zip(answers, alone, strict=True):
+        assert answer.code == 200 and answer.tokens == tokens, answer.message
+    server.idle_check()
+    server.flush()
+    if server.args.speculative_algorithm is None:
+        assert any(mode == "MIXED" for mode, _ in passes)
+
+
+def a_medium_one_takes_the_place(server: InProcess) -> None:
+    with watched(server) as passes:
+        server.together([
+            Call(prompt(11, 1600, rid="long")), Call(prompt(12, 500, rid="medium"), at=9),
+            Call(prompt(13, 10, rid="short"), at=15), Call(prompt(14, 200, rid="small"), at=19),
+        ])  # fmt: skip
+    server.idle_check()
+    server.flush()
+    assert finished(passes) == ["short", "small", "medium", "long"]
+    while_medium = [counts for _, counts in passes if "medium" in counts or "long" in counts]
+    until = next(i for i, counts in enumerate(while_medium) if counts.get("medium") == 1)
+    share = sum("long" in counts for counts in while_medium[:until]) / until
+    assert share > 0.2, "the oldest prompt waits for all others"
+    again = [n for _, counts in passes for rid, n in counts.items() if rid == "long"]
+    assert sum(again) < 1600 + 16 * len(passes) / 4 + 4, "what was computed is computed again"
+
+
+def those_in_one_order(server: InProcess) -> None:
+    """Prompts of a higher priority before all others, whatever their lengths."""
+    with watched(server) as passes:
+        server.together([
+            Call(prompt(21, 900, rid="first", priority=1)), Call(prompt(22, 700, rid="urgent", priority=5), at=5),
+            Call(prompt(23, 20, rid="short", priority=1), at=6), Call(prompt(24, 300, rid="late", priority=0), at=7),
+        ])  # fmt: skip
+    server.idle_check()
+    server.flush()
+    assert finished(passes) == ["urgent", "short", "first", "late"]
+
+
+def hang_up(server: InProcess) -> list[Answer]:
+    """The client of a long prompt leaves; what was computed of it is in the tree."""
+    long = prompt(31, 3000, stream=True)
+    with watched(server) as passes:
+        answers = server.together([Call(long, hang_up=40), Call(prompt(32, 50), at=45)])
+    server.idle_check()
+    assert answers[1].code == 200
+    computed = sum(max(counts.values()) for mode, counts in passes if mode != "DECODE")
+    assert computed < 1500, "the prompt was computed after its client had left"
+    cached = server.ask(prompt(31, 3000)).meta["cached_tokens"]
+    server.flush()
+    assert cached >= 16 * 35, cached
+    return answers
+
+
+def no_room(server: InProcess) -> None:
+    """Prompts that fill the pool: one that waits for room is not starved by those that fit."""
+    calls = [Call(prompt(40 + i, 1500, 30), at=i) for i in range(7)]
+    calls += [Call(prompt(60, 6000, rid="large"), at=4)]
+    calls += [Call(prompt(70 + i, 100, 40), at=10 + 60 * i) for i in range(30)]
+    with watched(server) as passes:
+        answers = server.together(calls, patience=500)
+    server.idle_check()
+    server.flush()
+    assert all(answer.code == 200 for answer in answers), [answer.message for answer in answers]
+    assert finished(passes).index("large") < len(calls) - 5
+
+
+class Cases:
+    FLAGS: tuple[str, ...] = ()
+
+    @pytest.fixture(scope="class")
+    def server(self, serve: Serve) -> Child:
+        return serve(*self.FLAGS, config=CONFIG)
+
+    def test_nobody_gets_other_tokens(self, server: Child) -> None:
+        server.run(all_lengths, patience=300)
+
+    def test_a_medium_prompt_takes_a_long_ones_place(self, server: Child) -> None:
+        server.run(a_medium_one_takes_the_place, patience=300)
+
+    def test_a_client_that_leaves_holds_nobody(self, server: Child) -> None:
+        server.run(hang_up, patience=300)
+
+
+class TestOverlapped(Cases):
+    """SGLang's default: the result of a pass is looked at when the next one has begun."""
+
+    @pytest.mark.full
+    def test_a_prompt_that_needs_room_gets_it(self, server: Child) -> None:
+        server.run(no_room, patience=600)
+
+
+@pytest.mark.full
+class TestSerial(Cases):
+    FLAGS = ("--disable-overlap-schedule",)
+
+
+class TestPriorities:
+    FLAGS = ("--enable-priority-scheduling",)
+
+    def test_are_honoured(self, serve: Serve) -> None:
+        serve(*self.FLAGS, config=CONFIG).run(those_in_one_order, patience=300)
+
+
+@pytest.mark.full
+class TestDrafts:
+    """SGLang does not mix drafts into prefills: a step follows each pass."""
+
+    def test_nobody_gets_other_tokens(self, serve: Serve) -> None:
+        flags = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+        serve(*flags, config=CONFIG).run(all_lengths, patience=300)

@@ -1,0 +1,136 @@
+"""Sizes of prefill passes and the order of prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluxion_sglang.sglang.pacing.order import TURN, Turns, rest, share
+from fluxion_sglang.sglang.pacing.pacer import _attended
+from fluxion_sglang.sglang.pacing.times import FIRST, GROWTH, PassTimes
+
+PAGE = 16
+
+
+def seconds(reading: float, product: float, attention: float) -> Callable[[int, float], float]:
+    return lambda tokens, attended: reading + product * tokens + attention * attended
+
+
+MACHINES = st.tuples(st.floats(0, 0.5), st.floats(1e-5, 1e-2), st.floats(0, 1e-6)).map(lambda them: seconds(*them))
+
+
+def run(times: PassTimes, took: Callable[[int, float], float], target: float, length: int) -> list[float]:
+    """The times of the passes of one prompt."""
+    passes, start = [], 0
+    while start < length:
+        tokens = times.tokens_within(target, lambda count, start=start: _attended(start, count), PAGE, 4096)
+        tokens = min(tokens, length - start)
+        passes.append(took(tokens, _attended(start, tokens)))
+        times.observe(tokens, _attended(start, tokens), passes[-1])
+        start += tokens
+    return passes
+
+
+class TestPassTimes:
+    def test_knows_nothing_at_first(self) -> None:
+        times = PassTimes()
+        assert not times.known and times.predict(100, 1000) == 0
+        assert times.tokens_within(0.2, lambda count: 0, PAGE, 4096) == FIRST
+
+    @given(MACHINES, st.floats(0.01, 1))
+    def test_passes_come_to_take_the_target(self, took: Callable[[int, float], float], target: float) -> None:
+        times = PassTimes()
+        run(times, took, target, 4_000)
+        for passes in (run(times, took, target, 4_000), run(times, took, target, 1_000)):
+            least = took(PAGE, _attended(4_000, PAGE))  # a page, whatever it takes
+            assert max(passes) <= max(1.1 * target, least)
+
+    @given(MACHINES)
+    def test_predicts_what_it_has_seen(self, took: Callable[[int, float], float]) -> None:
+        times, generator = PassTimes(), random.Random(1)
+        for _ in range(100):
+            tokens, start = generator.randrange(1, 4096), generator.randrange(30_000)
+            times.observe(tokens, _attended(start, tokens), took(tokens, _attended(start, tokens)))
+        assert times.predict(1000, _attended(9000, 1000)) == pytest.approx(took(1000, _attended(9000, 1000)), rel=0.05)
+
+    def test_a_pass_that_was_held_up_counts_little(self) -> None:
+        times, took = PassTimes(), seconds(0.01, 0.001, 1e-7)
+        times.observe(6, _attended(0, 6), 3.0)  # the first one: something was compiled
+        run(times, took, 0.2, 4_000)
+        run(times, took, 0.2, 20_000)
+        usual = run(times, took, 0.2, 20_000)
+        times.observe(160, _attended(0, 160), 5.0)
+        later = run(times, took, 0.2, 20_000)
+        assert sum(usual[:5]) > 0.9 and sum(later[10:]) / len(later[10:]) > 0.18
+
+    def test_grows_step_by_step(self) -> None:
+        times = PassTimes()
+        times.observe(16, 128, 0.001)
+        assert times.tokens_within(1.0, lambda count: 0, PAGE, 4096) == 16 * GROWTH
+
+    def test_follows_a_machine_that_slows_down(self) -> None:
+        times = PassTimes()
+        run(times, seconds(0, 0.0005, 0), 0.2, 20_000)
+        slow = run(times, seconds(0, 0.002, 0), 0.2, 20_000)
+        assert max(slow[10:]) <= 0.24, slow
+
+
+def request(tokens: int, arrival: int, rank: int = 0, matched: int = 0, **more: Any) -> Any:
+    return SimpleNamespace(
+        origin_input_ids=[0] * tokens, output_ids=[], num_matched_prefix_tokens=matched, n=arrival, rank=rank, **more
+    )
+
+
+def turns() -> Turns:
+    return Turns(lambda one: int(one.n), lambda one: int(one.rank))
+
+
+class TestOrder:
+    def test_the_shortest_rest_is_first(self) -> None:
+        long, short, known = request(900, 0), request(100, 1), request(950, 2, matched=940)
+        waiting = [long, short, known]
+        turns().sort(waiting, long)
+        assert waiting == [known, short, long]
+
+    def test_equal_ones_in_the_order_in_which_they_came(self) -> None:
+        waiting = [request(100, n) for n in (2, 0, 1)]
+        turns().sort(waiting, None)
+        assert [one.n for one in waiting] == [0, 1, 2]
+
+    def test_priority_comes_before_all(self) -> None:
+        urgent, short, oldest = request(900, 2, rank=-5), request(10, 1), request(500, 0)
+        order, waiting = turns(), [short, oldest, urgent]
+        for _ in range(TURN):
+            assert order.oldest(waiting) is urgent
+            order.sort(waiting, order.oldest(waiting))
+            assert waiting[0] is urgent
+            order.passed(urgent, [])
+
+    def test_the_oldest_has_its_turn_until_it_is_served(self) -> None:
+        order, long = turns(), request(900, 0)
+        for n in range(TURN - 1):
+            assert not order.due
+            order.passed(long, [request(10, n + 1)])
+        for n in range(5):  # no room for it
+            assert order.due
+            order.passed(long, [])
+            waiting = [request(10, n), long]
+            order.sort(waiting, long)
+            assert waiting[0] is long
+        order.passed(long, [long])
+        assert not order.due
+
+    @given(st.integers(0, 5000).map(lambda pages: pages * PAGE))
+    def test_a_share_leaves_something(self, budget: int) -> None:
+        beside = share(budget, PAGE)
+        assert beside % PAGE == 0 and beside >= 0
+        assert budget < PAGE or budget - beside >= max(budget // TURN, PAGE)
+
+    def test_a_request_has_always_something_to_do(self) -> None:
+        assert rest(request(10, 0, matched=10)) == 1

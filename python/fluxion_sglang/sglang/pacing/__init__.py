@@ -1,4 +1,4 @@
-"""A long prompt stops nobody: prefill passes take a target time, short prompts go first, and decode steps ride along.
+"""Keeps long prompts from blocking other requests: sizes prefill passes by time and runs short prompts first.
 
 `times` predicts what a pass takes, `order` says which prompt is next, `pacer` sets SGLang's scheduler accordingly.
 """

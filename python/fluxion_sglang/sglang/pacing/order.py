@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 TURN: Final = 4
-"""The oldest prompt takes part in at least one of so many passes, and has at least this share of its tokens."""
+"""The oldest prompt is in at least one of TURN passes. The prompt under way gets at least 1/TURN of a pass's tokens."""
 
 
 def rest(request: Any) -> int:

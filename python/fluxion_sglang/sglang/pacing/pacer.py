@@ -25,7 +25,7 @@ from fluxion_sglang.sglang.pacing.order import Turns, rest, share
 from fluxion_sglang.sglang.pacing.times import PassTimes
 
 ALONE: Final = 5
-"""A pass takes so many times the target where nothing else decodes or waits. One that comes then waits for it."""
+"""Factor on the target time while no other request decodes or waits. A request that arrives then waits longer."""
 LOOK_S: Final = 0.5
 """How often SGLang looks whether a client has hung up; its default is 4 s."""
 LOOKED_AT: Final = 128

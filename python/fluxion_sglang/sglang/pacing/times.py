@@ -16,8 +16,8 @@ _FOLLOW, _JUMP = 0.3, 3.0
 """How fast, in the logarithm, predictions follow a machine that has become slower or faster, and by how much at most a
 single pass counts as slower."""
 GROWTH: Final = 4
-"""A pass has at most so many times the tokens of the largest one measured. The first passes are slow for other
-reasons, and nothing is known of larger ones."""
+"""Largest pass, as a multiple of the tokens of the largest pass measured. Predictions do not reach further: the first
+passes are slow for other reasons."""
 FIRST: Final = 16
 """Tokens of a pass before any was measured."""
 
@@ -45,7 +45,7 @@ class PassTimes:
         return self._largest > 0
 
     def observe(self, tokens: int, attended: float, seconds: float) -> None:
-        """A pass of so many tokens took so long. All above 0."""
+        """Record a measured pass. tokens, attended (as of the class), seconds: all above 0."""
         features = np.array([1.0, tokens, attended])
         if not self.known:
             self._unit = np.array([1.0, tokens, max(attended, 1.0)]) / seconds
@@ -68,10 +68,11 @@ class PassTimes:
         return self._drift * float(self._coefficients @ (1.0, tokens, attended))
 
     def tokens_within(self, seconds: float, attended: Callable[[int], float], page: int, most: int) -> int:
-        """The largest pass that is predicted to take at most so long.
+        """Tokens of the largest pass whose predicted time is at most `seconds`.
 
         Args:
-            attended: of a pass of so many tokens, increasing. page: what tokens are a multiple of. most: of them.
+            attended: from the tokens of a pass to its attended sum; increasing. page: the result is a multiple of it.
+            most: the largest result.
 
         Returns:
             At least one page, whatever that takes.

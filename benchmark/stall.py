@@ -201,7 +201,7 @@ def main() -> None:
     path = common.RESULTS / common.machine_name() / "stall.json"
     kept = json.loads(path.read_text())["models"] if path.exists() else {}
     kept[name] = {"long": arguments.long, "flags": words, "median": medians, "rounds": rounds, "ratios": ratios}
-    common.save(path, {**common.header(), "models": kept})
+    common.save(path, {**common.header("stall"), "models": kept})
 
 
 if __name__ == "__main__":

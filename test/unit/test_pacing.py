@@ -40,7 +40,7 @@ def run(times: PassTimes, took: Callable[[int, float], float], target: float, le
 class TestPassTimes:
     def test_knows_nothing_at_first(self) -> None:
         times = PassTimes()
-        assert not times.known and times.predict(100, 1000) == 0
+        assert times.predict(100, 1000) == 0
         assert times.tokens_within(0.2, lambda count: 0, PAGE, 4096) == FIRST
 
     @given(MACHINES, st.floats(0.01, 1))

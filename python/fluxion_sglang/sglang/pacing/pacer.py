@@ -1,8 +1,9 @@
 """Sizes the prefill passes of SGLang's scheduler by time, and chooses their prompts.
 
-While other requests decode or wait, a pass takes `prefill_pass_ms`, or `ALONE` times as long where a prompt is alone.
-Requests that decode ride along in the pass (SGLang's mixed chunks), which reads the weights once for both; where SGLang
-does not mix, a decode step follows each pass.
+While other prompts wait, a pass takes `prefill_pass_ms`, and `ALONE` times as long where a prompt is alone. Beside
+requests that decode, a stream waits at most that long and two decode steps for its next token. The requests that decode
+ride along in the pass (SGLang's mixed chunks), which reads the weights once for both; where SGLang does not mix, a
+decode step follows each pass.
 
 SGLang computes one unfinished prompt at a time to its end. Here a shorter one shares its passes, or takes its place:
 the longer one goes back into the queue, and finds what it has computed in the radix tree.
@@ -24,8 +25,11 @@ from fluxion_sglang.sglang.containment.suspects import suspects
 from fluxion_sglang.sglang.pacing.order import Turns, rest, share
 from fluxion_sglang.sglang.pacing.times import PassTimes
 
-ALONE: Final = 5
-"""Factor on the target time while no other request decodes or waits. A request that arrives then waits longer."""
+ALONE: Final = 8
+"""Factor on the target time while no other request decodes or waits. A request that arrives then waits longer; SGLang's
+/health answers in 2 s as long as a pass takes less."""
+AIM: Final = 0.9
+"""What passes aim at, as a part of the longest time that a stream is to wait: predictions err by about the rest."""
 LOOK_S: Final = 0.5
 """How often SGLang looks whether a client has hung up; its default is 4 s."""
 LOOKED_AT: Final = 128
@@ -49,6 +53,8 @@ class Pacer:
         self._times = PassTimes()
         self._step = 0.0
         """Seconds of a decode step, a running mean."""
+        self._ended: float | None = None
+        """When the pass before ended, of those that follow one another. None: the scheduler was idle."""
         self._mixes = bool(scheduler.spec_algorithm.is_none())
         sign = 1 if scheduler.schedule_low_priority_values_first else -1
         prioritized = scheduler.enable_priority_scheduling
@@ -71,8 +77,14 @@ class Pacer:
 
     # --- what a pass took ---
 
-    def measure(self, batch: Any, seconds: float) -> None:
-        """A pass of this batch took so long."""
+    def measure(self, batch: Any, began: float, ended: float) -> None:
+        """Record a pass of this batch. What the scheduler does between two passes counts as part of the second.
+
+        Args:
+            began, ended: by `time.perf_counter`.
+        """
+        seconds = ended - (began if self._ended is None else self._ended)
+        self._ended = ended
         mode = batch.forward_mode
         if mode.is_decode():
             self._step = seconds if self._step == 0 else 0.9 * self._step + 0.1 * seconds
@@ -90,6 +102,8 @@ class Pacer:
         """AROUND Scheduler.get_new_batch_prefill, of this scheduler."""
         scheduler = self._scheduler
         prompts = self._prompts()
+        if not prompts and running.is_empty():
+            self._ended = None
         if not prompts or suspects.on_trial is not None:
             return original(running)
         for request in prompts:
@@ -149,10 +163,10 @@ class Pacer:
 
     def _tokens(self, decoding: bool, prompts: list[Any]) -> int:
         """Of the next pass. All ranks get the same."""
-        others = decoding or len(prompts) > 1
-        seconds = self._target if others else ALONE * self._target
-        if decoding and self._mixes:
-            seconds += self._step  # the weights are read once for both
+        if decoding:
+            seconds = AIM * (self._target + 2 * self._step) - (0 if self._mixes else self._step)
+        else:
+            seconds = self._target if len(prompts) > 1 else ALONE * self._target
         under_way = self._scheduler.chunked_req
         start = under_way.prefix_len if under_way is not None else prompts[0].num_matched_prefix_tokens
         tokens = self._times.tokens_within(seconds, partial(_attended, start), self._page, self._most)
@@ -168,11 +182,13 @@ class Pacer:
         scheduler, under_way = self._scheduler, self._scheduler.chunked_req
         if under_way is None or not scheduler.waiting_queue or running.batch_is_full or not _parkable(scheduler):
             return False
-        first = scheduler.waiting_queue[0]
+        first, room = scheduler.waiting_queue[0], share(self._budget, self._page)
+        if rest(under_way) <= room:
+            return False  # it ends in the next pass
         if self._turns.due:
             if first is not self._oldest:
                 return False  # it is under way
-        elif not self._turns.before(first, under_way) or rest(first) <= share(self._budget, self._page):
+        elif not self._turns.before(first, under_way) or rest(first) <= room:
             return False
         return self._has_room(first, running)
 
@@ -362,5 +378,5 @@ def forward_batch_generation(
         return original(worker, batch, *args, **kwargs)
     began = time.perf_counter()
     result = original(worker, batch, *args, **kwargs)
-    pacer.measure(batch, time.perf_counter() - began)
+    pacer.measure(batch, began, time.perf_counter())
     return result

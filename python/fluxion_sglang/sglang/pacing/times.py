@@ -39,15 +39,10 @@ class PassTimes:
         self._largest = 0
         self._drift = 1.0
 
-    @property
-    def known(self) -> bool:
-        """Whether a pass was measured."""
-        return self._largest > 0
-
     def observe(self, tokens: int, attended: float, seconds: float) -> None:
         """Record a measured pass. tokens, attended (as of the class), seconds: all above 0."""
         features = np.array([1.0, tokens, attended])
-        if not self.known:
+        if self._largest == 0:  # the first one
             self._unit = np.array([1.0, tokens, max(attended, 1.0)]) / seconds
             prior = np.array([0.0, 1.0, 0.0])
             self._gram, self._moment = _RIDGE * np.eye(3), _RIDGE * prior

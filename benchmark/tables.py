@@ -141,12 +141,31 @@ def restart(results: Path) -> str:
     return "\n".join(out) or nothing("restart.py")
 
 
+def stall(results: Path) -> str:
+    """A line a model and a server: what a long prompt does to the others, and they to it."""
+    keys = ("idle_ms", "gap_p99_ms", "short_ttft_ms", "health_ms", "after_hang_up_ttft_ms")
+    keys += ("lone_ttft_ms", "long_ttft_ms")
+    head = ["model, prompt", "passes", "idle step", "longest gap of a stream", "short request", "`/health`"]
+    head += ["after a hang-up", "long prompt, alone", "beside a stream"]
+    out = []
+    for path, data in result_files(results, "stall.json", "models"):
+        lines = [
+            [f"{name}, {entry['long']:,}", passes, *(f"{entry['median'][arm][key] / 1e3:.3g} s" for key in keys)]
+            for name, entry in sorted(data["models"].items())
+            for arm, passes in (("before", "SGLang's"), ("paced", "200 ms"))
+        ]
+        note = f"Medians of interleaved rounds. {where(data)} [Data]({link(path)}), `python benchmark/stall.py`."
+        out.append(f"{table(head, lines, 'll' + 'r' * (len(head) - 2))}\n{note}\n")
+    return "\n".join(out) or nothing("stall.py")
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "metrics": metrics,
     "soak": soak,
     "pool_scale": pool_scale,
     "restart": restart,
+    "stall": stall,
     "sanitizers": sanitizers,
     **DECODE_TABLES,
     **QUALITY_TABLES,

@@ -32,7 +32,7 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit bench gpu docs wheel clean install native-tests
+.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints bench gpu docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
@@ -45,6 +45,7 @@ help:
 	@echo "make fuzz      a million random operations on pool, tree and policies, under AddressSanitizer"
 	@echo "make fuzz-requests  odd requests to a server in one process; ARGS=\"--seed 2 --bodies 9000\""
 	@echo "make sbom      what the environment consists of, in dist/sbom.json; make audit: its known vulnerabilities"
+	@echo "make checkpoints  two public models and two long texts, into ~/.cache/fluxion; ARGS=smollm2 for one of them"
 	@echo "make bench     the benchmarks (see benchmark/)"
 	@echo "make gpu       all that a machine with a GPU is to show; ARGS=--simulated tries the command on the CPU"
 	@echo "make docs      the documentation as a site, in build/site"
@@ -124,6 +125,9 @@ sbom: $(VENV)/.installed
 
 audit: $(VENV)/.installed
 	@$(BIN)/python tools/audit.py
+
+checkpoints: $(VENV)/.checkpoints
+	@$(BIN)/python tools/checkpoints.py $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)

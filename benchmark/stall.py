@@ -1,7 +1,7 @@
 """What a long prompt does to the others: a stream's gaps, a short request's wait, /health, and a client that leaves.
 
     python benchmark/stall.py --model models/needle --long 30000
-    python benchmark/stall.py --model /tmp/smollm2 --long 7900        # of benchmark/public.py
+    python benchmark/stall.py --model smollm2 --long 7900            # of make checkpoints
 
 Two servers with the flag run side by side, one loaded at a time: passes as they are, and `before` with SGLang's
 (prefill_pass_ms 0). Rounds alternate. Results go to stall.json in benchmark/results/<machine>, one entry a model.
@@ -28,6 +28,7 @@ import common
 import requests
 
 from fluxion_sglang.commands.serving import free_port
+from fluxion_sglang.scoring.model_files import public
 
 ARMS = {"paced": {}, "before": {"prefill_pass_ms": 0}}
 START_S = 900
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the entry; by default the model's folder")
     parser.add_argument("--no-save", action="store_true")
     arguments, words = parser.parse_known_args()
+    arguments.model = public(arguments.model)
     name = arguments.name or Path(arguments.model).name
     vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}

@@ -24,10 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="policy specs; full is always among them; oracle alone takes the budgets of fixed; off is SGLang "
         "without the flag (default: %(default)s)",
     )
-    option("--model", type=Path, help="folder of a model, not its name; default: models/needle of the checkout")
+    option(
+        "--model", type=Path, help="folder of a model, or smollm2 or gemma3 (make checkpoints); default: models/needle"
+    )
     option("--samples", type=int, default=20, help="questions of a task at a length (default: %(default)s)")
     option("--tasks", default="", help="some of the suite's tasks; default: all")
-    option("--data", type=Path, help="folder with the suite's files, where it has any")
+    option(
+        "--data",
+        type=Path,
+        help="folder with the suite's files, where it has any; of perplexity a text: handbook or python",
+    )
     option("--seed", type=int, default=0, help="of samples and intervals (default: %(default)s)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
     option("--batch", type=int, default=8, help="requests that run at a time (default: %(default)s)")

@@ -20,7 +20,10 @@ from .base import Codec, MissingData, Sample, Suite, Task
 from .extraction_symbolic import facts_among_words
 from .ruler_definitions import seeded
 
-TARGETS: Final = 64
+TARGETS: Final = 512
+"""Forced tokens of a window of real text."""
+SYMBOLIC_TARGETS: Final = 64
+"""Forced tokens of a text in the language of the bundled model."""
 
 Written = tuple[list[int], int, list[int] | None]
 """Prompt, number of targets, and those that count; see `Symbolic`."""
@@ -88,7 +91,7 @@ class Symbolic(_Forced):
 
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
         """`count` texts of `length` tokens."""
-        length = _checked(length, TARGETS)
+        length = _checked(length, SYMBOLIC_TARGETS)
         made = []
         for i in range(count):
             prompt, targets, counted = self.write(length, seeded("perplexity", self.name, seed, length, i))
@@ -99,7 +102,7 @@ class Symbolic(_Forced):
 
 def words(length: int, rng: np.random.Generator) -> Written:
     """Only words. They follow from at most twelve tokens back: a policy must leave the nearby alone."""
-    return [needle.BOS, *needle.essay(rng, length - 1)], TARGETS, None
+    return [needle.BOS, *needle.essay(rng, length - 1)], SYMBOLIC_TARGETS, None
 
 
 def answers(length: int, rng: np.random.Generator) -> Written:

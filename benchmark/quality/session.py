@@ -11,6 +11,7 @@ from fluxion_sglang.commands.here import shell
 from fluxion_sglang.commands.needle import MODEL
 from fluxion_sglang.policy import check_spec
 from fluxion_sglang.scoring.kl import tokens_compared
+from fluxion_sglang.scoring.model_files import public
 from fluxion_sglang.scoring.serve import EngineFailed, RequestFailed, Start, starter
 
 from . import plan, table
@@ -58,7 +59,7 @@ def settings(arguments: argparse.Namespace) -> plan.Settings:
     Raises:
         plan.BadInput: one sentence.
     """
-    model = arguments.model or MODEL
+    model = Path(public(str(arguments.model))) if arguments.model else MODEL
     out = arguments.out or Path(f"quality_{arguments.suite}_{model.resolve().name}.json")
     return plan.Settings(
         suite=arguments.suite,
@@ -69,7 +70,7 @@ def settings(arguments: argparse.Namespace) -> plan.Settings:
         tasks=words(arguments.tasks),
         samples=arguments.samples,
         seed=arguments.seed,
-        data=arguments.data,
+        data=Path(public(str(arguments.data), "texts")) if arguments.data else None,
         dtype=arguments.dtype,
         batch=arguments.batch,
         device=arguments.device,

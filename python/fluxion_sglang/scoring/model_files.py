@@ -37,6 +37,23 @@ def model_folder(name: str) -> Path | None:
     return None
 
 
+def cache() -> Path:
+    """Where `make checkpoints` keeps what it fetches: `fluxion` under XDG_CACHE_HOME, else under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluxion"
+
+
+def public(name: str, kind: str = "checkpoints") -> str:
+    """The path of what `make checkpoints` keeps under this name; another name, or the path of a file, as it is.
+
+    Args:
+        kind: "checkpoints", or "texts".
+    """
+    if os.path.exists(name) or os.path.basename(name) != name:
+        return name
+    place = cache() / kind / (f"{name}.txt" if kind == "texts" else name)
+    return str(place) if place.exists() else name
+
+
 def weights(folder: Path) -> list[Path]:
     """The files of the weights, of the first format that there is; [] where there are none. Where an index names them,
     those alone: a repository may have a second copy in another layout."""

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="folder of a model, or its name on the Hub; default: the bundled one",
+        help="folder of a model, its name on the Hub, or smollm2, gemma3 (make checkpoints); default: the bundled one",
     )
     option("--out", type=Path, help="the HTML page (default: fluxion_try_MODEL.html)")
     option("--json", type=Path, help="file for all numbers, with machine and versions")

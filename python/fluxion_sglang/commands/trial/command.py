@@ -20,6 +20,7 @@ from fluxion_sglang.commands.trial.course import Course, Request, flags_and_conf
 from fluxion_sglang.commands.trial.quiz import open_quiz
 from fluxion_sglang.commands.trial.results import Results, TrialError
 from fluxion_sglang.policy import check_spec
+from fluxion_sglang.scoring.model_files import public
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -74,6 +75,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         if not (MODEL / "config.json").is_file():
             raise TrialError("There is no bundled model here; name one: fluxion try MODEL.")
         name = str(MODEL)
+    name = public(name)
     if not arguments.minutes > 0:
         raise TrialError(f"--minutes is {arguments.minutes:g}; give a number above 0.")
     try:

@@ -110,6 +110,8 @@ class _Answers:
         self._values: dict[int, float] = {}
         self._answers: dict[int, str] = {}
         self._divergences: dict[int, list[float]] = {}
+        self._agree: list[bool] = []
+        """Whether the most probable token is that of `full`, at each forced step that counts."""
 
     def add(self, i: int, reply: Reply, full: Reply | None) -> None:
         """Add the answer to sample `i`.
@@ -128,6 +130,7 @@ class _Answers:
             found = kl.divergences(full.tokens, full.steps, reply.tokens, reply.steps)
             if targets(sample):  # forced tokens never differ: every step is there, the first left out
                 found = [found[step - 1] for step in counted(sample)]
+                self._agree += [_likeliest(full.steps[at]) == _likeliest(reply.steps[at]) for at in counted(sample)]
             self._divergences[i] = found
 
     def row(self) -> dict[str, Any]:
@@ -140,9 +143,14 @@ class _Answers:
             "score": stats.score(values, measure),
             "kl": float(np.mean(means)) if means else None,
             "kl_steps": sum(map(len, self._divergences.values())),
+            "same": float(np.mean(self._agree)) if self._agree else None,
             "samples": values,
             "answers": [self._answers[i] for i in range(len(self._samples))],
         }
+
+
+def _likeliest(step: kl.Distribution) -> int:
+    return int(step.ids[np.argmax(step.logprobs)])
 
 
 def _prompt(sample: Sample) -> tuple[int, ...]:

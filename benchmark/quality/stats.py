@@ -66,15 +66,15 @@ def interval(deltas: Floats) -> tuple[float, float]:
 
 
 def compare(row: dict[str, Any], full: dict[str, Any] | None, seed: int) -> None:
-    """Give a row its difference to `full` with the interval, and the share of equal answers.
+    """Give a row its difference to `full` with the interval, and, of answers, the share of equal ones.
 
     Both rows hold every sample, so this may be done again, with another interval.
     """
-    row |= dict.fromkeys(("delta", "delta_low", "delta_high", "same"))
+    row |= dict.fromkeys(("delta", "delta_low", "delta_high"))
     if full is None:
         return
     row["delta"] = row["score"] - full["score"]
-    if row["measure"] == "score":  # forced tokens are always the same
+    if row["measure"] == "score":  # forced tokens are always the same; there, steps are compared
         row["same"] = float(np.mean([a == b for a, b in zip(row["answers"], full["answers"], strict=True)]))
     deltas = resampled_deltas(row["samples"], full["samples"], row["documents"], row["measure"], seed)
     if deltas is not None:

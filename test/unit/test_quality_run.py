@@ -145,7 +145,7 @@ def test_perplexity_is_of_forced_tokens_without_the_first(settings: Settings) ->
     assert streaming["score"] == pytest.approx((math.exp(2) + VOCABULARY - 1) / math.exp(2), rel=1e-4)
     assert streaming["delta"] == pytest.approx(streaming["score"] - full["score"])
     assert full["kl_steps"] == 6 * 3 and streaming["kl"] > 0
-    assert full["same"] is None
+    assert full["same"] == 1 and 0 <= streaming["same"] <= 1
     first = start.engines[0].batches[1][0]
     assert len(first["ids"]) == 60 and first["max_new_tokens"] == 4 and len(first["custom_params"]["forced"]) == 4
     assert start.started[0][1].forced

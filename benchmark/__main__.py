@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmark` as f
 import common
 import rivals
 
+from fluxion_sglang.scoring.model_files import public
+
 HERE = Path(__file__).parent
 GRID = [f"fixed:{blk}:{budget}" for blk in (16, 32, 64, 128) for budget in ("0.02", "0.05", "0.10", "0.25")]
 POLICIES = ",".join(
@@ -38,6 +40,19 @@ HGCA = "full,hgca:0.25,hgca:0.5,hgca:0.75,hgca:1"
 RESIDENT = {"0.08": 256, "0.25": 960, "0.50": 1984, "0.75": 3008}  # with 64 sinks
 # A model of another shape, which `python -m benchmark.needle_model --recipe second --into build/second` makes.
 SECOND = "build/second"
+# Public checkpoints on real text (`make checkpoints`): the curve of `sketch`, and what else there is.
+PUBLIC_POLICIES = ",".join(
+    ["full", "sketch"]
+    + [f"sketch:{eps}" for eps in ("0.02", "0.05", "0.20", "0.30")]
+    + ["fixed:16:0.25", "fixed:16:0.05", "streaming", "psa", "hgca", "lfps"]
+)
+PUBLIC = {
+    model: [
+        *("--suite", "perplexity", "--model", model, "--data", "handbook", "--lengths", lengths, "--samples", "16"),
+        *("--policies", PUBLIC_POLICIES, "--dtype", "bfloat16"),
+    ]
+    for model, lengths in (("smollm2", "4096,8190"), ("gemma3", "8192,16384,32766"))
+}
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
     "kv": ["--suite", "ruler", "--lengths", "4k,8k", "--samples", "24"],
@@ -108,6 +123,7 @@ QUALITY = {
         for dtype in ("auto", "int8")
     },
     "perplexity": ["--suite", "perplexity", "--lengths", "4k", "--samples", "8", "--policies", SPARSE],
+    **PUBLIC,
 }
 
 
@@ -127,10 +143,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark", description="Every benchmark, then the tables.")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that all of them run")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing result files")
-    parser.add_argument("--only", choices=["speed", "quality"], help="one half")
+    parser.add_argument(
+        "--only", choices=["speed", "quality", "public"], help="one half; public: quality of public checkpoints alone"
+    )
     args = parser.parse_args()
     results = common.RESULTS / common.machine_name()
-    if args.only != "quality":
+    if args.only in (None, "speed"):
         passed = [flag for flag, on in (("--quick", args.quick), ("--fresh", args.fresh)) if on]
         for script in ("kernels.py", "attention.py", "one_batch.py", "schedulers.py", "speculation.py"):
             _run([sys.executable, str(HERE / script), *passed])
@@ -155,9 +173,10 @@ def main() -> None:
         if not args.quick:  # where steps were not foretold well enough, nothing is said of other machines
             _run([sys.executable, str(HERE / "forecast"), "machines"], must=False)
     if args.only != "speed":
-        for name in QUALITY:
-            if "other" in name and not Path(SECOND).is_dir():
-                print(f"{name} is left out, because there is no {SECOND}")
+        for name in PUBLIC if args.only == "public" else QUALITY:
+            missing = SECOND if "other" in name else public(name) if name in PUBLIC else "."
+            if not Path(missing).is_dir():
+                print(f"{name} is left out, because there is no {missing}")
                 continue
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:

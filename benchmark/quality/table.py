@@ -54,7 +54,8 @@ one request. Error: of a head's output against exact attention for the same quer
 layer's heads; mean and 99th percentile. KL: of the next-token distribution, from `full`, in nats, at every decode step
 up to and including the first whose token differs; mean over a sample's steps, then over samples (vocabularies over
 1,024: a lower bound from the 256 most probable tokens and one bucket). Same: answers equal to those of `full`; of
-forced tokens, steps with the same most probable token. Perplexities are of forced tokens at decode steps; lower is better.
+forced tokens, steps with the same most probable token. Perplexities are of forced tokens at decode steps; lower is
+better.
 """
 
 

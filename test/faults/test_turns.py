@@ -1,12 +1,13 @@
 """Prompts of all lengths at once: who is computed when, and that it changes nobody's tokens.
 
-A pass is to take no time at all here, so it has one page: what happens does not depend on the machine's speed.
+A pass has a given number of tokens here: what happens does not depend on the machine's speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from faults import scenes
 from faults.conftest import Serve
 from faults.inprocess import Answer, Call, Child, InProcess
 
-CONFIG = {"host_tokens": 12_000, "prefill_pass_ms": 0.001, "sketches": True}
+from fluxion_sglang.sglang.pacing import pacer as pacer_module
+
+CONFIG = {"host_tokens": 12_000, "sketches": True}
 
 
 def prompt(seed: int, length: int, new: int = 4, policy: str = "full", **extra: Any) -> dict[str, Any]:
@@ -23,8 +26,20 @@ def prompt(seed: int, length: int, new: int = 4, policy: str = "full", **extra: 
 
 
 @contextmanager
-def watched(server: InProcess) -> Iterator[list[tuple[str, dict[str, int]]]]:
-    """The passes: their mode, and the tokens of each request."""
+def passes_of(server: InProcess, tokens: int) -> Iterator[None]:
+    """Passes of prompts have so many tokens."""
+    pacer = pacer_module._here.pacer_of(server.scheduler)
+    assert pacer is not None
+    times, pacer._times = pacer._times, SimpleNamespace(tokens_within=lambda *_: tokens, observe=lambda *_: None)
+    try:
+        yield
+    finally:
+        pacer._times = times
+
+
+@contextmanager
+def watched(server: InProcess, size: int = 16) -> Iterator[list[tuple[str, dict[str, int]]]]:
+    """The passes, of `size` tokens of prompts each: their mode, and the tokens of each request."""
     passes: list[tuple[str, dict[str, int]]] = []
     run_batch = server.scheduler.run_batch
 
@@ -35,7 +50,8 @@ def watched(server: InProcess) -> Iterator[list[tuple[str, dict[str, int]]]]:
 
     server.scheduler.run_batch = watch
     try:
-        yield passes
+        with passes_of(server, size):
+            yield passes
     finally:
         server.scheduler.run_batch = run_batch
 
@@ -124,6 +140,63 @@ def no_room(server: InProcess) -> None:
     assert finished(passes).index("large") < len(calls) - 5
 
 
+def a_crowd_beside_a_long_one(server: InProcess) -> None:
+    """Short requests with long answers come while a prompt of three quarters of the pool is computed: they leave it the
+    room that its rest will need."""
+    calls = [Call(prompt(80, 9000, rid="long"))]
+    calls += [Call(prompt(100 + i, 150, 300), at=i) for i in range(90)]
+    with watched(server, 256):
+        answers = server.together(calls, patience=500)
+    server.idle_check()
+    server.flush()
+    assert all(answer.code == 200 for answer in answers), [answer.message for answer in answers if answer.code != 200]
+
+
+def progress(server: InProcess) -> None:
+    """What was computed of a parked prompt is evicted for others; it advances all the same."""
+    calls = [Call(prompt(150, 9000, rid="long"))]
+    calls += [Call(prompt(160 + i, 500, 900), at=20 + 150 * i) for i in range(18)]
+    with watched(server, 256) as passes:
+        answers = server.together(calls, patience=500)
+    server.idle_check()
+    server.flush()
+    assert all(answer.code == 200 for answer in answers)
+    ended = finished(passes)
+    assert ended.index("long") < len(calls) - 5, "the long prompt waited for nearly all others"
+
+
+def few_slots(server: InProcess) -> None:
+    """As many requests decode as may run, but one: the oldest prompt, which has that place, goes on."""
+    calls = [Call(prompt(200, 1600, rid="long"))]
+    calls += [Call(prompt(210 + i, 40, 60), at=5 + 4 * i) for i in range(30)]
+    with watched(server) as passes:
+        server.together(calls, patience=300)
+    server.idle_check()
+    server.flush()
+    assert finished(passes).index("long") < 20
+
+
+def parked_and_counted(server: InProcess) -> None:
+    """What a parked prompt finds of itself in the radix tree was not cached before it came."""
+    with watched(server):
+        answers = server.together(
+            [Call(prompt(250, 1600)), Call(prompt(251, 500), at=9), Call(prompt(252, 300), at=15)]
+        )
+    server.flush()
+    assert [answer.meta["cached_tokens"] for answer in answers] == [0, 0, 0]
+
+
+def grammars(server: InProcess) -> None:
+    """A prompt whose grammar has to be compiled has passes as small as others'."""
+    asked = prompt(270, 900, 6, rid="asked")
+    asked["sampling_params"]["regex"] = ".{1,9}"
+    with watched(server) as passes:
+        answers = server.together([Call(prompt(271, 40, 150)), Call(asked, at=12)])
+    server.flush()
+    assert all(answer.code == 200 for answer in answers), [answer.message for answer in answers]
+    assert max(counts["asked"] for _, counts in passes if "asked" in counts) <= 16
+
+
 class Cases:
     FLAGS: tuple[str, ...] = ()
 
@@ -140,6 +213,12 @@ class Cases:
     def test_a_client_that_leaves_holds_nobody(self, server: Child) -> None:
         server.run(hang_up, patience=300)
 
+    def test_cached_tokens_are_counted_once(self, server: Child) -> None:
+        server.run(parked_and_counted, patience=300)
+
+    def test_a_grammar_does_not_make_a_pass_larger(self, server: Child) -> None:
+        server.run(grammars, patience=300)
+
 
 class TestOverlapped(Cases):
     """SGLang's default: the result of a pass is looked at when the next one has begun."""
@@ -148,10 +227,28 @@ class TestOverlapped(Cases):
     def test_a_prompt_that_needs_room_gets_it(self, server: Child) -> None:
         server.run(no_room, patience=600)
 
+    @pytest.mark.full
+    def test_a_prompt_whose_pages_are_evicted_gets_further(self, server: Child) -> None:
+        server.run(progress, patience=600)
+
 
 @pytest.mark.full
 class TestSerial(Cases):
     FLAGS = ("--disable-overlap-schedule",)
+
+
+class TestManySlots:
+    FLAGS = ("--max-running-requests", "32")
+
+    def test_others_leave_room_for_the_rest_of_a_long_prompt(self, serve: Serve) -> None:
+        serve(*self.FLAGS, config=CONFIG).run(a_crowd_beside_a_long_one, patience=600)
+
+
+class TestFewSlots:
+    FLAGS = ("--max-running-requests", "4")
+
+    def test_the_oldest_prompt_keeps_its_place(self, serve: Serve) -> None:
+        serve(*self.FLAGS, config=CONFIG).run(few_slots, patience=300)
 
 
 class TestPriorities:

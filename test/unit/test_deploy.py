@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fluxion_sglang.executor.metrics import described
+from fluxion_sglang.executor.metrics import RINGS, described
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus-rules.yml"
@@ -181,3 +181,9 @@ def instance(series: str, name: str) -> str:
     """The series with the label that Prometheus gives the samples of one server."""
     metric, _, labels = series.rstrip("}").partition("{")
     return f'{metric}{{{labels}{"," * bool(labels)}instance="{name}"}}'
+
+
+def test_every_ring_that_counts_has_a_sample_from_the_start() -> None:
+    sources = (ROOT / "python" / "fluxion_sglang" / "sglang" / "containment").glob("*.py")
+    named = {ring for source in sources for ring in re.findall(r'contained\("(\w+)"\)', source.read_text())}
+    assert named == set(RINGS)

@@ -49,7 +49,7 @@ class TestPassTimes:
         run(times, took, target, 4_000)
         for passes in (run(times, took, target, 4_000), run(times, took, target, 1_000)):
             least = took(PAGE, _attended(4_000, PAGE))  # a page, whatever it takes
-            assert max(passes) <= max(1.1 * target, least)
+            assert max(passes) <= max(1.25 * target, least)
 
     @given(MACHINES)
     def test_predicts_what_it_has_seen(self, took: Callable[[int, float], float]) -> None:
@@ -95,7 +95,7 @@ class TestOrder:
     def test_the_shortest_rest_is_first(self) -> None:
         long, short, known = request(900, 0), request(100, 1), request(950, 2, matched=940)
         waiting = [long, short, known]
-        turns().sort(waiting, long)
+        turns().sort(waiting, None)
         assert waiting == [known, short, long]
 
     def test_equal_ones_in_the_order_in_which_they_came(self) -> None:
@@ -108,7 +108,7 @@ class TestOrder:
         order, waiting = turns(), [short, oldest, urgent]
         for _ in range(TURN):
             assert order.oldest(waiting) is urgent
-            order.sort(waiting, order.oldest(waiting))
+            order.sort(waiting, order.oldest(waiting) if order.due else None)
             assert waiting[0] is urgent
             order.passed(urgent, [])
 

@@ -86,6 +86,8 @@ _CONTAINMENT: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Name of a counter of contained failures, in any process of the server -> its text and labels."""
+RINGS = ("door", "arrivals", "admission", "budgets", "passes", "loop", "outputs")
+"""The rings of `sglang/containment/` that count failures."""
 _GAUGES = {
     "host_pool_tokens": "Capacity of the host pool in tokens.",
     "host_pool_bytes": "Bytes of the host pool: tiles, metadata, moments and sketches.",
@@ -228,7 +230,9 @@ class EngineMetrics:
         self._state = gauges["policy_state_bytes"]
         _containment.cache_clear()  # in the registry that this object's are in
         for name in _CONTAINMENT:
-            _containment(name)  # there before anything fails
+            _containment(name)  # there before anything fails, with a sample of each ring
+        for ring in RINGS:
+            _containment("contained_failures").labels(ring=ring)
         self._last: dict[str, int] = {}
         self._accounts = None if kept is None else _AccountMetrics(kept)
         _reserve_files()

@@ -40,9 +40,8 @@ class Turns:
         """A pass of the prompts `ran` has begun."""
         self._without = 0 if any(request is oldest for request in ran) else self._without + 1
 
-    def sort(self, waiting: list[Any], oldest: Any | None) -> None:
-        """Put the queue in order. oldest: of all prompts, also of the one under way."""
-        first = oldest if self.due else None
+    def sort(self, waiting: list[Any], first: Any | None) -> None:
+        """Put the queue in order. first: the prompt whose turn it is; None: by priority and rest alone."""
         waiting.sort(
             key=lambda request: (self._rank(request), request is not first, rest(request), self._arrival(request))
         )

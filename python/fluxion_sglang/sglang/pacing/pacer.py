@@ -30,6 +30,8 @@ ALONE: Final = 8
 /health answers in 2 s as long as a pass takes less."""
 AIM: Final = 0.9
 """What passes aim at, as a part of the longest time that a stream is to wait: predictions err by about the rest."""
+HELD_UP: Final = 3
+"""A decode step counts as at most so many times the mean before it."""
 LOOK_S: Final = 0.5
 """How often SGLang looks whether a client has hung up; its default is 4 s."""
 LOOKED_AT: Final = 128
@@ -61,9 +63,16 @@ class Pacer:
         self._turns = Turns(self._arrival, lambda request: sign * request.priority if prioritized else 0)
         self._numbers = count()
         self._arrivals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._orders = scheduler.policy.policy.value == "fcfs"
+        self.orders = scheduler.policy.policy.value == "fcfs"
+        """Whether prompts are in the order of this class; another schedule policy keeps its own."""
         self._oldest: Any | None = None
+        self._first: Any | None = None
+        """The oldest prompt where the next pass is its turn."""
         self._budget = most
+        self._slots = 0
+        """Requests that could be admitted beside those that run, the prompt under way included."""
+        self._parked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Tokens that were computed of a prompt when it was last put back."""
 
     @property
     def _scheduler(self) -> Any:
@@ -78,15 +87,19 @@ class Pacer:
     # --- what a pass took ---
 
     def measure(self, batch: Any, began: float, ended: float) -> None:
-        """Record a pass of this batch. What the scheduler does between two passes counts as part of the second.
+        """Record a pass of this batch. What the scheduler does between two passes counts as part of the second, up to
+        the time of the second itself: a scheduler that was paused was not working.
 
         Args:
             began, ended: by `time.perf_counter`.
         """
-        seconds = ended - (began if self._ended is None else self._ended)
+        between = 0.0 if self._ended is None else began - self._ended
+        seconds = ended - began + min(between, ended - began)
         self._ended = ended
         mode = batch.forward_mode
         if mode.is_decode():
+            if self._step > 0:
+                seconds = min(seconds, HELD_UP * self._step)
             self._step = seconds if self._step == 0 else 0.9 * self._step + 0.1 * seconds
         elif mode.is_extend() and not mode.is_target_verify():
             riders = len(batch.decoding_reqs or ()) if mode.is_mixed() else 0
@@ -101,22 +114,34 @@ class Pacer:
     def plan(self, original: Callable[..., Any], running: Any) -> Any:
         """AROUND Scheduler.get_new_batch_prefill, of this scheduler."""
         scheduler = self._scheduler
+        if scheduler.grammar_manager.has_waiting_grammars():  # as SGLang does, but before a pass is sized
+            for request in scheduler.grammar_manager.get_ready_grammar_requests():
+                scheduler._add_request_to_queue(request)
         prompts = self._prompts()
         if not prompts and running.is_empty():
             self._ended = None
-        if not prompts or suspects.on_trial is not None:
+        if not prompts or suspects.on_trial is not None or self._closed(running):
             return original(running)
         for request in prompts:
             self._arrival(request)
         decoding = any(not request.finished() for request in running.reqs)
-        if self._orders and len(prompts) > 1:
+        self._slots = scheduler.get_num_allocatable_reqs(
+            len(running.reqs), running_batch=running, num_held_rows=int(scheduler.chunked_req is not None)
+        )
+        self._first = None
+        if self.orders and len(prompts) > 1:
+            self._forget_lost_results()
             self._look_up()
             self._oldest = self._turns.oldest(prompts)
-            self._turns.sort(scheduler.waiting_queue, self._oldest)
+            self._first = self._oldest if self._turns.due else None
+            self.sort(scheduler.waiting_queue)
         self._budget = self._tokens(decoding, prompts)
-        if self._orders and self._gives_way(running):
-            self._park()
-            self._turns.sort(scheduler.waiting_queue, self._oldest)
+        if self.orders and scheduler.chunked_req is not None and scheduler.waiting_queue:
+            if self._gives_way(running):
+                self._park()
+            elif self._first is scheduler.waiting_queue[0]:
+                self._first = None  # its turn comes later; meanwhile others share the passes
+            self.sort(scheduler.waiting_queue)
         before = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
         riders = len(running.reqs) if self._mixes else 0
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = self._budget + riders, self._mixes
@@ -132,20 +157,56 @@ class Pacer:
         return plan
 
     def sort(self, waiting: list[Any]) -> None:
-        """After SchedulePolicy.calc_priority, inside `plan`: SGLang's own sorting by priority is by arrival."""
-        if self._orders and len(waiting) > 1:
-            self._turns.sort(waiting, self._oldest)
+        """Put the queue in order; also after SchedulePolicy.calc_priority, which sorts by arrival."""
+        if self.orders and len(waiting) > 1:
+            self._turns.sort(waiting, self._first)
 
     def limit(self, waiting: list[Any], budget: int) -> int | None:
         """Tokens of the prompt under way, if shorter ones share its pass; None: as many as there is room for."""
         room = share(budget, self._page)
         taken, under_way = 0, self._scheduler.chunked_req
-        for request in waiting if self._orders else ():
+        for request in waiting if self._slots > 1 else ():
             pages = -(-rest(request) // self._page) * self._page
             if taken + pages > room or not self._turns.before(request, under_way):
                 break
             taken += pages
         return (budget - taken) // self._page * self._page if taken else None
+
+    def fits_beside(self, request: Any, adder: Any) -> bool:
+        """Whether a prompt may share a pass of the one under way. It is computed whole, because SGLang keeps track of
+        one unfinished prompt. It leaves room for the rest of the other one, for which SGLang reserves nothing."""
+        under_way = self._scheduler.chunked_req
+        tokens = len(request.full_untruncated_fill_ids) - request.prefix_len - request.host_hit_length
+        if adder.ceil_paged_tokens(tokens) > adder.rem_chunk_tokens:
+            return False
+        if (request.input_embeds is None) != (under_way.input_embeds is None):
+            return False  # a batch has embeddings of all its tokens, or of none
+        later = len(under_way.full_untruncated_fill_ids) - under_way.extend_end + self._answer(under_way)
+        return bool(tokens + request.host_hit_length + self._answer(request) + later < adder.rem_total_tokens)
+
+    def _answer(self, request: Any) -> int:
+        """Tokens that SGLang reserves for a request's answer."""
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+        left = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)
+        return min(left, CLIP_MAX_NEW_TOKENS) + self._page
+
+    def _closed(self, running: Any) -> bool:
+        """Whether no prompt can be admitted; SGLang looks at none then."""
+        scheduler = self._scheduler
+        return bool(
+            running.batch_is_full
+            and running.reqs
+            and scheduler.chunked_req is None
+            and not scheduler.enable_priority_preemption
+        )
+
+    def _forget_lost_results(self) -> None:
+        """A parked prompt expects the result of its last chunk, which a failure of that pass has dropped."""
+        pending = {request for batch, _ in self._scheduler.result_queue for request in batch.reqs}
+        for request in self._scheduler.waiting_queue:
+            if request in self._parked and request not in pending:
+                request.inflight_middle_chunks = 0
 
     def _prompts(self) -> list[Any]:
         under_way = self._scheduler.chunked_req
@@ -156,7 +217,8 @@ class Pacer:
         from sglang.srt.mem_cache.common import match_kv_cache
 
         scheduler = self._scheduler
-        for request in scheduler.waiting_queue[:LOOKED_AT]:
+        # The tree evicts first what was touched first: the head of the queue is touched last.
+        for request in reversed(scheduler.waiting_queue[:LOOKED_AT]):
             match_kv_cache(request, scheduler.tree_cache)
         if (request := scheduler.chunked_req) is not None:
             request.num_matched_prefix_tokens = request.prefix_len
@@ -180,30 +242,26 @@ class Pacer:
         """Whether the prompt under way goes back into the queue, because another one that does not fit beside it comes
         before it."""
         scheduler, under_way = self._scheduler, self._scheduler.chunked_req
-        if under_way is None or not scheduler.waiting_queue or running.batch_is_full or not _parkable(scheduler):
+        if running.batch_is_full or self._slots < 2 or not _parkable(scheduler):
             return False
+        if under_way.prefix_len <= self._parked.get(under_way, -1):
+            return False  # the tree has lost some of what was computed; it must get further first
         first, room = scheduler.waiting_queue[0], share(self._budget, self._page)
         if rest(under_way) <= room:
             return False  # it ends in the next pass
-        if self._turns.due:
-            if first is not self._oldest:
-                return False  # it is under way
-        elif not self._turns.before(first, under_way) or rest(first) <= room:
+        if self._turns.due and self._oldest is under_way:
+            return False
+        if first is not self._first and (not self._turns.before(first, under_way) or rest(first) <= room):
             return False
         return self._has_room(first, running)
 
     def _has_room(self, request: Any, running: Any) -> bool:
-        """Whether a request can be admitted without what the prompt under way has computed."""
-        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
+        """Whether a request can be admitted without what the prompt under way has computed. What the tree has of the
+        request is not free."""
         scheduler = self._scheduler
         free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-        others = [each for each in running.reqs if not each.finished()]
-        answers = sum(
-            min(max(each.sampling_params.max_new_tokens - len(each.output_ids), 0), CLIP_MAX_NEW_TOKENS) + self._page
-            for each in (request, *others)
-        )
-        return rest(request) + answers + self._page <= free
+        answers = sum(self._answer(each) for each in (request, *running.reqs) if not each.finished())
+        return rest(request) + request.host_hit_length + answers + self._page <= free - request.prefix_len
 
     def _park(self) -> None:
         """Put the prompt under way back into the queue. The tree has its whole pages.
@@ -214,17 +272,14 @@ class Pacer:
 
         scheduler = self._scheduler
         request = scheduler.chunked_req
-        kept = request.inflight_middle_chunks, request.retraction_count, request.is_retracted, request.retracted_stain
+        self._parked[request] = request.prefix_len
+        kept = request.inflight_middle_chunks, request.retraction_count, request.is_retracted
         release_kv_cache(request, scheduler.tree_cache, checkpoint=False)
-        request.reset_for_retract()
-        (
-            request.inflight_middle_chunks,
-            request.retraction_count,
-            request.is_retracted,
-            request.retracted_stain,
-        ) = kept
+        request.reset_for_retract()  # retracted_stain stays: SGLang counts the cached tokens of a request once
+        request.inflight_middle_chunks, request.retraction_count, request.is_retracted = kept
         scheduler.chunked_req = None
         scheduler.waiting_queue.append(request)
+        request.time_stats.set_wait_queue_entry_time()
         match_kv_cache(request, scheduler.tree_cache)
 
 
@@ -322,7 +377,7 @@ def shortest_prefill_chunk_limit(
     original: Callable[..., Any], policy: Any, chunked_req: Any, waiting_queue: list[Any], budget: int, page_size: int
 ) -> Any:
     """AROUND SchedulePolicy.shortest_prefill_chunk_limit, which SGLang asks with every policy."""
-    if (pacer := _here.planner) is not None:
+    if (pacer := _here.planner) is not None and pacer.orders:
         return pacer.limit(waiting_queue, budget)
     return original(policy, chunked_req, waiting_queue, budget, page_size)
 
@@ -330,13 +385,11 @@ def shortest_prefill_chunk_limit(
 def add_one_req(
     original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
 ) -> Any:
-    """AROUND PrefillAdder.add_one_req: beside an unfinished prompt there is room for whole ones alone, because SGLang
-    keeps track of one unfinished prompt."""
-    if has_chunked_req and _here.planner is not None:
+    """AROUND PrefillAdder.add_one_req: what shares a pass with an unfinished prompt must fit beside it."""
+    if has_chunked_req and (pacer := _here.planner) is not None and pacer.orders:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
-        tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
-        if adder.ceil_paged_tokens(tokens) > adder.rem_chunk_tokens:
+        if not pacer.fits_beside(req, adder):
             return AddReqResult.OTHER
     return original(adder, req, has_chunked_req, truncation_align_size)
 

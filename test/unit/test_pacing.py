@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxion_sglang.sglang.pacing.order import TURN, Turns, rest, share
-from fluxion_sglang.sglang.pacing.pacer import _attended
+from fluxion_sglang.sglang.pacing.pacer import HELD_UP, Pacer, _attended
 from fluxion_sglang.sglang.pacing.times import FIRST, GROWTH, PassTimes
 
 PAGE = 16
@@ -134,3 +134,47 @@ class TestOrder:
 
     def test_a_request_has_always_something_to_do(self) -> None:
         assert rest(request(10, 0, matched=10)) == 1
+
+
+def scheduler(**more: Any) -> Any:
+    """What a pacer asks of SGLang's scheduler."""
+    values = {
+        "page_size": PAGE,
+        "spec_algorithm": SimpleNamespace(is_none=lambda: True),
+        "schedule_low_priority_values_first": False,
+        "enable_priority_scheduling": False,
+        "policy": SimpleNamespace(policy=SimpleNamespace(value="fcfs")),
+        "waiting_queue": [],
+        "result_queue": [],
+    }
+    return type("Scheduler", (), {**values, **more})()
+
+
+class Held:
+    """A request that a weak dictionary can hold."""
+
+    inflight_middle_chunks = 1
+
+
+class TestPacer:
+    DECODE = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True))
+
+    def test_a_scheduler_that_was_paused_did_not_work(self) -> None:
+        of = scheduler()
+        pacer, at = Pacer(of, 0.2, 4096, None), 0.0
+        for _ in range(50):
+            pacer.measure(self.DECODE, at + 0.001, at + 0.01)
+            at += 0.01
+        assert pacer._step == pytest.approx(0.01, rel=0.01)
+        pacer.measure(self.DECODE, at + 60, at + 60.01)
+        assert pacer._step < 0.015
+        pacer.measure(self.DECODE, at + 60.011, at + 75)
+        assert pacer._step < 0.015 * (1 + 0.1 * HELD_UP)
+
+    def test_a_parked_prompt_does_not_wait_for_a_result_that_a_failure_dropped(self) -> None:
+        lost, awaited, other = Held(), Held(), Held()
+        of = scheduler(waiting_queue=[lost, awaited, other], result_queue=[(SimpleNamespace(reqs=[awaited]), None)])
+        pacer = Pacer(of, 0.2, 4096, None)
+        pacer._parked.update({lost: 160, awaited: 320})
+        pacer._forget_lost_results()
+        assert [each.inflight_middle_chunks for each in (lost, awaited, other)] == [0, 1, 1]

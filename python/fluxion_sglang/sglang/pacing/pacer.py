@@ -117,6 +117,7 @@ class Pacer:
         if scheduler.grammar_manager.has_waiting_grammars():  # as SGLang does, but before a pass is sized
             for request in scheduler.grammar_manager.get_ready_grammar_requests():
                 scheduler._add_request_to_queue(request)
+        self._forget_lost_results()
         prompts = self._prompts()
         if not prompts and running.is_empty():
             self._ended = None
@@ -130,7 +131,6 @@ class Pacer:
         )
         self._first = None
         if self.orders and len(prompts) > 1:
-            self._forget_lost_results()
             self._look_up()
             self._oldest = self._turns.oldest(prompts)
             self._first = self._oldest if self._turns.due else None
@@ -203,9 +203,12 @@ class Pacer:
 
     def _forget_lost_results(self) -> None:
         """A parked prompt expects the result of its last chunk, which a failure of that pass has dropped."""
+        expecting = [each for each in self._scheduler.waiting_queue if each in self._parked]
+        if not expecting:
+            return
         pending = {request for batch, _ in self._scheduler.result_queue for request in batch.reqs}
-        for request in self._scheduler.waiting_queue:
-            if request in self._parked and request not in pending:
+        for request in expecting:
+            if request not in pending:
                 request.inflight_middle_chunks = 0
 
     def _prompts(self) -> list[Any]:

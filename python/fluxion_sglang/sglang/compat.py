@@ -286,7 +286,6 @@ NEEDS = (
         "Scheduler.get_num_allocatable_reqs",
         ("self", "running_bs", "beam_width", "running_batch", "num_held_rows"),
     ),
-    Need(_SRT + "constrained.grammar_manager", "GrammarManager.get_ready_grammar_requests", ("self",)),
     Need(_SRT + "constrained.grammar_manager", "GrammarManager.has_waiting_grammars", ("self",)),
     RESOLVE_POOL,
     BUILD_POOL,

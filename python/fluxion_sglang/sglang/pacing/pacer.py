@@ -114,14 +114,13 @@ class Pacer:
     def plan(self, original: Callable[..., Any], running: Any) -> Any:
         """AROUND Scheduler.get_new_batch_prefill, of this scheduler."""
         scheduler = self._scheduler
-        if scheduler.grammar_manager.has_waiting_grammars():  # as SGLang does, but before a pass is sized
-            for request in scheduler.grammar_manager.get_ready_grammar_requests():
-                scheduler._add_request_to_queue(request)
         self._forget_lost_results()
         prompts = self._prompts()
         if not prompts and running.is_empty():
             self._ended = None
-        if not prompts or suspects.on_trial is not None or self._closed(running):
+        # A prompt whose grammar is ready by now comes into the queue inside `original`.
+        coming = prompts or scheduler.grammar_manager.has_waiting_grammars()
+        if not coming or suspects.on_trial is not None or self._closed(running):
             return original(running)
         for request in prompts:
             self._arrival(request)
@@ -233,7 +232,8 @@ class Pacer:
         else:
             seconds = self._target if len(prompts) > 1 else ALONE * self._target
         under_way = self._scheduler.chunked_req
-        start = under_way.prefix_len if under_way is not None else prompts[0].num_matched_prefix_tokens
+        first = prompts[0].num_matched_prefix_tokens if prompts else 0
+        start = under_way.prefix_len if under_way is not None else first
         tokens = self._times.tokens_within(seconds, partial(_attended, start), self._page, self._most)
         if self._ranks is None:
             return tokens

@@ -64,9 +64,10 @@ def finished(passes: Sequence[tuple[str, dict[str, int]]]) -> list[str]:
 
 def all_lengths(server: InProcess) -> None:
     """Long, short and medium prompts, that stream and do not, beside one that decodes."""
+    sketch = "sketch" if server.args.speculative_algorithm is None else "full"  # drafts are verified without sketches
     bodies = [
         prompt(2, 40, 60, stream=True), prompt(1, 1300), prompt(3, 900, 12, policy="fixed:16:0.2", stream=True),
-        prompt(4, 5), prompt(5, 500, 40, policy="sketch"), prompt(6, 33), prompt(7, 300, 20),
+        prompt(4, 5), prompt(5, 500, 40, policy=sketch), prompt(6, 33), prompt(7, 300, 20),
         prompt(8, 700, return_logprob=True, logprob_start_len=500),
     ]  # fmt: skip
     alone = []

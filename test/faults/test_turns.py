@@ -17,7 +17,7 @@ from faults.inprocess import Answer, Call, Child, InProcess
 
 from fluxion_sglang.sglang.pacing import pacer as pacer_module
 
-CONFIG = {"host_tokens": 12_000, "sketches": True}
+CONFIG = {"host_tokens": 12_000, "prefill_pass_ms": 200, "sketches": True}
 
 
 def prompt(seed: int, length: int, new: int = 4, policy: str = "full", **extra: Any) -> dict[str, Any]:

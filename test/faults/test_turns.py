@@ -1,4 +1,4 @@
-"""Prompts of all lengths at once: who is computed when, and that it changes nobody's tokens.
+"""Prompts of all lengths at once: their order, and that it changes no tokens.
 
 A pass has a given number of tokens here: what happens does not depend on the machine's speed.
 """
@@ -27,7 +27,7 @@ def prompt(seed: int, length: int, new: int = 4, policy: str = "full", **extra: 
 
 @contextmanager
 def passes_of(server: InProcess, tokens: int) -> Iterator[None]:
-    """Passes of prompts have so many tokens."""
+    """Prefill passes have `tokens` tokens."""
     pacer = pacer_module._here.pacer_of(server.scheduler)
     assert pacer is not None
     times, pacer._times = pacer._times, SimpleNamespace(tokens_within=lambda *_: tokens, observe=lambda *_: None)

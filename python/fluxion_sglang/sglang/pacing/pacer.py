@@ -31,7 +31,7 @@ ALONE: Final = 8
 AIM: Final = 0.9
 """What passes aim at, as a part of the longest time that a stream is to wait: predictions err by about the rest."""
 HELD_UP: Final = 3
-"""A decode step counts as at most so many times the mean before it."""
+"""Limit of a measured decode step, as a multiple of the mean before it: a pause is not a step."""
 LOOK_S: Final = 0.5
 """How often SGLang looks whether a client has hung up; its default is 4 s."""
 LOOKED_AT: Final = 128
@@ -70,7 +70,7 @@ class Pacer:
         """The oldest prompt where the next pass is its turn."""
         self._budget = most
         self._slots = 0
-        """Requests that could be admitted beside those that run, the prompt under way included."""
+        """How many prompts could be admitted beside the requests that decode, the prompt under way included."""
         self._parked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Tokens that were computed of a prompt when it was last put back."""
 
@@ -202,7 +202,7 @@ class Pacer:
 
     def _forget_lost_results(self) -> None:
         """A parked prompt expects the result of its last chunk, which a failure of that pass has dropped."""
-        expecting = [each for each in self._scheduler.waiting_queue if each in self._parked]
+        expecting = [each for each in self._scheduler.waiting_queue if each in self._parked] if self._parked else []
         if not expecting:
             return
         pending = {request for batch, _ in self._scheduler.result_queue for request in batch.reqs}
@@ -252,7 +252,7 @@ class Pacer:
         first, room = scheduler.waiting_queue[0], share(self._budget, self._page)
         if rest(under_way) <= room:
             return False  # it ends in the next pass
-        if self._turns.due and self._oldest is under_way:
+        if self._first is under_way:
             return False
         if first is not self._first and (not self._turns.before(first, under_way) or rest(first) <= room):
             return False

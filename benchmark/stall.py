@@ -3,8 +3,8 @@
     python benchmark/stall.py --model models/needle --long 30000
     python benchmark/stall.py --model smollm2 --long 7900            # of make checkpoints
 
-Two servers with the flag run side by side, one loaded at a time: `paced` with prefill_pass_ms 200, and `before` with
-SGLang's passes. Rounds alternate. Results go to stall.json in benchmark/results/<machine>, one entry a model.
+Two servers with the flag run side by side, one loaded at a time: passes as they are, and `before` with SGLang's
+(prefill_pass_ms 0). Rounds alternate. Results go to stall.json in benchmark/results/<machine>, one entry a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import requests
 from fluxion_sglang.commands.serving import free_port
 from fluxion_sglang.scoring.model_files import public
 
-ARMS = {"paced": {"prefill_pass_ms": 200}, "before": {"prefill_pass_ms": 0}}
+ARMS = {"paced": {}, "before": {"prefill_pass_ms": 0}}
 START_S = 900
 SETTLED = 40
 """Tokens of the stream before the long prompt comes; their gaps are idle steps."""

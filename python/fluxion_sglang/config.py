@@ -167,10 +167,10 @@ class FluxionConfig:
         "above 0 and below 1, such as 0.3.",
     )
     prefill_pass_ms: float = _option(
-        0.0,
+        200.0,
         "Milliseconds that a prefill pass takes while others decode or wait: with two decode steps, a stream's longest "
         "gap. Short prompts go first. 0 leaves passes and their order to SGLang. On a CPU.",
-        "200",
+        "0",
         lambda ms: ms >= 0,
         "it is a time; give a number of milliseconds, or 0 for passes of chunked_prefill_size tokens.",
     )

@@ -17,7 +17,7 @@ from faults.inprocess import Answer, Call, Child, InProcess
 
 from fluxion_sglang.sglang.pacing import pacer as pacer_module
 
-CONFIG = {"host_tokens": 12_000, "prefill_pass_ms": 200, "sketches": True}
+CONFIG = {"host_tokens": 12_000, "sketches": True}
 
 
 def prompt(seed: int, length: int, new: int = 4, policy: str = "full", **extra: Any) -> dict[str, Any]:
@@ -30,7 +30,10 @@ def passes_of(server: InProcess, tokens: int) -> Iterator[None]:
     """Prefill passes have `tokens` tokens."""
     pacer = pacer_module._here.pacer_of(server.scheduler)
     assert pacer is not None
-    times, pacer._times = pacer._times, SimpleNamespace(tokens_within=lambda *_: tokens, observe=lambda *_: None)
+    times, pacer._times = (
+        pacer._times,
+        SimpleNamespace(tokens_within=lambda *_: tokens, halves_within=lambda *_: tokens, observe=lambda *_: None),
+    )
     try:
         yield
     finally:

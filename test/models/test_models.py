@@ -131,7 +131,10 @@ def test_grammars(llama: str, backend: str) -> None:
 
 
 def test_sampling(llama: str) -> None:
-    """Penalties, a bias, stop words: what comes after attention sees the same logits."""
+    """Penalties, a bias, stop words: what comes after attention sees the same logits.
+
+    With overlapped schedules SGLang's penalties count a token of the answer late, and when depends on the passes.
+    """
     f = 40  # the letter F in the tokenizer of bytes
     ways = [{"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"logit_bias": {f: 100.0}, "stop": ["FFF"]}]
     asked, plain = (
@@ -141,6 +144,6 @@ def test_sampling(llama: str) -> None:
         ]
         for options in (True, False)
     )
-    found = check_same(llama, [asked, plain], sampling_backend="pytorch")
+    found = check_same(llama, [asked, plain], sampling_backend="pytorch", disable_overlap_schedule=True)
     assert found[2]["ids"] == [f] * 3 and found[2]["finish"] == {"type": "stop", "matched": "FFF"}
     assert any(found[i]["ids"] != found[i + 3]["ids"] for i in range(2)), "penalties that change nothing show nothing"

@@ -42,6 +42,7 @@ class TestPassTimes:
         times = PassTimes()
         assert times.predict(100, 1000) == 0
         assert times.tokens_within(0.2, lambda count: 0, PAGE, 4096) == FIRST
+        assert times.halves_within(0.2, lambda count: 0, PAGE, 4096) == 4096
 
     @given(MACHINES, st.floats(0.01, 1))
     def test_passes_come_to_take_the_target(self, took: Callable[[int, float], float], target: float) -> None:
@@ -73,6 +74,35 @@ class TestPassTimes:
         times = PassTimes()
         times.observe(16, 128, 0.001)
         assert times.tokens_within(1.0, lambda count: 0, PAGE, 4096) == 16 * GROWTH
+
+    @given(MACHINES, st.floats(0.01, 10), st.integers(1, 300), st.integers(0, 30_000))
+    def test_halves_are_the_largest_in_time(
+        self, took: Callable[[int, float], float], target: float, pages: int, start: int
+    ) -> None:
+        times, most = PassTimes(), pages * PAGE
+        run(times, took, 0.2, 4_000)
+        predict = lambda tokens: times.predict(tokens, _attended(start, tokens))  # noqa: E731
+        tokens = times.halves_within(target, lambda count: _attended(start, count), PAGE, most)
+        assert tokens % PAGE == 0 and PAGE <= tokens <= most
+        assert tokens == PAGE or predict(tokens) <= target
+        assert tokens == most or predict(tokens * 2 + PAGE) > target
+
+    def test_what_was_measured_seldom_divides_a_lone_prompt_anew(self) -> None:
+        """The limit is halfway between the times of two sizes, and what is measured differs by a seventh."""
+        generator, took, sizes = random.Random(3), seconds(0.01, 0.001, 0), set()
+        for _ in range(20):
+            times = PassTimes()
+            for _ in range(10):
+                tokens, noise = generator.randrange(16, 2048), generator.uniform(0.85, 1.15)
+                times.observe(tokens, _attended(0, tokens), noise * took(tokens, 0))
+            sizes.add(times.halves_within(1.45, lambda count: _attended(0, count), PAGE, 4096))
+        assert sizes == {1024}
+
+    def test_the_second_pass_replaces_the_first(self) -> None:
+        times, took = PassTimes(), seconds(0.01, 0.001, 0)
+        times.observe(7, _attended(0, 7), 3.0)  # caches are cold, something is compiled
+        times.observe(16, _attended(0, 16), took(16, 0))
+        assert times.predict(16, _attended(0, 16)) == pytest.approx(took(16, 0), rel=0.01)
 
     def test_follows_a_machine_that_slows_down(self) -> None:
         times = PassTimes()
@@ -170,6 +200,25 @@ class TestPacer:
         assert pacer._step < 0.015
         pacer.measure(self.DECODE, at + 60.011, at + 75)
         assert pacer._step < 0.015 * (1 + 0.1 * HELD_UP)
+
+    @pytest.mark.parametrize(
+        ("step", "decoding", "prompts", "limit"),
+        [
+            (0.01, False, 1, 1.6),  # ALONE times the target
+            (0.50, False, 1, 5.0),  # STEPS decode steps
+            (0.01, False, 2, 0.2),
+            (0.01, True, 1, 0.9 * 0.22),  # AIM times the target and two steps
+        ],
+    )
+    def test_how_long_a_pass_may_take(self, step: float, decoding: bool, prompts: int, limit: float) -> None:
+        of = scheduler(chunked_req=None)
+        pacer = Pacer(of, 0.2, 4096, None)
+        asked = []
+        at_most = lambda seconds, *_: asked.append(seconds) or 160  # noqa: E731
+        pacer._times = SimpleNamespace(tokens_within=at_most, halves_within=at_most)
+        pacer._step = pacer._fastest_step = step
+        assert pacer._tokens(decoding, [request(900, n) for n in range(prompts)]) == 160
+        assert asked == [pytest.approx(limit)]
 
     def test_a_parked_prompt_does_not_wait_for_a_result_that_a_failure_dropped(self) -> None:
         lost, awaited, other = Held(), Held(), Held()

@@ -1,9 +1,9 @@
 """Sizes the prefill passes of SGLang's scheduler by time, and chooses their prompts.
 
-While other prompts wait, a pass takes `prefill_pass_ms`, and `ALONE` times as long where a prompt is alone. Beside
-requests that decode, a stream waits at most that long and two decode steps for its next token. The requests that decode
-ride along in the pass (SGLang's mixed chunks), which reads the weights once for both; where SGLang does not mix, a
-decode step follows each pass.
+While other prompts wait, a pass takes at most `prefill_pass_ms`, and `ALONE` times as long where a prompt is alone.
+Beside requests that decode, a stream waits at most that long and two decode steps for its next token. The requests that
+decode ride along in the pass (SGLang's mixed chunks), which reads the weights once for both; where SGLang does not mix,
+a decode step follows each pass.
 
 SGLang computes one unfinished prompt at a time to its end. Here a shorter one shares its passes, or takes its place:
 the longer one goes back into the queue, and finds what it has computed in the radix tree.
@@ -28,6 +28,9 @@ from fluxion_sglang.sglang.pacing.times import PassTimes
 ALONE: Final = 8
 """Factor on the target time while no other request decodes or waits. A request that arrives then waits longer; SGLang's
 /health answers in 2 s as long as a pass takes less."""
+STEPS: Final = 10
+"""A prompt that is alone may have passes of so many of the fastest decode steps, if that is more than `ALONE` allows.
+Steps and passes read all weights, and with few tokens a pass does little else."""
 AIM: Final = 0.9
 """What passes aim at, as a part of the longest time that a stream is to wait: predictions err by about the rest."""
 HELD_UP: Final = 3
@@ -55,6 +58,7 @@ class Pacer:
         self._times = PassTimes()
         self._step = 0.0
         """Seconds of a decode step, a running mean."""
+        self._fastest_step = 0.0
         self._ended: float | None = None
         """When the pass before ended, of those that follow one another. None: the scheduler was idle."""
         self._mixes = bool(scheduler.spec_algorithm.is_none())
@@ -101,6 +105,7 @@ class Pacer:
             if self._step > 0:
                 seconds = min(seconds, HELD_UP * self._step)
             self._step = seconds if self._step == 0 else 0.9 * self._step + 0.1 * seconds
+            self._fastest_step = min(seconds, self._fastest_step or seconds)
         elif mode.is_extend() and not mode.is_target_verify():
             riders = len(batch.decoding_reqs or ()) if mode.is_mixed() else 0
             chunks = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
@@ -227,14 +232,17 @@ class Pacer:
 
     def _tokens(self, decoding: bool, prompts: list[Any]) -> int:
         """Of the next pass. All ranks get the same."""
-        if decoding:
-            seconds = AIM * (self._target + 2 * self._step) - (0 if self._mixes else self._step)
-        else:
-            seconds = self._target if len(prompts) > 1 else ALONE * self._target
         under_way = self._scheduler.chunked_req
         first = prompts[0].num_matched_prefix_tokens if prompts else 0
         start = under_way.prefix_len if under_way is not None else first
-        tokens = self._times.tokens_within(seconds, partial(_attended, start), self._page, self._most)
+        attended = partial(_attended, start)
+        if decoding:
+            seconds = AIM * (self._target + 2 * self._step) - (0 if self._mixes else self._step)
+            tokens = self._times.tokens_within(seconds, attended, self._page, self._most)
+        else:
+            alone = max(ALONE * self._target, STEPS * self._fastest_step)
+            seconds = self._target if len(prompts) > 1 else alone
+            tokens = self._times.halves_within(seconds, attended, self._page, self._most)
         if self._ranks is None:
             return tokens
         agreed = torch.tensor(tokens)

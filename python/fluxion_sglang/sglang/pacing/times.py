@@ -36,13 +36,17 @@ class PassTimes:
         self._unit = np.ones(3)
         """What features are divided by, for the sums to be of like size."""
         self._coefficients = np.zeros(3)
+        self._passes = 0
         self._largest = 0
         self._drift = 1.0
 
     def observe(self, tokens: int, attended: float, seconds: float) -> None:
         """Record a measured pass. tokens, attended (as of the class), seconds: all above 0."""
         features = np.array([1.0, tokens, attended])
-        if self._largest == 0:  # the first one
+        self._passes += 1
+        if (
+            self._passes <= 2
+        ):  # the first one is slow for other reasons (caches, compilation), so the second replaces it
             self._unit = np.array([1.0, tokens, max(attended, 1.0)]) / seconds
             prior = np.array([0.0, 1.0, 0.0])
             self._gram, self._moment = _RIDGE * np.eye(3), _RIDGE * prior
@@ -61,6 +65,14 @@ class PassTimes:
     def predict(self, tokens: int, attended: float) -> float:
         """Seconds; 0 before any pass was measured."""
         return self._drift * float(self._coefficients @ (1.0, tokens, attended))
+
+    def halves_within(self, seconds: float, attended: Callable[[int], float], page: int, most: int) -> int:
+        """Like `tokens_within`, but the result is `most`, its half, its quarter and so on: noise in what was measured
+        seldom changes it. There is no limit of growth, and before any pass was measured the result is `most`."""
+        tokens = most
+        while tokens > page and self.predict(tokens, attended(tokens)) > seconds:
+            tokens = max(tokens // 2 // page, 1) * page
+        return tokens
 
     def tokens_within(self, seconds: float, attended: Callable[[int], float], page: int, most: int) -> int:
         """Tokens of the largest pass whose predicted time is at most `seconds`.

@@ -18,6 +18,36 @@ from fluxion_quality import table as quality_table
 from fluxion_sglang.training.report import calibration_table
 from fluxion_sglang.training.tau import verdict
 
+PUBLIC = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+
+
+def public(results: Path) -> str:
+    """What policies cost on public checkpoints and real text: a line a model, length and policy."""
+    lines, sources = [], []
+    for name, shown in PUBLIC.items():
+        for path, data in result_files(results, f"quality_{name}.json"):
+            for length in sorted({row["length"] for row in data["rows"]}):
+                rows = [row for row in data["rows"] if row["length"] == length]
+                full = next(row for row in rows if row["policy"] == "full")
+                at = [shown, f"{length:,}", str(len(set(full["documents"])))]
+                for row in sorted(rows, key=lambda row: -row["read_fraction"]):
+                    lines.append([*at, f"`{row['policy']}`", *_forced(row, full)])
+            sources.append(f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}. {where(data)}")
+    if not lines:
+        return "Not measured yet: `make checkpoints`, then `python -m benchmark --only public`.\n"
+    head = ["model", "prompt", "windows", "policy", "perplexity", "change", "KL", "same token", "read"]
+    return f"{table(head, lines, 'lrrlrrrrr')}\nBfloat16. Data: {' '.join(sources)}\n"
+
+
+def _forced(row: dict[str, Any], full: dict[str, Any]) -> list[str]:
+    """Perplexity, its change to that of `full` with the interval, KL, agreement and what was read."""
+    read = f"{row['read_fraction']:.1%}"
+    if row is full:
+        return [f"{row['score']:.3f}", "", "", "", read]
+    delta, *ends = (row[key] / full["score"] for key in ("delta", "delta_low", "delta_high"))
+    change = f"{delta:+.1%} [{', '.join(f'{end:+.1%}' for end in ends)}]"
+    return [f"{row['score']:.3f}", change, f"{row['kl']:.4f}", f"{row['same']:.1%}", read]
+
 
 def large(results: Path) -> str:
     """Fixed budgets beyond the grid."""
@@ -171,6 +201,7 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str) ->
 
 
 QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
+    "public": public,
     "large": large,
     "other_least": other_least,
     "sketch": sketch,

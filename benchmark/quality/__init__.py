@@ -13,7 +13,7 @@ from .base import Codec, MissingData, Sample, Suite, Task
 __all__ = ["Codec", "MissingData", "Sample", "Suite", "Task", "SUITES", "suite_named"]
 
 # A suite's module has its name. They are imported late: one suite's dependencies are not another's.
-SUITES: Final = ("ruler", "longbench", "leval", "perplexity", "extraction")
+SUITES: Final = ("ruler", "longbench", "leval", "perplexity", "long", "extraction")
 
 
 def suite_named(name: str) -> Suite:

@@ -38,11 +38,17 @@ class _Forced(Task):
 
 @dataclass(frozen=True)
 class Text(_Forced):
-    """Windows of texts, side by side from each text's beginning."""
+    """Windows of texts, side by side from each text's beginning.
+
+    Attributes:
+        targets: the least forced tokens.
+        answer: share of a window that is forced; None: an eighth, up to MOST_TARGETS.
+    """
 
     paths: Sequence[Path]
     name: str = "text"
     targets: int = TARGETS
+    answer: float | None = None
 
     def samples(self, codec: Codec, length: int | None, count: int, seed: int) -> list[Sample]:
         """`count` windows of `length` tokens (bos included), drawn from all texts, or all there are.
@@ -51,7 +57,8 @@ class Text(_Forced):
             ValueError: no text has as many tokens.
         """
         length = _checked(length, self.targets)
-        targets = min(max(self.targets, length // 8), MOST_TARGETS)
+        forced = min(length // 8, MOST_TARGETS) if self.answer is None else int(self.answer * length)
+        targets = max(self.targets, forced)
         start = codec.plain("")
         size = length - len(start)
         windows = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from tqdm import tqdm
@@ -19,6 +19,9 @@ from fluxion_sglang.scoring.serve import OFF, Reply, Request, RequestFailed, Ser
 from . import record, stats
 from .base import Codec, Sample, Task
 from .plan import FULL, Cell, Plan, counted, fingerprint, groups, hears, targets
+
+SPANS: Final = 8
+"""Parts of a forced answer whose loss and divergence are kept apart."""
 
 
 def run(plan: Plan, start: Start) -> dict[str, Any]:
@@ -110,6 +113,8 @@ class _Answers:
         self._values: dict[int, float] = {}
         self._answers: dict[int, str] = {}
         self._divergences: dict[int, list[float]] = {}
+        self._forced: dict[int, list[float]] = {}
+        """Log probability of each forced token that counts."""
         self._agree: list[bool] = []
         """Whether the most probable token is that of `full`, at each forced step that counts."""
 
@@ -121,7 +126,8 @@ class _Answers:
         """
         sample = self._samples[i]
         if targets(sample):
-            value = -float(np.mean([reply.logprobs[step] for step in counted(sample)]))
+            self._forced[i] = [reply.logprobs[step] for step in counted(sample)]
+            value = -float(np.mean(self._forced[i]))
         else:
             value = self._task.score(sample, self._codec.decode(reply.tokens))
         self._values[i] = round(value, 6)
@@ -146,7 +152,24 @@ class _Answers:
             "same": float(np.mean(self._agree)) if self._agree else None,
             "samples": values,
             "answers": [self._answers[i] for i in range(len(self._samples))],
+            **({f"{name}_by_span": _by_span(found) for name, found in self._by_step()} if self._forced else {}),
         }
+
+    def _by_step(self) -> list[tuple[str, list[list[float]]]]:
+        found = [("loss", [[-value for value in values] for values in self._forced.values()])]
+        return found + ([("kl", list(self._divergences.values()))] if self._divergences else [])
+
+
+def _by_span(samples: list[list[float]]) -> list[float]:
+    """Means over `SPANS` parts of the answers, the first one next to the prompt. Answers are equally long, or shorter
+    than the spans are many; then there are no spans."""
+    if min(map(len, samples)) < SPANS:
+        return []
+    return [float(np.mean([np.mean(part) for part in parts])) for parts in zip(*map(_parts, samples), strict=True)]
+
+
+def _parts(values: list[float]) -> list[np.ndarray]:
+    return np.array_split(np.asarray(values), SPANS)
 
 
 def _likeliest(step: kl.Distribution) -> int:

@@ -33,6 +33,17 @@ def test_windows_of_a_file(tmp_path: Path):
         task.score(samples[0], "text")
 
 
+def test_long_answers(tmp_path: Path):
+    path = tmp_path / "book.txt"
+    path.write_text("a" * 1050)
+    with pytest.raises(MissingData, match="--data"):
+        suite_named("long").tasks(TEXT, None)
+    short, long = suite_named("long").tasks(TEXT, path)
+    assert (short.name, long.name) == ("short_prompt", "long_prompt")
+    assert [task.samples(TEXT, 400, 1, 0)[0].meta["targets"] for task in (short, long)] == [300, 100]
+    assert short.samples(TEXT, 400, 1, 0)[0].prompt == long.samples(TEXT, 400, 1, 0)[0].prompt
+
+
 def test_windows_of_a_folder(tmp_path: Path):
     for name, size in (("a.txt", 300), ("b.txt", 450), ("short.txt", 10), ("notes.md", 900)):
         (tmp_path / name).write_text(name[0] * size)

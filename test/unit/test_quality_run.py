@@ -146,9 +146,17 @@ def test_perplexity_is_of_forced_tokens_without_the_first(settings: Settings) ->
     assert streaming["delta"] == pytest.approx(streaming["score"] - full["score"])
     assert full["kl_steps"] == 6 * 3 and streaming["kl"] > 0
     assert full["same"] == 1 and 0 <= streaming["same"] <= 1
+    assert full["loss_by_span"] == [], "three steps are fewer than the spans"
     first = start.engines[0].batches[1][0]
     assert len(first["ids"]) == 60 and first["max_new_tokens"] == 4 and len(first["custom_params"]["forced"]) == 4
     assert start.started[0][1].forced
+
+
+def test_loss_and_divergence_by_the_distance_from_the_prompt() -> None:
+    """Spans are a sample's own, and samples weigh alike."""
+    short, long = [1.0] * 8 + [3.0] * 8, [2.0] * 16 + [5.0] * 16
+    assert run._by_span([short, long]) == [1.5] * 4 + [4.0] * 4
+    assert run._by_span([long, [1.0] * 7]) == []
 
 
 def test_a_sample_says_which_of_its_targets_count(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from fluxion_sglang.commands.prose import Prose, generated_essay
-
+from .prose import Prose, generated_essay
 from .ruler_definitions import Asked, Chains, Draw, Needles, draw_depths
 from .ruler_documents import FOLDERS
 from .ruler_page import Page, Text

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fluxion_sglang.commands.prose import fit
-
 from .base import Codec
+from .prose import fit
 from .ruler_definitions import Asked, Draw
 
 Text = tuple[str, str]

@@ -14,9 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from fluxion_sglang.commands.prose import Prose
-
 from .base import MissingData
+from .prose import Prose
 
 ESSAY_FILE: Final = "PaulGrahamEssays.json"
 

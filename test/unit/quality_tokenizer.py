@@ -9,8 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fluxion_quality.base import Codec
+from fluxion_quality.prose import generated_essay
 from fluxion_quality.ruler_words import all_words
-from fluxion_sglang.commands.prose import generated_essay
 
 BOS = 0
 

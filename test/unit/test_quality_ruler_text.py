@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quality_tokenizer import TextCodec
 
 from fluxion_quality.base import MissingData, Sample, Task
+from fluxion_quality.prose import Prose, fit, generated_essay
 from fluxion_quality.ruler import Ruler
 from fluxion_quality.ruler_words import all_words, draw_words
-from fluxion_sglang.commands.prose import Prose, fit, generated_essay
 
 CODEC = TextCodec()
 TASKS = {task.name: task for task in Ruler().tasks(CODEC, None)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from fluxion_sglang import cli
 from fluxion_sglang.commands import needle
 from fluxion_sglang.commands.serving import Piece, RequestRefused, Server, ServerError
 from fluxion_sglang.commands.trial import command
+from fluxion_sglang.scoring.forced import NOTES
 
 NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "sketch": 0.01}
@@ -34,7 +36,7 @@ class FakeServer(Server):
     """Answers at once, says that it took its time, and counts.
 
     Args:
-        refuses: policies that it ends requests of. forgets: policies that answer wrongly.
+        refuses: policies that it ends requests of. forgets: policies that answer wrongly, and are far from full.
         breaks: batches that it answers, before `end` is raised.
     """
 
@@ -64,6 +66,16 @@ class FakeServer(Server):
                 said = (answer(prompt) + [11] * new)[:new]
                 tokens = [token ^ 1 for token in said] if policy in self.forgets else said
                 yield Piece(i, len(prompt) * 1e-4 + STEP_S[policy] * step, tokens[:step])
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Notes of forced tokens: two tokens that are alike, or not under a policy that forgets."""
+        replies = []
+        for sampling in body["sampling_params"]:
+            params = sampling["custom_params"]
+            one = 0.9 if params["fluxion_policy"] in self.forgets else 0.5
+            notes = [[0.0, [1, 2], [math.log(one), math.log(1 - one)]]] * len(params["forced"])
+            replies.append({"meta_info": {NOTES: notes}})
+        return replies
 
     def metrics(self) -> dict[str, float]:
         each = {"layers": 4, "middle_tokens": 1000, "read_tokens": 250, "tile_bytes": 2**20, "metadata_bytes": 0}
@@ -120,14 +132,17 @@ def test_a_whole_trial_measures_everything_and_recommends(tmp_path: Path, capsys
         mine = [row for row in numbers["decode"] if row["policy"] == policy]
         assert {(row["length"], row["batch"]) for row in mine} == {(length, b) for length in lengths for b in (1, 4)}
         assert all(row["ms"] == pytest.approx(STEP_S[policy] * 1e3) for row in mine)
-    assert all(row["right"] == row["asked"] == 20 for row in numbers["answers"])
+    assert {(row["length"], row["policy"]) for row in numbers["agreement"]} == {
+        (length, policy) for length in lengths for policy in ("full", "fluxion")
+    }
+    assert all(row["kl"] == 0 and row["same"] == 1 and row["steps"] > 50 for row in numbers["agreement"])
     assert all(row["agree"] == row["tokens"] for row in numbers["same"])
     assert all(row["share"] == 0.25 and row["bytes_per_token"] == 2**20 for row in numbers["reads"])
     assert numbers["advice"]["policy"] == "fluxion"
     assert {"machine", "versions", "commit"} <= numbers.keys()
     shown = capsys.readouterr().out
     assert numbers["advice"]["command"] in shown
-    assert "Needles found" in shown
+    assert "Agreement with full" in shown
 
 
 def test_the_servers_differ_by_the_flag_and_hold_every_prompt(tmp_path: Path) -> None:
@@ -165,7 +180,7 @@ def test_the_page_stands_alone_and_has_every_table(tmp_path: Path) -> None:
 
     Titles().feed(page)
     assert titles[0] == "Recommended: fluxion"
-    assert {"Same answers", "Needles found", "Read of the middle", "How this was made"} <= set(titles)
+    assert {"Same answers", "Agreement with full", "Read of the middle", "How this was made"} <= set(titles)
 
 
 def test_without_a_predictor_sketches_are_tried_and_training_is_explained(tmp_path: Path) -> None:
@@ -184,10 +199,10 @@ def test_without_a_predictor_sketches_are_tried_and_training_is_explained(tmp_pa
     assert 1.05 < more < 1.12, "a server whose predictor fits needs no sketches"
 
 
-def test_needles_that_full_does_not_find_are_said_to_measure_nothing(tmp_path: Path) -> None:
-    _, numbers, page = trial(tmp_path, Machine(forgets=["full"]))
+def test_a_policy_that_is_far_from_full_is_not_recommended(tmp_path: Path) -> None:
+    _, numbers, page = trial(tmp_path, Machine(forgets=["fluxion"]))
     assert numbers["advice"]["policy"] == "full"
-    assert "measure nothing for this model" in page
+    assert "nats from full at" in numbers["advice"]["reason"] and "nats from full at" in page
 
 
 def test_other_tokens_are_counted_up_to_the_first_difference(tmp_path: Path) -> None:

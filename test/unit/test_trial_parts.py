@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quality_characters import CharacterCodec
 
-from fluxion_sglang.commands import needle
 from fluxion_sglang.commands.here import program
-from fluxion_sglang.commands.serving import Piece, Server
-from fluxion_sglang.commands.trial import advice, pace, runs
+from fluxion_sglang.commands.serving import Piece, RequestRefused, Server
+from fluxion_sglang.commands.trial import advice, pace, passages, runs
 from fluxion_sglang.commands.trial import facts as files
 from fluxion_sglang.commands.trial.course import flags_and_config
-from fluxion_sglang.commands.trial.quiz import Question, SymbolicQuiz, TextQuiz, open_quiz
-from fluxion_sglang.commands.trial.results import Answers, Decode, Effort, ModelFacts, Plan, Results, TrialError
+from fluxion_sglang.commands.trial.passages import Passage, Symbolic, Text, open_passages
+from fluxion_sglang.commands.trial.results import Agreement, Decode, Effort, ModelFacts, Plan, Results, TrialError
+from fluxion_sglang.scoring.forced import NOTES
+from fluxion_sglang.scoring.kl import Distribution
 
 NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
 
@@ -63,54 +68,47 @@ def test_a_configuration_that_nothing_can_read_is_one_sentence(tmp_path: Path) -
     assert "\n" not in str(error.value)
 
 
-# Questions.
+# Passages.
 
 
 @pytest.mark.parametrize("length", [1024, 2048])
-def test_symbolic_needles_fill_the_length_and_share_their_document(length: int) -> None:
-    quiz = SymbolicQuiz()
-    document = quiz.document(length, 5, seed=3)
-    assert len(document) == 5
-    assert {len(question.prompt) for question in document} == {length - quiz.max_new}
-    assert len({question.prompt[:-2] for question in document}) == 1
-    right = [needle.VOCABULARY.index(symbol) for symbol in document[0].answer.split()]
-    assert len(right) < quiz.max_new
-    assert quiz.right(document[0], right)
-    assert not quiz.right(document[0], [*right[:-2], right[-2] ^ 1, right[-1]])
+def test_documents_of_the_bundled_model_fill_the_length(length: int) -> None:
+    passage = Symbolic().passage(length, 128, seed=3)
+    assert len(passage.prompt) == length - 128 and passage.following == ()
+    with pytest.raises(ValueError, match="tokens"):
+        Symbolic().passage(129, 128, seed=3)
 
 
-@pytest.mark.parametrize("length", [2048, 8192])
-def test_text_needles_lie_in_the_middle_and_fill_the_length(length: int) -> None:
+@given(st.integers(300, 9_000), st.integers(1, 200), st.integers(0, 99))
+def test_a_passage_is_a_piece_of_the_text(length: int, forced: int, seed: int) -> None:
     codec = CharacterCodec()
-    quiz = TextQuiz(codec)
-    document = quiz.document(length, 5, seed=3)
-    prompts = [codec.decode(question.prompt) for question in document]
-    for question, prompt in zip(document, prompts, strict=True):
-        assert length - 200 < len(question.prompt) + quiz.max_new <= length
-        place = prompt.index(f" is {question.answer}.")
-        assert 64 < place < len(prompt) - 256
-        assert prompt.endswith(" is")
-    assert len({question.answer for question in document}) == len(document)
-    # What a second question does not find in the cache is the question alone.
-    assert prompts[0].partition("What is")[0] == prompts[1].partition("What is")[0]
+    text = "".join(chr(0x4E00 + i) for i in range(4_000))
+    passage = Text(codec, text, "a book").passage(length, forced, seed)
+    assert (len(passage.prompt), len(passage.following)) == (length - forced, forced)
+    start = codec.plain("")
+    assert list(passage.prompt[: len(start)]) == start
+    assert codec.decode([*passage.prompt, *passage.following]) in text * 4
+    other = Text(codec, text, "a book").passage(length, forced, seed + 100)
+    assert passage.prompt[: len(start) + 16] != other.prompt[: len(start) + 16], "no cache has a part of it"
 
 
-def test_a_length_without_room_for_a_needle_is_refused() -> None:
-    with pytest.raises(ValueError, match="hold no needle"):
-        TextQuiz(CharacterCodec()).document(600, 1, seed=0)
+def test_the_default_text_is_long_and_real() -> None:
+    text = passages._reference()
+    assert len(text) > 300_000 and "assert_stmt" in text
 
 
-@pytest.mark.parametrize(
-    ("said", "right"),
-    [(" 48213.", True), (" 48,213 and", True), (" 482", False), (" 12 48213", False), (" none", False)],
-)
-def test_the_first_number_of_an_answer_counts(said: str, right: bool) -> None:
-    codec = CharacterCodec()
-    assert TextQuiz(codec).right(Question((), "48213"), codec.encode(said)) is right
-
-
-def test_the_bundled_model_gets_the_quiz_in_its_language(facts: ModelFacts) -> None:
-    assert isinstance(open_quiz(facts), SymbolicQuiz)
+def test_texts_that_cannot_be_read_are_one_sentence(
+    tmp_path: Path, facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(open_passages(facts), Symbolic)
+    with pytest.raises(TrialError, match="leave --text out"):
+        open_passages(facts, "book.txt")
+    monkeypatch.setattr(passages, "codec_of", lambda folder, trust: CharacterCodec())
+    (tmp_path / "short.txt").write_text("few words")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff" * 4000)
+    for name, said in (("none.txt", "No such file"), ("bytes.txt", "not in UTF-8"), ("short.txt", "too few")):
+        with pytest.raises(TrialError, match=said):
+            open_passages(facts, str(tmp_path / name))
 
 
 # Times and counters.
@@ -259,49 +257,123 @@ def test_where_outputs_part_the_server_is_asked_how_near_the_tokens_were() -> No
     assert server.asked == [3, 5]
 
 
+# Agreement.
+
+
+class ForcedServer(Server):
+    """Notes a distribution of two tokens at every forced token: the first one has `chance`, by the policy."""
+
+    def __init__(self, **chance: float) -> None:
+        super().__init__("")
+        self.chance = chance
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        replies = []
+        for sampling in body["sampling_params"]:
+            params = sampling["custom_params"]
+            values = [math.log(p) for p in (self.chance[params["fluxion_policy"]],)]
+            values.append(math.log(1 - math.exp(values[0])))
+            notes = [[values[0], [5, 6][: params["top"]], values]] * (len(params["forced"]) - self.short)
+            replies.append({"meta_info": {NOTES: notes, "finish_reason": {"type": "length"}}})
+        return replies
+
+    short = 0
+
+
+def test_agreement_is_kl_and_the_most_probable_token_at_forced_steps() -> None:
+    server = ForcedServer(full=0.6, sketch=0.6, streaming=0.3)
+    told = [Passage((1, 2), (5,) * 65), Passage((3,), (5,) * 33)]
+    found = {policy: runs.forced(server, told, policy, 2) for policy in ("full", "sketch", "streaming")}
+    assert [len(steps) for steps in found["full"]] == [64, 32], "the first token comes from the prefill"
+    near = runs.agreement(2048, "sketch", found["full"], found["sketch"])
+    far = runs.agreement(2048, "streaming", found["full"], found["streaming"])
+    assert (near.steps, near.kl, near.low, near.high, near.same) == (96, 0, 0, 0, 1)
+    assert far.kl == pytest.approx(0.6 * math.log(0.6 / 0.3) + 0.4 * math.log(0.4 / 0.7)) and far.same == 0
+    assert far.low == pytest.approx(far.high) == pytest.approx(far.kl), "all steps are alike"
+
+
+def test_the_interval_of_the_agreement_holds_the_mean() -> None:
+    rng = np.random.default_rng(1)
+    ids = np.array([1, 2])
+
+    def steps(shift: float) -> list[list[Distribution]]:
+        p = np.clip(rng.uniform(0.3, 0.7, 200) + shift, 0.01, 0.99)
+        return [[Distribution(ids, np.log([each, 1 - each])) for each in p]]
+
+    row = runs.agreement(1024, "sketch", steps(0), steps(0.1))
+    assert 0 < row.low < row.kl < row.high < 3 * row.kl
+
+
+def test_forced_tokens_that_are_not_all_decoded_are_refused() -> None:
+    server = ForcedServer(full=0.5)
+    server.short = 1
+    with pytest.raises(RequestRefused, match="7 tokens were decoded"):
+        runs.forced(server, [Passage((1,), (5,) * 8)], "full", 2)
+
+
 # Advice.
 
 
-def _results(facts: ModelFacts, full: int, sparse: int, times: tuple[float, float], policy: str = "fluxion") -> Results:
+def _results(
+    facts: ModelFacts, kl: float, times: tuple[float, float], policy: str = "fluxion", spread: float = 0.001
+) -> Results:
     results = Results({}, "fluxion try", facts)
-    results.plan = Plan([8192], ["full", policy], {}, Effort(4, 5, 24, 2), 100, 1)
-    results.answers = [Answers(8192, "full", full, 20), Answers(8192, policy, sparse, 20)]
+    results.plan = Plan([8192], ["full", policy], {}, Effort(4, 128, 24, 2), 100, 1)
+    results.agreement = [
+        Agreement(8192, "full", 500, 0.0, 0.0, 0.0, 1.0),
+        Agreement(8192, policy, 500, kl, kl - spread, kl + spread, 0.95),
+    ]
     results.decode = [Decode(8192, 4, "full", times[0], 9, 2), Decode(8192, 4, policy, times[1], 9, 2)]
     results.decode.append(Decode(8192, 4, "off", 50.0, 9, 2))
     return results
 
 
 @pytest.mark.parametrize(
-    ("full", "sparse", "times", "policy"),
+    ("kl", "times", "policy"),
     [
-        (20, 20, (10, 8), "fluxion"),
-        (20, 20, (10, 9.5), "full"),  # hardly faster
-        (20, 19, (10, 5), "full"),  # an answer lost
-        (4, 6, (10, 5), "full"),  # full cannot answer, so nothing was measured
+        (0.005, (10, 8), "fluxion"),
+        (0.005, (10, 9.5), "full"),  # hardly faster
+        (0.02, (10, 5), "full"),  # too far
+        (0.0095, (10, 5), "full"),  # it may be too far
     ],
 )
-def test_a_sparse_policy_is_recommended_where_it_answers_as_well_and_is_faster(
-    facts: ModelFacts, full: int, sparse: int, times: tuple[float, float], policy: str
+def test_a_sparse_policy_is_recommended_where_it_is_near_and_faster(
+    facts: ModelFacts, kl: float, times: tuple[float, float], policy: str
 ) -> None:
-    found = advice.advise(_results(facts, full, sparse, times), ["--max-running-requests", "8"], {})
+    found = advice.advise(_results(facts, kl, times), ["--max-running-requests", "8"], {})
     assert found.policy == policy
     assert found.command.startswith(f"{program('python')} -m sglang.launch_server --model-path {facts.name} ")
     assert ('{"policy": "full"}' in found.command) is (policy == "full")
     assert found.reason.endswith(".")
+    assert ("nats from full at 8,192" in found.reason) is (policy == "full" and times[1] == 5)
+
+
+def test_the_fastest_of_those_that_are_near_is_recommended(facts: ModelFacts) -> None:
+    results = _results(facts, 0.002, (10, 8))
+    assert results.plan is not None
+    results.plan.policies.extend(("sketch", "streaming"))
+    results.agreement += [
+        Agreement(8192, "sketch", 500, 0.003, 0.002, 0.004, 0.9),
+        Agreement(8192, "streaming", 500, 0.9, 0.8, 1.0, 0.5),
+    ]
+    results.decode += [Decode(8192, 4, "sketch", 6, 9, 2), Decode(8192, 4, "streaming", 1, 9, 2)]
+    assert advice.advise(results, [], {}).policy == "sketch"
 
 
 def test_a_policy_that_is_not_the_default_is_named_in_the_command(facts: ModelFacts) -> None:
-    found = advice.advise(_results(facts, 20, 20, (10, 5), "fixed:16:0.25"), [], {"tau": 0.2})
+    found = advice.advise(_results(facts, 0.001, (10, 5), "fixed:16:0.25"), [], {"tau": 0.2})
     assert '--fluxion-config \'{"tau": 0.2, "policy": "fixed:16:0.25"}\'' in found.command
 
 
 def test_a_model_without_a_predictor_is_told_how_to_train_one(facts: ModelFacts) -> None:
-    results = _results(facts, 20, 18, (10, 5), "fixed:16:0.25")
+    results = _results(facts, 0.1, (10, 5), "sketch")
     assert results.plan is not None
     results.plan.refused["fluxion"] = "there is none"
-    assert any("fluxion train --model" in note for note in advice.advise(results, [], {}).notes)
+    notes = advice.advise(results, [], {}).notes
+    assert any("fluxion train --model" in note for note in notes)
+    assert any("--policies sketch:0.05" in note for note in notes)
 
 
 def test_it_is_said_where_the_flag_does_not_pay(facts: ModelFacts) -> None:
-    results = _results(facts, 20, 20, (80, 79))
+    results = _results(facts, 0.001, (80, 79))
     assert any("Without the flag a token takes 50.0 ms" in note for note in advice.advise(results, [], {}).notes)

@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="policies to try beside full, as in fluxion,fixed:16:0.25; default: fluxion where a predictor fits the "
         "model, else sketch",
     )
+    option(
+        "--text",
+        metavar="FILE",
+        help="text in UTF-8 that prompts are passages of, or handbook, python (make checkpoints); default: the "
+        "reference of the Python language",
+    )
     option("--minutes", type=float, default=10.0, help="about how long it may take (default: %(default)g)")
     option("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's")
     option("--server-args", default="", help="more words for both servers, in one string, as in '--tp 2'")

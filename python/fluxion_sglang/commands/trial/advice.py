@@ -7,20 +7,17 @@ from typing import Any, Final
 
 from fluxion_sglang.commands.here import program, shell
 from fluxion_sglang.commands.serving import launch_command
-from fluxion_sglang.commands.trial.results import FULL, OFF, Advice, Results
+from fluxion_sglang.commands.trial.results import FULL, OFF, Advice, Agreement, Results
 
 MARGIN: Final = 0.10
+NEAR: Final = 0.01
+"""Most nats (KL) between `full` and a policy that is recommended."""
 RULE: Final = (
-    "The recommendation is full, unless a sparse policy found at least as many needles at every length and took at "
-    f"least {MARGIN:.0%} less time per token than full, at the longest length in the largest batch."
+    f"The recommendation is the fastest policy that stays within {NEAR} nats of full (KL, the upper end of its "
+    f"interval) at every length, if it takes at least {MARGIN:.0%} less time per token than full, at the longest "
+    "length in the largest batch; else full."
 )
 USUAL_PORT: Final = 30000
-
-
-def measures_nothing(results: Results, length: int) -> bool:
-    """Whether `full` itself finds less than half of the needles of a length."""
-    full = results.right(length, FULL)
-    return full is None or full.right * 2 < full.asked
 
 
 def advise(results: Results, flags: Sequence[str], config: Mapping[str, Any]) -> Advice:
@@ -31,7 +28,7 @@ def advise(results: Results, flags: Sequence[str], config: Mapping[str, Any]) ->
     best, faster = FULL, 0.0
     for policy in results.policies():
         gain = _gain(results, policy)
-        if policy != FULL and gain >= max(MARGIN, faster) and _answers_as_well(results, policy):
+        if policy != FULL and gain >= max(MARGIN, faster) and _near(results, policy):
             best, faster = policy, gain
     # The flag alone means fluxion where a predictor lies in the model's folder. Every other policy is named.
     named = {} if best == "fluxion" and "predictor" not in config and results.model.predictor else {"policy": best}
@@ -39,10 +36,13 @@ def advise(results: Results, flags: Sequence[str], config: Mapping[str, Any]) ->
     return Advice(best, shell(command), _reason(results, best, faster), _notes(results, best))
 
 
-def _answers_as_well(results: Results, policy: str) -> bool:
-    pairs = [(results.right(n, policy), results.right(n, FULL)) for n in {row.length for row in results.answers}]
-    told = any(not measures_nothing(results, row.length) for row in results.answers)
-    return told and all(mine is not None and full is not None and mine.right >= full.right for mine, full in pairs)
+def _near(results: Results, policy: str) -> bool:
+    mine = results.agreements(policy)
+    return bool(mine) and all(row.high <= NEAR for row in mine)
+
+
+def _farthest(results: Results, policy: str) -> Agreement:
+    return max(results.agreements(policy), key=lambda row: row.high)
 
 
 def _largest(results: Results) -> tuple[int, int] | None:
@@ -64,21 +64,23 @@ def _reason(results: Results, best: str, gain: float) -> str:
     length, batch = place
     where = f"at {length:,} tokens and batch {batch}"
     if best != FULL:
-        counts = [results.right(n, p) for p in (best, FULL) for n in results.lengths()]
-        mine, full = (sum(row.right for row in counts if row and row.policy == p) for p in (best, FULL))
-        return f"{best} found {mine} needles where full found {full}, and took {gain:.0%} less time per token {where}."
+        same = min(row.same for row in results.agreements(best))
+        return (
+            f"{best} stays within {_farthest(results, best).high:.4f} nats of full, has its most probable token in at "
+            f"least {same:.1%} of the steps, and took {gain:.0%} less time per token {where}."
+        )
     sparse = [policy for policy in results.policies() if policy != FULL]
     if not sparse:
         return "No sparse policy was tried."
-    if not results.answers:
-        return "No needle was asked for, so nothing shows that a sparse policy keeps answers."
-    if all(measures_nothing(results, row.length) for row in results.answers):
-        return "The needles say nothing about this model, so nothing shows that a sparse policy keeps its answers."
-    lost = [policy for policy in sparse if not _answers_as_well(results, policy)]
+    if not results.agreement:
+        return "No token was forced, so nothing shows that a sparse policy keeps answers."
+    lost = [policy for policy in sparse if not _near(results, policy)]
     slow = [policy for policy in sparse if policy not in lost]
-    said = []
-    if lost:
-        said.append(f"{' and '.join(lost)} found fewer needles than full")
+    said = [
+        f"{policy} may be {far.high:.4f} nats from full at {far.length:,} tokens"
+        for policy in lost
+        if results.agreements(policy) and (far := _farthest(results, policy))
+    ]
     if slow:
         said += [
             f"{policy} took {_compared(_gain(results, policy))} time per token than full {where}" for policy in slow
@@ -108,10 +110,11 @@ def _notes(results: Results, best: str) -> list[str]:
                 "pays where the KV of your contexts does not fit the device."
             )
     if best != FULL:
-        asked = sum(row.asked for row in results.answers if row.policy == best)
+        steps = sum(row.steps for row in results.agreements(best))
         notes.append(
-            f"{asked} needles show large losses only. Measure more before you rely on {best}: {program('fluxion')} "
-            f"bench quality --suite ruler --policies full,{best} --model {results.model.folder or 'FOLDER'}"
+            f"{steps} tokens of one text say little about rare losses. Measure more before you rely on {best}: "
+            f"{program('fluxion')} bench quality --suite perplexity --data TEXT --policies {best} --model "
+            f"{results.model.folder or 'FOLDER'}"
         )
     refused = results.plan.refused.get("fluxion") if results.plan else None
     if best != "fluxion" and refused is not None:
@@ -121,6 +124,8 @@ def _notes(results: Results, best: str) -> list[str]:
             f"{why} One learns what each head needs to read: {program('fluxion')} train --model "
             f"{results.model.name} --data data.jsonl --out {folder}/fluxion"
         )
-    if best == FULL and any(_answers_as_well(results, policy) for policy in results.policies() if policy != FULL):
+    if best == FULL and "sketch" in results.policies() and not _near(results, "sketch"):
+        notes.append("sketch:0.05 reads more than sketch and stays nearer to full: add --policies sketch:0.05.")
+    if best == FULL and any(_near(results, policy) for policy in results.policies() if policy != FULL):
         notes.append("Longer prompts and larger batches read more of the middle, and there a sparse policy saves more.")
     return notes

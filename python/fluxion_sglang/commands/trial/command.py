@@ -17,7 +17,7 @@ from fluxion_sglang.commands.needle import MODEL
 from fluxion_sglang.commands.serving import running_server
 from fluxion_sglang.commands.trial import card, facts, pace
 from fluxion_sglang.commands.trial.course import Course, Request, flags_and_config
-from fluxion_sglang.commands.trial.quiz import open_quiz
+from fluxion_sglang.commands.trial.passages import open_passages
 from fluxion_sglang.commands.trial.results import Results, TrialError
 from fluxion_sglang.policy import check_spec
 from fluxion_sglang.scoring.model_files import public
@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
     try:
         clock = pace.Clock(arguments.minutes)
         request = _request(arguments)
-        quiz = open_quiz(request.model, "--trust-remote-code" in request.flags)
+        passages = open_passages(request.model, arguments.text, "--trust-remote-code" in request.flags)
         out = arguments.out or Path(f"fluxion_try_{_NOT_IN_NAMES.sub('_', Path(request.model.name).name)}.html")
         for file in filter(None, (out, arguments.json)):
             _check_writable(file)
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace, starts: Callable[..., Any] = running_ser
             f"{request.model.name}: about {arguments.minutes:g} minutes. {out} grows part by part.", soft_wrap=True
         )
         try:
-            Course(request, quiz, results, save, clock, starts).run()
+            Course(request, passages, results, save, clock, starts).run()
         except KeyboardInterrupt:
             card.show(results, console)
             return 130

@@ -24,11 +24,10 @@ from fluxion_sglang.commands.serving import (
     launch_command,
 )
 from fluxion_sglang.commands.trial import advice, facts, pace, runs
-from fluxion_sglang.commands.trial.quiz import Document, Quiz
+from fluxion_sglang.commands.trial.passages import Passage, Passages
 from fluxion_sglang.commands.trial.results import (
     FULL,
     OFF,
-    Answers,
     Decode,
     Effort,
     Fit,
@@ -41,13 +40,14 @@ from fluxion_sglang.commands.trial.results import (
 )
 from fluxion_sglang.openmp import SPINS
 from fluxion_sglang.policy import check_spec
+from fluxion_sglang.scoring.kl import Distribution, tokens_compared
 
 SPARSE: Final = "sketch"
 """What is tried where no predictor fits."""
 
 _PROBES = (1024, 2048)
 _SLOW_PROBE_S = 20.0  # where the first probe takes longer, it is the only one
-_SLACK = 1024  # tokens of the pool for the questions and answers of a document
+_SLACK = 1024  # tokens of the pool for the answers after a document
 _STOP_S = 5.0
 _LEAST_SHARE = 0.4  # of the time, for measuring
 _OFF_PATIENCE = 1.5  # how far the part without the flag may run past the time
@@ -108,7 +108,7 @@ class Course:
     """
 
     request: Request
-    quiz: Quiz
+    passages: Passages
     results: Results
     save: Save
     clock: pace.Clock
@@ -182,14 +182,14 @@ class Course:
         config: dict[str, Any] = {"sketches": True} if self._sketched(self._tried) else {}
         config |= {**self.request.config, "policy": FULL, **({"host_tokens": tokens} if tokens else {})}
         began = self.clock.elapsed
-        with self._server("with the flag", config) as server:
+        with self._server("with the flag", config, ["--enable-custom-logit-processor"]) as server:
             start = self.clock.elapsed - began
             self._warm_up(server, FULL)
             chosen = self.results.plan = self._plan(server, start)
             self.results.fit = self.fits[self._sketched(chosen.policies)]  # of a server with what was tried
             self._part_done()
             effort = chosen.effort
-            rounds = effort.rounds * len(effort.batches) + effort.questions
+            rounds = effort.rounds * len(effort.batches) + 1
             with _bar(len(chosen.lengths) * (effort.documents + len(chosen.policies) * rounds)) as bar:
                 for length in chosen.lengths:
                     documents = self._documents(length, effort)
@@ -197,8 +197,7 @@ class Course:
                         server, length, _prompts(documents), chosen.policies, chosen.steps, bar
                     )
                     self._part_done()
-                    for policy in chosen.policies:
-                        self.results.answers.append(self._ask(server, length, policy, documents, bar))
+                    self._agree(server, length, documents, bar)
                     self._part_done()
 
     def _without(self) -> None:
@@ -238,7 +237,7 @@ class Course:
         step = 0.0
         longest = self._longest(1)
         for i, length in enumerate(size for size in _PROBES if size <= longest):
-            run = runs.decode(server, [self._document(length, 1, seed=2 + i)[0].prompt], FULL, 8)
+            run = runs.decode(server, [self._document(length, seed=2 + i).prompt], FULL, 8)
             probes.append((length, run.first))
             step = runs.median_ms(run.steps) / 1e3
             if run.first > _SLOW_PROBE_S:
@@ -300,19 +299,22 @@ class Course:
         ]
         return tokens
 
-    def _ask(self, server: Server, length: int, policy: str, documents: list[Document], bar: tqdm[Any]) -> Answers:
-        """One question about every document at a time."""
-        self.results.needles = self.quiz.what
-        right = asked = 0
-        for i in range(max(map(len, documents))):
-            bar.set_postfix_str(f"{length:,} tokens, {policy}, needles")
-            questions = [document[i] for document in documents if i < len(document)]
-            prompts = [question.prompt for question in questions]
-            run = runs.decode(server, prompts, policy, self.quiz.max_new, stop=True)
-            right += sum(self.quiz.right(*pair) for pair in zip(questions, run.tokens, strict=True))
-            asked += len(questions)
+    def _agree(self, server: Server, length: int, documents: list[Passage], bar: tqdm[Any]) -> None:
+        """Force the same tokens under every policy: those of the text, or those that `full` answered."""
+        chosen = self.results.plan
+        assert chosen is not None
+        self.results.text = self.passages.what
+        told = [
+            each if each.following else Passage(each.prompt, tuple(said))
+            for each, said in zip(documents, self.full_tokens[length], strict=True)
+        ]
+        full: list[list[Distribution]] = []
+        for policy in chosen.policies:  # full is the first
+            bar.set_postfix_str(f"{length:,} tokens, {policy}, forced tokens")
+            found = runs.forced(server, told, policy, tokens_compared(self.request.model.vocabulary))
+            full = full or found
+            self.results.agreement.append(runs.agreement(length, policy, full, found))
             bar.update()
-        return Answers(length, policy, right, asked)
 
     def _refused(self, server: Server, policy: str) -> str:
         """Why the server does not take a policy; "" where it does."""
@@ -323,7 +325,7 @@ class Course:
         return ""
 
     def _warm_up(self, server: Server, policy: str) -> None:
-        runs.decode(server, [self._document(pace.SHORTEST, 1, seed=1)[0].prompt], policy, 8)
+        runs.decode(server, [self._document(pace.SHORTEST, seed=1).prompt], policy, 8)
 
     def _too_long(self, length: int) -> bool:
         """Whether a length without the flag would go far past the time; wanted lengths never do."""
@@ -353,12 +355,12 @@ class Course:
             )
         return min(_pool(pace.most_documents(), wanted), self.results.fit.tokens)
 
-    def _documents(self, length: int, effort: Effort) -> list[Document]:
-        return [self._document(length, effort.questions, 1000 * (i + 1) + length) for i in range(effort.documents)]
+    def _documents(self, length: int, effort: Effort) -> list[Passage]:
+        return [self._document(length, 1000 * (i + 1) + length, effort.forced) for i in range(effort.documents)]
 
-    def _document(self, length: int, questions: int, seed: int) -> Document:
+    def _document(self, length: int, seed: int, forced: int = 8) -> Passage:
         try:
-            return self.quiz.document(length, questions, seed)
+            return self.passages.passage(length, forced, seed)
         except ValueError as error:
             raise TrialError(str(error)) from None
 
@@ -370,7 +372,8 @@ class Course:
 
     @contextmanager
     def _server(self, what: str, fluxion: dict[str, Any] | None, more: Sequence[str] = ()) -> Iterator[Server]:
-        flags = [*self._flags(), *MEASURED, *more]
+        # A token is forced by what the tokens before it were, which overlapped schedules know late.
+        flags = [*self._flags(), *MEASURED, "--disable-overlap-schedule", *more]
         port = free_port()
         command = launch_command(self.request.model.name, port, *flags, fluxion=fluxion)
         self.results.servers[what] = shell(command)
@@ -428,8 +431,8 @@ def _pool(documents: int, length: int) -> int:
     return documents * (length + _SLACK) // 16 * 16
 
 
-def _prompts(documents: Sequence[Document]) -> list[tuple[int, ...]]:
-    return [document[0].prompt for document in documents]
+def _prompts(documents: Sequence[Passage]) -> list[tuple[int, ...]]:
+    return [document.prompt for document in documents]
 
 
 def _bar(count: int) -> tqdm[Any]:

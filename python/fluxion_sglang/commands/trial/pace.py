@@ -17,15 +17,14 @@ SPARE: Final = 192
 
 # With how much a trial begins, and how long its longest prompts must get before it does with less.
 _EFFORTS: Final = (
-    (Effort(documents=4, questions=5, steps=24, rounds=2), 8192),
-    (Effort(documents=4, questions=3, steps=16, rounds=1), 2048),
-    (Effort(documents=2, questions=3, steps=12, rounds=1), 1024),
-    (Effort(documents=1, questions=4, steps=8, rounds=1), 1024),
+    (Effort(documents=4, forced=128, steps=24, rounds=2), 8192),
+    (Effort(documents=4, forced=64, steps=16, rounds=1), 2048),
+    (Effort(documents=2, forced=64, steps=12, rounds=1), 1024),
+    (Effort(documents=1, forced=64, steps=8, rounds=1), 1024),
 )
 # A timed run with the flag takes about this long, if that needs no more steps than these.
 _RUN_S, _MOST_STEPS = 0.8, 128
-_SUFFIX = 64  # tokens of a question that no cache has, page by page
-_ANSWER = 12
+_SUFFIX = 64  # tokens of a prompt that no cache has, page by page
 _OFF = 4.0  # a decode step without the flag takes about so many of those with it, at a guess
 _LOADED = 1.3  # a step or a prefill of a long prompt takes longer than the probe says
 
@@ -73,9 +72,9 @@ def cost(pace: Pace, lengths: Sequence[int], effort: Effort, policies: int) -> f
     """Seconds that measuring takes, with the flag and without."""
     prefills = sum(2 * effort.documents * pace.prefill(length) for length in lengths)
     runs = effort.rounds * len(effort.batches)
-    answers = policies * effort.questions
-    steps = len(lengths) * (runs * (policies * steps_of(pace, effort) + _OFF * effort.steps) + answers * _ANSWER)
-    suffixes = len(lengths) * (answers * effort.documents + 2 * effort.documents) * pace.prefill(_SUFFIX)
+    timed = policies * steps_of(pace, effort) + _OFF * effort.steps
+    steps = len(lengths) * (runs * timed + policies * effort.forced)
+    suffixes = len(lengths) * (policies + 2) * effort.documents * pace.prefill(_SUFFIX)
     return _LOADED * (prefills + steps * pace.step + suffixes)
 
 

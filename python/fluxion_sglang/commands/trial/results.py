@@ -74,13 +74,13 @@ class Effort:
 
     Attributes:
         documents: prompts of a length; the largest batch has all of them.
-        questions: asked about each document.
+        forced: tokens forced after each document.
         steps: decode steps of a timed run without the flag.
         rounds: timed runs of every policy and batch.
     """
 
     documents: int
-    questions: int
+    forced: int
     steps: int
     rounds: int
 
@@ -147,13 +147,23 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Needles that were found."""
+class Agreement:
+    """How near the next-token distributions of a policy are to those of `full`, at forced tokens.
+
+    Attributes:
+        steps: that were compared.
+        kl: KL(full || policy) in nats, the mean over the steps.
+        low, high: its 95% interval.
+        same: share of steps with the same most probable token.
+    """
 
     length: int
     policy: str
-    right: int
-    asked: int
+    steps: int
+    kl: float
+    low: float
+    high: float
+    same: float
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,7 @@ class Results:
         refusal: why Fluxion does not serve the model; else empty.
         stopped: why the trial ended early; else empty.
         notes: what was left out, and why.
-        needles: what the questions are; empty: none were asked.
+        text: what the prompts are.
     """
 
     header: dict[str, Any]
@@ -214,8 +224,8 @@ class Results:
     prefill: list[Prefill] = field(default_factory=list)
     decode: list[Decode] = field(default_factory=list)
     reads: list[Reads] = field(default_factory=list)
-    needles: str = ""
-    answers: list[Answers] = field(default_factory=list)
+    text: str = ""
+    agreement: list[Agreement] = field(default_factory=list)
     same: list[Same] = field(default_factory=list)
     advice: Advice | None = None
     notes: list[str] = field(default_factory=list)
@@ -227,11 +237,7 @@ class Results:
 
     def lengths(self) -> list[int]:
         """Those with a measurement."""
-        return sorted(
-            {row.length for row in self.decode}
-            | {row.length for row in self.prefill}
-            | {row.length for row in self.answers}
-        )
+        return sorted({length for rows in (self.decode, self.prefill, self.agreement) for length in _lengths(rows)})
 
     def policies(self) -> list[str]:
         """Those that were tried, `full` first, without `off`."""
@@ -241,8 +247,13 @@ class Results:
         found = [r.ms for r in self.decode if (r.length, r.batch, r.policy) == (length, batch, policy)]
         return found[0] if found else None
 
-    def right(self, length: int, policy: str) -> Answers | None:
-        return next((r for r in self.answers if (r.length, r.policy) == (length, policy)), None)
+    def agreements(self, policy: str) -> list[Agreement]:
+        """One a length."""
+        return [row for row in self.agreement if row.policy == policy]
+
+
+def _lengths(rows: Iterable[Any]) -> set[int]:
+    return {row.length for row in rows}
 
 
 def by_length(rows: Iterable[Any]) -> dict[int, list[Any]]:

@@ -1,4 +1,4 @@
-"""One run: prompts that decode together on a server, what they took and read, and whether two runs said the same.
+"""One run: prompts that decode together on a server, what they took and read, and how near two runs are.
 
 Times are a client's: the arrivals of streamed tokens. Prompts of a timed decode run are in the radix tree, so that all
 requests of a batch begin at once.
@@ -11,9 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fluxion_sglang import wishes
-from fluxion_sglang.commands.serving import RequestFailed, Server
-from fluxion_sglang.commands.trial.results import OFF, Same
+from fluxion_sglang.commands.serving import RequestFailed, RequestRefused, Server
+from fluxion_sglang.commands.trial.passages import Passage
+from fluxion_sglang.commands.trial.results import OFF, Agreement, Same
+from fluxion_sglang.scoring import kl
+from fluxion_sglang.scoring.forced import NOTES, serialized
+
+_BLOCK, _RESAMPLES = 16, 1000
+"""Steps that follow one another are alike: the interval resamples blocks of so many, so often."""
 
 
 class Counters:
@@ -57,18 +65,17 @@ class Run:
     tokens: list[list[int]]
 
 
-def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: int, stop: bool = False) -> Run:
+def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: int) -> Run:
     """Greedy continuations of prompts that are sent together.
 
     Args:
         policy: a spec; `off` on a server without the flag.
         new: tokens of each.
-        stop: whether a request may end before, at its end-of-sequence token.
 
     Raises:
         RequestRefused, RequestFailed: as of `Server.stream`.
     """
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": not stop}
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     if policy != OFF:
         sampling["custom_params"] = {wishes.POLICY: policy}
     arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
@@ -80,6 +87,57 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], policy: str, new: i
         raise RequestFailed("the server ended a request without a token")
     first = max(mine[0][0] for mine in arrivals)
     return Run(first, [step for mine in arrivals for step in _paces(mine, first)], tokens)
+
+
+def forced(server: Server, passages: Sequence[Passage], policy: str, top: int) -> list[list[kl.Distribution]]:
+    """The next-token distributions at the decode steps of passages whose following tokens are forced, together.
+
+    The first token comes from the prefill, which is exact under every policy: it is left out.
+
+    Args:
+        top: tokens that a distribution lists.
+
+    Raises:
+        RequestRefused: the server ended a request. RequestFailed: it got no answer.
+    """
+    sampling = [
+        {
+            "temperature": 0,
+            "max_new_tokens": len(each.following),
+            "ignore_eos": True,
+            "custom_params": {wishes.POLICY: policy, "forced": list(each.following), "top": top},
+        }
+        for each in passages
+    ]
+    prompts = [list(each.prompt) for each in passages]
+    body = {"input_ids": prompts, "sampling_params": sampling, "custom_logit_processor": [serialized()] * len(prompts)}
+    found = []
+    for passage, reply in zip(passages, server.post("/generate", body), strict=True):
+        meta = reply["meta_info"]
+        notes = meta.get(NOTES) or []
+        if len(notes) != len(passage.following):
+            reason = (meta.get("finish_reason") or {}).get("message") or f"{len(notes)} tokens were decoded"
+            raise RequestRefused(str(reason))
+        found.append([kl.Distribution(np.asarray(ids), np.asarray(values)) for _, ids, values in notes[1:]])
+    return found
+
+
+def agreement(
+    length: int, policy: str, full: list[list[kl.Distribution]], other: list[list[kl.Distribution]]
+) -> Agreement:
+    """Compare what `forced` found under `full` and under another policy."""
+    pairs = [list(zip(*both, strict=True)) for both in zip(full, other, strict=True)]
+    found = [np.array([kl.divergence(one, two) for one, two in steps]) for steps in pairs]
+    same = [_likeliest(one) == _likeliest(two) for steps in pairs for one, two in steps]
+    blocks = [block for steps in found for block in np.array_split(steps, max(len(steps) // _BLOCK, 1))]
+    sums, sizes = np.array([block.sum() for block in blocks]), np.array([len(block) for block in blocks])
+    drawn = np.random.default_rng(0).integers(len(blocks), size=(_RESAMPLES, len(blocks)))
+    low, high = np.percentile(sums[drawn].sum(1) / sizes[drawn].sum(1), (2.5, 97.5)).tolist()
+    return Agreement(length, policy, len(same), float(sums.sum() / sizes.sum()), low, high, float(np.mean(same)))
+
+
+def _likeliest(step: kl.Distribution) -> int:
+    return int(step.ids[np.argmax(step.logprobs)])
 
 
 def median_ms(seconds: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fluxion_sglang.commands.here import shell
 from fluxion_sglang.commands.serving import launch_command
 from fluxion_sglang.commands.trial import advice
-from fluxion_sglang.commands.trial.results import FULL, OFF, Results, Same, by_length
+from fluxion_sglang.commands.trial.results import FULL, OFF, Agreement, Results, Same, by_length
 
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -43,7 +43,7 @@ class Section:
 
 def sections(results: Results) -> list[Section]:
     """Those parts of the report that there is something to say of, the recommendation first."""
-    parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _answers, _reads, _notes)
+    parts = (_refusal, _stopped, _recommendation, _model, _same, _speed, _prefill, _agreement, _reads, _notes)
     return [section for part in parts if (section := part(results)) is not None]
 
 
@@ -175,23 +175,27 @@ def _prefill(results: Results) -> Section | None:
     )
 
 
-def _answers(results: Results) -> Section | None:
-    if not results.answers:
+def _agreement(results: Results) -> Section | None:
+    policies = [name for name in results.policies() if name != FULL and results.agreements(name)]
+    if not policies:
         return None
-    policies = [name for name in results.policies() if any(row.policy == name for row in results.answers)]
-    rows, empty = [], []
-    for length, here in by_length(results.answers).items():
-        found = {row.policy: f"{row.right} of {row.asked}" for row in here}
-        rows.append((f"{length:,}", *(found.get(name, "") for name in policies)))
-        if advice.measures_nothing(results, length):
-            empty.append(f"{length:,}")
-    lead = []
-    if empty:
-        lead.append(
-            f"At {', '.join(empty)} tokens full itself finds less than half of the needles. So these questions measure "
-            "nothing for this model: a sparse policy cannot lose what full does not have."
-        )
-    return Section("Needles found", lead, Table(("length", *policies), rows, left=0), how=results.needles)
+    rows = []
+    for length, here in by_length(results.agreement).items():
+        mine = {row.policy: row for row in here}
+        cells = [_near(mine[name]) if name in mine else ("", "") for name in policies]
+        rows.append((f"{length:,}", f"{here[0].steps}", *(cell for pair in cells for cell in pair)))
+    columns = [column for name in policies for column in (f"{name}: KL (nats)", "same token")]
+    return Section(
+        "Agreement with full",
+        table=Table(("length", "tokens", *columns), rows, left=0),
+        how=f"{results.text} Each forced token is a decode step under the policy. KL is the distance of the next-token "
+        "distribution from that of full, a mean with its 95% interval. Same token: how often the most probable one is "
+        "that of full.",
+    )
+
+
+def _near(row: Agreement) -> tuple[str, str]:
+    return f"{row.kl:.4f} [{row.low:.4f}, {row.high:.4f}]", f"{row.same:.1%}"
 
 
 def _reads(results: Results) -> Section | None:

@@ -32,7 +32,7 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints bench gpu docs wheel clean install native-tests
+.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints quality bench gpu docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
@@ -46,7 +46,7 @@ help:
 	@echo "make fuzz-requests  odd requests to a server in one process; ARGS=\"--seed 2 --bodies 9000\""
 	@echo "make sbom      what the environment consists of, in dist/sbom.json; make audit: its known vulnerabilities"
 	@echo "make checkpoints  two public models and two long texts, into ~/.cache/fluxion; ARGS=smollm2 for one of them"
-	@echo "make bench     the benchmarks (see benchmark/)"
+	@echo "make quality   what policies cost on the public models, in hours; make bench: all benchmarks (see benchmark/)"
 	@echo "make gpu       all that a machine with a GPU is to show; ARGS=--simulated tries the command on the CPU"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make wheel     a manylinux wheel, in dist"
@@ -128,6 +128,9 @@ audit: $(VENV)/.installed
 
 checkpoints: $(VENV)/.checkpoints
 	@$(BIN)/python tools/checkpoints.py $(ARGS)
+
+quality: $(VENV)/.bench
+	$(BIN)/python -m benchmark --only public $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)

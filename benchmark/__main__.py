@@ -47,11 +47,16 @@ PUBLIC_POLICIES = ",".join(
     + ["fixed:16:0.25", "fixed:16:0.05", "streaming", "psa", "hgca", "lfps"]
 )
 PUBLIC = {
-    model: [
-        *("--suite", "perplexity", "--model", model, "--data", "handbook", "--lengths", lengths, "--samples", "16"),
-        *("--policies", PUBLIC_POLICIES, "--dtype", "bfloat16"),
+    f"{model}{'_long' * (suite == 'long')}": [
+        *("--suite", suite, "--model", model, "--data", "handbook", "--lengths", lengths, "--samples", samples),
+        *("--policies", policies, "--dtype", "bfloat16"),
     ]
-    for model, lengths in (("smollm2", "4096,8190"), ("gemma3", "8192,16384,32766"))
+    for model, suite, lengths, samples, policies in (
+        ("smollm2", "perplexity", "4096,8190", "16", PUBLIC_POLICIES),
+        ("gemma3", "perplexity", "8192,16384,32766", "16", PUBLIC_POLICIES),
+        ("smollm2", "long", "8190", "4", "full,sketch,sketch:0.05"),
+        ("gemma3", "long", "21845", "2", "full,sketch,sketch:0.05"),
+    )
 }
 # What KV in 8 bits costs: the same questions to both pools.
 STORED = {
@@ -174,14 +179,15 @@ def main() -> None:
             _run([sys.executable, str(HERE / "forecast"), "machines"], must=False)
     if args.only != "speed":
         for name in PUBLIC if args.only == "public" else QUALITY:
-            missing = SECOND if "other" in name else public(name) if name in PUBLIC else "."
+            missing = SECOND if "other" in name else public(name.removesuffix("_long")) if name in PUBLIC else "."
             if not Path(missing).is_dir():
                 print(f"{name} is left out, because there is no {missing}")
                 continue
             _run(quality(name, results, args.quick, args.fresh))
     if not args.quick:
-        for name in ("ruler", "psa", rivals.NAME):
-            _run([sys.executable, "-m", "fluxion_quality.plot", str(results / f"quality_{name}.json")])
+        drawn = [results / f"quality_{name}.json" for name in ("ruler", "psa", rivals.NAME)]
+        for path in filter(Path.exists, drawn):
+            _run([sys.executable, "-m", "fluxion_quality.plot", str(path)])
         for script in ("tables.py", "plot.py"):
             _run([sys.executable, str(HERE / script)])
 

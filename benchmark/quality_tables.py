@@ -34,9 +34,33 @@ def public(results: Path) -> str:
                     lines.append([*at, f"`{row['policy']}`", *_forced(row, full)])
             sources.append(f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}. {where(data)}")
     if not lines:
-        return "Not measured yet: `make checkpoints`, then `python -m benchmark --only public`.\n"
+        return "Not measured yet: `make checkpoints quality`.\n"
     head = ["model", "prompt", "windows", "policy", "perplexity", "change", "KL", "same token", "read"]
     return f"{table(head, lines, 'lrrlrrrrr')}\nBfloat16. Data: {' '.join(sources)}\n"
+
+
+def long_answers(results: Path) -> str:
+    """Perplexity and KL over answers of thousands of tokens, the KL also by the distance from the prompt."""
+    lines, sources = [], []
+    for name, shown in PUBLIC.items():
+        for path, data in result_files(results, f"quality_{name}_long.json"):
+            cells = {(row["task"], row["policy"]): row for row in data["rows"]}
+            for (task, policy), row in cells.items():
+                if policy == "full":
+                    continue
+                full = cells[task, "full"]
+                windows = len(set(full["documents"]))
+                forced = row["kl_steps"] // windows + 1
+                at = [shown, f"{row['length'] - forced:,}", f"{forced:,}", str(windows), f"`{policy}`"]
+                _, change, divergence, same, read = _forced(row, full)
+                spans = [f"{value:.4f}" for value in (row["kl_by_span"][0], row["kl_by_span"][-1])]
+                lines.append([*at, change, divergence, *spans, same, read])
+            sources.append(f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}. {where(data)}")
+    if not lines:
+        return "Not measured yet: `make checkpoints quality`.\n"
+    head = ["model", "prompt", "answer", "windows", "policy", "perplexity", "KL"]
+    head += ["KL of the first eighth", "of the last", "same token", "read"]
+    return f"{table(head, lines, 'lrrrlrrrrrr')}\nBfloat16. Data: {' '.join(sources)}\n"
 
 
 def _forced(row: dict[str, Any], full: dict[str, Any]) -> list[str]:
@@ -202,6 +226,7 @@ def _quality(results: Path, draw: Callable[[dict[str, Any]], str], name: str) ->
 
 QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "public": public,
+    "long_answers": long_answers,
     "large": large,
     "other_least": other_least,
     "sketch": sketch,

@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("file", metavar="FILE", help="a text in UTF-8; - is the standard input")
     option("questions", metavar="QUESTION", nargs="*", help="without one, questions are read line by line")
-    option("--model", help="folder or name of a model; a server is started for it, with the flag, and stopped")
+    option(
+        "--model",
+        help="folder or name of a model, or smollm2, gemma3 (make checkpoints); a server is started for it, with the flag, and stopped",
+    )
     option("--url", help="use the server that runs here, such as http://127.0.0.1:30000")
     option("--api-key", metavar="KEY", help="of the server at --url; default: OPENAI_API_KEY of the environment")
     option("--policy", metavar="SPEC", help="policy of the requests, such as full; default: the server's")

@@ -28,6 +28,7 @@ from fluxion_sglang.commands.serving import (
     running_server,
 )
 from fluxion_sglang.kv.placement import PAGE
+from fluxion_sglang.scoring.model_files import public
 
 _KEPT_ANSWERS = 8
 """Answers and questions that the host pool has room for beside the file. The radix tree drops older ones."""
@@ -38,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     news = Console(stderr=True, highlight=False)
     try:
         _check(arguments)
-        document = Document.read(arguments.file)
+        if arguments.url is None:
+            arguments.model = public(arguments.model)
+        document = Document.read(public(arguments.file, "texts"))
         with contextlib.ExitStack() as stack:
             questions = _questions(arguments, news, stack)
             asked, document = stack.enter_context(_server(arguments, document, news))

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("questions", metavar="QUESTION", nargs="*", help="without one, questions are read line by line")
     option(
         "--model",
-        help="folder or name of a model, or smollm2, gemma3 (make checkpoints); a server is started for it, with the flag, and stopped",
+        help="folder or name of a model, or smollm2 or gemma3 (make checkpoints); a server is started for it, with the "
+        "flag, and stopped",
     )
     option("--url", help="use the server that runs here, such as http://127.0.0.1:30000")
     option("--api-key", metavar="KEY", help="of the server at --url; default: OPENAI_API_KEY of the environment")

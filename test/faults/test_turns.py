@@ -156,6 +156,24 @@ def a_crowd_beside_a_long_one(server: InProcess) -> None:
     assert all(answer.code == 200 for answer in answers), [answer.message for answer in answers if answer.code != 200]
 
 
+def answers_that_take_the_room(server: InProcess) -> None:
+    """The answers of others get longer than SGLang reserved for them while a long prompt is computed."""
+    tracker = server.scheduler.new_token_ratio_tracker
+    tracker.init = tracker.min = tracker.current = 0.01
+    bodies = [prompt(140 + i, 455, 300) for i in range(6)] + [prompt(148, 9000, 8)]
+    for body in bodies:
+        body["sampling_params"]["ignore_eos"] = False  # of others SGLang reserves the whole answer
+    alone = [server.ask(body).tokens for body in bodies]
+    server.flush()
+    with watched(server, 256) as passes:
+        answers = server.together([Call(body, at=20 * (i == 6)) for i, body in enumerate(bodies)], patience=500)
+    server.idle_check()
+    server.flush()
+    assert [answer.code for answer in answers] == [200] * 7, [answer.message for answer in answers]
+    assert [answer.tokens for answer in answers] == alone
+    assert sum(mode == "MIXED" for mode, _ in passes) > 30, "the prompt waited for the others"
+
+
 def progress(server: InProcess) -> None:
     """What was computed of a parked prompt is evicted for others; it advances all the same."""
     calls = [Call(prompt(150, 9000, rid="long"))]
@@ -246,6 +264,9 @@ class TestManySlots:
 
     def test_others_leave_room_for_the_rest_of_a_long_prompt(self, serve: Serve) -> None:
         serve(*self.FLAGS, config=CONFIG).run(a_crowd_beside_a_long_one, patience=600)
+
+    def test_answers_take_the_room_of_a_long_prompt(self, serve: Serve) -> None:
+        serve(*self.FLAGS, config=CONFIG).run(answers_that_take_the_room, patience=600)
 
 
 class TestFewSlots:

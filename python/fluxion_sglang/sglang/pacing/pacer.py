@@ -118,6 +118,8 @@ class Pacer:
 
     def plan(self, original: Callable[..., Any], running: Any) -> Any:
         """AROUND Scheduler.get_new_batch_prefill, of this scheduler."""
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+
         scheduler = self._scheduler
         self._forget_lost_results()
         prompts = self._prompts()
@@ -140,6 +142,14 @@ class Pacer:
             self._first = self._oldest if self._turns.due else None
             self.sort(scheduler.waiting_queue)
         self._budget = self._tokens(decoding, prompts)
+        if scheduler.chunked_req is not None:
+            # The answers of others have grown since this prompt was admitted, perhaps by more than SGLang reserved.
+            self._budget = min(self._budget, self._free(running) // self._page * self._page)
+            if self._budget <= 0 and decoding:
+                return NextBatchPlan(batch_to_run=None, running_batch=running)  # they end, or are retracted
+            if self._budget <= 0 and _parkable(scheduler):
+                self._park()
+                self._budget = self._page
         if self.orders and scheduler.chunked_req is not None and scheduler.waiting_queue:
             if self._gives_way(running):
                 self._park()
@@ -265,6 +275,12 @@ class Pacer:
         if first is not self._first and (not self._turns.before(first, under_way) or rest(first) <= room):
             return False
         return self._has_room(first, running)
+
+    def _free(self, running: Any) -> int:
+        """Tokens that the prompt under way can have, beside a page for each request that decodes."""
+        scheduler = self._scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        return int(free) - self._page * len(running.reqs)
 
     def _has_room(self, request: Any, running: Any) -> bool:
         """Whether a request can be admitted without what the prompt under way has computed. What the tree has of the

@@ -25,18 +25,21 @@ class ForceTokens:
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """[n, vocabulary] logits of n requests, changed in place."""
-        for row, params in zip(logits, custom_param_list or [], strict=True):
-            request = params["__req__"]
+        asked = custom_param_list or []
+        # Of all rows at once: a large vocabulary takes longer than the rest of a step of a small model.
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        top = torch.topk(logprobs, max((params["top"] for params in asked), default=1))
+        logits.fill_(float("-inf"))
+        for i, params in enumerate(asked):
+            request, count = params["__req__"], params["top"]
             step = len(request.output_ids)
             target = params["forced"][step]
-            logprobs = torch.log_softmax(row.float(), dim=-1)
-            top = torch.topk(logprobs, params["top"])
             notes = (request.customized_info or {}).get(NOTES, [])
             # By step, not appended: SGLang samples after every chunk of a prefill and keeps the last chunk's token.
-            notes[step:] = [[float(logprobs[target]), top.indices.tolist(), top.values.tolist()]]
+            ids, values = top.indices[i, :count].tolist(), top.values[i, :count].tolist()
+            notes[step:] = [[float(logprobs[i, target]), ids, values]]
             request.customized_info = {NOTES: notes}
-            row.fill_(float("-inf"))
-            row[target] = 0.0
+            logits[i, target] = 0.0
         return logits
 
 

@@ -18,6 +18,7 @@ from decode_tables import DECODE_TABLES
 from forecast_tables import FORECAST_TABLES
 from hgca_tables import HGCA_TABLES
 from layer_tables import LAYER_TABLES
+from locality_tables import LOCALITY_TABLES
 from mla_tables import MLA_TABLES
 from quality_tables import QUALITY_TABLES
 from race_tables import RACE_TABLES
@@ -173,6 +174,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **ROOFLINE_TABLES,
     **HGCA_TABLES,
     **LAYER_TABLES,
+    **LOCALITY_TABLES,
     **MLA_TABLES,
     **RACE_TABLES,
     **FORECAST_TABLES,

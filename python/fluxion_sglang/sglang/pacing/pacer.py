@@ -144,12 +144,12 @@ class Pacer:
         self._budget = self._tokens(decoding, prompts)
         if scheduler.chunked_req is not None:
             # The answers of others have grown since this prompt was admitted, perhaps by more than SGLang reserved.
-            self._budget = min(self._budget, self._free(running) // self._page * self._page)
-            if self._budget <= 0 and decoding:
+            room = self._free(running) // self._page * self._page
+            if room <= 0 and decoding:
                 return NextBatchPlan(batch_to_run=None, running_batch=running)  # they end, or are retracted
-            if self._budget <= 0 and _parkable(scheduler):
+            if room <= 0 and _parkable(scheduler):
                 self._park()
-                self._budget = self._page
+            self._budget = max(min(self._budget, room), self._page)
         if self.orders and scheduler.chunked_req is not None and scheduler.waiting_queue:
             if self._gives_way(running):
                 self._park()

@@ -9,27 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .base import Codec, MissingData, Suite, Task
+from .base import Codec, MissingData, Task
 from .perplexity import Perplexity, Text
 
 
-class Long(Suite):
+class Long(Perplexity):
     """Perplexity of long answers in the text given as `data`."""
 
     name = "long"
-    lengths = True
 
     def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-        """A prompt of a quarter of the window, and one of three quarters; the rest is forced.
-
-        Args:
-            data: a text file (UTF-8), or a folder with *.txt.
-
-        Raises:
-            MissingData: there is no text.
-        """
-        if data is None:
+        """A prompt of a quarter of the window, and one of three quarters; the rest is forced. Else as the base's."""
+        texts = [task for task in super().tasks(codec, data) if isinstance(task, Text)]
+        if not texts:
             raise MissingData("Suite 'long' needs a text: name a UTF-8 file or a folder of *.txt by --data.")
-        (text,) = Perplexity().tasks(codec, data)
-        assert isinstance(text, Text)
-        return [replace(text, name="short_prompt", answer=0.75), replace(text, name="long_prompt", answer=0.25)]
+        parts = (("short_prompt", 0.75), ("long_prompt", 0.25))
+        return [replace(text, name=name, answer=answer) for text in texts for name, answer in parts]

@@ -63,7 +63,7 @@ Steps = list[list[int]]
 """Of every step the tiles that are read, in the order in which they are; no tile twice."""
 
 
-# ---- caches: how many tiles of every step a cache of so many has. A tile that is missing is always taken in.
+# ---- caches of `capacity` tiles: they yield the hits of each step. Every tile that is missing is taken in.
 
 
 def lru(steps: Steps, capacity: int) -> Iterator[int]:

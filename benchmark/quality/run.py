@@ -136,7 +136,7 @@ class _Answers:
             found = kl.divergences(full.tokens, full.steps, reply.tokens, reply.steps)
             if targets(sample):  # forced tokens never differ: every step is there, the first left out
                 found = [found[step - 1] for step in counted(sample)]
-                self._agree += [_likeliest(full.steps[at]) == _likeliest(reply.steps[at]) for at in counted(sample)]
+                self._agree += [full.steps[at].likeliest == reply.steps[at].likeliest for at in counted(sample)]
             self._divergences[i] = found
 
     def row(self) -> dict[str, Any]:
@@ -170,10 +170,6 @@ def _by_span(samples: list[list[float]]) -> list[float]:
 
 def _parts(values: list[float]) -> list[np.ndarray]:
     return np.array_split(np.asarray(values), SPANS)
-
-
-def _likeliest(step: kl.Distribution) -> int:
-    return int(step.ids[np.argmax(step.logprobs)])
 
 
 def _prompt(sample: Sample) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class ForceTokens:
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """[n, vocabulary] logits of n requests, changed in place."""
         asked = custom_param_list or []
-        # Of all rows at once: a large vocabulary takes longer than the rest of a step of a small model.
+        # One softmax and one top-k for all rows: with a large vocabulary they dominate the step of a small model.
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         top = torch.topk(logprobs, max((params["top"] for params in asked), default=1))
         logits.fill_(float("-inf"))

@@ -34,6 +34,11 @@ class Distribution:
     ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
 
+    @property
+    def likeliest(self) -> int:
+        """The id of the most probable token."""
+        return int(self.ids[np.argmax(self.logprobs)])
+
 
 def tokens_compared(vocabulary: int) -> int:
     """How many tokens a distribution has to list for `divergence`."""

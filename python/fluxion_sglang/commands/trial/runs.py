@@ -21,7 +21,7 @@ from fluxion_sglang.scoring import kl
 from fluxion_sglang.scoring.forced import NOTES, serialized
 
 _BLOCK, _RESAMPLES = 16, 1000
-"""Steps that follow one another are alike: the interval resamples blocks of so many, so often."""
+"""Neighbouring steps are alike, so the interval resamples blocks of _BLOCK steps, _RESAMPLES times."""
 
 
 class Counters:
@@ -128,16 +128,12 @@ def agreement(
     """Compare what `forced` found under `full` and under another policy."""
     pairs = [list(zip(*both, strict=True)) for both in zip(full, other, strict=True)]
     found = [np.array([kl.divergence(one, two) for one, two in steps]) for steps in pairs]
-    same = [_likeliest(one) == _likeliest(two) for steps in pairs for one, two in steps]
+    same = [one.likeliest == two.likeliest for steps in pairs for one, two in steps]
     blocks = [block for steps in found for block in np.array_split(steps, max(len(steps) // _BLOCK, 1))]
     sums, sizes = np.array([block.sum() for block in blocks]), np.array([len(block) for block in blocks])
     drawn = np.random.default_rng(0).integers(len(blocks), size=(_RESAMPLES, len(blocks)))
     low, high = np.percentile(sums[drawn].sum(1) / sizes[drawn].sum(1), (2.5, 97.5)).tolist()
     return Agreement(length, policy, len(same), float(sums.sum() / sizes.sum()), low, high, float(np.mean(same)))
-
-
-def _likeliest(step: kl.Distribution) -> int:
-    return int(step.ids[np.argmax(step.logprobs)])
 
 
 def median_ms(seconds: Sequence[float]) -> float:

@@ -29,8 +29,8 @@ ALONE: Final = 8
 """Factor on the target time while no other request decodes or waits. A request that arrives then waits longer; SGLang's
 /health answers in 2 s as long as a pass takes less."""
 STEPS: Final = 10
-"""A prompt that is alone may have passes of so many of the fastest decode steps, if that is more than `ALONE` allows.
-Steps and passes read all weights, and with few tokens a pass does little else."""
+"""Limit of a lone prompt's pass, as a multiple of the fastest decode step; the larger of this and `ALONE` holds. Passes
+and steps read all weights, and a pass of few tokens does little else."""
 AIM: Final = 0.9
 """What passes aim at, as a part of the longest time that a stream is to wait: predictions err by about the rest."""
 HELD_UP: Final = 3

@@ -44,9 +44,7 @@ class PassTimes:
         """Record a measured pass. tokens, attended (as of the class), seconds: all above 0."""
         features = np.array([1.0, tokens, attended])
         self._passes += 1
-        if (
-            self._passes <= 2
-        ):  # the first one is slow for other reasons (caches, compilation), so the second replaces it
+        if self._passes <= 2:  # caches and compilation slow the first one, so the second replaces it
             self._unit = np.array([1.0, tokens, max(attended, 1.0)]) / seconds
             prior = np.array([0.0, 1.0, 0.0])
             self._gram, self._moment = _RIDGE * np.eye(3), _RIDGE * prior

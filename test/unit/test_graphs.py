@@ -169,7 +169,7 @@ def test_other_passes_are_the_model_s_own() -> None:
     for _ in range(4):
         model.forward(*step(2), EXTEND)
         model.forward(*step(2), DECODE, extra=torch.ones(HIDDEN))
-        model.forward(*step(graphs.MAX_ROWS + 1), DECODE)
+        model.forward(*step(graphs.MAX_REQUESTS + 1), DECODE)
         model.forward(*step(0), DECODE)
     assert model.runs == 16
 

@@ -26,12 +26,14 @@ from torch.utils._pytree import tree_map
 
 from fluxion_sglang.native import NativeProgram
 from fluxion_sglang.sglang.containment.passes import FailureGuard
-from fluxion_sglang.sglang.layers import MAX_ROWS, Contained
+from fluxion_sglang.sglang.layers import Contained
 from fluxion_sglang.sglang.packed import pieces
 from fluxion_sglang.sglang.tracing import Home, Kind, Op, Ref, Trace, TracedLayers, Tracer, is_ref
 
 logger = logging.getLogger(__name__)
 
+MAX_REQUESTS = 32
+"""Most requests of a step that gets a graph: each number of them has one of its own."""
 _ALIGN = 64
 _TRIES = 4
 """Traces of as many requests that are looked at for two equal ones; the first steps may set things up."""
@@ -193,7 +195,7 @@ class StepGraphs:
         if self._never or special or not forward_batch.forward_mode.is_decode() or any(self._watchers):
             return forward()
         rows = input_ids.shape[0]
-        if not 0 < rows <= MAX_ROWS or rows in self._refused:
+        if not 0 < rows <= MAX_REQUESTS or rows in self._refused:
             return forward()
         if (addresses := [weight.data_ptr() for weight in self._weights()]) != self._addresses:
             # The model has other weights than the graphs.

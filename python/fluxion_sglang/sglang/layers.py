@@ -29,11 +29,12 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.platforms import current_platform
 from torch import nn
 
-from fluxion_sglang.native import NativeLayers
+from fluxion_sglang.native import NativeLayers, topology
 from fluxion_sglang.sglang.packed import PackedWeight, Packer, owners
 
-MAX_ROWS = 32
-"""The most rows that were measured; PyTorch is slower up to there (`benchmark/linears.py`)."""
+MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
+"""Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
+unit; but in a model its threads have to be woken between the workers' operations (`benchmark/linears.py`)."""
 MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 

@@ -43,19 +43,24 @@ SECOND = "build/second"
 # Public checkpoints on real text (`make checkpoints`): the curve of `sketch`, and what else there is.
 PUBLIC_POLICIES = ",".join(
     ["full", "sketch"]
-    + [f"sketch:{eps}" for eps in ("0.02", "0.05", "0.20", "0.30")]
+    + [f"sketch:{eps}" for eps in ("0.02", "0.10", "0.20", "0.30")]
     + ["fixed:16:0.25", "fixed:16:0.05", "streaming", "psa", "hgca", "lfps"]
 )
 PUBLIC = {
-    f"{model}{'_long' * (suite == 'long')}": [
-        *("--suite", suite, "--model", model, "--data", "handbook", "--lengths", lengths, "--samples", samples),
-        *("--policies", policies, "--dtype", "bfloat16"),
+    name: [
+        *("--suite", suite, "--model", name.partition("_")[0], "--data", "handbook", "--lengths", lengths),
+        *("--samples", samples, "--policies", policies, "--dtype", "bfloat16"),
+        *(("--fluxion-config", '{"guard": 0.03}') if "guard" in name else ()),
     ]
-    for model, suite, lengths, samples, policies in (
+    for name, suite, lengths, samples, policies in (
         ("smollm2", "perplexity", "4096,8190", "16", PUBLIC_POLICIES),
         ("gemma3", "perplexity", "8192,16384,32766", "16", PUBLIC_POLICIES),
-        ("smollm2", "long", "8190", "4", "full,sketch,sketch:0.05"),
-        ("gemma3", "long", "21845", "2", "full,sketch,sketch:0.05"),
+        ("smollm2_long", "long", "8190", "2", "full,sketch,sketch:0.10"),
+        ("gemma3_long", "long", "21845", "2", "full,sketch,sketch:0.10"),
+        ("smollm2_yardsticks", "perplexity", "8190", "8", "full,labels,oracle:0.05,anchor"),
+        ("gemma3_yardsticks", "perplexity", "8192", "8", "full,labels,oracle:0.05,anchor"),
+        ("smollm2_guard", "perplexity", "8190", "8", "full,fixed:16:0.05"),
+        ("gemma3_guard", "perplexity", "8192", "8", "full,fixed:16:0.05"),
     )
 }
 # What KV in 8 bits costs: the same questions to both pools.
@@ -179,7 +184,7 @@ def main() -> None:
             _run([sys.executable, str(HERE / "forecast"), "machines"], must=False)
     if args.only != "speed":
         for name in PUBLIC if args.only == "public" else QUALITY:
-            missing = SECOND if "other" in name else public(name.removesuffix("_long")) if name in PUBLIC else "."
+            missing = SECOND if "other" in name else public(name.partition("_")[0]) if name in PUBLIC else "."
             if not Path(missing).is_dir():
                 print(f"{name} is left out, because there is no {missing}")
                 continue

@@ -26,6 +26,10 @@ EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU",
 """What options are for, in the order in which they are shown."""
 
 
+GONE = {"audit_gb": 'write "audit": {"file": PATH, "gb": GiB}'}
+"""Keys of earlier versions, and what to write instead."""
+
+
 class ConfigError(ValueError):
     """A wrong option. The message is one sentence: what is wrong, why, and what to give instead."""
 
@@ -40,6 +44,18 @@ def _option(
 ) -> Any:
     """A key. `legal` says which values it may have; `why` completes "KEY is VALUE, but" for any other."""
     return field(default=default, metadata={"doc": doc, "example": example, "legal": legal, "why": why, "group": group})
+
+
+def _is_audit(value: dict[str, Any]) -> bool:
+    gib, every = value.get("gb", 1), value.get("every", 1)
+    return (
+        value.keys() <= {"file", "gb", "every"}
+        and type(value.get("file")) is str
+        and type(gib) in (int, float)
+        and 0 < gib < math.inf
+        and type(every) is int
+        and every >= 1
+    )
 
 
 def _one_of(words: tuple[str, ...]) -> str:
@@ -288,20 +304,16 @@ class FluxionConfig:
         _one_of(SCHEDULERS),
         group=RESEARCH,
     )
-    audit: str | None = _option(
+    audit: str | dict[str, Any] | None = _option(
         None,
-        "File to append an audit of every decode step to: bytes read and error against exact attention, at twice the "
-        "work.",
-        '"/tmp/audit.npy"',
-        group=RESEARCH,
-    )
-    audit_gb: float | None = _option(
-        None,
-        "Largest size in GiB of the audit file. A full one gets the ending .1, in place of the one that has it, and a "
-        "new file begins. By default there is no limit.",
-        "1",
-        lambda gib: gib > 0,
-        "it is the size of a file; give a positive number of GiB, or leave the key out for no limit.",
+        "File to append an audit of decode steps to: bytes read and error against exact attention, at twice the work. "
+        'As an object, it may also have "gb", the largest size of the file in GiB (a full one gets the ending .1, in '
+        'place of the one that has it, and a new file begins), and "every": only steps in which the length of the '
+        "first request is a multiple of it.",
+        '{"file": "/tmp/audit.npy", "gb": 1}',
+        lambda value: isinstance(value, str) or _is_audit(value),
+        'it says where the audit goes; give the path of a file, or {"file": PATH, "gb": GiB above 0, "every": steps '
+        "from 1}.",
         group=RESEARCH,
     )
     record: str | None = _option(
@@ -330,6 +342,8 @@ class FluxionConfig:
         """Build from plain values (those of the JSON object); raises ConfigError."""
         legal = [f.name for f in dataclasses.fields(cls)]
         for key in values:
+            if key in GONE:
+                raise ConfigError(f"--fluxion-config has the key {key!r}, which is gone; {GONE[key]}.")
             if key not in legal:
                 near = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
                 guess = f"; did you mean {near[0]!r}?" if near else ";"
@@ -367,8 +381,6 @@ class FluxionConfig:
             )
         if self.gpu_ranks:
             self._check_gpu_ranks()
-        if self.audit_gb is not None and self.audit is None:
-            raise ConfigError("audit_gb limits the audit file, and there is none; name one in audit or leave it out.")
         if self.disk is None and self.disk_gb != DISK_GB:
             raise ConfigError(
                 "disk_gb limits the files in disk, and there are none; name a folder in disk or leave it out."
@@ -390,7 +402,9 @@ class FluxionConfig:
 
     def path(self, key: str) -> Path | None:
         """The file or folder that a key names; None where it is not set."""
-        value: str | None = getattr(self, key)
+        value: str | dict[str, Any] | None = getattr(self, key)
+        if isinstance(value, dict):
+            value = value["file"]
         return None if value is None else Path(os.path.expanduser(value))
 
     def core_list(self) -> list[int]:
@@ -474,11 +488,9 @@ class FluxionConfig:
 
     def _check_files(self) -> None:
         path = self.path("audit")
-        if path is not None and (not self.audit or os.path.isdir(path) or not os.path.isdir(path.parent)):
-            what = "is a folder" if self.audit and os.path.isdir(path) else "is in no folder that exists"
-            raise ConfigError(
-                f"audit is {self.audit!r}, which {what}; give the path of a file, such as /tmp/audit.npy."
-            )
+        if path is not None and (not path.name or os.path.isdir(path) or not os.path.isdir(path.parent)):
+            what = "is a folder" if os.path.isdir(path) else "is in no folder that exists"
+            raise ConfigError(f"audit is {str(path)!r}, which {what}; give the path of a file, such as /tmp/audit.npy.")
         folders = {"record": "/tmp/samples", "disk": "/var/cache/fluxion"}
         for key, example in folders.items():
             path, value = self.path(key), getattr(self, key)

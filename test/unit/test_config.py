@@ -42,7 +42,6 @@ def test_every_option_is_documented() -> None:
         needs = {
             "hot_tiles_gb": '"executors": "cpu+gpu", ',
             "gpu_ranks": '"hot_tiles_gb": 4, ',
-            "audit_gb": '"audit": "/tmp/audit.npy", ',
             "disk_gb": '"disk": "/tmp/fluxion", ',
         }
         needed = needs.get(option.key, "")
@@ -88,7 +87,12 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"request_policies": ["full", 3]}', ["request_policies is ['full', 3]", "a list of specs"]),
         ('{"request_policies": "full"}', ["boolean or list"]),
         ('{"policy_state_gb": -1}', ["policy_state_gb is -1", "eighth"]),
-        ('{"audit_gb": 1}', ["audit_gb", "name one in audit"]),
+        ('{"audit_gb": 1}', ["audit_gb", "gone", '"gb": GiB']),
+        ('{"audit": {"gb": 1}}', ["audit", '{"file": PATH']),
+        ('{"audit": {"file": "/tmp/a.npy", "gb": 0}}', ["audit", "above 0"]),
+        ('{"audit": {"file": "/tmp/a.npy", "every": 0.5}}', ["audit", "from 1"]),
+        ('{"audit": {"file": "/tmp/a.npy", "steps": 2}}', ["audit", "from 1"]),
+        ('{"audit": {"file": "/nowhere/a.npy"}}', ["'/nowhere/a.npy'", "no folder that exists"]),
         ('{"disk_gb": 500}', ["disk_gb", "name a folder in disk"]),
         ('{"disk": ""}', ["disk is ''", "is no folder"]),
         ('{"nonsense": 1}', ["'nonsense'", "legal keys are policy"]),
@@ -153,15 +157,15 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"scheduler": null}', ["scheduler is null", "string"]),
         ('{"tau": 0}', ["tau is 0", "such as 0.10"]),
         ('{"tau": 1.5}', ["tau is 1.5", "up to 1"]),
-        ('{"predictor": 1}', ["predictor is 1", "string or null"]),
-        ('{"audit": ""}', ["audit is ''", "no folder"]),
+        ('{"predictor": 1}', ["predictor is 1", "string or object or null"]),
+        ('{"audit": ""}', ["audit is '.'", "is a folder"]),
         ('{"audit": "/"}', ["audit is '/'", "is a folder"]),
         ('{"audit": "/no/such/folder/a.npy"}', ["no folder that exists", "/tmp/audit.npy"]),
         ('{"record": ""}', ["record is ''", "is no folder", "/tmp/samples"]),
         ('{"record": "/proc/version"}', ["record is '/proc/version'", "is no folder"]),
         ('{"record": "/proc/version/samples"}', ["is no folder and cannot be made one"]),
-        ('{"record": 1}', ["record is 1", "string or null"]),
-        ('{"audit": true}', ["audit is true", "string or null"]),
+        ('{"record": 1}', ["record is 1", "string or object or null"]),
+        ('{"audit": true}', ["audit is true", "string or object or null"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(text: str, words: list[str]) -> None:

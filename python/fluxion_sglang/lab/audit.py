@@ -37,13 +37,15 @@ class Audit(Observer):
 
     Args:
         log: gets one array a step (`audit_file.record_dtype`).
+        every: audits steps in which the length of the first request is a multiple of this.
 
     Attributes:
         log: None once it could not be written: requests are worth more than records, so they go on without.
     """
 
-    def __init__(self, engine: DecodeEngine, log: AuditLog) -> None:
+    def __init__(self, engine: DecodeEngine, log: AuditLog, every: int = 1) -> None:
         self.log: AuditLog | None = log
+        self._every = every
         self._engine, self._native, self._pool = engine, engine.native, engine.pool
         self._exact = parse_spec("full")
         self._step: DecodeStep | None = None
@@ -52,15 +54,16 @@ class Audit(Observer):
         self._not_ours: dict[str, int] = {}
 
     def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
+        self._step = step if int(step.seq_lens[0]) % self._every == 0 else None
+        if self._step is None:
+            return
         self._exact.begin_step(step)
-        self._step = step
         self._policies = policies
         self._records = []
 
     def decoded(self, layer: Layer) -> None:
-        if self.log is None:
+        if self.log is None or self._step is None:
             return
-        assert self._step is not None
         if layer.variant.window is None:
             self._compare(layer, self._step)
         if layer.index == self._pool.shape.layers - 1 and self._records:
@@ -161,6 +164,8 @@ def head_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 def observer(engine: DecodeEngine, options: FluxionConfig, identity: object) -> Audit:
     """What the option `audit` asks for. Raises OSError and ValueError as `AuditLog`."""
-    path, gib = options.path("audit"), options.audit_gb
+    path = options.path("audit")
     assert path is not None
-    return Audit(engine, AuditLog(path, None if gib is None else int(gib * GIB)))
+    more = options.audit if isinstance(options.audit, dict) else {}
+    most = int(more["gb"] * GIB) if "gb" in more else None
+    return Audit(engine, AuditLog(path, most), more.get("every", 1))

@@ -132,7 +132,7 @@ def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[np.ndarray
     """The arrays that were appended since `offset`, and the offset to go on from.
 
     An array that is still being written is left for the next call, and so is what is no array. A file that is shorter
-    than the offset was begun anew, because the option audit_gb says so: it is read from its start.
+    than the offset was begun anew, because it had the size that the option audit allows: it is read from its start.
 
     Args:
         offset: 0, or what an earlier call returned.

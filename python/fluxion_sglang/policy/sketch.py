@@ -36,7 +36,7 @@ from fluxion_sglang.policy.base import (
     task_value,
 )
 
-DEFAULT_EPS: Final = 0.10
+DEFAULT_EPS: Final = 0.05
 
 READ: Final = 0.1
 """About the share of the middle that is read: what tasks are ranked by before anybody knows."""

@@ -184,6 +184,10 @@ class Server:
         return Reply(tokens, top, [entry[0] for entry in meta["output_token_logprobs"]])
 
 
+FORCED_AUDITED: Final = 8
+"""Of forced tokens, whose answers are hundreds of steps long, one in this many is audited: an audit takes a third of
+the time."""
+
 Start = Callable[[str, Needs], Server]
 """Starts an engine: `OFF` or anything else, and what it has to hold."""
 
@@ -228,7 +232,8 @@ def options(
     if audit is None:
         return engine_options(str(model), dtype, device, None, max_total_tokens=tokens, **more)
     # Requests are few, and what their policies remember of long ones may be more than a share of so small a pool.
-    flag = {"policy_state_gb": STATE_GB, **config, "policy": "full", "host_tokens": tokens, "audit": str(audit)}
+    every = FORCED_AUDITED if needs.forced else 1
+    flag = {"policy_state_gb": STATE_GB, **config, "policy": "full", "host_tokens": tokens, "audit": {"file": str(audit), "every": every}}
     return engine_options(str(model), dtype, device, flag, **more)
 
 

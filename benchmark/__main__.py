@@ -78,7 +78,7 @@ QUALITY = {
     **{
         f"sketch{name}": [
             *("--suite", suite, "--lengths", lengths, "--samples", samples, "--seed", "16"),
-            *("--policies", f"full,{others}sketch"),
+            *("--policies", f"full,{others}{common.SKETCH}"),
             *(("--model", SECOND) if "other" in name else ()),
             *(("--dtype", dtype) if dtype else ()),
             *(("--tasks", "fwe") if "fwe" in name else ()),

@@ -17,6 +17,8 @@ RESULTS = ROOT / "benchmark" / "results"
 MODELS = ROOT / "benchmark" / "models"
 NEEDLE = ROOT / "models" / "needle"
 PREDICTOR = NEEDLE / "fluxion"
+SKETCH = "sketch:0.10"
+"""The sketches of every benchmark but those of public checkpoints, whatever the default is."""
 SIMULATED = {
     "FLUXION_DEVICE": "sim",
     "FLUXION_DEVICE_LIBRARIES": os.environ.get("FLUXION_DEVICE_LIBRARIES") or str(ROOT / "build" / "native" / "tests"),

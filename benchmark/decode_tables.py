@@ -179,7 +179,7 @@ def _compared(rows: list[dict[str, Any]], value: str, base: str, digits: int) ->
         pairs = list(dict.fromkeys([(base, "fluxion"), ("full", "fluxion"), (base, near), (near, "fluxion")]))
     else:
         pairs = [(base, policy) for policy in ["full", *fixed[:1]] if policy != base]
-    pairs += [(base, "sketch")]
+    pairs += [(base, common.SKETCH)]
     pairs = [(a, b) for a, b in pairs if any(a in cell and b in cell for cell in cells.values())]
     lines = [
         [model, str(batch), f"{length:,}"]

@@ -36,7 +36,8 @@ from fluxion_sglang.policy import parse_spec
 TOKENS = 16384
 OTHERS = 4
 OWN = "fixed:16:0.05"
-BESIDE = (OWN, "full", "sketch", "hgca", "hgca:0", "psa:0.95", "psa:0.9999999:16:quest", "lfps", "lfps:1:1e-9:1e-9")
+BESIDE = (OWN, "full", common.SKETCH, "hgca", "hgca:0", "psa:0.95", "psa:0.9999999:16:quest")
+BESIDE += ("lfps", "lfps:1:1e-9:1e-9")
 
 
 class Batch:

@@ -51,7 +51,7 @@ from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.sketch import SketchPolicy
 from fluxion_sglang.scoring.model_files import public
 
-POLICIES = ("sketch", "fixed:16:0.05", "fixed:16:0.25")
+POLICIES = (common.SKETCH, "fixed:16:0.05", "fixed:16:0.25")
 WAYS = ("union", "once")
 KEPT = (1, 2, 4, 8)
 SHARES = (0.02, 0.05, 0.10, 0.15, 0.20, 0.30)

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from fluxion_sglang.commands.needle import NeedlePrompt, needle_prompt
 from fluxion_sglang.kv.host_pool import KVShape
+from fluxion_sglang.scoring.model_files import public
 
 BEST_FIXED = "fixed:16:0.80"
 """The fixed policy that comes near the answers of `fluxion` at the least bytes; none is as good (table `large`)."""
@@ -44,6 +45,8 @@ POLICIES = (OFF, "full", "fixed:16:0.05", BEST_FIXED, "fluxion")
 MODELS = ("llama-slice", "needle")
 SECOND = "second"
 """The model of another shape that quality is measured on, too: `needle_model --recipe second` into build/second."""
+PUBLIC = ("smollm2", "gemma3")
+"""Those of `make checkpoints`."""
 LARGE = ("llama-3.1-8b", "qwen2.5-7b")
 """Shapes with random weights, for --device cuda: `drawn` is there what `fluxion` is to a trained model."""
 ON_DEVICE = {
@@ -74,7 +77,7 @@ def decoded(policies: int, batches: int) -> int:
 
 def model_folder(model: str) -> Path:
     made = {"needle": common.NEEDLE, SECOND: common.ROOT / "build" / SECOND}
-    return made.get(model, common.MODELS / model)
+    return Path(public(model)) if model in PUBLIC else made.get(model, common.MODELS / model)
 
 
 def serves(model: str, policy: str) -> bool:
@@ -115,6 +118,28 @@ def stream(prompt: NeedlePrompt, tokens: int) -> list[int]:
     return list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(parts)), tokens))
 
 
+def passages(folder: Path, length: int, steps: int, count: int) -> tuple[list[str], list[list[int]]]:
+    """Lines of real text that are prompts of `length` tokens, and the `steps` tokens after each."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = " ".join(Path(public("handbook", "texts")).read_text(encoding="utf-8").split())
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    lines: list[str] = []
+    forced = []
+    at, size = 0, length - len(tokenizer("")["input_ids"])
+    while len(lines) < count:
+        if at + size + steps > len(tokens):
+            raise SystemExit(f"error: the text is too short for {count} prompts of {length} tokens")
+        line = tokenizer.decode(tokens[at : at + size]).strip()
+        if len(tokenizer(line)["input_ids"]) == length:  # a word that is cut may be other tokens
+            lines.append(line)
+            forced.append(tokens[at + size : at + size + steps])
+            at += size
+        at += 1
+    return lines, forced
+
+
 def command(cell: dict[str, Any], scratch: Path) -> list[str]:
     """The command line of a cell; every prompt has exactly `length` tokens."""
     model, policies, length = cell["model"], cell["policies"], cell["length"]
@@ -131,11 +156,15 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
             run += ["--attention-backend", "flashinfer", "--cuda-graph-backend-prefill", "disabled"]
             run += ["--cuda-graph-bs-decode", *map(str, sorted(batches))]
     steps = decoded(len(policies), len(batches))
-    if model in ("needle", SECOND):
+    if model in ("needle", SECOND, *PUBLIC):
         prompts, streams = scratch / f"prompts-{length}.txt", scratch / f"streams-{length}.json"
-        found = [needle_prompt(length, seed=seed) for seed in range(largest)]
-        prompts.write_text("".join(prompt.text() + "\n" for prompt in found))
-        streams.write_text(json.dumps([stream(prompt, steps) for prompt in found]))
+        if model in PUBLIC:
+            lines, forced = passages(model_folder(model), length, steps, largest)
+        else:
+            found = [needle_prompt(length, seed=seed) for seed in range(largest)]
+            lines, forced = [prompt.text() for prompt in found], [stream(prompt, steps) for prompt in found]
+        prompts.write_text("".join(line + "\n" for line in lines))
+        streams.write_text(json.dumps(forced))
         run += ["--prompt-filename", str(prompts), "--streams", str(streams)]
     else:
         run += ["--load-format", "dummy", "--tokenizer-path", str(common.NEEDLE)]
@@ -223,7 +252,8 @@ def main() -> None:
         "--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the model and the windows are"
     )
     parser.add_argument("--config", type=json.loads, default={}, help="further keys of --fluxion-config, as JSON")
-    parser.add_argument("--models", nargs="+", choices=(*MODELS, SECOND, *LARGE), help="default: those of the device")
+    known = (*MODELS, SECOND, *PUBLIC, *LARGE)
+    parser.add_argument("--models", nargs="+", choices=known, help="default: those of the device")
     parser.add_argument("--policies", nargs="+", help=f'"{OFF}" is SGLang without the flag')
     parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)

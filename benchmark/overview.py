@@ -18,7 +18,7 @@ MACHINE = "amd-epyc-2-cores"
 DRAWN = ("quality_sketch.json", "quality_ruler.json", "one_batch_sketch.json")
 """Answers of the policies that serve and of fixed budgets, and times of steps."""
 INK = "#808890"  # readable on white and on black
-COLORS = {"full": "#e07b39", "fluxion": "#2f8fd8", "sketch": "#3a9d5d", "fixed": INK}
+COLORS = {"full": "#e07b39", "fluxion": "#2f8fd8", common.SKETCH: "#3a9d5d", "fixed": INK}
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def _answers(axis: Any, data: dict[str, Any], fixed: dict[str, Any]) -> None:
         ha="left",
         color=COLORS["fixed"],
     )
-    labels = {"full": ((0, 8), "right"), "fluxion": ((8, -10), "left"), "sketch": ((-8, 4), "right")}
+    labels = {"full": ((0, 8), "right"), "fluxion": ((8, -10), "left"), common.SKETCH: ((-8, 4), "right")}
     for policy, (offset, side) in labels.items():
         axis.plot(*at[policy], "o", color=COLORS[policy], markersize=8)
         axis.annotate(policy, at[policy], offset, textcoords="offset points", ha=side, color=COLORS[policy])
@@ -86,7 +86,7 @@ def _steps(axis: Any, data: dict[str, Any]) -> None:
     """Time of a decode step against prompt length, at the largest batch."""
     top = 0.0
     batch = max(row["batch"] for row in data["rows"])
-    for policy in ("full", "fluxion", "sketch"):
+    for policy in ("full", "fluxion", common.SKETCH):
         points: dict[int, list[float]] = {}
         for row in data["rows"]:
             if row["batch"] == batch and row["policy"] == policy:

@@ -106,7 +106,7 @@ def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
         cells = {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
         for task, length in dict.fromkeys((task, length) for task, length, _ in cells):
             full = cells[task, length, "full"]["score"]
-            rows = [cells.get((task, length, policy)) for policy in ("sketch", "fluxion")]
+            rows = [cells.get((task, length, policy)) for policy in (common.SKETCH, "fluxion")]
             shown = [
                 (f"{row['score'] / full - 1:+.1%}".replace("-0.0", "+0.0"), f"{row['read_fraction']:.1%}")
                 if row
@@ -120,13 +120,13 @@ def _sketched(data: dict[str, Any]) -> Iterator[list[str]]:
         suite += f", {min(tasks)}"
     means = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
     for length in dict.fromkeys(length for length, _ in means):
-        own = [row for row in data["rows"] if row["length"] == length and row["policy"] == "sketch"]
+        own = [row for row in data["rows"] if row["length"] == length and row["policy"] == common.SKETCH]
         if not own:
             continue
         worst = min(own, key=lambda row: row["delta"])
         lost = f"{worst['task']} {worst['delta']:+.3f}" if worst["delta"] < 0 else "none"
         lost = lost if len(tasks) > 1 else ""
-        rows = [means.get((length, policy)) for policy in ("sketch", "fluxion")]
+        rows = [means.get((length, policy)) for policy in (common.SKETCH, "fluxion")]
         shown = [(quality_table.delta(row), f"{row['read_fraction']:.1%}") if row else ("", "") for row in rows]
         full = means[length, "full"]
         yield [suite, f"{length:,}", str(full["documents"]), f"{full['score']:.3f}", *shown[0], lost, *shown[1]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 from rendering import link, nothing, result_files, table, where
 
 from fluxion_quality import table as quality_table
@@ -22,7 +23,7 @@ def headline(results: Path) -> str:
         times_path, times = timed[path.parent]
         rows = {(length, policy): row for length, policy, row in quality_table.averaged(data)}
         length = max(length or 0 for length, _ in rows)
-        kept, whole = rows[length, "sketch"], rows[length, "full"]
+        kept, whole = rows[length, common.SKETCH], rows[length, "full"]
         chance = kept["delta_low"] <= 0 <= kept["delta_high"]
         differ = "The difference is within chance" if chance else f"The difference is {kept['delta']:+.3f}"
         ms = _medians(times)
@@ -33,7 +34,7 @@ def headline(results: Path) -> str:
             f"scores **{kept['score']:.3f}**, and {whole['score']:.3f} where all of that is read. {differ} "
             f"({data['dtype']}, {data['samples']} questions of each kind, [data]({link(path)})). In bfloat16, "
             f"where it reads more, a step with {batch} prompts of {prompt:,} tokens takes "
-            f"{ms[batch, prompt, 'sketch']:.1f} ms, and {ms[batch, prompt, 'full']:.1f} ms where all is read "
+            f"{ms[batch, prompt, common.SKETCH]:.1f} ms, and {ms[batch, prompt, 'full']:.1f} ms where all is read "
             f"([data]({link(times_path)})). This takes no training. The model has 3 million parameters and a language "
             "of its own, so measure yours.\n"
         )
@@ -51,7 +52,7 @@ def _medians(data: dict[str, Any]) -> dict[tuple[int, int, str], float]:
 def speed(results: Path) -> str:
     """Four rows of `one_batch` on the bundled model: the least and the largest batch, the two longest prompts."""
     out = []
-    sparse = ("fluxion", "sketch")
+    sparse = ("fluxion", common.SKETCH)
     for path, data in result_files(results, "one_batch_sketch.json"):
         ms = _medians(data)
         batches, lengths = ({key[at] for key in ms} for at in (0, 1))

@@ -168,7 +168,6 @@ def main() -> None:
             "forks.py",
             "peers.py",
             "linears.py",
-            "mla.py",
             "step_graphs.py",
             "prefill.py",
             "lfps_selection.py",

@@ -19,7 +19,6 @@ from forecast_tables import FORECAST_TABLES
 from hgca_tables import HGCA_TABLES
 from layer_tables import LAYER_TABLES
 from locality_tables import LOCALITY_TABLES
-from mla_tables import MLA_TABLES
 from quality_tables import QUALITY_TABLES
 from race_tables import RACE_TABLES
 from rendering import link, nothing, result_files, table, where
@@ -175,7 +174,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **HGCA_TABLES,
     **LAYER_TABLES,
     **LOCALITY_TABLES,
-    **MLA_TABLES,
     **RACE_TABLES,
     **FORECAST_TABLES,
 }

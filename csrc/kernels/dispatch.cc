@@ -130,14 +130,6 @@ int64_t extend_scratch_bytes(int rows, int D) {
   return floats * 4 + 16 * 64;
 }
 
-int64_t latent_scratch_bytes(int H) {
-  // See the constructor in latents.h, with the largest of every ISA, as above.
-  const int64_t rows = H + 31;
-  const int64_t floats = int64_t{2 * kExtendKeys + kPage} * kLatent +
-                         rows * (kLatent + 2 * kExtendKeys + kLatentValues + 16 + 1);
-  return floats * 4 + 16 * 64;
-}
-
 int64_t linear_pack_bytes(int rows, int in) {
   // Groups of eight rows, the last padded; floats where bf16 cannot be multiplied.
   const int64_t padded = (static_cast<int64_t>(in) + kLinearPad - 1) / kLinearPad * kLinearPad;

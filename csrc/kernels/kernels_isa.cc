@@ -10,7 +10,6 @@
 #include "kernels/block_mass.h"
 #include "kernels/extend.h"
 #include "kernels/features.h"
-#include "kernels/latents.h"
 #include "kernels/layers.h"
 #include "kernels/linear.h"
 #include "kernels/metadata.h"
@@ -91,7 +90,6 @@ constexpr KernelTable make_table() {
           rms_norm<M>,
           silu_mul<M>,
           rope<M>,
-          sizeof(T) == sizeof(Int8) ? nullptr : attend_latents<M>,
           read};
 }
 

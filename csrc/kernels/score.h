@@ -118,12 +118,9 @@ void score_blocks(const T* split, int G, int head_dim, const T* entries, const i
   const int size = 2 * (kD ? kD : head_dim);
   const int part = list_length(n, size * static_cast<int>(sizeof(T)));
 #ifdef FLUXION_MATRIX_UNIT
-  if constexpr (sizeof(T) == sizeof(BF16)) {
-    if (head_dim <= kMaxHeadDim)  // it has no room for latents
-      return MatrixScores<kD>(split, G, head_dim, entries, index, n, part, out, out_stride).run();
-  }
+  if constexpr (sizeof(T) == sizeof(BF16))
+    return MatrixScores<kD>(split, G, head_dim, entries, index, n, part, out, out_stride).run();
 #endif
-  static_assert(kMaxGroup * kLatent <= kMaxHeads * kMaxHeadDim);
   // Heads are scored kScoreHeads at a time; those that are missing are zero.
   alignas(64) typename Dot<T>::Query queries[kMaxHeads * 2 * kMaxHeadDim];
   const int padded = (G + kScoreHeads - 1) / kScoreHeads * kScoreHeads;

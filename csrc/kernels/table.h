@@ -15,10 +15,6 @@ inline constexpr int kVectorHeads = 4;   // so few wait for memory, whatever mul
 inline constexpr int kExtendRows = 256;  // queries, times heads, of a call of `extend`
 inline constexpr int kExtendKeys = 64;   // tokens that it takes at a time
 
-inline constexpr int kLatent = 576;        // elements of a latent (docs/mla.md)
-inline constexpr int kLatentValues = 512;  // of these, from the first on: the value
-inline constexpr int kMaxLatentHeads = 128;
-
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
 
@@ -98,16 +94,6 @@ struct ExtendArgs {
   int root = 0;
 };
 
-// The heads of a token, and the tokens that they attend to, page by page.
-struct LatentArgs {
-  const void* q;         // KV dtype [H][kLatent], absorbed
-  int H;                 // 1 to kMaxLatentHeads
-  float scale;           // multiplies q.latent
-  const void* tiles;     // [16][kLatent] each; token i of the list is token i % 16 of
-  const int32_t* pages;  //   tile pages[i / 16]
-  int keys;              // listed tokens
-};
-
 // What `linear` multiplies, in the KV dtype.
 struct LinearArgs {
   const void* x;        // as `pack_linear` wrote it
@@ -146,7 +132,7 @@ struct KernelTable {
   // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in [0, 1]
   // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
   // The weights (1 +- spread) q_d / 2 are rounded to the KV dtype.
-  // q: KV dtype [G][D], G up to kMaxHeads; also [G][kLatent], G up to kMaxGroup. entries: one head's
+  // q: KV dtype [G][D], G up to kMaxHeads. entries: one head's
   // metadata, KV dtype [.][2][D] = {min, max}; index[n]: entry ids. out[g * out_stride + i]: float32. A score
   // depends on its head and entry alone, not on what else is scored with them.
   void (*score)(const void* q, int G, int D, const void* entries, const int32_t* index, int n, float spread,
@@ -263,7 +249,7 @@ struct KernelTable {
   // The same of token `offset` alone.
   void (*read_token)(const void* tile, int D, int offset, void* out);
 
-  // entry = {min[D], max[D]} over the 16 keys of a tile, or over 16 latents.
+  // entry = {min[D], max[D]} over the 16 keys of a tile.
   void (*page_minmax)(const void* tile, int D, void* entry);
 
   // entry = elementwise {min, max} of entry and other.
@@ -328,12 +314,6 @@ struct KernelTable {
   void (*rope)(const void* x, const void* cos_sin, int heads, int head_dim, int rotary, bool halves,
                void* out);
 
-  // A prototype (docs/mla.md): attention of all heads to the latents of a list of tokens, each of which is
-  // read once. o: float32 [H][kLatentValues], normalised; lse: [H]. Without tokens o = 0 and lse = -inf. What
-  // tiles hold behind the last token is not used. Weights are rounded as `extend` rounds them. scratch:
-  // latent_scratch_bytes(). Of kInt8: nullptr.
-  void (*attend_latents)(const LatentArgs& args, void* scratch, float* o, float* lse);
-
   // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.
   // Piece i has piece_bytes, a multiple of 64, at base + pieces[i] * piece_bytes; pieces nullptr: 0, 1, 2,
   // ... streams: 1, 2 or 4 pieces are read side by side, each fetched `ahead` lines of 64 bytes before its
@@ -357,6 +337,5 @@ int64_t select_scratch_bytes(int n);
 // For blocks of that many rows (`tokens` * G) and that head dimension.
 int64_t extend_scratch_bytes(int rows, int D);
 int64_t linear_pack_bytes(int rows, int in);
-int64_t latent_scratch_bytes(int H);
 
 }  // namespace fluxion

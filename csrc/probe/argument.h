@@ -78,10 +78,9 @@ struct Argument {
     return DType::kF32;
   }
 
-  // The size of the last axis; latents: it may also be theirs.
-  int head_dim(bool latents = false) const {
+  // The size of the last axis.
+  int head_dim() const {
     const int64_t D = tensor.ndim() > 0 ? tensor.size(-1) : 0;
-    if (latents && D == kLatent) return kLatent;
     if (D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) {
       TVM_FFI_THROW(ValueError) << name << " has head_dim " << D << "; pass a multiple of 16 from "
                                 << kMinHeadDim << " to " << kMaxHeadDim << ".";
@@ -144,10 +143,9 @@ struct Tiles {
   }
 };
 
-// One tile; D is not known from those of 8 bits. Of kLatent elements: one of latents.
+// One tile; D is not known from those of 8 bits.
 inline DType one_tile(const TensorView& tile, int D) {
   const Argument from{"tile", tile};
-  if (D == kLatent) return from.require(dl_dtype(from.kv_dtype()), {kPage, D}).kv_dtype();
   if (same(tile.dtype(), kUInt8)) {
     from.require(kUInt8, {2 * kPage * stored_bytes(DType::kInt8, D)});
     return DType::kInt8;

@@ -59,18 +59,15 @@ const int32_t* ids_of(const TensorView& ids, const char* name, int64_t limit) {
   return id;
 }
 
-// q [tasks, G, D]; latents: D may also be theirs.
-void check_queries(const TensorView& q, int tasks, bool latents = false) {
+// q [tasks, G, D].
+void check_queries(const TensorView& q, int tasks) {
   expect(q, "q", q.dtype(), {tasks, -1, -1}, 3);
   const int64_t G = q.size(1), D = q.size(2);
-  if (latents && D == kLatent && G >= 1 && G <= kMaxGroup) return;
   if (G < 1 || G > kMaxGroup || D < kMinHeadDim || D > kMaxHeadDim || D % 16 != 0) {
     Raise("ValueError") << "q has " << G << " heads of " << D << "; pass 1 to " << kMaxGroup
                         << " heads of a multiple of 16 from " << kMinHeadDim << " to " << kMaxHeadDim << ".";
   }
 }
-
-constexpr int64_t kMostLatentPages = 1 << 26;  // whose tokens an int counts
 
 struct SharedMemory {
   std::shared_ptr<HostMemory> memory;
@@ -158,41 +155,11 @@ void probe_attend(Workers workers, ffi::String isa, TensorView q, double scale, 
   });
 }
 
-void probe_latents(Workers workers, ffi::String isa, TensorView q, double scale, TensorView tiles,
-                   TensorView pages, TensorView first, TensorView o, TensorView lse, TensorView ns) {
-  const DType dtype = kv_dtype(q);
-  const ProbeTasks tasks = tasks_of(first, pages.numel());
-  expect(q, "q", q.dtype(), {tasks.count, -1, kLatent}, 3);
-  const int64_t H = q.size(1);
-  if (H < 1 || H > kMaxLatentHeads) {
-    Raise("ValueError") << "q has " << H << " heads; pass 1 to " << kMaxLatentHeads << ".";
-  }
-  expect(tiles, "tiles", q.dtype(), {-1, kPage, kLatent}, 3);
-  expect(o, "o", kFloat32, {tasks.count, H, kLatentValues}, 3);
-  expect(lse, "lse", kFloat32, {tasks.count, H}, 2);
-  for (int i = 0; i < tasks.count; ++i) {
-    if (tasks.size(i) > kMostLatentPages) {
-      Raise("ValueError") << "Task " << i << " lists " << tasks.size(i) << " tiles; list up to "
-                          << kMostLatentPages << ".";
-    }
-  }
-  const LatentProbe what{data<char>(q),
-                         static_cast<int>(H),
-                         static_cast<float>(scale),
-                         data<char>(tiles),
-                         ids_of(pages, "pages", tiles.size(0)),
-                         data<float>(o),
-                         data<float>(lse)};
-  guarded([&] {
-    probe(*workers->pool, table_of(isa, dtype), dtype == DType::kBF16 ? 2 : 4, tasks, what, runs_of(ns));
-  });
-}
-
 void probe_score(Workers workers, ffi::String isa, TensorView q, TensorView entries, TensorView index,
                  TensorView first, double spread, ffi::Optional<TensorView> out, TensorView ns) {
   const DType dtype = kv_dtype(q);
   const ProbeTasks tasks = tasks_of(first, index.numel());
-  check_queries(q, tasks.count, true);
+  check_queries(q, tasks.count);
   const int64_t G = q.size(1), D = q.size(2);
   expect(entries, "entries", q.dtype(), {-1, 2, D}, 3);
   if (out) expect(*out, "out", kFloat32, {index.size(0) * G}, 1);
@@ -235,6 +202,5 @@ void probe_select(Workers workers, ffi::String isa, TensorView scores, TensorVie
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_memory, fluxion::host_memory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_read, fluxion::probe_read);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_attend, fluxion::probe_attend);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_latents, fluxion::probe_latents);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_score, fluxion::probe_score);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_select, fluxion::probe_select);

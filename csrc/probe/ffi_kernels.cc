@@ -16,7 +16,7 @@ void k_score(const String& isa, TensorView q, TensorView entries, TensorView ind
              TensorView out) {
   const Argument queries{"q", q}, ids{"index", index};
   const DType dtype = queries.kv_dtype();
-  const int D = queries.head_dim(true), G = queries.group(D == kLatent ? kMaxGroup : kMaxHeads);
+  const int D = queries.head_dim(), G = queries.group(kMaxHeads);
   queries.require(dl_dtype(dtype), {G, D});
   const int64_t N = Argument{"entries", entries}.require(dl_dtype(dtype), {-1, 2, D}).tensor.size(0);
   const int n = ids.ids(N);
@@ -228,34 +228,9 @@ void k_extend_blocks(const String& isa, TensorView q, double scale, TensorView t
   extend_list(isa, q, static_cast<float>(scale), tiles, pages, keys, 0, kNoWindow, nullptr, lse);
 }
 
-// The first `keys` tokens of the listed tiles.
-void k_attend_latents(const String& isa, TensorView q, double scale, TensorView tiles, TensorView pages,
-                      int64_t keys, TensorView o, TensorView lse) {
-  const Argument queries{"q", q}, ids{"pages", pages};
-  const DType dtype = queries.kv_dtype();
-  const int H = queries.group(kMaxLatentHeads);
-  queries.require(dl_dtype(dtype), {H, kLatent});
-  const Argument held{"tiles", tiles};
-  const int n = ids.ids(held.require(dl_dtype(dtype), {-1, kPage, kLatent}).tensor.size(0));
-  if (keys < 0 || keys > int64_t{n} * kPage || keys > INT32_MAX - kExtendKeys) {
-    TVM_FFI_THROW(ValueError) << "keys is " << keys << "; " << n << " pages have 0 to " << int64_t{n} * kPage
-                              << " tokens.";
-  }
-  Argument{"o", o}.require(kFloat32, {H, kLatentValues});
-  Argument{"lse", lse}.require(kFloat32, {H});
-  // What the kernel finds there is nothing that it may use.
-  std::vector<char> scratch(latent_scratch_bytes(H), static_cast<char>(0xff));
-  const LatentArgs args{
-      q.data_ptr(),          H, static_cast<float>(scale), tiles.data_ptr(), ids.data<int32_t>(),
-      static_cast<int>(keys)};
-  table_of(isa, dtype)
-      .attend_latents(args, scratch.data(), static_cast<float*>(o.data_ptr()),
-                      static_cast<float*>(lse.data_ptr()));
-}
-
 void k_page_minmax(const String& isa, TensorView tile, TensorView entry) {
   const Argument to{"entry", entry};
-  const int D = to.head_dim(true);
+  const int D = to.head_dim();
   const DType stored = one_tile(tile, D);
   to.require(dl_dtype(kv_dtype(stored)), {2, D});
   table_of(isa, stored).page_minmax(tile.data_ptr(), D, entry.data_ptr());
@@ -336,7 +311,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend, k_extend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_tree, k_extend_tree);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_capped, k_attend_capped);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_extend_blocks, k_extend_blocks);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_attend_latents, k_attend_latents);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_minmax, k_page_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_merge_minmax, k_merge_minmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(k_page_moments, k_page_moments);

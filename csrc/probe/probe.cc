@@ -67,19 +67,6 @@ void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, con
 }
 
 void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,
-           const LatentProbe& what, const ProbeRuns& runs) {
-  const int64_t own = latent_scratch_bytes(what.H), rows = what.H;
-  std::vector<char> scratch(own * workers.size());
-  repeat(workers, tasks.count, runs, [&](int worker, int i) {
-    const LatentArgs args{
-        what.q + i * rows * kLatent * element,  what.H, what.scale, what.tiles, what.pages + tasks.first[i],
-        static_cast<int>(tasks.size(i)) * kPage};
-    kernels.attend_latents(args, scratch.data() + worker * own, what.o + i * rows * kLatentValues,
-                           what.lse + i * rows);
-  });
-}
-
-void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,
            const ScoreProbe& what, const ProbeRuns& runs) {
   const int64_t rows = what.G, size = rows * what.D, own = rows * largest(tasks);
   std::vector<float> scratch(what.out ? 0 : own * workers.size());

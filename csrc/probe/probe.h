@@ -44,17 +44,6 @@ struct AttendProbe {
   float* lse;             // [tasks][G]
 };
 
-// Every listed tile is full.
-struct LatentProbe {
-  const char* q;  // [tasks][H][kLatent] KV dtype
-  int H;
-  float scale;
-  const char* tiles;
-  const int32_t* pages;
-  float* o;    // [tasks][H][kLatentValues]
-  float* lse;  // [tasks][H]
-};
-
 struct ScoreProbe {
   const char* q;  // as above
   int G, D;
@@ -80,8 +69,6 @@ uint32_t probe(WorkerPool& workers, const KernelTable& kernels, const ProbeTasks
                const ReadProbe& what, const ProbeRuns& runs);
 void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,
            const AttendProbe& what, const ProbeRuns& runs);
-void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,
-           const LatentProbe& what, const ProbeRuns& runs);
 void probe(WorkerPool& workers, const KernelTable& kernels, int64_t element, const ProbeTasks& tasks,
            const ScoreProbe& what, const ProbeRuns& runs);
 void probe(WorkerPool& workers, const KernelTable& kernels, const ProbeTasks& tasks, const SelectProbe& what,

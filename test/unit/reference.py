@@ -36,14 +36,6 @@ def attend(
     return terms.sum(dim=(1, 2)), lse
 
 
-def attend_latents(q: Tensor, scale: float, tiles: Tensor, pages: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Attention of q [H, 576] over the first `keys` latents of the listed tiles [P, 16, 576], whose values are their
-    first 512 elements: o [H, 512] and natural LSE [H]; over nothing 0 and -inf."""
-    latents = tiles[pages.long()].flatten(0, 1)[:keys].double()
-    scores = q.double() @ latents.T * scale
-    return torch.softmax(scores, dim=1) @ latents[:, :512], torch.logsumexp(scores, dim=1)
-
-
 def extend(
     q: Tensor, scale: float, tiles: Tensor, pages: Tensor, keys: int, first: int, window: int = 1 << 30
 ) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,6 @@ _BLOCKING = frozenset(
         "layers_silu_mul",
         "probe_read",
         "probe_attend",
-        "probe_latents",
         "probe_score",
         "probe_select",
         "engine_step",

@@ -117,31 +117,6 @@ def attend(
     return ns.tolist()
 
 
-def attend_latents(
-    workers: Workers,
-    isa: str,
-    q: torch.Tensor,
-    scale: float,
-    tiles: torch.Tensor,
-    tasks: TaskList,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    runs: int = 1,
-) -> list[int]:
-    """Attend to the latents that each task lists, with all heads: a prototype (docs/mla.md).
-
-    Args:
-        q: [tasks, H, 576], KV dtype, absorbed; H from 1 to 128. tiles: [P, 16, 576], KV dtype. o: [tasks, H, 512] and
-            lse: [tasks, H], float32, written.
-
-    Returns:
-        Nanoseconds of each run.
-    """
-    ns = torch.empty(runs, dtype=torch.int64)
-    function("probe_latents")(workers.handle, isa, q, scale, tiles, tasks.pieces, tasks.first, o, lse, ns)
-    return ns.tolist()
-
-
 def score(
     workers: Workers,
     isa: str,
@@ -155,7 +130,7 @@ def score(
     """Score the blocks whose metadata entries each task lists.
 
     Args:
-        q: [tasks, G, D], KV dtype. entries: [E, 2, D], KV dtype. D may also be 576, of latents. out: [G n] float32,
+        q: [tasks, G, D], KV dtype. entries: [E, 2, D], KV dtype. out: [G n] float32,
             written: of task i, [G, its size] from G * first[i]. None: every worker writes to the same memory again and
             again, as the engine does, whose scores stay in a cache.
 

@@ -46,10 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     options = commands.add_parser("options", help="list the keys of --fluxion-config")
     options.set_defaults(run=_options)
 
-    from fluxion_sglang.commands import ask, explain, plot, trial
+    from fluxion_sglang.commands import ask, explain, trial
     from fluxion_sglang.training import command as train
 
-    for name, command in (("try", trial), ("ask", ask), ("explain", explain), ("plot", plot), ("train", train)):
+    for name, command in (("try", trial), ("ask", ask), ("explain", explain), ("train", train)):
         _add(commands, name, command)
     _add_others(commands)
     return parser

@@ -48,7 +48,6 @@ RUN_ELSEWHERE = {
     r"fluxion doctor": "test/unit/test_cli.py",
     r"fluxion ask ": "test/engine/test_ask_served.py",
     r"fluxion explain ": "test/engine/test_explain_served.py",
-    r"fluxion plot ": "test/engine/test_explain_served.py",
     r"fluxion try ": "test/engine/test_trial_served.py",
     r"(uv )?pip install (\.|'?\.\[\w+\]'?)$": "test/docs/test_pages.py::test_the_package_installs",
 }

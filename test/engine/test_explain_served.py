@@ -1,4 +1,4 @@
-"""`fluxion explain` and `fluxion plot` of a server, against its other counters; and of its audit."""
+"""`fluxion explain` of a server, in the terminal and as a file, against its other counters; and of its audit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_totals_agree_with_the_other_counters(
     assert re.search(r"A decode step takes [\d.]+ ms, \d+% of it outside attention", said)
 
     out = tmp_path / "server.png"
-    assert cli.main(["plot", "--url", server.url, "--once", "--out", str(out)]) == 0
+    assert cli.main(["explain", "--url", server.url, "--once", "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -112,5 +112,5 @@ def test_an_audit(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     tiles = values["fluxion_tile_bytes_total"] / (values["fluxion_middle_tokens_total"] * 2 * 64 * 4 / 4)
     (of_middle,) = re.findall(r"Heads read ([\d.]+)% of the middle", said)
     assert float(of_middle) == pytest.approx(100 * tiles, abs=0.51)
-    assert cli.main(["plot", "--audit", str(path), "--out", str(out)]) == 0
+    assert cli.main(["explain", "--audit", str(path), "--out", str(out)]) == 0
     assert "Mean error of each query head" in out.read_text()

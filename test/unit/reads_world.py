@@ -1,4 +1,4 @@
-"""Made /metrics and audit files for the tests of `fluxion explain` and `fluxion plot`."""
+"""Made /metrics and audit files for the tests of `fluxion explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fluxion explain` and `fluxion plot` show: their common options, and the picture that these ask for."""
+"""What `fluxion explain` shows: the options that say of what, and the picture that these ask for."""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU",
 """What options are for, in the order in which they are shown."""
 
 
-GONE = {"audit_gb": 'write "audit": {"file": PATH, "gb": GiB}'}
+GONE = {
+    "audit_gb": 'write "audit": {"file": PATH, "gb": GiB}',
+    "disk_gb": 'write "disk": {"folder": PATH, "gb": GiB}',
+}
 """Keys of earlier versions, and what to write instead."""
 
 
@@ -46,15 +49,21 @@ def _option(
     return field(default=default, metadata={"doc": doc, "example": example, "legal": legal, "why": why, "group": group})
 
 
-def _is_audit(value: dict[str, Any]) -> bool:
-    gib, every = value.get("gb", 1), value.get("every", 1)
+PLACES = {"audit": "file", "disk": "folder"}
+"""Options that name a place, as text or as an object, and what the object calls it."""
+
+
+def _is_place(value: Any, key: str, *others: str) -> bool:
+    """Whether it is text, or an object with the place, and maybe `gb` and these other keys."""
+    if isinstance(value, str):
+        return True
+    gib, numbers = value.get("gb", 1), [value.get(other, 1) for other in others]
     return (
-        value.keys() <= {"file", "gb", "every"}
-        and type(value.get("file")) is str
+        value.keys() <= {PLACES[key], "gb", *others}
+        and type(value.get(PLACES[key])) is str
         and type(gib) in (int, float)
         and 0 < gib < math.inf
-        and type(every) is int
-        and every >= 1
+        and all(type(number) is int and number >= 1 for number in numbers)
     )
 
 
@@ -143,19 +152,15 @@ class FluxionConfig:
         "free host memory.",
         group=EVERYDAY,
     )
-    disk: str | None = _option(
+    disk: str | dict[str, Any] | None = _option(
         None,
         "Folder in which the KV of prompts outlives the server: prompts that begin alike are not prefilled again after "
-        "a restart, or once the host pool had to make room. Each model has a folder of its own in it.",
-        '"/var/cache/fluxion"',
-        group=EVERYDAY,
-    )
-    disk_gb: float = _option(
-        DISK_GB,
-        "Most GiB of files in disk, of one model; the tensor-parallel ranks of a host divide them.",
-        "500",
-        lambda gib: gib > 0,
-        "the files need room; give a positive number of GiB.",
+        "a restart, or once the host pool had to make room. Each model has a folder of its own in it. As an object, it "
+        f'may also have "gb", the most GiB of files of one model ({DISK_GB:g} by default), which the tensor-parallel '
+        "ranks of a host divide.",
+        '{"folder": "/var/cache/fluxion", "gb": 500}',
+        lambda value: _is_place(value, "disk"),
+        'it says where KV is kept; give the path of a folder, or {"folder": PATH, "gb": GiB above 0}.',
         group=EVERYDAY,
     )
     kv_dtype: str = _option(
@@ -311,7 +316,7 @@ class FluxionConfig:
         'place of the one that has it, and a new file begins), and "every": only steps in which the length of the '
         "first request is a multiple of it.",
         '{"file": "/tmp/audit.npy", "gb": 1}',
-        lambda value: isinstance(value, str) or _is_audit(value),
+        lambda value: _is_place(value, "audit", "every"),
         'it says where the audit goes; give the path of a file, or {"file": PATH, "gb": GiB above 0, "every": steps '
         "from 1}.",
         group=RESEARCH,
@@ -381,10 +386,6 @@ class FluxionConfig:
             )
         if self.gpu_ranks:
             self._check_gpu_ranks()
-        if self.disk is None and self.disk_gb != DISK_GB:
-            raise ConfigError(
-                "disk_gb limits the files in disk, and there are none; name a folder in disk or leave it out."
-            )
         self._check_files()
         return self
 
@@ -404,8 +405,13 @@ class FluxionConfig:
         """The file or folder that a key names; None where it is not set."""
         value: str | dict[str, Any] | None = getattr(self, key)
         if isinstance(value, dict):
-            value = value["file"]
+            value = value[PLACES[key]]
         return None if value is None else Path(os.path.expanduser(value))
+
+    def beside_path(self, key: str, name: str, default: Any) -> Any:
+        """What an option that names a place says beside it."""
+        value = getattr(self, key)
+        return value.get(name, default) if isinstance(value, dict) else default
 
     def core_list(self) -> list[int]:
         """The ids in `cores`, in the order given; [] when it is not set. Raises ConfigError."""
@@ -493,9 +499,11 @@ class FluxionConfig:
             raise ConfigError(f"audit is {str(path)!r}, which {what}; give the path of a file, such as /tmp/audit.npy.")
         folders = {"record": "/tmp/samples", "disk": "/var/cache/fluxion"}
         for key, example in folders.items():
-            path, value = self.path(key), getattr(self, key)
+            path = self.path(key)
             if path is None:
                 continue
+            value = getattr(self, key)
+            value = value[PLACES[key]] if isinstance(value, dict) else value
             there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
             folder = bool(value) and os.path.isdir(there)
             if not folder or not os.access(there, os.W_OK | os.X_OK):

@@ -42,7 +42,6 @@ def test_every_option_is_documented() -> None:
         needs = {
             "hot_tiles_gb": '"executors": "cpu+gpu", ',
             "gpu_ranks": '"hot_tiles_gb": 4, ',
-            "disk_gb": '"disk": "/tmp/fluxion", ',
         }
         needed = needs.get(option.key, "")
         parsed = FluxionConfig.parse(f'{{{needed}"{option.key}": {option.example}}}')
@@ -93,7 +92,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"audit": {"file": "/tmp/a.npy", "every": 0.5}}', ["audit", "from 1"]),
         ('{"audit": {"file": "/tmp/a.npy", "steps": 2}}', ["audit", "from 1"]),
         ('{"audit": {"file": "/nowhere/a.npy"}}', ["'/nowhere/a.npy'", "no folder that exists"]),
-        ('{"disk_gb": 500}', ["disk_gb", "name a folder in disk"]),
+        ('{"disk_gb": 500}', ["disk_gb", "gone", '{"folder": PATH']),
+        ('{"disk": {"folder": "/tmp", "gb": "500"}}', ["disk", "above 0"]),
+        ('{"disk": {"gb": 500}}', ["disk", '{"folder": PATH']),
+        ('{"disk": {"folder": ""}}', ["disk is ''", "is no folder"]),
         ('{"disk": ""}', ["disk is ''", "is no folder"]),
         ('{"nonsense": 1}', ["'nonsense'", "legal keys are policy"]),
         ('{"window": true}', ["window is true", "integer"]),

@@ -32,7 +32,7 @@ class World:
         self, folder: Path, dtype: torch.dtype, int8: bool = False, weights: str = "a", canary: float = 0.0
     ) -> None:
         self.folder, self.dtype, self.int8 = folder, dtype, int8
-        config = FluxionConfig(disk=str(folder), disk_gb=0.1, workers=2, canary=canary)
+        config = FluxionConfig(disk={"folder": str(folder), "gb": 0.1}, workers=2, canary=canary)
         shape = KVShape(LAYERS, HEADS, DIM, dtype, int8, sketched=True)
         self.pool = FluxionKVPool(shape, PAGES * PAGE, 2, config, "cpu", 0, 0, 1)
         self.host.memory.fill_(255)  # NaN, and the tag of nothing

@@ -166,6 +166,6 @@ def observer(engine: DecodeEngine, options: FluxionConfig, identity: object) -> 
     """What the option `audit` asks for. Raises OSError and ValueError as `AuditLog`."""
     path = options.path("audit")
     assert path is not None
-    more = options.audit if isinstance(options.audit, dict) else {}
-    most = int(more["gb"] * GIB) if "gb" in more else None
-    return Audit(engine, AuditLog(path, most), more.get("every", 1))
+    gib = options.beside_path("audit", "gb", None)
+    most = None if gib is None else int(gib * GIB)
+    return Audit(engine, AuditLog(path, most), options.beside_path("audit", "every", 1))

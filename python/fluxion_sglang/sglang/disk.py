@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
-from fluxion_sglang.config import ConfigError
+from fluxion_sglang.config import DISK_GB, ConfigError
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_store import BadPage, PageStore
 from fluxion_sglang.kv.placement import PAGE
@@ -119,7 +119,7 @@ class DiskLinker(UnifiedCacheLinker):
         assert folder is not None
         self._folder = folder
         # Replicas have the same pages, and one folder.
-        self._limit = int(pool.config.disk_gb * GIB) // max(server_args.tp_size // server_args.nnodes, 1)
+        self._limit = int(pool.config.beside_path("disk", "gb", DISK_GB) * GIB) // max(server_args.tp_size // server_args.nnodes, 1)
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.layer_num)
         self._tiles = self.host.stored.numpy()

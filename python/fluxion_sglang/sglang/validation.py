@@ -239,7 +239,7 @@ def _check_disk(config: FluxionConfig, args: Any) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"disk is {config.disk!r}, where KV cannot be kept ({error.strerror}); name a folder that this user may "
+            f"disk is {str(folder)!r}, where KV cannot be kept ({error.strerror}); name a folder that this user may "
             "write to, or leave the key out."
         ) from None
 

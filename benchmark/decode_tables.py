@@ -51,19 +51,17 @@ def gpu_idle(results: Path) -> str:
         note = f"{_steps(data)} steps in {_rounds(data)} run(s). {where(data)}"
         for (model, batch, length, policy), found in cells.items():
             of: dict[str, str] = {}
-            for name, form in (
-                ("idle_ms", ".3f"), ("idle_ratio", ".0%"), ("gpu_share", ".0%"), ("gpu_hot_share", ".0%")
-            ):  # fmt: skip
+            for name, form in (("idle_ms", ".3f"), ("idle_ratio", ".0%"), ("gpu_share", ".0%")):
                 if name in found[0]:
                     of[name] = format(median(row[name] for row in found), form)
             options = f"`{json.dumps(data['config'])}`" if data["config"] and policy != "off" else ""
             tpot = f"{median(row['tpot_ms'] for row in found):.1f}"
-            shown = [of.get(name, "") for name in ("idle_ms", "idle_ratio", "gpu_share", "gpu_hot_share")]
+            shown = [of.get(name, "") for name in ("idle_ms", "idle_ratio", "gpu_share")]
             tables[note].append([f"{model}, {batch} x {length:,}", f"`{policy}`", options, tpot, *shown])
         links[note].append(f"[data]({link(path)})")
-    head = ["shape", "policy", "options", "TPOT (ms)", "idle (ms a layer)", "idle ratio", "the GPU reads", "of it hot"]
+    head = ["shape", "policy", "options", "TPOT (ms)", "idle (ms a layer)", "idle ratio", "the GPU reads"]
     return "\n".join(
-        f"{table(head, sorted(rows), 'lllrrrrr')}\nTPOT: medians, idle: means of {note} ({', '.join(links[note])})\n"
+        f"{table(head, sorted(rows), 'lllrrrr')}\nTPOT: medians, idle: means of {note} ({', '.join(links[note])})\n"
         for note, rows in tables.items()
     ) or nothing("one_batch.py --device cuda")
 

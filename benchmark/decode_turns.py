@@ -31,7 +31,6 @@ import drawn
 import torch
 from sglang.benchmark import one_batch
 
-from fluxion_sglang.device.dispatcher import GpuExecutor
 from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy import Policy, parse_spec
@@ -96,7 +95,6 @@ class Turns:
             if device is not None:
                 device.settle()
                 device.timeline.keep(DRAWN_STEPS)
-                batches_of(model_runner)  # those of other turns
             before = reads_of(model_runner)
             found = [self._step(model_runner, device) for _ in range(self.steps)][1:]
             spent[spec] += [seconds for seconds, _ in found]
@@ -105,9 +103,7 @@ class Turns:
                 continue
             waited[spec] += [seconds for _, seconds in found]
             if turn == self.turns - 1 and self._timeline is not None:
-                steps = device.timeline.kept
-                batches = [times for times in batches_of(model_runner) if times[0] >= steps[0][0].seen]
-                row = {"batch": batch_size, "policy": spec, "steps": steps, "batches": batches}
+                row = {"batch": batch_size, "policy": spec, "steps": device.timeline.kept}
                 with self._timeline.open("a") as out:
                     out.write(json.dumps(row) + "\n")
         rank_print(f"{batch_size} x {input_len}: " + ", ".join(f"{k} {min(v) * 1e3:.1f} ms" for k, v in spent.items()))
@@ -165,28 +161,17 @@ def device_of(model_runner: Any) -> StreamDevice | None:
     return device if isinstance(device, StreamDevice) else None
 
 
-def batches_of(model_runner: Any) -> list[list[int]]:
-    """(submitted, done) of the GPU executor's batches since the last call."""
-    executors = getattr(model_runner.torch_runner.attn_backend.engine, "executors", [])
-    dispatchers = [executor.dispatcher for executor in executors if isinstance(executor, GpuExecutor)]
-    return [times[:2] for dispatcher in dispatchers if dispatcher for times in dispatcher.times().tolist()]
-
-
 def reads_of(model_runner: Any) -> dict[str, int]:
-    """Bytes of tiles that were read so far: all, the GPU's, and those of them that crossed the link."""
+    """Bytes of tiles that were read so far: all, and the GPU's."""
     engine = getattr(model_runner.torch_runner.attn_backend, "engine", None)
     if engine is None:
-        return dict.fromkeys(("tile_bytes", "gpu_tile_bytes", "gpu_link_bytes"), 0)
+        return dict.fromkeys(("tile_bytes", "gpu_tile_bytes"), 0)
     stats = engine.stats()
     device = device_of(model_runner)
     near = device.stats().get("near_tiles", 0) if device is not None else 0
     if near:
         near *= PAGE * engine.pool.shape.token_bytes // engine.pool.shape.kv_heads
-    return {
-        "tile_bytes": stats.get("tile_bytes", 0) + near,
-        "gpu_tile_bytes": stats.get("gpu_tile_bytes", 0) + near,
-        "gpu_link_bytes": stats.get("gpu_link_bytes", 0),
-    }
+    return {"tile_bytes": stats.get("tile_bytes", 0) + near, "gpu_tile_bytes": near}
 
 
 @contextmanager

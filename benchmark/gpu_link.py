@@ -5,15 +5,14 @@
 
 Round trips: publish, resident attention and take of a layer whose middle the CPU answers at once with nothing, in a
 stream and in a CUDA graph, against the resident attention alone: the difference is what the hand-over costs. Link:
-tiles in pinned memory, gathered into device memory by a kernel, attended to where they are or after such a gather,
-against the copy engine and against a plain kernel that reads 128 MiB in their order, which is what the link gives to
-kernels at best. Everything in one process; medians of interleaved turns.
+tiles in pinned memory, gathered into device memory by the kernel that fetches prefixes, against the copy engine and
+against a plain kernel that reads 128 MiB in their order, which is what the link gives to kernels at best. Everything in
+one process; medians of interleaved turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -41,65 +40,31 @@ WHOLE = 16384
 class Link:
     """Tiles in pinned memory, and the calls that move them."""
 
-    def __init__(self, device: library.DeviceLibrary, tiles: int, head_dim: int, group: int) -> None:
-        self.device, self.group, self.head_dim = device, group, head_dim
+    def __init__(self, device: library.DeviceLibrary, tiles: int, head_dim: int) -> None:
+        self.device = device
         self.stream = device.stream_create()
         self.tile_bytes = 2 * PAGE * head_dim * 2
         self.pool = device.pinned_empty(tiles * self.tile_bytes)
         self.pool.view(torch.bfloat16).normal_(generator=torch.Generator().manual_seed(0))
-        self.hot = torch.zeros(tiles * self.tile_bytes, dtype=torch.uint8, device=device.device)
-        self.order = torch.randperm(tiles, generator=torch.Generator().manual_seed(1))
-
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        room = self.device.pinned_empty(-(-tensor.nbytes // 4096) * 4096)
-        view = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
-        return view
+        self.tiles = self.pool.view(torch.bfloat16).view(1, tiles, 2, PAGE, head_dim)
+        self.near = torch.zeros(tiles * self.tile_bytes, dtype=torch.uint8, device=device.device)
+        order = torch.randperm(tiles, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        self.order = device.pinned_empty(order.nbytes).view(torch.int32).copy_(order)
 
     def gather(self, count: int) -> Callable[[], None]:
-        """`count` scattered tiles into device memory, by a kernel."""
-        source = self._pinned(self.pool.data_ptr() + self.order[:count] * self.tile_bytes)
-        slots = self._pinned(torch.arange(count, dtype=torch.int32))
-        return lambda: self.device.copy_tiles(self.stream, source, slots, self.tile_bytes, self.hot)
+        """`count` scattered tiles into device memory."""
+        k, v = self.near[: count * self.tile_bytes].view(torch.bfloat16).view(2, count * PAGE, 1, -1)
+        return lambda: self.device.gather(self.stream, self.tiles, self.order[:count], k, v)
 
     def in_order(self, count: int) -> Callable[[], None]:
         """The bytes of `count` tiles, by a kernel that knows nothing of tiles."""
         size = count * self.tile_bytes
-        return lambda: self.device.copy_in_order(self.stream, self.pool[:size], self.hot[:size])
-
-    def staged(self, count: int) -> Callable[[], None]:
-        """Attention to `count` tiles, gathered before."""
-        gather, attend = self.gather(count), self.attend(count, hot=True, order=torch.arange(count))
-        return lambda: (gather(), attend())[1]
-
-    def attend(
-        self, count: int, hot: bool, flash: bool = False, lists: int = 128, order: torch.Tensor | None = None
-    ) -> Callable[[], None]:
-        """Attention to `count` tiles in up to `lists` lists, in pinned memory or in hot slots; there FlashInfer's, if
-        asked for."""
-        lists = min(lists, count)
-        each = count // lists
-        entries = (self.order if order is None else order)[: lists * each].to(torch.int32)
-        q = self._pinned(torch.randn(lists, self.group, self.head_dim).bfloat16())
-        tasks = [struct.pack("<QQii", q[i].data_ptr(), self.pool.data_ptr(), i * each, each) for i in range(lists)]
-        packed = self._pinned(torch.frombuffer(bytearray(b"".join(tasks)), dtype=torch.uint8).view(lists, 24))
-        listed = self._pinned(-1 - entries if hot else entries)
-        where = self.device.device
-        o = torch.empty(lists, self.group, self.head_dim, device=where)
-        lse = torch.empty(lists, self.group, device=where)
-        size = self.device.workspace_bytes(lists, each, self.group, self.head_dim)
-        workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
-        words = self.device.plan_bytes(lists, lists * each, self.group, self.head_dim, torch.bfloat16) // 4
-        plan = self._pinned(torch.zeros(words, dtype=torch.int32)) if flash and words else None
-        return lambda: self.device.attend(
-            self.stream, packed, each, listed, None, self.hot, self.group, self.head_dim, torch.bfloat16,
-            self.head_dim**-0.5, o, lse, workspace, plan,
-        )  # fmt: skip
+        return lambda: self.device.copy_in_order(self.stream, self.pool[:size], self.near[:size])
 
     def copy_engine(self, count: int) -> Callable[[], None]:
         """The same number of bytes in one copy."""
         size = count * self.tile_bytes
-        return lambda: (self.hot[:size].copy_(self.pool[:size], non_blocking=True), None)[1]
+        return lambda: (self.near[:size].copy_(self.pool[:size], non_blocking=True), None)[1]
 
     def wait(self) -> None:
         self.device.stream_synchronize(self.stream)
@@ -218,18 +183,14 @@ def round_trips(device: library.DeviceLibrary, batches: list[int], layers: int, 
 
 
 def link(device: library.DeviceLibrary, counts: list[int], whole: int, turns: int) -> list[dict[str, Any]]:
-    """GB/s (10^9 bytes) of tiles that cross the link, and of those that need not."""
-    tiles = Link(device, whole, 128, 4)
+    """GB/s (10^9 bytes) of tiles that cross the link."""
+    tiles = Link(device, whole, 128)
     rows = []
     for count in counts:
         works = {
             "copy_engine": tiles.copy_engine(count),
             "in_order": tiles.in_order(whole),
             "gather": tiles.gather(count),
-            "attend_in_place": tiles.attend(count, hot=False),
-            "attend_staged": tiles.staged(count),
-            "attend_hot": tiles.attend(count, hot=True),
-            "attend_hot_flashinfer": tiles.attend(count, hot=True, flash=True),
         }
         took = timed(works, tiles.wait, turns)
         size = {name: (whole if name == "in_order" else count) * tiles.tile_bytes for name in works}

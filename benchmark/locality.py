@@ -83,7 +83,7 @@ def lru(steps: Steps, capacity: int) -> Iterator[int]:
 
 
 def clock(steps: Steps, capacity: int) -> Iterator[int]:
-    """Second chance, as `csrc/device/hot_tiles.h` has it: the next slot makes room that was not found since the hand
+    """Second chance, as `csrc/cuda/near_keep.cu` has it: the next slot makes room that was not found since the hand
     passed it."""
     slots: dict[int, int] = {}
     tile_of: list[int] = []

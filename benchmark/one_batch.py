@@ -183,17 +183,14 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
 def idle(found: dict[str, Any], policy: str) -> dict[str, float]:
     """What the device waited for the CPU: milliseconds a layer, and as a share of the steps (Fluxion, Table 5).
 
-    With `cpu+gpu` also what it read: its share of all tiles, and of these the share that was in its memory.
+    With `gpu_ranks` also the share of all tiles that it read.
     """
     if "device_wait_s" not in found:
         return {}
     waited, seconds, reads = found["device_wait_s"][policy], found["decode_s"][policy], found["reads"][policy]
-    shares = {
-        "gpu_share": reads["gpu_tile_bytes"] / max(reads["tile_bytes"], 1),
-        "gpu_hot_share": 1 - reads["gpu_link_bytes"] / max(reads["gpu_tile_bytes"], 1),
-    }
+    share = round(reads["gpu_tile_bytes"] / max(reads["tile_bytes"], 1), 3)
     return {
-        **({name: round(share, 3) for name, share in shares.items()} if reads["gpu_tile_bytes"] else {}),
+        **({"gpu_share": share} if share else {}),
         "idle_ms": round(sum(waited) / (len(waited) * found["layers"]) * 1e3, 4),
         "idle_ratio": round(sum(waited) / sum(seconds), 4),
     }

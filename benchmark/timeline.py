@@ -2,9 +2,9 @@
 
     python benchmark/timeline.py FILE...   # an svg beside each ..._timeline.json of one_batch.py; needs matplotlib
 
-Lanes: the model's stream (queries out and attention to what is resident; what it then waits), the CPU (its plan, the
-middle) and, where there is one, the GPU executor's batches. The device's clock is moved onto the host's, as exactly as
-`fluxion_sglang.device.timeline.clock_offset` can; the error is in the title.
+Lanes: the model's stream (queries out and attention to what is resident; what it then waits), and the CPU (its plan,
+the middle). The device's clock is moved onto the host's, as exactly as `fluxion_sglang.device.timeline.clock_offset`
+can; the error is in the title.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ LANES = {
     "wait": ("stream", "C3"),
     "plan": ("CPU", "C1"),
     "middle": ("CPU", "C2"),
-    "batch": ("GPU executor", "C4"),
 }
 """What is drawn: its lane and color."""
 
@@ -34,12 +33,8 @@ DRAWN = 12
 """Layers, the first of the last step: more cannot be told apart."""
 
 
-def bars(steps: Sequence[Sequence[LayerTimes]], batches: Sequence[Sequence[int]] = ()) -> tuple[dict[str, Bars], float]:
-    """What is drawn, from the first layer's publication on, and the error of the clocks in microseconds.
-
-    Args:
-        batches: of the GPU executor: (submitted, done) of each, in nanoseconds of the host's clock.
-    """
+def bars(steps: Sequence[Sequence[LayerTimes]]) -> tuple[dict[str, Bars], float]:
+    """What is drawn, from the first layer's publication on, and the error of the clocks in microseconds."""
     layers = [layer for step in steps for layer in step]
     offset, error = clock_offset(layers)
     start = layers[0].published + offset
@@ -53,7 +48,6 @@ def bars(steps: Sequence[Sequence[LayerTimes]], batches: Sequence[Sequence[int]]
         "wait": [bar(layer.wait_begin, layer.wait_end, here) for layer in layers],
         "plan": [bar(layer.seen, layer.planned) for layer in layers],
         "middle": [bar(layer.planned, layer.answered) for layer in layers],
-        "batch": [bar(submitted, done) for submitted, done in batches],
     }
     return found, error / 1e3
 
@@ -67,13 +61,11 @@ def draw(data: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(len(rows), 1, figsize=(12, 0.6 + 1.7 * len(rows)), squeeze=False)
     for axis, row in zip(axes[:, 0], rows, strict=True):
         layers = [LayerTimes._make(layer) for layer in row["steps"][-1][:DRAWN]]
-        inside = [batch for batch in row["batches"] if layers[0].seen <= batch[0] <= layers[-1].answered]
-        found, error = bars([layers], inside)
-        lanes = list(dict.fromkeys(LANES[name][0] for name, some in found.items() if some))
+        found, error = bars([layers])
+        lanes = list(dict.fromkeys(lane for lane, _ in LANES.values()))
         for name, some in found.items():
             lane, color = LANES[name]
-            if some:
-                axis.broken_barh(some, (lanes.index(lane) - 0.35, 0.7), color=color, label=name)
+            axis.broken_barh(some, (lanes.index(lane) - 0.35, 0.7), color=color, label=name)
         axis.set_yticks(range(len(lanes)), lanes)
         axis.invert_yaxis()
         place = f"{row['model']}, {row['length']:,} tokens, batch {row['batch']}, {row['policy']}"

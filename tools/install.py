@@ -94,12 +94,6 @@ def native() -> Task:
     return Task("building the native library", command, VENV / "build.log", {"NINJA_STATUS": "[%f/%t] "})
 
 
-def cuda_compiler() -> bool:
-    """Whether the native build found one."""
-    cache = ROOT / "build" / "native" / "CMakeCache.txt"
-    return cache.exists() and bool(re.search(r"^CMAKE_CUDA_COMPILER:\w+=/", cache.read_text(), re.M))
-
-
 def packages_progress(lines: list[str]) -> str:
     """What uv, or pip, is at."""
     started = [line.split()[1] for line in lines if line.startswith("Downloading ")]
@@ -193,9 +187,6 @@ def install_everything(extras: str) -> None:
     print("Installing SGLang, PyTorch and the native library into .venv: 11 GB of disk, minutes, once", flush=True)
     make_venv()
     watch({packages(installer(), extras): packages_progress, native(): native_progress})
-    if cuda_compiler():
-        # The CUDA library wants FlashInfer's headers, which came beside it: once more, with what is there now.
-        watch({native(): native_progress})
     print(f"Installed in {time.monotonic() - start:.0f} s", flush=True)
 
 

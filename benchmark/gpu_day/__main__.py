@@ -93,14 +93,12 @@ def _steps(name: str, title: str) -> tuple[Shown, ...]:
         Shown(
             f"one_batch{name}.json",
             title,
-            ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio", "gpu_share", "gpu_hot_share"),
+            ("policy", "batch", "length", "tpot_ms", "idle_ms", "idle_ratio", "gpu_share"),
         ),
     )
 
 
 _SPARSE = ("fixed:16:0.05", "drawn")
-_SHARED = {"executors": "cpu+gpu"}
-_HOT = {"cuda_graphs": True, **_SHARED, "hot_tiles_gb": 24}
 _NEAR = {"cuda_graphs": True, "gpu_ranks": True, "hot_tiles_gb": 24}
 _NEAR_FEW = {**_NEAR, "hot_tiles_gb": 4}
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -110,13 +108,10 @@ STEPS = (
     ),
     Step(
         "device",
-        "can host memory be pinned, and does the device signal",
+        "can host memory be pinned, and does a layer go to and fro",
         ("benchmark/gpu_day/first.py", "--machine", HERE),
         ("benchmark/gpu_day/first.py", "--machine", HERE, "--device", "sim"),
-        (
-            Shown("gpu_first.json", "Pinned memory", ("gib", "seconds_per_gib")),
-            Shown("gpu_first.json", "A store that the host sees", ("us",)),
-        ),
+        (Shown("gpu_first.json", "Pinned memory", ("gib", "seconds_per_gib")),),
     ),
     Step(
         "kernels",
@@ -138,14 +133,7 @@ STEPS = (
             Shown(
                 "gpu_link*.json",
                 "The link, GB/s",
-                (
-                    "tiles",
-                    "gather_gb_per_s",
-                    "attend_in_place_gb_per_s",
-                    "attend_staged_gb_per_s",
-                    "attend_hot_gb_per_s",
-                    "attend_hot_flashinfer_gb_per_s",
-                ),
+                ("tiles", "copy_engine_gb_per_s", "in_order_gb_per_s", "gather_gb_per_s"),
             ),
         ),
     ),
@@ -190,20 +178,6 @@ STEPS = (
         _steps("_graphs*", "Steps, recorded"),
     ),
     Step(
-        "share",
-        "the same, with a GPU that reads a part of the middle over the link",
-        _one_batch("--config", json.dumps({"cuda_graphs": True, **_SHARED}), "--name", "shared", policies=_SPARSE)[0],
-        _one_batch("--config", json.dumps(_SHARED), "--name", "shared", policies=_SPARSE)[1],
-        _steps("_shared*", "Steps, recorded, with cpu+gpu"),
-    ),
-    Step(
-        "hot",
-        "the same, with a GPU that keeps what it has read",
-        _one_batch("--config", json.dumps(_HOT), "--name", "hot", policies=_SPARSE)[0],
-        None,
-        _steps("_hot*", "Steps, recorded, with cpu+gpu and hot tiles"),
-    ),
-    Step(
         "near",
         "the same, with a GPU that ranks blocks itself and has copies of all tiles",
         _one_batch("--config", json.dumps(_NEAR), "--name", "near", policies=_SPARSE)[0],
@@ -234,8 +208,7 @@ def run(step: Step, simulated: bool, results: Path, limit_s: float) -> dict[str,
     chosen = step.simulated if simulated else step.command
     assert chosen is not None
     command = [str(results) if part == HERE else part for part in chosen]
-    # Where the options are read in the process that serves, it is too late for EAGER (sglang/resolution.py).
-    of_gpu = {"FLUXION_NEEDS_GPU": "1", "CUDA_MODULE_LOADING": "EAGER"}
+    of_gpu = {"FLUXION_NEEDS_GPU": "1"}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(common.SIMULATED if simulated else of_gpu)}
     for shown in step.shows:
         shown.forget(results)  # what this run does not measure anew is not of it

@@ -1,4 +1,4 @@
-"""What everything else rests on: pinned host memory, a store that the host sees, a layer that goes to and fro.
+"""What everything else rests on: pinned host memory, and a layer that goes to and fro.
 
 python benchmark/gpu_day/first.py                # on a machine with a GPU; seconds
 python benchmark/gpu_day/first.py --device sim   # on the simulated device
@@ -21,7 +21,6 @@ from fluxion_sglang.device import library
 from fluxion_sglang.device.pinned import Pinned
 
 GIB = 2**30
-PATIENCE_S = 5.0
 
 
 def pin(device: library.DeviceLibrary, size: int) -> dict[str, Any]:
@@ -33,26 +32,6 @@ def pin(device: library.DeviceLibrary, size: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     pinned.release()
     return {"what": "pin", "gib": size / GIB, "seconds_per_gib": round(seconds / (size / GIB), 3)}
-
-
-def signal(device: library.DeviceLibrary, turns: int = 50) -> dict[str, Any]:
-    """From a launch until the host sees the word that its kernel stores; the best of several.
-
-    Raises:
-        SystemExit: it does not see it.
-    """
-    stream, best = device.stream_create(urgent=True), float("inf")
-    word = device.pinned_empty(4096)[:4].view(torch.int32).zero_()
-    values = word.numpy()
-    for turn in range(1, turns + 1):
-        start = time.perf_counter()
-        device.signal(stream, word, turn)
-        while values[0] != turn:
-            if time.perf_counter() - start > PATIENCE_S:
-                raise SystemExit(f"error: the host did not see a store of the device within {PATIENCE_S:g} s")
-        best = min(best, time.perf_counter() - start)
-    device.stream_destroy(stream)
-    return {"what": "signal", "us": round(best * 1e6, 1)}
 
 
 def main() -> None:
@@ -73,7 +52,6 @@ def main() -> None:
     trips = {"batches": [1], "layers": 2, "turns": 1}
     for ask in (
         *(lambda size=size: [pin(device, size)] for size in sizes),
-        lambda: [signal(device)],
         lambda: gpu_link.round_trips(device, **trips),
     ):
         for row in ask():

@@ -38,9 +38,8 @@ MOST_TOKENS = 80000
 """For which each server has memory."""
 OFF: dict[str, Any] | None = None
 NEAR = {"policy": "full", "host_tokens": 50000, "gpu_ranks": True, "hot_tiles_gb": 0.01}
-SHARED = {"policy": "fluxion", "executors": "cpu+gpu", "hot_tiles_gb": 0.01}
-QUICK_CONFIGS: tuple[dict[str, Any] | None, ...] = (OFF, SHARED, NEAR)
-CONFIGS = (*QUICK_CONFIGS, {"policy": "full"}, {"policy": "fluxion"})
+QUICK_CONFIGS: tuple[dict[str, Any] | None, ...] = (OFF, {"policy": "fluxion"}, NEAR)
+CONFIGS = (*QUICK_CONFIGS, {"policy": "full"})
 CORES_OF_A_SERVER = 3
 LOST = 0.05
 """Right answers that a sparse policy may lose, of all. `full` may lose one, to rounding."""

@@ -31,10 +31,9 @@ MOST_TOKENS = 80000
 """For which the device has memory."""
 OFF = "off"
 FULL = '{"policy": "full"}'
-SHARED = '{"policy": "full", "executors": "cpu+gpu"}'
 NEAR = '{"policy": "full", "host_tokens": 50000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
 """Copies of some of the tiles. A small host pool: its metadata takes room that MOST_TOKENS stands for."""
-CONFIGS = (OFF, FULL, SHARED, NEAR)
+CONFIGS = (OFF, FULL, NEAR)
 CASES = tuple(("bfloat16", config) for config in CONFIGS)
 SIMULATED_CASES = tuple(("float32", config) for config in CONFIGS)
 CORES_OF_AN_ENGINE = 3

@@ -1,4 +1,4 @@
-// Copies between the host pool and a device: fill_window, gather, copy_tiles; and signal.
+// Copies between the host pool and a device: fill_window, gather, copy_in_order.
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 
@@ -58,14 +58,6 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherArgs a) {
   }
 }
 
-// One block a tile.
-__global__ void __launch_bounds__(kThreads) copy_kernel(DeviceCopy a) {
-  const auto* __restrict__ from = reinterpret_cast<const uint4*>(a.from[blockIdx.x]);
-  auto* __restrict__ to = reinterpret_cast<uint4*>(a.hot + a.to[blockIdx.x] * a.tile_bytes);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < a.tile_bytes / 16; i += kThreads) to[i] = __ldcs(from + i);
-}
-
 // Consecutive threads have consecutive 16 bytes.
 __global__ void __launch_bounds__(kThreads)
     in_order_kernel(const uint4* __restrict__ from, uint4* __restrict__ to, int64_t vectors) {
@@ -73,12 +65,6 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 4
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += all)
     to[i] = __ldcs(from + i);
-}
-
-__global__ void __launch_bounds__(32) signal_kernel(uint32_t* word, uint32_t value) {
-  if (threadIdx.x != 0) return;
-  __threadfence_system();
-  store_release(word, value);
 }
 
 }  // namespace
@@ -105,12 +91,6 @@ void gather(cudaStream_t stream, const HostTiles& tiles, const int32_t* pages, i
          args);
 }
 
-void copy_tiles(cudaStream_t stream, const DeviceCopy& copy) {
-  if (copy.count == 0) return;
-  launch("the launch of copy_tiles", copy_kernel, dim3(static_cast<unsigned>(copy.count)), dim3(kThreads), 0,
-         stream, copy);
-}
-
 void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes) {
   // Enough to fill any device, each with several loads on their way.
   constexpr int64_t kMostBlocks = 1056;
@@ -119,10 +99,6 @@ void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t byte
   launch("the launch of copy_in_order", in_order_kernel,
          dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)), dim3(kThreads), 0, stream,
          reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), vectors);
-}
-
-void signal(cudaStream_t stream, uint32_t* word, uint32_t value) {
-  launch("the launch of signal", signal_kernel, dim3(1), dim3(32), 0, stream, word, value);
 }
 
 }  // namespace fluxion::device

@@ -8,7 +8,7 @@ namespace fluxion::device {
 namespace {
 
 // Raised by one whenever a function's signature changes; library.py compares it.
-constexpr int64_t kAbiVersion = 5;
+constexpr int64_t kAbiVersion = 6;
 
 class GraphObj : public ffi::Object {
  public:
@@ -24,13 +24,7 @@ class GraphRef : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(GraphRef, ffi::ObjectRef, GraphObj);
 };
 
-// What a function of the table returned.
-void must(int failed) {
-  if (failed != 0) Raise("DeviceError") << device_api()->error();
-}
-
 int64_t device_abi() { return kAbiVersion; }
-int64_t api_address() { return reinterpret_cast<int64_t>(device_api()); }
 
 ffi::String device_info() {
   return guard([] {
@@ -69,14 +63,33 @@ void host_register(TensorView memory) {
     Raise("ValueError") << "memory starts at " << static_cast<void*>(at) << " and has " << memory.numel()
                         << " bytes; both must be multiples of 4096.";
   }
-  must(device_api()->pinned_register(at, memory.numel()));
+  guard([&] {
+    check(cudaHostRegister(at, static_cast<size_t>(memory.numel()),
+                           cudaHostRegisterPortable | cudaHostRegisterMapped),
+          "pinning host memory");
+  });
 }
 
-void host_unregister(TensorView memory) { must(device_api()->pinned_unregister(data<char>(memory))); }
+void host_unregister(TensorView memory) {
+  guard([&] { check(cudaHostUnregister(data<char>(memory)), "unpinning host memory"); });
+}
 
 struct PinnedMemory {
-  void AllocData(DLTensor* t) { must(device_api()->pinned_allocate(t->shape[0], &t->data)); }
-  void FreeData(DLTensor* t) { device_api()->pinned_free(t->data); }
+  void AllocData(DLTensor* t) {
+    guard([&] {
+      check(cudaHostAlloc(&t->data, static_cast<size_t>(t->shape[0]),
+                          cudaHostAllocPortable | cudaHostAllocMapped),
+            "the allocation of pinned memory");
+    });
+  }
+  // Whoever drops the last view can be told of no failure.
+  void FreeData(DLTensor* t) {
+    try {
+      enter_device();
+      check(cudaFreeHost(t->data), "freeing pinned memory");
+    } catch (const Failure&) {
+    }
+  }
 };
 
 ffi::Tensor pinned_empty(int64_t bytes) {
@@ -86,27 +99,25 @@ ffi::Tensor pinned_empty(int64_t bytes) {
 
 // ---- streams and graphs
 
-// urgent: as the dispatcher's; otherwise as the model's.
-int64_t stream_create(bool urgent) {
-  void* stream = nullptr;
-  if (urgent) {
-    must(device_api()->stream_create(&stream));
-  } else {
-    guard([&] {
-      cudaStream_t made = nullptr;
-      check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "the creation of a stream");
-      stream = made;
-    });
-  }
-  return reinterpret_cast<int64_t>(stream);
+int64_t stream_create() {
+  return guard([] {
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "the creation of a stream");
+    return reinterpret_cast<int64_t>(stream);
+  });
 }
 
-void stream_synchronize(int64_t stream) { must(device_api()->stream_synchronize(stream_of(stream))); }
+void stream_synchronize(int64_t stream) {
+  guard([&] { check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream"); });
+}
 
+// It ends whether or not what was launched on it failed.
 void stream_destroy(int64_t stream) {
-  const int waited = device_api()->stream_synchronize(stream_of(stream));
-  must(device_api()->stream_destroy(stream_of(stream)));
-  must(waited);
+  guard([&] {
+    const cudaError_t waited = cudaStreamSynchronize(stream_of(stream));
+    check(cudaStreamDestroy(stream_of(stream)), "the end of a stream");
+    check(waited, "waiting for a stream");
+  });
 }
 
 void graph_begin(int64_t stream) {
@@ -135,7 +146,6 @@ void graph_launch(GraphRef graph, int64_t stream) {
 }  // namespace fluxion::device
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_abi, fluxion::device::device_abi);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_api, fluxion::device::api_address);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_info, fluxion::device::device_info);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_select, fluxion::device::device_select);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_register, fluxion::device::host_register);

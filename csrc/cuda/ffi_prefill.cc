@@ -93,6 +93,16 @@ void merge_results(int64_t stream, TensorView o_a, TensorView lse_a, TensorView 
   });
 }
 
+// For measurements of the link.
+void copy_in_order_of(int64_t stream, TensorView source, TensorView to) {
+  expect_pinned(source, "source", kBytes, {-1}, 1);
+  expect_device(to, "to", kBytes, {source.size(0)}, 1);
+  expect_aligned(source, "source", 1, 0);
+  expect_aligned(to, "to", 1, 0);
+  if (source.size(0) % 16 != 0) Raise("ValueError") << "source has no multiple of 16 bytes.";
+  guard([&] { copy_in_order(stream_of(stream), data<char>(source), data<char>(to), source.size(0)); });
+}
+
 }  // namespace
 }  // namespace fluxion::device
 
@@ -100,3 +110,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_window, fluxion::device::fill);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, fluxion::device::gather_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_pages, fluxion::device::write_chunk);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, fluxion::device::merge_results);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_in_order, fluxion::device::copy_in_order_of);

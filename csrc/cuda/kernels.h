@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "cuda/port.h"
-#include "device/device_api.h"
 
 namespace fluxion::device {
 
@@ -85,20 +84,7 @@ void write_pages(cudaStream_t stream, const HostLayer& layer, const ChunkPage* c
 void merge(cudaStream_t stream, int64_t heads, int head_dim, Result a, Result b, char* o, int o_element,
            float* lse);
 
-int64_t workspace_bytes(int tasks, int longest, int group, int head_dim);
-int64_t plan_bytes(int tasks, int entries, int group, int head_dim, int element);
-void attend(cudaStream_t stream, const DeviceBatch& batch);
-// Of these FlashInfer's part (flashinfer.cu): batches whose tiles are all in device memory and have no masks.
-bool flash_serves(int group, int head_dim, int element);
-int64_t flash_workspace_bytes(int tasks, int group, int head_dim);
-int64_t flash_plan_bytes(int tasks, int entries);
-void attend_flash(cudaStream_t stream, const DeviceBatch& batch);
-void copy_tiles(cudaStream_t stream, const DeviceCopy& copy);
-// What the link gives a kernel: a multiple of 16 bytes, for measurements.
+// Consecutive bytes, a multiple of 16: what the link gives a kernel at best.
 void copy_in_order(cudaStream_t stream, const char* from, char* to, int64_t bytes);
-void signal(cudaStream_t stream, uint32_t* word, uint32_t value);
-
-// The table of functions that host code works a device by.
-const DeviceApi* device_api();
 
 }  // namespace fluxion::device

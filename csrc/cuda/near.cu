@@ -1,4 +1,4 @@
-// The near middle's memory, its steps, and attention to what is near.
+// The near middle's memory and its steps.
 #include <algorithm>
 
 #include "cuda/device.cuh"
@@ -49,12 +49,12 @@ Near::Near(const Port& port, const NearShape& shape, char* lists, uint32_t* told
                 used = place(slots * 4), hand = place(H * 4), step = place(sizeof(NearStep)),
                 table = place(B * P * 4), blk = place(B * 4), wanted = place(B * 4),
                 scores = place(B * Hq * stride * 4), chosen = place(B * Hq * stride / 8),
-                tasks = place(groups * static_cast<int64_t>(sizeof(DeviceTask))),
+                tasks = place(groups * static_cast<int64_t>(sizeof(NearTask))),
                 near_slots = place(groups * P * 4), masks = place(shape.together ? 0 : groups * P * G * 2),
                 missed = place(groups * P * 4), missed_count = place(groups * 4),
                 counts = place(kNearCounts * 4), o = place(B * Hq * D * 4), lse = place(B * Hq * 4),
-                workspace = place(workspace_bytes(static_cast<int>(groups), shape.max_pages,
-                                                  static_cast<int>(G), static_cast<int>(D)));
+                workspace = place(near_workspace_bytes(static_cast<int>(groups), shape.max_pages,
+                                                       static_cast<int>(G), static_cast<int>(D)));
   bytes_ = at;
   staged_ints_ = kHeader + 2 * B + B * P;
   try {
@@ -77,7 +77,7 @@ Near::Near(const Port& port, const NearShape& shape, char* lists, uint32_t* told
     view_.wanted = reinterpret_cast<int32_t*>(memory_ + wanted);
     view_.scores = reinterpret_cast<float*>(memory_ + scores);
     view_.chosen = reinterpret_cast<uint32_t*>(memory_ + chosen);
-    view_.tasks = reinterpret_cast<DeviceTask*>(memory_ + tasks);
+    view_.tasks = reinterpret_cast<NearTask*>(memory_ + tasks);
     view_.near_slots = reinterpret_cast<int32_t*>(memory_ + near_slots);
     view_.masks = reinterpret_cast<uint16_t*>(memory_ + masks);
     view_.missed = reinterpret_cast<int32_t*>(memory_ + missed);
@@ -142,33 +142,6 @@ void Near::step(cudaStream_t stream, const Port& port, bool ranks, const int32_t
   check(cudaEventRecord(copied_[turn_], stream), "recording an event");
   used_[turn_] = true;
   turn_ = (turn_ + 1) % kRing;
-}
-
-void near_attend(const Near& near, const Port& port, cudaStream_t stream, int rows, float scale, float* o,
-                 float* lse) {
-  if (rows == 0) return;
-  const NearView& v = near.view();
-  const MailboxShape& s = port.view().shape;
-  DeviceBatch batch{};
-  batch.tasks = v.tasks;
-  batch.tasks_count = rows * s.kv_heads;
-  batch.longest = v.shape.max_pages;
-  batch.tiles = v.near_slots;
-  batch.masks = v.shape.together ? nullptr : v.masks;
-  batch.hot = v.tiles;
-  batch.group = s.q_heads / s.kv_heads;
-  batch.head_dim = s.head_dim;
-  batch.element = s.element;
-  batch.scale = scale;
-  batch.o = v.o;
-  batch.lse = v.lse;
-  batch.workspace = v.workspace;
-  attend(stream, batch);
-  const auto of = [](const float* o, const float* lse) {
-    return Result{reinterpret_cast<const char*>(o), lse, 4, false};
-  };
-  merge(stream, int64_t{rows} * s.q_heads, s.head_dim, of(o, lse), of(v.o, v.lse), reinterpret_cast<char*>(o),
-        4, lse);
 }
 
 }  // namespace fluxion::device

@@ -32,6 +32,12 @@ struct NearShape {
   float spread;       // KernelTable::score
 };
 
+// What a group's heads attend to of what is near: the first `count` entries of its row of near_slots.
+struct NearTask {
+  const void* q;  // [G][D]
+  int32_t count;
+};
+
 // Of a step, in device memory.
 struct NearStep {
   int32_t batch;  // requests whose blocks the device ranks: all of the port's step, or none
@@ -57,16 +63,16 @@ struct NearView {
   int32_t* blk;     // [B]: pages of a block
   int32_t* wanted;  // [B]: blocks that each head of the request reads; 0: none
   // The layer's.
-  float* scores;     // [B][Hq][stride]
-  uint32_t* chosen;  // [B][Hq][stride / 32]: a bit a block
-  DeviceTask* tasks;
-  int32_t* near_slots;  // [B * H][max_pages]: as of DeviceBatch::tiles
-  uint16_t* masks;      // [B * H][max_pages][G], as of DeviceBatch; unless together
-  int32_t* missed;      // [B * H][max_pages]: physical pages
+  float* scores;        // [B][Hq][stride]
+  uint32_t* chosen;     // [B][Hq][stride / 32]: a bit a block
+  NearTask* tasks;      // [B * H]
+  int32_t* near_slots;  // [B * H][max_pages]: of `tiles`, all heads' slots in one row
+  uint16_t* masks;  // [B * H][max_pages][G]: 0xffff: the head reads the tile, 0: it does not; unless together
+  int32_t* missed;  // [B * H][max_pages]: physical pages
   int32_t* missed_count;
   uint32_t* counts;  // [kNearCounts]
   float *o, *lse;    // [B][Hq][D], [B][Hq]: of what is near
-  char* workspace;
+  char* workspace;   // of near_workspace_bytes
   // Pinned.
   char* lists;  // of far_bytes(far)
   uint32_t* told;
@@ -110,6 +116,9 @@ class Near {
 
   void release();
 };
+
+// Device memory for the parts that lists of up to max_pages tiles are cut into.
+int64_t near_workspace_bytes(int groups, int max_pages, int group, int head_dim);
 
 void near_rank(const Near& near, const Port& port, cudaStream_t stream, int layer, int rows, Rows q);
 // o, lse: [rows][Hq][D], [rows][Hq], natural log: merged into them.

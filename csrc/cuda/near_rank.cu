@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(RankArgs a) {
         far_count += s.far[w];
       }
       if (is_near) {
-        near.near_slots[place + near_at] = -1 - (h * near.shape.slots + slot);
+        near.near_slots[place + near_at] = h * near.shape.slots + slot;
         near.used[h * near.shape.slots + slot] = 1;
         if (!near.shape.together) {
           for (int g = 0; g < G; ++g) near.masks[(place + near_at) * G + g] = heads >> g & 1 ? 0xffff : 0;
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(RankArgs a) {
     }
   }
   if (threadIdx.x == 0) {
-    near.tasks[group] = {q, nullptr, group * near.shape.max_pages, near_count};
+    near.tasks[group] = {q, near_count};
     near.missed_count[group] = far_count;
   }
 }

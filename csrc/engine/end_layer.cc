@@ -5,7 +5,6 @@
 
 #include <chrono>
 #include <cstdio>
-#include <utility>
 
 #include "engine/engine.h"
 #include "runtime/failure.h"
@@ -33,7 +32,6 @@ void Engine::end_layer(bool abandoned) {
   }
   if (launched_) pool_->workers().join();
   launched_ = false;
-  if (std::exchange(asks_, false) && !abandoned) reader_->close();
   wait_or_revoke(!abandoned);
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);

@@ -13,7 +13,7 @@
 namespace fluxion {
 
 const char* const kStatNames =
-    "layers,tasks,tasks_cpu,tasks_torch,tasks_gpu,failed_tasks,widened_tasks,middle_tokens,"
+    "layers,tasks,tasks_cpu,tasks_torch,failed_tasks,widened_tasks,middle_tokens,"
     "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes,"
     "microbatches";
 
@@ -319,10 +319,6 @@ int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<c
   const int groups = step_.batch() * shape_.kv_heads;
   std::fill_n(reads_.data(), groups, Reads{});
   std::fill_n(layer_.mid_lse, static_cast<size_t>(step_.batch()) * config_.q_heads, kMinusInf);
-  {
-    const std::lock_guard lock(foreign_mutex_);
-    reader_ = attached_;
-  }
   const Lanes lanes = make_tasks();
   items_ = held || !bare ? groups : 0;
   owners_.store(0, std::memory_order_relaxed);
@@ -331,7 +327,6 @@ int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<c
     queue_.open(lanes);
     open_.store(true, std::memory_order_release);
   }
-  asks_ = reader_ != nullptr && reader_->open(load_);
   launched_ = queue_.count() + items_ > 0;
   if (launched_ && !launch(&Engine::worker_main)) {
     launched_ = false;

@@ -14,7 +14,6 @@
 #include "engine/layer.h"
 #include "engine/task_kind.h"
 #include "engine/task_queue.h"
-#include "engine/task_reader.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
@@ -73,8 +72,7 @@ class Engine {
   // Ends an open layer without its result: what no worker has begun is not done, claims no longer hold.
   void abandon();
 
-  // Foreign executors. A claim is what pop() returned, or a reader was given; TaskQueue::task_of(claim) is
-  // the index of the task.
+  // Foreign executors. A claim is what pop() returned; TaskQueue::task_of(claim) is the index of the task.
   int64_t pop(Executor executor);
   int task(int64_t claim_or_index);  // b * Hk + h
   // Whether the claim still held; the result is dropped when it did not. o: [G][D], lse: [G]; tokens: how
@@ -84,13 +82,6 @@ class Engine {
   // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
-  // An executor that reads in the workers' place what they have chosen. While one is attached, tasks that are
-  // no runs of blocks go to the CPU's lane: their ranking reads keys, or depends on what they read. The layer
-  // that is open keeps the reader it began with.
-  void attach(std::shared_ptr<TaskReader> reader);
-  void detach() { attach(nullptr); }
-  double timeout_s() const { return timeout_s_; }
-
   void stats(int64_t* out) const;  // [kStatCount], cumulative
   // [workers], cumulative, of finished layers: the time that each worker has computed, and the chunks it did
   // of tasks of others. These alone depend on timing.
@@ -99,7 +90,6 @@ class Engine {
   int owner(int i) const { return queue_.owner(i); }
 
   const HostPool& pool() const { return *pool_; }
-  const std::shared_ptr<HostPool>& shared_pool() const { return pool_; }
   const EngineConfig& config() const { return config_; }
   int group() const { return layer_.group; }
 
@@ -125,9 +115,7 @@ class Engine {
   // make_tasks.cc
   Lanes make_tasks();
   const TaskKind* kind_of(const Task& task) const;
-  bool make_task(const Task& task, bool attached, int* lane, int* ranked_tokens);
-  int64_t metadata_bytes(const Task& task) const;
-  void add_load(int lane, const Task& task, int64_t tile_bytes);
+  bool make_task(const Task& task, int* lane, int* ranked_tokens);
   void sort_tasks(int count);
 
   // work.cc
@@ -140,9 +128,7 @@ class Engine {
   void attempt(const Task& task, const Bundle* with, const Body& body) noexcept;
   void help(int worker);
   void resident_item(const Task& task, Scratch* scratch);
-  int64_t next_claim();
-  bool run_task(int64_t claim, Scratch* scratch);
-  bool hand_over(int64_t claim, const Task& task, const Selection& chosen, const Scratch& scratch);
+  void run_task(const Task& task, Scratch* scratch);
   void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
   void part_done(const Task& task);
   void take_given(const Task& task);
@@ -200,10 +186,6 @@ class Engine {
   std::mutex foreign_mutex_;    // claims of foreign executors; everything they reach
   std::mutex selection_mutex_;  // selection_scratch_
   Scratch selection_scratch_;
-  std::shared_ptr<TaskReader> attached_;  // guarded by foreign_mutex_
-  std::shared_ptr<TaskReader> reader_;    // of the open layer
-  bool asks_ = false;                     // it is asked about the layer's tasks
-  ReadableLoad load_;
 
   std::atomic<int64_t> totals_[kStatCount] = {};
   std::vector<std::atomic<int64_t>> worker_ns_, worker_helped_;

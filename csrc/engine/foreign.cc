@@ -7,14 +7,9 @@
 
 namespace fluxion {
 
-static_assert(kStatTasksGpu - kStatTasksCpu + 1 == kExecutors, "every executor counts its tasks");
+static_assert(kStatTasksTorch - kStatTasksCpu + 1 == kExecutors, "every executor counts its tasks");
 
 int64_t Engine::pop(Executor executor) { return claim_next(queue_, foreign_mutex_, executor); }
-
-void Engine::attach(std::shared_ptr<TaskReader> reader) {
-  const std::lock_guard lock(foreign_mutex_);
-  attached_ = std::move(reader);
-}
 
 // Index of the task of the open layer that a claim or a plain index means. The caller holds foreign_mutex_ or
 // selection_mutex_, both of which begin takes to open a layer and end_layer to close it.

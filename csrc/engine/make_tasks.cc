@@ -24,9 +24,6 @@ Engine::Lanes Engine::make_tasks() {
   int count = 0, ranked_tokens = 0;
   int64_t middle_tokens = 0;
   task_bytes_ = 0;
-  load_ = {};
-  load_.layer = layer_.in.layer;
-  const bool attached = reader_ != nullptr;
   for (int b = 0; b < step_.batch(); ++b) {
     if (skip_[b]) continue;
     middle_tokens += static_cast<int64_t>(step_.middle_tokens(b)) * config_.q_heads;
@@ -34,7 +31,7 @@ Engine::Lanes Engine::make_tasks() {
       const Task task{b, h};
       const int i = layer_.index(task);
       int lane;
-      const bool made = make_task(task, attached, &lane, &ranked_tokens);
+      const bool made = make_task(task, &lane, &ranked_tokens);
       waits_[i].store(made ? 2 : 1, std::memory_order_relaxed);
       if (!made) continue;
       ++lanes[lane];
@@ -74,7 +71,7 @@ const TaskKind* Engine::kind_of(const Task& task) const {
 }
 
 // Whether a group has a task, and for which lane. A plan that cannot be fails the layer.
-bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_tokens) {
+bool Engine::make_task(const Task& task, int* lane, int* ranked_tokens) {
   const int blk = layer_.blk(task);
   if (blk == 0) return false;
   const TaskKind* kind = kinds_[layer_.index(task)] = kind_of(task);
@@ -104,38 +101,8 @@ bool Engine::make_task(const Task& task, bool attached, int* lane, int* ranked_t
   const int64_t bytes = kind != nullptr ? kind->bytes(layer_, task) : block_bytes(layer_, task);
   if (kind != nullptr && bytes == 0) return false;
   task_bytes_ += bytes;
-  if (kind != nullptr) {
-    *ranked_tokens = std::max(*ranked_tokens, kind->ranked_tokens(layer_, task));
-    if (attached) *lane = static_cast<int>(Executor::kCpu);
-  }
-  if (attached) add_load(*lane, task, bytes);
+  if (kind != nullptr) *ranked_tokens = std::max(*ranked_tokens, kind->ranked_tokens(layer_, task));
   return true;
-}
-
-// Of the blocks that a task ranks.
-int64_t Engine::metadata_bytes(const Task& task) const {
-  const int blk = layer_.blk(task);
-  return blk >= kPage && layer_.ranked(task) ? step_.middle_tokens(task.request) / blk * shape_.entry_bytes()
-                                             : 0;
-}
-
-void Engine::add_load(int lane, const Task& task, int64_t tile_bytes) {
-  switch (static_cast<Executor>(lane)) {
-    case Executor::kCpu:
-      load_.cpu_bytes += tile_bytes + metadata_bytes(task);
-      break;
-    case Executor::kGpu:
-      load_.own += 1;
-      load_.cpu_bytes += metadata_bytes(task);
-      break;
-    case Executor::kAny:
-      load_.tasks += 1;
-      load_.tile_bytes += tile_bytes;
-      load_.metadata_bytes += metadata_bytes(task);
-      break;
-    default:
-      break;
-  }
 }
 
 }  // namespace fluxion

@@ -34,9 +34,8 @@ struct Selection {
 enum Stat {
   kStatLayers,
   kStatTasks,
-  kStatTasksCpu,  // these three in the order of Executor
+  kStatTasksCpu,  // these two in the order of Executor
   kStatTasksTorch,
-  kStatTasksGpu,
   kStatFailedTasks,
   kStatWidenedTasks,  // that the guard made read more
   kStatMiddleTokens,  // summed over the query heads of every layer, streaming ones included

@@ -17,10 +17,10 @@ struct RealThreads {
   using Mutex = std::mutex;
 };
 
-enum class Executor : int { kCpu = 0, kTorch = 1, kGpu = 2, kAny = 3 };
-inline constexpr int kExecutors = 3;  // kAny is none
+enum class Executor : int { kCpu = 0, kTorch = 1, kAny = 2 };
+inline constexpr int kExecutors = 2;  // kAny is none
 inline constexpr int kLanes = kExecutors + 1;
-inline constexpr const char* kExecutorNames[kLanes] = {"cpu", "torch", "gpu", "any"};
+inline constexpr const char* kExecutorNames[kLanes] = {"cpu", "torch", "any"};
 
 // Tasks are the numbers 0..count-1, in lanes that follow one another: what is for one executor alone, a lane
 // an executor, then what anyone may take. Their order within a lane is their priority. A lane's head is one
@@ -73,23 +73,6 @@ class BasicTaskQueue {
     const int64_t own = pop(executor, executor);
     return own >= 0 ? own : pop(Executor::kAny, executor);
   }
-  // The same of one lane.
-  int64_t pop(Executor lane, Executor executor) {
-    Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
-    // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
-    uint64_t head = word.load(std::memory_order_acquire);
-    if (next_of(head) >= end_of(head)) return -1;
-    head = word.fetch_add(1, std::memory_order_acq_rel);
-    const uint64_t task = next_of(head);
-    if (task >= end_of(head)) return -1;
-    const uint64_t round = head >> (2 * kBits);
-    uint64_t expected = pack(round, lane, kReady);
-    if (!state_[task].compare_exchange_strong(expected, pack(round, executor, kClaimed),
-                                              std::memory_order_acq_rel)) {
-      return -1;  // made void between the two
-    }
-    return static_cast<int64_t>(round << kBits | task);
-  }
 
   static int task_of(int64_t claim) { return static_cast<int>(claim & kTaskMask); }
 
@@ -101,13 +84,6 @@ class BasicTaskQueue {
     if (seen >> 8 != static_cast<uint64_t>(claim) >> kBits || (seen & 15) != kClaimed) return false;
     *executor = executor_of(seen);
     return true;
-  }
-
-  // The owner of a claim gives it to another executor, before that one can know of it.
-  void give(int64_t claim, Executor executor) {
-    Atomic<uint64_t>& state = state_[task_of(claim)];
-    const uint64_t round = state.load(std::memory_order_relaxed) >> 8;
-    state.store(pack(round, executor, kClaimed), std::memory_order_release);
   }
 
   // The result of a claim that holds is written (or its failure recorded).
@@ -147,6 +123,24 @@ class BasicTaskQueue {
   struct alignas(64) Head {
     Atomic<uint64_t> word{0};
   };
+
+  // Of one lane.
+  int64_t pop(Executor lane, Executor executor) {
+    Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
+    // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.
+    uint64_t head = word.load(std::memory_order_acquire);
+    if (next_of(head) >= end_of(head)) return -1;
+    head = word.fetch_add(1, std::memory_order_acq_rel);
+    const uint64_t task = next_of(head);
+    if (task >= end_of(head)) return -1;
+    const uint64_t round = head >> (2 * kBits);
+    uint64_t expected = pack(round, lane, kReady);
+    if (!state_[task].compare_exchange_strong(expected, pack(round, executor, kClaimed),
+                                              std::memory_order_acq_rel)) {
+      return -1;  // made void between the two
+    }
+    return static_cast<int64_t>(round << kBits | task);
+  }
 
   static uint64_t next_of(uint64_t head) { return head & kTaskMask; }
   static uint64_t end_of(uint64_t head) { return head >> kBits & kTaskMask; }

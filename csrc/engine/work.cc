@@ -18,11 +18,10 @@ void Engine::work(int worker) {
     attempt(layer_.task(i), nullptr, [&] { resident_item(layer_.task(i), scratch); });
   // Before the first pop: whoever finds the queue dry then knows of all who have a task.
   owners_.fetch_add(1, std::memory_order_relaxed);
-  for (int64_t claim; (claim = next_claim()) >= 0;) {
+  for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
     const Task& task = tasks_[TaskQueue::task_of(claim)];
-    bool given = false;
-    attempt(task, bundles_.of(layer_.index(task)), [&] { given = run_task(claim, scratch); });
-    if (!given) queue_.finish(claim);
+    attempt(task, bundles_.of(layer_.index(task)), [&] { run_task(task, scratch); });
+    queue_.finish(claim);
   }
   owners_.fetch_sub(1, std::memory_order_release);
   scratch->busy_ns += now_ns() - start;
@@ -137,49 +136,22 @@ void Engine::resident_item(const Task& task, Scratch* scratch) {
   part_done(task);
 }
 
-// What is for a reader alone comes first: it has further to go. Without one, another executor comes for it.
-int64_t Engine::next_claim() {
-  if (reader_ != nullptr) {
-    if (const int64_t claim = queue_.pop(Executor::kGpu, Executor::kCpu); claim >= 0) return claim;
-  }
-  return queue_.pop(Executor::kCpu);
-}
-
-// Whether the claim is a reader's now. A bundle is done in its first task's; the others' are empty.
-bool Engine::run_task(int64_t claim, Scratch* scratch) {
-  const Task& task = tasks_[TaskQueue::task_of(claim)];
+// A bundle is done in its first task's; the others' are empty.
+void Engine::run_task(const Task& task, Scratch* scratch) {
   const int at = layer_.index(task);
   if (const Bundle* bundle = bundles_.of(at)) {
-    if (bundle->tasks[0] != at) return false;
-    const auto done = [&](const Task& member, const Selection& chosen) {
-      task_done(member, chosen, scratch);
-    };
-    run_bundle(layer_, *bundle, scratch, done);
-    return false;
+    if (bundle->tasks[0] != at) return;
+    run_bundle(layer_, *bundle, scratch,
+               [&](const Task& member, const Selection& chosen) { task_done(member, chosen, scratch); });
+    return;
   }
   float *o = layer_.middle_o(task), *lse = layer_.middle_lse(task);
-  if (const TaskKind* kind = kinds_[at]) {
-    task_done(task, kind->run(layer_, task, scratch, o, lse), scratch);
-    return false;
-  }
-  const Selection chosen = select_blocks(layer_, task, scratch);
-  if (asks_ && hand_over(claim, task, chosen, *scratch)) return true;
-  task_done(task, read_blocks(layer_, task, chosen, scratch, o, lse), scratch);
-  return false;
-}
-
-bool Engine::hand_over(int64_t claim, const Task& task, const Selection& chosen, const Scratch& scratch) {
-  const int32_t* owner = layer_.plan->owner;
-  const bool alone = owner != nullptr && owner[layer_.index(task)] == static_cast<int32_t>(Executor::kGpu);
-  const bool mine = owner != nullptr && owner[layer_.index(task)] == static_cast<int32_t>(Executor::kCpu);
-  if (mine) return false;
-  // Before the reader knows of it: it may deliver at once.
-  queue_.give(claim, Executor::kGpu);
-  if (reader_->take({claim, layer_, task, chosen, scratch.pages.data(), scratch.masks.data(),
-                     block_bytes(layer_, task), alone}))
-    return true;
-  queue_.give(claim, Executor::kCpu);
-  return false;
+  const TaskKind* kind = kinds_[at];
+  task_done(task,
+            kind != nullptr
+                ? kind->run(layer_, task, scratch, o, lse)
+                : read_blocks(layer_, task, select_blocks(layer_, task, scratch), scratch, o, lse),
+            scratch);
 }
 
 void Engine::task_done(const Task& task, const Selection& chosen, Scratch* scratch) {

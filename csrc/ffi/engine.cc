@@ -165,7 +165,7 @@ ffi::String engine_corrupt(EngineRef ref) {
 
 int64_t engine_queue_pop(EngineRef ref, int64_t executor) {
   if (executor < 1 || executor >= kExecutors) {
-    Raise("ValueError") << "There is no foreign executor " << executor << "; 1 is torch and 2 is gpu.";
+    Raise("ValueError") << "There is no foreign executor " << executor << "; 1 is torch.";
   }
   return guarded([&] { return ref->engine->pop(static_cast<Executor>(executor)); });
 }

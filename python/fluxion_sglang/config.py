@@ -15,11 +15,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 
-EXECUTORS = ("cpu", "cpu+gpu", "cpu+torch")
+EXECUTORS = ("cpu", "cpu+torch")
 OBSERVERS = ("audit", "record")
 """Options that ask for an observer (`executor/observer.py`)."""
 KV_DTYPES = ("auto", "int8")
-GPU_KERNELS = ("flashinfer", "fluxion")
 DISK_GB = 32.0
 SCHEDULERS = ("priority", "none", "uniform", "length")
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
@@ -29,6 +28,7 @@ EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU",
 GONE = {
     "audit_gb": 'write "audit": {"file": PATH, "gb": GiB}',
     "disk_gb": 'write "disk": {"folder": PATH, "gb": GiB}',
+    "gpu_kernels": "leave it out",
 }
 """Keys of earlier versions, and what to write instead."""
 
@@ -152,7 +152,7 @@ class FluxionConfig:
         "free host memory.",
         group=EVERYDAY,
     )
-    disk: str | dict[str, Any] | None = _option(
+    disk: str | dict[str, Any] | None = _option(  # noqa: RUF009
         None,
         "Folder in which the KV of prompts outlives the server: prompts that begin alike are not prefilled again after "
         "a restart, or once the host pool had to make room. Each model has a folder of its own in it. As an object, it "
@@ -237,8 +237,8 @@ class FluxionConfig:
     )
     workers: int | None = _option(
         None,
-        "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank, and two or "
-        "three fewer beside a GPU.",
+        "CPU threads of each rank's engine, the calling thread included; by default one a core of the rank, and two "
+        "fewer beside a GPU.",
         "16",
         lambda workers: workers >= 1,
         "the calling thread itself is one; give 1 or more, or leave the key out for one thread a core.",
@@ -251,12 +251,11 @@ class FluxionConfig:
     )
     executors: str = _option(
         "cpu",
-        "Who computes tasks: cpu; cpu+gpu, where a device takes as much of a layer as lets both be done at once; or "
-        "cpu+torch, which adds a slow reference executor for tests.",
-        '"cpu+gpu"',
+        "Who computes tasks: cpu, or cpu+torch, which adds a slow reference executor for tests.",
+        '"cpu+torch"',
         lambda word: word in EXECUTORS,
         _one_of(EXECUTORS),
-        group=GPU,
+        group=RESEARCH,
     )
     model_kernels: bool = _option(
         True,
@@ -274,8 +273,7 @@ class FluxionConfig:
     )
     hot_tiles_gb: float = _option(
         0.0,
-        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. With gpu_ranks, or "
-        "executors cpu+gpu.",
+        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. With gpu_ranks.",
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
@@ -289,15 +287,6 @@ class FluxionConfig:
         "true",
         group=GPU,
     )
-    gpu_kernels: str = _option(
-        GPU_KERNELS[0],
-        "Whose kernels attend to tiles in device memory, with executors cpu+gpu: flashinfer where it can (bfloat16, "
-        "head dimensions of 64, 128 and 256, most groups), or fluxion always.",
-        '"fluxion"',
-        lambda word: word in GPU_KERNELS,
-        _one_of(GPU_KERNELS),
-        group=GPU,
-    )
     cuda_graphs: bool = _option(
         False, "Decode steps are recorded as CUDA graphs and replayed. One H200 has run this.", "true", group=GPU
     )
@@ -309,7 +298,7 @@ class FluxionConfig:
         _one_of(SCHEDULERS),
         group=RESEARCH,
     )
-    audit: str | dict[str, Any] | None = _option(
+    audit: str | dict[str, Any] | None = _option(  # noqa: RUF009
         None,
         "File to append an audit of decode steps to: bytes read and error against exact attention, at twice the work. "
         'As an object, it may also have "gb", the largest size of the file in GiB (a full one gets the ending .1, in '
@@ -379,10 +368,10 @@ class FluxionConfig:
                 f"kv_dtype int8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
                 'read such tiles; use executors "cpu" or leave kv_dtype out.'
             )
-        if self.hot_tiles_gb > 0 and self.executors != "cpu+gpu" and not self.gpu_ranks:
+        if self.hot_tiles_gb > 0 and not self.gpu_ranks:
             raise ConfigError(
-                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but with executors {self.executors!r} no device reads tiles; "
-                'set gpu_ranks, use executors "cpu+gpu", or leave hot_tiles_gb out.'
+                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but only a GPU that ranks blocks reads copies of tiles; set "
+                "gpu_ranks or leave hot_tiles_gb out."
             )
         if self.gpu_ranks:
             self._check_gpu_ranks()
@@ -481,7 +470,7 @@ class FluxionConfig:
                 'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
             )
         others = {
-            "executors": (self.executors != "cpu", "the GPU then has no tasks to take"),
+            "executors": (self.executors != "cpu", "only the CPU's own kernels read what the GPU leaves"),
             "guard": (self.guard is not None, "the CPU has no scores to estimate by"),
             "audit": (self.audit is not None, "the CPU does not know what was read"),
             "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),

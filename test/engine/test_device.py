@@ -37,7 +37,7 @@ def failed() -> list[Completion]:
 def server(reference: dict[str, Completion], logs: Path, failed: list[Completion]) -> Iterator[Server]:
     with Server(
         "--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk",
-        fluxion=f'{{"policy": "faulty:{FAULT}", "host_tokens": {POOL}, "executors": "cpu+gpu", "hot_tiles_gb": 0.01}}',
+        fluxion=f'{{"policy": "faulty:{FAULT}", "host_tokens": {POOL}}}',
         env={
             "FLUXION_DEVICE": "sim", "FLUXION_TASK_TIMEOUT_S": str(TIMEOUT_S), "SGLANG_TEST_RETRACT": "1",
             "PYTHONPATH": search_path(PLUGINS),

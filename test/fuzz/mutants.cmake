@@ -54,10 +54,6 @@ mutant(no_round_in_a_claim csrc/engine/task_queue.h
   [==[seen >> 8 != static_cast<uint64_t>(claim) >> kBits || ]==]
   [==[]==])
 
-mutant(given_to_nobody csrc/engine/task_queue.h
-  [==[state.store(pack(round, executor, kClaimed)]==]
-  [==[state.store(pack(round, Executor::kCpu, kClaimed)]==])
-
 mutant(no_round_in_a_state csrc/engine/task_queue.h
   [==[round_ = round_ == kRoundMask ? 1 : round_ + 1;]==]
   [==[round_ = 1;]==])

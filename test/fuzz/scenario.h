@@ -1,5 +1,5 @@
-// What is fuzzed: the code of a device, a layer server, its worker, a dispatcher and somebody who cancels,
-// over csrc/device/protocol.h and csrc/engine/task_queue.h, with numbers in place of attention.
+// What is fuzzed: the code of a device, a layer server, its worker, a foreign executor and somebody who
+// cancels, over csrc/device/protocol.h and csrc/engine/task_queue.h, with numbers in place of attention.
 //
 // Sync is what they synchronise with and what chooses for them: `Simulated` (fuzz.cc) or real threads
 // (stress.cc).
@@ -21,7 +21,7 @@ using namespace fluxion;
 
 struct Rules {
   int layers = 2;
-  int tasks = 2;        // one for the dispatcher alone
+  int tasks = 2;        // one for the foreign executor alone
   bool own = false;     // the others are for the workers alone
   int blocks = 1;       // of a take, 1 or 2; the first one looks
   bool parts = false;   // the host looks at them
@@ -83,7 +83,7 @@ class Scenario {
     host_ = {};
     for (auto& ends : device_) ends = {};
     std::vector<std::function<void()>> bodies = {[this] { device(); }, [this] { server(); },
-                                                 [this] { worker(); }, [this] { dispatcher(); }};
+                                                 [this] { worker(); }, [this] { puller(); }};
     if (rules.blocks > 1) bodies.push_back([this] { second_block(); });
     if (rules.cancels) bodies.push_back([this] { cancel(); });
     return bodies;
@@ -242,7 +242,7 @@ class Scenario {
     {
       const std::lock_guard lock(foreign_);
       std::array<int, kLanes> lanes{};
-      lanes[static_cast<int>(Executor::kGpu)] = 1;
+      lanes[static_cast<int>(Executor::kTorch)] = 1;
       lanes[static_cast<int>(rules_.own ? Executor::kCpu : Executor::kAny)] = rules_.tasks - 1;
       queue_.open(lanes);
       open_.store(true, std::memory_order_release);
@@ -271,22 +271,10 @@ class Scenario {
     return true;
   }
 
-  // A native worker's turn: what is for the dispatcher alone it hands over, and of the rest what it likes.
+  // A native worker's turn.
   void work() {
-    for (;;) {
-      int64_t claim = queue_.pop(Executor::kGpu, Executor::kCpu);
-      const bool alone = claim >= 0;
-      if (!alone && (claim = queue_.pop(Executor::kCpu)) < 0) return;
+    for (int64_t claim; (claim = queue_.pop(Executor::kCpu)) >= 0;) {
       const int task = Queue::task_of(claim);
-      if (alone || (!rules_.own && Sync::choose(2) == 1)) {
-        queue_.give(claim, Executor::kGpu);
-        {
-          const std::lock_guard lock(offering_);
-          offers_.push_back({claim, args_.read()});
-        }
-        news_.fetch_add(1, std::memory_order_release);
-        continue;
-      }
       results_[task].write(args_.read());
       ++ends_[task];
       queue_.finish(claim);
@@ -312,21 +300,10 @@ class Scenario {
     uint32_t layer;
   };
 
-  // What it was handed, and what it claims itself, as an executor without a reader does.
-  Claim next() {
-    if (const int64_t claim = claim_next(queue_, foreign_, Executor::kGpu); claim >= 0)
-      return {claim, layer_of(claim)};
-    if (news_.load(std::memory_order_acquire) == heard_) return {-1, 0};
-    const std::lock_guard lock(offering_);
-    ++heard_;
-    const Claim oldest = offers_.front();
-    offers_.erase(offers_.begin());
-    return oldest;
-  }
-
-  void dispatcher() {
+  void puller() {
     while (!stop_.load(std::memory_order_acquire)) {
-      const auto [claim, layer] = next();
+      const int64_t claim = claim_next(queue_, foreign_, Executor::kTorch);
+      const uint32_t layer = claim < 0 ? 0 : layer_of(claim);
       // What was forgotten is remembered now, in this layer or in a later one, of this pass or of the next.
       if (!late_.empty() && Sync::choose(3) != 1) {
         const Claim then = late_.back();
@@ -364,13 +341,13 @@ class Scenario {
     const std::lock_guard lock(foreign_);
     Executor executor;
     if (!open_.load(std::memory_order_acquire) || !queue_.holds(claim, &executor)) return 0;
-    Sync::check(executor == Executor::kGpu, "a claim is another executor's");
+    Sync::check(executor == Executor::kTorch, "a claim is another executor's");
     return args_.read();
   }
 
   bool deliver(const Claim& claim) {
     return settle(queue_, foreign_, claim.claim, [&](int task, Executor executor) {
-      Sync::check(executor == Executor::kGpu, "a claim is another executor's");
+      Sync::check(executor == Executor::kTorch, "a claim is another executor's");
       Sync::check(args_.read() == claim.layer, "a delivery for another layer is accepted");
       results_[task].write(claim.layer);
       ++ends_[task];
@@ -395,14 +372,11 @@ class Scenario {
   Atomic<uint32_t> go_{0}, left_{0};  // WorkerPool: launched, and joined
   Atomic<bool> stop_{false}, open_{false};
   Queue queue_;
-  Mutex foreign_, offering_;
+  Mutex foreign_;
   Cell<uint32_t> args_;  // LayerInput
   Cell<bool> failed_;
   std::array<Cell<uint32_t>, kMaxTasks> results_;
-  Atomic<uint32_t> news_{0};   // offers so far
-  uint32_t heard_ = 0;         // of them, by the dispatcher
-  std::vector<Claim> offers_;  // under offering_
-  std::vector<Claim> late_;    // claims that were not delivered
+  std::vector<Claim> late_;  // claims that were not delivered
   // What came of it: not shared memory of the protocol, but its record. ends_ has one writer at a time, if
   // the protocol holds.
   std::array<int, kMaxTasks> ends_{};

@@ -6,7 +6,6 @@ What the simulated device computes is held against float64 references in test/un
 from __future__ import annotations
 
 import math
-import struct
 import threading
 from collections.abc import Callable
 
@@ -150,69 +149,6 @@ def test_nobody_waits_for_ever(sides) -> None:
     real.library.stream_synchronize(real.stream)
     real.step([2])
     assert not real.mailbox.late and real.run(real.launch)["layer"].item() == 3
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_tiles_are_attended_to_in_pinned_memory_and_in_hot_slots(
-    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool
-) -> None:
-    tiles_are_attended_to(cuda, dtype, masked)
-
-
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 16])
-def test_flashinfer_attends_to_hot_slots(cuda: DeviceLibrary, group: int, dim: int) -> None:
-    assert cuda.plan_bytes(1, 1, group, dim, torch.bfloat16) > 0, "libfluxion_cuda.so was built without FlashInfer"
-    tiles_are_attended_to(cuda, torch.bfloat16, False, group, dim, flash=True)
-
-
-def tiles_are_attended_to(
-    cuda: DeviceLibrary, dtype: torch.dtype, masked: bool, group: int = 4, dim: int = 128, flash: bool = False
-) -> None:
-    """On both devices; with `flash` all tiles are hot, and FlashInfer attends."""
-    pages = 300
-    counts = [0, 1, 3, 4, 5, 64, 257]
-    torch.manual_seed(7)
-    tiles, q = torch.randn(pages, 2, PAGE, dim).to(dtype), torch.randn(len(counts), group, dim).to(dtype)
-    entries = torch.cat([torch.randperm(pages)[:n] for n in counts]).to(torch.int32)
-    is_hot = torch.rand(len(entries)) < (1 if flash else 0.5)
-    masks = torch.randint(0, 1 << 16, (len(entries), group), dtype=torch.int32).to(torch.uint16)
-    found = []
-    for library in (cuda, load("sim")):
-        kept: list[torch.Tensor] = []  # what a stream reads must be there until it has
-
-        def pinned(
-            tensor: torch.Tensor, library: DeviceLibrary = library, kept: list[torch.Tensor] = kept
-        ) -> torch.Tensor:
-            kept.append(library.pinned_empty(max(tensor.nbytes, 1)))
-            return kept[-1][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-        where, stream = library.device, library.stream_create()
-        region, queries, hot = pinned(tiles), pinned(q), torch.zeros(tiles.nbytes, dtype=torch.uint8, device=where)
-        tile_bytes = tiles[0].nbytes
-        source = pinned(region.data_ptr() + torch.arange(pages) * tile_bytes)
-        settle(library)
-        library.copy_tiles(stream, source, pinned(torch.arange(pages, dtype=torch.int32)), tile_bytes, hot)
-        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
-        tasks = [
-            struct.pack("<QQii", queries[i].data_ptr(), region.data_ptr(), starts[i], n) for i, n in enumerate(counts)
-        ]
-        packed = pinned(torch.frombuffer(bytearray(b"".join(tasks)), dtype=torch.uint8).view(len(counts), 24))
-        o = torch.full((len(counts), group, dim), float("nan"), device=where)
-        lse = torch.full((len(counts), group), float("nan"), device=where)
-        size = library.workspace_bytes(len(counts), max(counts), group, dim)
-        workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=where)
-        words = library.plan_bytes(len(counts), len(entries), group, dim, dtype) // 4
-        plan = pinned(torch.zeros(words, dtype=torch.int32)) if flash else None
-        settle(library)
-        library.attend(
-            stream, packed, max(counts), pinned(torch.where(is_hot, -1 - entries, entries)),
-            pinned(masks) if masked else None, hot, group, dim, dtype, dim**-0.5, o, lse, workspace, plan,
-        )  # fmt: skip
-        library.stream_synchronize(stream)
-        found.append((o.cpu(), lse.cpu()))
-    assert close(found[0][0], found[1][0], torch.float32) and close(found[0][1], found[1][1], torch.float32)
 
 
 def test_the_prefix_and_the_windows_come_from_the_host_pool(cuda: DeviceLibrary) -> None:

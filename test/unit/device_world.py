@@ -37,11 +37,8 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 class Stream:
     """A stream for the length of a `with`."""
 
-    def __init__(self, urgent: bool = False) -> None:
-        self._urgent = urgent
-
     def __enter__(self) -> int:
-        self.handle = sim().stream_create(self._urgent)
+        self.handle = sim().stream_create()
         return self.handle
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import pytest
 import torch
-from device_world import Mail, Shape, Stream, merged, pinned, poison, sim, tolerance
+from device_world import Mail, Shape, merged, pinned, poison, sim, tolerance
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import attention
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 
@@ -154,190 +152,6 @@ def test_take_merges_and_observe_observes(data: st.DataObject) -> None:
             torch.testing.assert_close(out[b, head].double(), want_o, atol=close, rtol=close)
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[Shape, list[int], bool, int]:
-    shape = draw(shapes())
-    counts = draw(st.lists(st.sampled_from((0, 1, 3, 4, 5, 8, 30)), max_size=3))
-    return shape, counts, draw(st.booleans()), draw(st.integers(0, 1000))
-
-
-def attend(
-    shape: Shape, tiles: torch.Tensor, hot: torch.Tensor | None, counts: list[int], masked: bool, flash: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Runs a batch of random lists, with `flash` of hot tiles alone; gives (o, lse, q, heads, entries, masks)."""
-    library, tasks = sim(), len(counts)
-    pages = tiles.shape[1]
-    q = pinned(torch.randn(tasks, shape.group, shape.head_dim).to(shape.dtype))
-    heads = torch.randint(0, shape.kv_heads, (tasks,))
-    total = sum(counts)
-    least, most = -(len(hot) if hot is not None else 0), 0 if flash else pages
-    entries = pinned(torch.randint(least, most, (total,), dtype=torch.int32))
-    masks = None
-    if masked:
-        bits = torch.randint(0, 1 << 16, (total, shape.group), dtype=torch.int32)
-        bits[torch.rand(total, shape.group) < 0.4] = 0
-        masks = pinned(bits.to(torch.uint16))
-    tile_bytes = 2 * PAGE * shape.head_dim * shape.dtype.itemsize
-    raw, first = b"", 0
-    for i, count in enumerate(counts):
-        region = tiles.data_ptr() + int(heads[i]) * pages * tile_bytes
-        raw += struct.pack("<QQii", q[i].data_ptr(), region, first, count)
-        first += count
-    described = pinned(torch.frombuffer(bytearray(raw or b"\0" * 24), dtype=torch.uint8).view(-1, 24))[:tasks]
-    longest = max(counts, default=0)
-    workspace = torch.empty(
-        library.workspace_bytes(tasks, longest, shape.group, shape.head_dim), dtype=torch.uint8
-    ).fill_(0xFF)
-    plan = None
-    if flash:
-        words = library.plan_bytes(tasks, total, shape.group, shape.head_dim, shape.dtype) // 4
-        plan = pinned(torch.full((words,), -1, dtype=torch.int32))
-    o, lse = poison(tasks, shape.group, shape.head_dim), poison(tasks, shape.group)
-    library.attend(
-        0,
-        described,
-        longest,
-        entries,
-        masks,
-        hot,
-        shape.group,
-        shape.head_dim,
-        shape.dtype,
-        shape.scale,
-        o,
-        lse,
-        workspace,
-        plan,
-    )
-    return o, lse, q, heads, entries, torch.empty(0) if masks is None else masks.to(torch.int32)
-
-
-@settings(max_examples=examples(60))
-@given(batches())
-def test_attend_reads_lists_of_host_and_hot_tiles(case: tuple[Shape, list[int], bool, int]) -> None:
-    shape, counts, masked, seed = case
-    torch.manual_seed(seed)
-    tiles = pinned(torch.randn(shape.kv_heads, 9, 2, PAGE, shape.head_dim).to(shape.dtype))
-    hot = torch.randn(3, 2, PAGE, shape.head_dim).to(shape.dtype) if seed % 2 else None
-    check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked))
-
-
-def check(
-    shape: Shape,
-    tiles: torch.Tensor,
-    hot: torch.Tensor | None,
-    counts: list[int],
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    heads: torch.Tensor,
-    entries: torch.Tensor,
-    masks: torch.Tensor,
-) -> None:
-    """What `attend` gave is attention in float64; `masks` is empty where there were none."""
-    first = 0
-    for i, count in enumerate(counts):
-        for g in range(shape.group):
-            keys, values = [torch.empty(0, shape.head_dim)], [torch.empty(0, shape.head_dim)]
-            for j in range(first, first + count):
-                at = int(entries[j])
-                tile = tiles[int(heads[i]), at] if at >= 0 or hot is None else hot[-1 - at]
-                kept = [t for t in range(PAGE) if not len(masks) or int(masks[j, g]) >> t & 1]
-                keys.append(tile[0][kept])
-                values.append(tile[1][kept])
-            want_o, want_lse = attention(q[i, g], torch.cat(keys), torch.cat(values), shape.scale)
-            if len(torch.cat(keys)) == 0:
-                want_o = torch.zeros(shape.head_dim, dtype=torch.float64)
-            torch.testing.assert_close(o[i, g].double(), want_o, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(lse[i, g].double(), want_lse, atol=1e-5, rtol=1e-5)
-        first += count
-
-
-@settings(max_examples=examples(40))
-@given(
-    st.sampled_from((1, 2, 3, 4, 6, 8, 16)),
-    st.sampled_from((64, 128, 256)),
-    # Up to 8 tiles are one part, the simulated device runs 8 parts at once.
-    st.lists(st.sampled_from((0, 1, 7, 8, 9, 30, 100)), min_size=1, max_size=12),
-    st.integers(0, 1000),
-)
-def test_flashinfer_attends_to_hot_tiles(group: int, dim: int, counts: list[int], seed: int) -> None:
-    torch.manual_seed(seed)
-    shape = Shape(group=group, kv_heads=2, head_dim=dim, dtype=torch.bfloat16)
-    tiles = pinned(torch.full((2, 9, 2, PAGE, dim), math.nan).bfloat16())  # nothing is read there
-    hot = torch.randn(5, 2, PAGE, dim).bfloat16()
-    check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked=False, flash=True))
-
-
-def test_more_tasks_than_the_device_runs_at_once() -> None:
-    shape = Shape(group=1, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    tiles, hot = pinned(torch.zeros(1, 1, 2, PAGE, 64).bfloat16()), torch.randn(5, 2, PAGE, 64).bfloat16()
-    counts = [1] * 40 + [9000] + [0, 2]
-    check(shape, tiles, hot, counts, *attend(shape, tiles, hot, counts, masked=False, flash=True))
-
-
-def test_flashinfer_has_no_kernel_for_some_groups() -> None:
-    for group, dim, dtype in ((5, 64, torch.bfloat16), (4, 96, torch.bfloat16), (4, 64, torch.float32)):
-        assert sim().plan_bytes(2, 10, group, dim, dtype) == 0
-    assert sim().plan_bytes(2, 10, 4, 64, torch.bfloat16) > 0 and sim().has_flashinfer
-
-
-@pytest.mark.parametrize(
-    "wrong, sentence",
-    [
-        ("small", "The size of plan"),
-        ("masks", "FlashInfer knows no masks"),
-        ("group", "no kernel for such groups"),
-        ("host", "hot tiles alone"),
-        ("apart", "one behind the other"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(wrong: str, sentence: str) -> None:
-    group = 5 if wrong == "group" else 2
-    q, tiles = pinned(torch.randn(3, group, 64).bfloat16()), pinned(torch.zeros(1, 2, PAGE, 64).bfloat16())
-    raw = struct.pack("<QQii", q.data_ptr(), tiles.data_ptr(), 0, 1)
-    raw += struct.pack("<QQii", q[2 if wrong == "apart" else 1].data_ptr(), tiles.data_ptr(), 1, 1)
-    tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(2, 24))
-    entries = pinned(torch.tensor([-1, 0 if wrong == "host" else -1], dtype=torch.int32))
-    masks = pinned(torch.zeros(2, group, dtype=torch.int32).to(torch.uint16)) if wrong == "masks" else None
-    plan = pinned(torch.zeros(9 if wrong == "small" else 1 << 14, dtype=torch.int32))
-    space = torch.empty(sim().workspace_bytes(2, 1, group, 64), dtype=torch.uint8)
-    with pytest.raises(ValueError, match=sentence):
-        sim().attend(
-            0, tasks, 1, entries, masks, tiles[0], group, 64, torch.bfloat16, 1.0, poison(2, group, 64),
-            poison(2, group), space, plan,
-        )  # fmt: skip
-
-
-def test_attend_cuts_long_lists_and_a_task_is_the_same_in_every_batch() -> None:
-    shape = Shape(group=2, kv_heads=1, head_dim=32)
-    tiles = pinned(torch.randn(1, 40, 2, PAGE, 32))
-    results = {}
-    for counts in ([300], [300, 2], [300, 1000]):
-        torch.manual_seed(5)
-        sizes = (len(counts), shape.group, shape.head_dim)
-        entries = torch.randint(0, 40, (300,), dtype=torch.int32)
-        q = torch.randn(*sizes[1:])
-        rest = torch.randint(0, 40, (sum(counts[1:]),), dtype=torch.int32)
-        whole, queries = pinned(torch.cat([entries, rest])), pinned(q)
-        raw = b"".join(
-            struct.pack("<QQii", queries.data_ptr(), tiles.data_ptr(), sum(counts[:i]), count)
-            for i, count in enumerate(counts)
-        )
-        tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 24))
-        o, lse = poison(*sizes), poison(*sizes[:2])
-        space = torch.full((sim().workspace_bytes(len(counts), max(counts), 2, 32),), 0xFF, dtype=torch.uint8)
-        sim().attend(0, tasks, max(counts), whole, None, None, 2, 32, torch.float32, shape.scale, o, lse, space)
-        results[len(counts), max(counts)] = o[0].clone(), lse[0].clone()
-        keys, values = tiles[0, entries.long(), 0].flatten(0, 1), tiles[0, entries.long(), 1].flatten(0, 1)
-        for g in range(2):
-            want = attention(q[g], keys, values, shape.scale)
-            torch.testing.assert_close(o[0, g].double(), want[0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(lse[0, g].double(), want[1], atol=1e-5, rtol=1e-5)
-    (first, *others) = results.values()
-    assert all(torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) for other in others)
-
-
 @pytest.mark.parametrize("size", [0, 16, 4096 + 16, 3 << 20])
 def test_a_copy_in_order(size: int) -> None:
     source = pinned(torch.randint(0, 256, (size,), dtype=torch.uint8))
@@ -348,56 +162,15 @@ def test_a_copy_in_order(size: int) -> None:
         sim().copy_in_order(0, pinned(torch.zeros(24, dtype=torch.uint8)), torch.zeros(24, dtype=torch.uint8))
 
 
-def attend_one(
-    q: torch.Tensor, tiles: torch.Tensor, pages: torch.Tensor, masks: torch.Tensor | None, scale: float = 0.1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of the heads of q [G, D] and a list of tiles [pages, 2, PAGE, D]. masks: [n, G]."""
-    library, (group, dim), n = sim(), q.shape, len(pages)
-    queries, region = pinned(q), pinned(tiles)
-    raw = struct.pack("<QQii", queries.data_ptr(), region.data_ptr(), 0, n)
-    tasks = pinned(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(1, 24))
-    given_masks = None if masks is None else pinned(masks.to(torch.uint16))
-    o, lse = poison(1, group, dim), poison(1, group)
-    space = torch.full((library.workspace_bytes(1, n, group, dim),), 0xFF, dtype=torch.uint8)
-    library.attend(
-        0, tasks, n, pinned(pages.to(torch.int32)), given_masks, None, group, dim, q.dtype, scale, o, lse, space
-    )
-    return o[0], lse[0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("bits", [0xFFFF, 0x0010])
-@pytest.mark.parametrize("count", [2, 300])  # 300: cut into parts
-def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(
-    dtype: torch.dtype, part: int, bits: int, count: int
-) -> None:
-    tiles = torch.randn(3, 2, PAGE, 64).to(dtype)
-    tiles[1, part, 4] = math.nan
-    pages = torch.arange(count) % 2 * 2
-    pages[-1] = 1  # the one list entry that has it
-    masks = torch.full((count, 5), 0xFFFF)
-    masks[-1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits])
-    o, lse = attend_one(torch.randn(5, 64).to(dtype), tiles, pages, masks)
-    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True]
-    assert lse.isnan().tolist() == [part == 0, False, False, False, part == 0]
-
-
-@pytest.mark.parametrize("count", [2, 300])
-def test_a_head_whose_scores_are_all_nan_is_nan_and_one_without_tokens_is_nothing(count: int) -> None:
-    tiles = torch.randn(1, 2, PAGE, 32)
-    tiles[:, 0] = math.nan
-    masks = torch.full((count, 2), 0xFFFF)
-    masks[:, 1] = 0
-    o, lse = attend_one(torch.randn(2, 32), tiles, torch.zeros(count), masks)
-    assert bool(o[0].isnan().all()) and bool(lse[0].isnan())
-    assert o[1].tolist() == [0] * 32 and lse[1] == -math.inf
-
-
 def test_a_score_that_overflows_is_still_a_number() -> None:
-    tiles = torch.ones(1, 2, PAGE, 32)
-    tiles[:, 0, 0] = 3e38
-    o, lse = attend_one(torch.full((1, 32), 3e38), tiles, torch.zeros(1), None, scale=1.0)
+    shape = Shape(group=1, kv_heads=1, head_dim=32)
+    mail = Mail(shape)
+    mail.windows.fill_(1)
+    q, k, v = torch.full((1, 1, 32), 3e38), torch.full((1, 1, 32), 3e38), torch.ones(1, 1, 32)
+    sim().port_step(mail.port, 0, torch.zeros(1, dtype=torch.int32), torch.tensor([100], dtype=torch.int32))
+    sim().publish(mail.port, 0, 0, q, k, v, mail.windows)
+    o, lse = poison(1, 1, 32), poison(1, 1)
+    sim().resident(mail.port, 0, q, mail.windows, 1.0, o, lse, False)
     assert bool((o == 1).all()) and bool(lse.isfinite())
 
 
@@ -419,23 +192,6 @@ def test_a_nan_in_sinks_or_window_reaches_the_result_and_its_parts(token: int, p
     reached = [token < place.sinks, token >= place.sinks]
     want = [[part == 0 and h >= shape.group and r for r in reached] for h in range(shape.q_heads)]
     assert lse_parts.tolist() == want
-
-
-def test_a_head_gets_nothing_of_tokens_it_does_not_have() -> None:
-    tiles = torch.randn(1, 1, 2, PAGE, 32)
-    tiles[0, 0, :, 3] = math.inf
-    tiles = pinned(tiles)
-    masks = pinned(torch.tensor([[0xFFF7, 0x0007]], dtype=torch.int32).to(torch.uint16))
-    q = pinned(torch.randn(1, 2, 32))
-    tasks = pinned(
-        torch.frombuffer(bytearray(struct.pack("<QQii", q.data_ptr(), tiles.data_ptr(), 0, 1)), dtype=torch.uint8)
-    ).view(1, 24)
-    o, lse = poison(1, 2, 32), poison(1, 2)
-    sim().attend(
-        0, tasks, 1, pinned(torch.zeros(1, dtype=torch.int32)), masks, None, 2, 32, torch.float32, 1.0, o, lse,
-        torch.empty(0, dtype=torch.uint8),
-    )  # fmt: skip
-    assert bool(o.isfinite().all()) and bool(lse.isfinite().all())
 
 
 @settings(max_examples=examples(60))
@@ -550,18 +306,6 @@ def test_what_cannot_be_merged_or_written_is_refused() -> None:
         sim().write_pages(0, tiles, entries, moments[..., :71], chunk, k, k)
     with pytest.raises(ValueError, match="v has the shape"):
         sim().write_pages(0, tiles, entries, moments, chunk, k, k[:1])
-
-
-def test_copies_and_signals_come_in_the_order_of_their_stream() -> None:
-    tiles, hot = pinned(torch.randn(6, 2, PAGE, 32)), poison(4, 2, PAGE, 32)
-    source = pinned(torch.tensor([tiles[5].data_ptr(), tiles[0].data_ptr()]))
-    slots, word = pinned(torch.tensor([0, 3], dtype=torch.int32)), pinned(torch.zeros(1, dtype=torch.int32))
-    with Stream() as stream:
-        sim().copy_tiles(stream, source, slots, tiles[0].numel() * 4, hot)
-        sim().signal(stream, word, 41)
-        sim().stream_synchronize(stream)
-        assert word[0] == 41
-    assert torch.equal(hot[0], tiles[5]) and torch.equal(hot[3], tiles[0]) and bool(hot[1:3].isnan().all())
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

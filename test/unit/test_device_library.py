@@ -71,7 +71,6 @@ def test_without_a_gpu_the_cuda_library_loads_and_says_so() -> None:
     code = (
         "from fluxion_sglang.device.library import DeviceError, load\n"
         "library = load('cuda')\n"
-        "assert library.api() != 0\n"
         "assert 'libcuda.so' not in open('/proc/self/maps').read(), 'the driver is loaded before it is asked for'\n"
         "for ask in (library.info, library.stream_create):\n"
         "    try:\n        ask()\n    except DeviceError as error:\n        print(error)"
@@ -85,7 +84,7 @@ def test_without_a_gpu_the_cuda_library_loads_and_says_so() -> None:
 def test_the_simulated_device_says_what_it_is() -> None:
     report = load("sim").info()
     assert report["backend"] == "simulated" and report["memory_bytes"] >= report["free_bytes"] > 0
-    assert load("sim").api() != 0 and load("sim").device == "cpu"
+    assert load("sim").device == "cpu"
 
 
 def test_a_device_is_selected_by_its_number() -> None:

@@ -63,26 +63,6 @@ def wait_for(mail: Mail, word: str, value: int) -> None:
         time.sleep(0.0002)
 
 
-@pytest.mark.parametrize("urgent", [False, True])
-def test_what_the_cpu_waits_for_does_not_stand_behind_the_layer_that_waits_for_the_cpu(
-    urgent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's streams share a few queues, here one. An executor's batch behind a `take` would never begin."""
-    monkeypatch.setenv("FLUXION_SIM_QUEUES", "1")
-    mail = Mail(Shape())
-    buffers, word = Layers(mail, 1), pinned(torch.zeros(1, dtype=INT))
-    with Stream() as model, Stream(urgent) as executor:
-        step(mail, model, [1], [400])
-        buffers.launch(model, 0)
-        wait_for(mail, "published", 1)
-        sim().signal(executor, word, 7)
-        time.sleep(0.2)
-        assert (int(word) == 7) == urgent
-        mail.answer(1, torch.zeros(1, mail.shape.q_heads, mail.shape.head_dim), torch.zeros(1, mail.shape.q_heads))
-        sim().stream_synchronize(executor)
-        assert int(word) == 7
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_of_steps_go_to_and_fro(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -14,7 +14,6 @@ from world import World
 from fluxion_sglang.config import SCHEDULERS
 from fluxion_sglang.executor.base import ExecutorId
 from fluxion_sglang.executor.host import HostDevice
-from fluxion_sglang.executor.metrics import _COUNTERS
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -148,44 +147,13 @@ def test_every_scheduler_gives_the_same_attention(executors: str, scheduler: str
             assert cpu == (5 if scheduler == "uniform" else 2)
 
 
-POLICIES = ["full", "fixed:32:0.3", "oracle:0.05", "anchor:0.05", "psa:0.95", "lfps:0.1", "hgca"]
-
-
-@pytest.mark.parametrize("spec", POLICIES)
-@pytest.mark.parametrize("scheduler", ["priority", "uniform"])
-def test_a_device_takes_its_share_of_every_policy(spec: str, scheduler: str) -> None:
-    """On the simulated device, with hot tiles, against the CPU alone."""
-    outs, read = [], []
-    for executors in ("cpu", "cpu+gpu"):
-        world = World(
-            policy=spec, executors=executors, scheduler=scheduler, workers=1, attend_union=False, seed=3,
-            hot_bytes=1 << 20 if executors == "cpu+gpu" else 0,
-        )  # fmt: skip
-        for row, length in enumerate((1500, 345, 800), start=1):
-            world.extend(row, length)
-        outs.append([got for _ in range(4) for got, _ in world.decode([1, 2, 3])])
-        stats = world.engine.stats()
-        read.append([stats[name] for name in ("middle_tokens", "tokens_read", "tile_bytes", "metadata_bytes")])
-        if executors == "cpu+gpu":
-            assert stats["tasks"] == stats["tasks_cpu"] + stats["tasks_gpu"] and stats["failed_tasks"] == 0
-            assert stats["gpu_tasks"] == stats["tasks_gpu"]
-            assert {name for name in _COUNTERS if name.startswith("gpu_")} <= set(stats)
-            # Where anyone may take a task, the CPU may have been quicker every time.
-            given = scheduler != "priority" and spec.partition(":")[0] in ("full", "fixed", "anchor")
-            assert stats["tasks_gpu"] > 0 or not given
-            assert spec.partition(":")[0] not in ("oracle", "psa", "lfps", "hgca") or stats["tasks_gpu"] == 0
-    assert read[0] == read[1]
-    for cpu, both in zip(*outs, strict=True):
-        torch.testing.assert_close(cpu, both, atol=1e-5, rtol=1e-5)
-
-
-IDS = [ExecutorId.CPU, ExecutorId.TORCH, ExecutorId.GPU]
+IDS = [ExecutorId.CPU, ExecutorId.TORCH]
 
 
 @settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.integers(1, 5000), max_size=6), heads=st.integers(1, 5), group=st.integers(1, 4),
-    executors=st.integers(1, 3), seed=st.integers(0, 2**16),
+    executors=st.integers(1, 2), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_tasks_are_divided_as_the_scheduler_says(
     lengths: list[int], heads: int, group: int, executors: int, seed: int

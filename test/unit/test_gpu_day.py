@@ -128,7 +128,7 @@ def test_every_step_has_a_command_that_is_there() -> None:
         for command in filter(None, (one.command, one.simulated)):
             assert command[0] == "-m" or (ROOT / command[0]).is_file(), command
     alone = {one.name for one in day.STEPS if one.simulated is None}
-    assert alone == {"flashinfer", "graphs", "hot", "memcheck", "near_few", "racecheck"}
+    assert alone == {"flashinfer", "graphs", "memcheck", "near_few", "racecheck"}
 
 
 def test_without_a_gpu_it_says_what_to_do() -> None:

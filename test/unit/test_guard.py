@@ -259,9 +259,9 @@ def test_a_guard_that_is_no_share_is_refused(guard: float) -> None:
 
 
 def test_the_statistic_reaches_the_metrics() -> None:
-    # A dispatcher's, a layer server's, the near middle's, the files' and the landing zone's: test_dispatcher.py,
-    # test_timeline.py, test_near.py, test_disk_served.py, test_transfer.py.
-    starts = ("gpu_", "device_", "near_", "far_", "disk_", "arriv")
+    # A layer server's, the near middle's, the files' and the landing zone's: test_timeline.py, test_near.py,
+    # test_disk_served.py, test_transfer.py.
+    starts = ("device_", "near_", "far_", "disk_", "arriv")
     of_devices = {name for name in _COUNTERS if name.startswith(starts)}
     # The pool's, and the backend's: test_canary_served.py, test_deploy_served.py.
     of_others = {"canary_checks", "canary_mismatches", "failed_passes", "refused_specs", "healed_windows", "worker_ns"}

@@ -22,34 +22,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    ("cache", "builds"),
-    [
-        (None, 1),
-        ("CMAKE_CXX_COMPILER:FILEPATH=/usr/bin/c++\n", 1),
-        ("CMAKE_CUDA_COMPILER:FILEPATH=CMAKE_CUDA_COMPILER-NOTFOUND\n", 1),
-        ("CMAKE_CUDA_COMPILER:FILEPATH=/usr/local/cuda/bin/nvcc\n", 2),
-    ],
-)
-def test_the_cuda_library_is_built_once_more_when_flashinfer_is_there(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str | None, builds: int
-) -> None:
-    if cache is not None:
-        (tmp_path / "build" / "native").mkdir(parents=True)
-        (tmp_path / "build" / "native" / "CMakeCache.txt").write_text(cache)
-    watched: list[list[str]] = []
-    for name, stub in {
-        "make_venv": lambda: None,
-        "installer": lambda: ["pip"],
-        "packages": lambda *_: "packages",
-        "native": lambda: "native",
-        "watch": lambda tasks: watched.append(list(tasks)),
-    }.items():
-        monkeypatch.setattr(install, name, stub)
-    install.install_everything("")
-    assert watched[0] == ["packages", "native"] and watched[1:] == [["native"]] * (builds - 1)
-
-
 def test_who_builds_sees_the_compilers_warnings(
     install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

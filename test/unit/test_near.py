@@ -204,6 +204,41 @@ def test_after_a_pass_that_failed(passes: Make) -> None:
     assert counts(one)[0] > 0
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_a_nan_reaches_exactly_the_heads_that_read_it(passes: Make, part: int) -> None:
+    """In a tile that has a copy, as in one that the CPU reads."""
+    kw: dict[str, Any] = {"seed": 9, "policy": "fixed:16:0.3", "attend_union": False, "layers": 1}
+    near, plain = passes(200, **kw), passes(**kw)
+    for one in (near, plain):
+        one.extend({1: 1500})
+        one.world.pool.tiles(0)[0, one.world.pages[1][20], part, 4] = float("nan")
+    assert near.device._near is not None
+    near.device._near.renew(0)  # copies come from the pool again
+    reached = []
+    for _ in range(12):
+        missed = counts(near)[1]
+        found = []
+        for one in (near, plain):
+            one.begin_decode([1])
+            found.append(one.layer(0, [1])[0][0].isnan().any(-1).tolist())
+            one.device.finish()
+        assert found[0] == found[1]
+        if counts(near)[1] == missed:
+            reached.append(sum(found[0]))
+    assert any(reached) and all(n < 8 for n in reached), "a tile that is near, and heads that do not read it"
+
+
+def test_a_list_that_is_cut_into_parts_of_several_rounds(passes: Make) -> None:
+    shape = {"layers": 1, "heads": 1, "group": 2, "dim": 32, "max_tokens": 8192}
+    kw: dict[str, Any] = {"seed": 10, "policy": "full", **shape}
+    near, plain = passes(1000, **kw), passes(**kw)
+    for one in (near, plain):
+        one.extend({1: 5500, 2: 600})
+    both(near, plain, [1])
+    both(near, plain, [2, 1])
+    assert counts(near)[0] > 2 * 320 and counts(near)[1] == 0
+
+
 def test_less_memory_than_a_tile(passes: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="hot_tiles_gb is 1e-07, less than one tile"):
         Passes(monkeypatch, copies_gb=1e-7)

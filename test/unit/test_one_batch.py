@@ -192,8 +192,8 @@ def test_what_a_device_waits_is_in_the_rows_and_drawn(tmp_path: Path, monkeypatc
     assert row["reads"]["a"]["tile_bytes"] == 2 * 3 * 100
     row["decode_s"] = {"a": [8e-3] * 4}
     assert one_batch.idle(row, "a") == {"idle_ms": 0.5, "idle_ratio": 0.25}
-    row["reads"]["a"] = {"tile_bytes": 800, "gpu_tile_bytes": 200, "gpu_link_bytes": 50}
-    assert one_batch.idle(row, "a") == {"gpu_share": 0.25, "gpu_hot_share": 0.75, "idle_ms": 0.5, "idle_ratio": 0.25}
+    row["reads"]["a"] = {"tile_bytes": 800, "gpu_tile_bytes": 200}
+    assert one_batch.idle(row, "a") == {"gpu_share": 0.25, "idle_ms": 0.5, "idle_ratio": 0.25}
     assert one_batch.idle({"decode_s": {"a": [1.0]}}, "a") == {}, "the CPU is no device"
     monkeypatch.setattr(common, "ROOT", tmp_path)
     one_batch.save_timeline({"model": "needle", "length": 64}, tmp_path, tmp_path / "one_batch_needle.json")
@@ -208,11 +208,11 @@ def test_what_a_device_waits_is_in_the_rows_and_drawn(tmp_path: Path, monkeypatc
 
 def test_a_timeline_begins_with_the_first_publication() -> None:
     steps = [[LayerTimes(1, 0, 1000, 3000, 9000, 501_000, 503_000, 508_000)]]
-    drawn, error = timeline.bars(steps, [(504_000, 505_000)])
+    drawn, error = timeline.bars(steps)
     assert error == pytest.approx(0.5, abs=0.01), "between 499 and 500 us apart"
     start = 1.0 + 499.5
     assert drawn["queries, residents"] == [(0.0, 2.0)] and drawn["wait"] == [(2.0, 6.0)]
-    for name, begin, length in (("plan", 501, 2), ("middle", 503, 5), ("batch", 504, 1)):
+    for name, begin, length in (("plan", 501, 2), ("middle", 503, 5)):
         assert drawn[name] == [(pytest.approx(begin - start), pytest.approx(length))]
 
 

@@ -1,4 +1,4 @@
-"""What device, server, workers and dispatcher say to one another, in a million interleavings (test/fuzz).
+"""What device, server, workers and foreign executor say to one another, in a million interleavings (test/fuzz).
 
 More than here, by hand, with other seeds:
     cmake -S test/fuzz -B build/fuzz -GNinja && cmake --build build/fuzz

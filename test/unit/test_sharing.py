@@ -24,7 +24,7 @@ from fluxion_sglang.policy import parse_spec
 ISAS: list[str] = topology()["isas"]
 DTYPES = [torch.float32, torch.bfloat16, INT8]
 MOST_HEADS = 64
-CPU, ANY = 0, 3
+CPU, ANY = 0, 2
 
 
 @dataclass

@@ -162,8 +162,7 @@ def test_workers_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for busy, count in ((0, 8), (2, 6), (9, 1)):
         assert workers.create_workers(FluxionConfig(), beside=workers.Beside(busy)).count == count
     assert workers.create_workers(FluxionConfig(workers=8), beside=workers.Beside(2)).count == 8
-    gpu = Cuda.__new__(Cuda)
-    assert [gpu.beside(FluxionConfig(executors=name)).busy for name in ("cpu", "cpu+gpu")] == [2, 3]
+    assert Cuda.__new__(Cuda).beside().busy == 2
 
 
 @pytest.mark.parametrize(

@@ -155,16 +155,6 @@ def test_what_follows_from_the_flag(server_args: Any) -> None:
     assert (args.attention_backend, args.page_size) == (None, None)  # the record stays what the operator gave
 
 
-@pytest.mark.parametrize("executors", ["cpu+gpu", "cpu+torch"])
-def test_a_gpu_reads_no_pool_that_nobody_gave_it(executors: str) -> None:
-    config = FluxionConfig(executors=executors)
-    if executors == "cpu+torch":
-        return validation.check_device("cpu", config)
-    with pytest.raises(ConfigError, match=r"executors is 'cpu\+gpu', but the CPU is the device"):
-        validation.check_device("cpu", config)
-    return None
-
-
 @pytest.mark.parametrize(
     ("gib", "asked", "taken"),
     [(512, None, 4096), (512, 512, 512), (512, 8192, 8192), (512, -1, -1), (24, None, 4096), (8, None, 2048)],

@@ -10,8 +10,6 @@ import torch
 from int8 import INT8, stored
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.device.dispatcher import DispatcherOptions, GpuExecutor
-from fluxion_sglang.device.library import load
 from fluxion_sglang.executor.base import Executor
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
@@ -47,7 +45,6 @@ class World:
     workers: int = 2
     policy: str = "full"
     executors: str = "cpu"
-    hot_bytes: int = 0  # with cpu+gpu, whose device is the simulated one
     scheduler: str = "priority"
     attend_union: bool = True
     guard: float | None = None
@@ -73,8 +70,6 @@ class World:
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
-        if self.executors == "cpu+gpu":
-            foreign.append(GpuExecutor(load("sim"), DispatcherOptions(tasks=8, entries=512, hot_bytes=self.hot_bytes)))
         options = FluxionConfig(
             attend_union=self.attend_union, guard=self.guard, scheduler=self.scheduler,
             share_prefixes=self.share_prefixes,

@@ -314,7 +314,7 @@ def _gpu() -> Iterator[Check]:
 
     try:
         library = load("cuda")
-        capability, compiled_in = library.info()["capability"], library.has_flashinfer
+        capability = library.info()["capability"]
     except DeviceError as error:
         # Who has a CUDA compiler can build the library; who has none can serve on the CPU.
         mend = f"FLUXION_CUDA=on {_reinstall()}" if shutil.which("nvcc") else 'export CUDA_VISIBLE_DEVICES=""'
@@ -327,9 +327,4 @@ def _gpu() -> Iterator[Check]:
     except DeviceError as error:
         yield Check("flashinfer", FAIL, str(error), command=_install("flashinfer-python"))
     else:
-        version = str(_version("flashinfer-python"))
-        if compiled_in:
-            yield Check("flashinfer", OK, version)
-        else:
-            found = f"{version}; libfluxion_cuda.so was built without its headers, so Fluxion's own kernels attend"
-            yield Check("flashinfer", WARN, found, "build it once more", f"FLUXION_CUDA=on {_reinstall()}")
+        yield Check("flashinfer", OK, str(_version("flashinfer-python")))

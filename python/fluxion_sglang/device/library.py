@@ -22,7 +22,7 @@ import tvm_ffi
 
 from fluxion_sglang.native import check_complete, library_path
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """What `device_abi` of a library that fits this file returns."""
 
 Backend = Literal["cuda", "sim"]
@@ -32,7 +32,7 @@ _ELEMENT = {torch.bfloat16: 2, torch.float32: 4}
 
 # These return at once and never wait for another thread. All others may: a launch does when the device's queue is
 # full, and what it waits for may need Python.
-_PROMPT = frozenset({"device_abi", "device_api", "workspace_bytes", "near_bytes", "inject"})
+_PROMPT = frozenset({"device_abi", "near_bytes", "inject"})
 
 
 @tvm_ffi.register_error("DeviceError")
@@ -89,10 +89,6 @@ class DeviceLibrary:
             bound.release_gil = name not in _PROMPT
             self._functions[name] = bound
         return bound
-
-    def api(self) -> int:
-        """Address of the library's `DeviceApi` (csrc/device/device_api.h), for libfluxion.so."""
-        return int(self._function("device_api")())
 
     def select(self, device: int) -> None:
         """Use the device of this number (torch's index), in every thread; before anything else. The default is 0."""
@@ -409,67 +405,7 @@ class DeviceLibrary:
         """
         self._function("merge")(stream, o_a, lse_a, o_b, lse_b, base2, o, lse)
 
-    # --- what host code reaches through `api`; here for tests and measurements ---
-
-    def workspace_bytes(self, tasks: int, longest: int, group: int, head_dim: int) -> int:
-        """Bytes of the workspace of a batch."""
-        return int(self._function("workspace_bytes")(tasks, longest, group, head_dim))
-
-    def plan_bytes(self, tasks: int, entries: int, group: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of FlashInfer's plan of a batch; 0: it has no kernel for such groups, or is not compiled in."""
-        return int(self._function("plan_bytes")(tasks, entries, group, head_dim, self._element(dtype)))
-
-    @property
-    def has_flashinfer(self) -> bool:
-        """Whether FlashInfer's kernels are compiled in: of the groups and head dimensions that it serves, one."""
-        return self.plan_bytes(1, 1, 4, 128, torch.bfloat16) > 0
-
-    def attend(
-        self,
-        stream: int,
-        tasks: torch.Tensor,
-        longest: int,
-        entries: torch.Tensor,
-        masks: torch.Tensor | None,
-        hot: torch.Tensor | None,
-        group: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        scale: float,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        workspace: torch.Tensor,
-        plan: torch.Tensor | None = None,
-    ) -> None:
-        """A `DeviceBatch` (csrc/device/device_api.h).
-
-        Args:
-            tasks: uint8 [n, 24], its DeviceTasks, pinned. plan: int32, pinned; with it FlashInfer attends: to
-                hot tiles alone, without masks, and the tasks' q lie one behind the other.
-        """
-        nothing = torch.empty(0, dtype=torch.uint8)
-        self._function("attend")(
-            stream,
-            tasks,
-            longest,
-            entries,
-            nothing if masks is None else masks,
-            nothing if hot is None else hot,
-            group,
-            head_dim,
-            self._element(dtype),
-            scale,
-            o,
-            lse,
-            workspace,
-            nothing if plan is None else plan,
-        )
-
-    def copy_tiles(
-        self, stream: int, source: torch.Tensor, slots: torch.Tensor, tile_bytes: int, hot: torch.Tensor
-    ) -> None:
-        """Tiles at the addresses `source` [n] int64 to `slots` [n] int32 of `hot`; both pinned."""
-        self._function("copy_tiles")(stream, source, slots, tile_bytes, hot)
+    # --- measurements, streams and graphs ---
 
     def copy_in_order(self, stream: int, source: torch.Tensor, to: torch.Tensor) -> None:
         """to = source by a plain kernel, which reads 16 bytes a thread in their order: what the link gives to kernels.
@@ -479,14 +415,9 @@ class DeviceLibrary:
         """
         self._function("copy_in_order")(stream, source, to)
 
-    def signal(self, stream: int, word: torch.Tensor, value: int) -> None:
-        """word[0] = value, int32 and pinned, once everything before it in the stream is done."""
-        self._function("signal")(stream, word, value)
-
-    def stream_create(self, urgent: bool = False) -> int:
-        """A stream that waits for no other. urgent: nor for what stands before it in a queue of the device with a
-        stream of the model's; kernels of such streams also come first."""
-        return int(self._function("stream_create")(urgent))
+    def stream_create(self) -> int:
+        """A stream that waits for no other."""
+        return int(self._function("stream_create")())
 
     def stream_destroy(self, stream: int) -> None:
         """What was launched on it is finished first."""

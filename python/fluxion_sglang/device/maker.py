@@ -28,9 +28,11 @@ class _StreamMaker(DeviceMaker):
         self._pinned: list[Pinned] = []
 
     def reserved_tokens(self, shape: KVShape, config: FluxionConfig, host_tokens: int) -> int:
-        kept = int(config.hot_tiles_gb * GIB) + (metadata_bytes(shape, host_tokens) if config.gpu_ranks else 0)
-        hot = -(-kept // (shape.layers * shape.token_bytes))
-        return -(-stage_tokens() // shape.layers) + hot  # the stages are of one layer
+        stages = -(-stage_tokens() // shape.layers)  # of one layer
+        if not config.gpu_ranks:
+            return stages
+        kept = int(config.hot_tiles_gb * GIB) + metadata_bytes(shape, host_tokens)
+        return stages + -(-kept // (shape.layers * shape.token_bytes))
 
     def request_tokens(self, shape: KVShape, config: FluxionConfig, group: int, max_tokens: int) -> int:
         if not config.gpu_ranks:
@@ -81,10 +83,10 @@ class Cuda(_StreamMaker):
         super().__init__(load("cuda"))
         flashinfer.check_installed()
 
-    def beside(self, config: FluxionConfig) -> Beside:
-        """The thread that launches kernels, and SGLang's other processes; the dispatcher's. Workers spin from one
-        layer's attention to the next, which a GPU has in less than a millisecond."""
-        return Beside(busy=3 if "gpu" in config.executors else 2, spin_us=1000)
+    def beside(self) -> Beside:
+        """The thread that launches kernels, and SGLang's other processes. Workers spin from one layer's attention to
+        the next, which a GPU has in less than a millisecond."""
+        return Beside(busy=2, spin_us=1000)
 
     def select(self) -> None:
         flashinfer.module()  # not in a launcher: the import may look at the GPU

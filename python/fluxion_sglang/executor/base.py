@@ -2,9 +2,8 @@
 
 The tasks of a layer stand in one queue, sorted by priority: a lane for each executor and one for all, each behind one
 atomic word. Executors pull the next task when they are free; a task belongs to whoever pulled it, so each is computed
-exactly once, by somebody. The native workers (`csrc/engine`) pull without Python, and hand some tasks over to a device
-(`device/dispatcher.py`) once they have chosen what to read; any other executor gets the calling thread between the
-layer's begin and finish, and this interface.
+exactly once, by somebody. The native workers (`csrc/engine`) pull without Python; any other executor gets the calling
+thread between the layer's begin and finish, and this interface.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class ExecutorId(IntEnum):
 
     CPU = 0
     TORCH = 1
-    GPU = 2
 
 
 @dataclass(frozen=True)
@@ -76,19 +74,9 @@ class Executor(ABC):
 
     id: ExecutorId
 
-    def bind(self, engine: NativeEngine, q_heads: int) -> None:  # noqa: B027
-        """The engine whose queue it will pull from, once, before the first layer."""
-
-    def stats(self) -> dict[str, int]:
-        """Cumulative counts of its own."""
-        return {}
-
     @abstractmethod
     def drain(self, work: LayerWork) -> None:
-        """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled.
-
-        One that pulls from a thread of its own has nothing to do here.
-        """
+        """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled."""
 
 
 MakeExecutors = Callable[[FluxionConfig, HostPool], list[Executor]]
@@ -96,11 +84,7 @@ MakeExecutors = Callable[[FluxionConfig, HostPool], list[Executor]]
 
 
 def executors_of(options: FluxionConfig, pool: HostPool) -> list[Executor]:
-    """The executors that pull beside the native workers.
-
-    Raises:
-        DeviceError: there is no device.
-    """
+    """The executors that pull beside the native workers."""
     if options.executors == "cpu":
         return []
     make: MakeExecutors = plugins.load(plugins.EXECUTORS, options.executors)

@@ -142,8 +142,6 @@ class DecodeEngine:
             guard=options.guard,
             share_prefixes=options.share_prefixes,
         )
-        for executor in executors:
-            executor.bind(self.native, q_heads)
         self.anchors = Anchors(pool, windows.rows, q_heads)
         self._guarded = options.guard is not None
         self._canary = options.canary > 0
@@ -354,8 +352,6 @@ class DecodeEngine:
         stats = self.done()
         for observer in self.observers:
             stats = observer.count(stats)
-        for executor in self.executors:
-            stats |= executor.stats()
         return stats
 
 

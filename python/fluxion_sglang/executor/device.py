@@ -130,7 +130,7 @@ class DeviceMaker(ABC):
     def select(self) -> None:  # noqa: B027
         """Use the device that SGLang has chosen for this process."""
 
-    def beside(self, config: FluxionConfig) -> Beside:
+    def beside(self) -> Beside:
         """What the CPU's workers are beside."""
         return ALONE
 
@@ -145,7 +145,7 @@ class DeviceMaker(ABC):
 
     @abstractmethod
     def adopt(self, pool: HostPool) -> None:
-        """Make the pool's memory readable by the device, for as long as the process lives. Before executors are made.
+        """Make the pool's memory readable by the device, for as long as the process lives.
 
         Raises:
             DeviceError: it cannot be.

@@ -296,7 +296,7 @@ class NativeEngine:
         self._in_use = ()
 
     def queue_pop(self, executor: int) -> int:
-        """Claim the next task for a foreign executor (1 torch, 2 gpu); -1 when there is none.
+        """Claim the next task for a foreign executor (1: torch); -1 when there is none.
 
         The claim must be delivered or failed. It holds until then, or until `layer_finish` times out.
         """
@@ -347,7 +347,7 @@ class NativeEngine:
         return int(function("engine_selection")(self.handle, claim, pages, masks))
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, tasks_gpu, failed_tasks, widened_tasks (that
+        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, failed_tasks, widened_tasks (that
         the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
         metadata_bytes (see `reads`, but what tasks read together counts once), shared_tasks (done together with
         others), shared_tile_bytes and shared_metadata_bytes (what these would have read besides if each had been done

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 38
+ABI_VERSION = 39
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -57,9 +57,6 @@ _BLOCKING = frozenset(
         "engine_layer_finish",
         "engine_abandon",
         "engine_selection",
-        "dispatcher_create",
-        "dispatcher_stop",
-        "time_attend",
         "mailbox_wait",
         "mailbox_finish",
         "mailbox_serve",

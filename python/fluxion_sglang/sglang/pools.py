@@ -72,7 +72,7 @@ class FluxionKVPool(KVCache):
         self.maker = maker_of(device)
         if self.maker is not None:
             self.maker.select()  # this rank's, as SGLang has chosen it
-        beside = ALONE if self.maker is None else self.maker.beside(config)
+        beside = ALONE if self.maker is None else self.maker.beside()
         workers = create_workers(config, rank, ranks, beside)
         self.host = HostPool(shape, tokens, placement, workers, config.spread, config.canary)
         self.windows = Windows(self.host, rows, device)

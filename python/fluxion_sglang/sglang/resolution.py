@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +61,6 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     previous(server_args)
     validation.check_device(view.device, config)
     served_models.check_quantised(view)
-    if view.device == "cuda" and "gpu" in config.executors:
-        _load_kernels_early()
     validation.check_speculation(view, config)
     validation.check_transfer(view, config)
     if config.disk is not None:
@@ -89,13 +86,6 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         page_size=PAGE,
         disable_hybrid_swa_memory=True,
     )
-
-
-def _load_kernels_early() -> None:
-    """A kernel that is loaded when it is first launched may wait for the device, which waits for the CPU, which waits
-    for what the executor has launched. Processes that will be spawned read this when they first see the GPU."""
-    if os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER") != "EAGER":
-        logger.warning("Fluxion: CUDA_MODULE_LOADING is not EAGER; with executors cpu+gpu steps may stand still")
 
 
 def _narrow_drafts(server_args: Any, view: Any) -> None:

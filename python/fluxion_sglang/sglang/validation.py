@@ -277,11 +277,6 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"canary is {config.canary:g}, but host KV is checked where the CPU reads all of it, and SGLang would use "
             f"{device}; leave the key out."
         )
-    if maker_of(device) is None and "gpu" in config.executors:  # raises where the device's library is missing
-        raise ConfigError(
-            f"executors is {config.executors!r}, but the CPU is the device, and nobody has given a GPU the memory that "
-            'it would read; serve with --device cuda, or use executors "cpu".'
-        )
 
 
 def check_speculation(args: Any, config: FluxionConfig) -> None:

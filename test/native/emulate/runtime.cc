@@ -128,46 +128,9 @@ struct Event {
   }
 };
 
-// What streams of one priority share: work runs in the order in which it came.
-class Queue {
- public:
-  uint64_t stand() {
-    const std::lock_guard lock(mutex_);
-    return last_++;
-  }
-  void wait(uint64_t place) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return first_ == place; });
-  }
-  void leave() {
-    const std::lock_guard lock(mutex_);
-    ++first_;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t first_ = 0, last_ = 0;
-};
-
-// The queue of a new stream; nullptr: it has its own.
-Queue* queue_of(int priority) {
-  const char* text = std::getenv("FLUXION_SIM_QUEUES");
-  const int count = text != nullptr ? std::atoi(text) : 0;
-  if (count <= 0) return nullptr;
-  static std::mutex mutex;
-  static auto* const queues = new std::map<std::pair<int, int>, std::unique_ptr<Queue>>;  // as Memory
-  static int streams = 0;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<Queue>& queue = (*queues)[{priority, streams++ % count}];
-  if (queue == nullptr) queue = std::make_unique<Queue>();
-  return queue.get();
-}
-
 struct Stream {
   // The default stream has no thread.
-  explicit Stream(bool threaded, Queue* queue = nullptr) : queue_(queue) {
+  explicit Stream(bool threaded) {
     if (threaded) thread_ = std::thread([this] { loop(); });
   }
   ~Stream() {
@@ -186,20 +149,8 @@ struct Stream {
       return;
     }
     const std::lock_guard lock(mutex);
-    if (queue_ != nullptr) {
-      work = [this, work = std::move(work), place = queue_->stand()](Stream& stream) {
-        queue_->wait(place);
-        work(stream);
-        queue_->leave();
-      };
-    }
     work_.push_back(std::move(work));
     changed_.notify_all();
-  }
-
-  bool idle() {
-    const std::lock_guard lock(mutex);
-    return work_.empty();
   }
 
   void synchronize() {
@@ -230,7 +181,6 @@ struct Stream {
   }
 
   std::condition_variable changed_;
-  Queue* const queue_;
   std::deque<Work> work_;
   bool stop_ = false;
   std::thread thread_;
@@ -355,11 +305,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   return cudaMemGetInfo(&free, &properties->totalGlobalMem);
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 4;  // so that lists of a test's size are cut
-  return result(cudaSuccess);
-}
-
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   *free = static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * page;
@@ -413,29 +358,15 @@ cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stre
   return submit(stream, [=](Stream&) { std::memset(at, value, bytes); });
 }
 
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = 0;
-  *greatest = -5;
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = lost ? nullptr : new Stream(true);
   return result(cudaSuccess);
-}
-
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
-  *stream = lost ? nullptr : new Stream(true, queue_of(priority));
-  return result(cudaSuccess);
-}
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (stream == nullptr) return result(cudaErrorInvalidResourceHandle);
   delete stream;
   return result(cudaSuccess);
-}
-
-cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return result(lost || of(stream).idle() ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {

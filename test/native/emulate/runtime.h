@@ -1,9 +1,7 @@
 // Stands for cuda_runtime.h where there is no GPU: the part of CUDA that csrc/cuda uses, so that kernels and
 // launches run on a CPU as they are written.
 //
-// A stream is a thread that runs its work in order; the default stream runs it in the thread that asks.
-// FLUXION_SIM_QUEUES says how many queues the streams of one priority share, as a GPU's do: work begins when
-// all that stands before it in its queue has ended, another stream's work, too. (0: a queue a stream.) The
+// A stream is a thread that runs its work in order; the default stream runs it in the thread that asks. The
 // blocks of a kernel run one after another. A block's threads are fibers: one runs until it waits for others
 // (__syncthreads, a warp's shuffle), and every second round goes from the last to the first, so that what a
 // missing barrier leaves to chance does differ. ThreadSanitizer sees fibers as threads which are ordered by
@@ -36,7 +34,6 @@ enum cudaError_t : int {
   cudaErrorHostMemoryAlreadyRegistered = 712,
   cudaErrorHostMemoryNotRegistered = 713,
   cudaErrorLaunchFailure = 719,
-  cudaErrorNotReady = 600,
   cudaErrorStreamCaptureUnsupported = 900,
 };
 
@@ -97,7 +94,6 @@ struct cudaDeviceProp {
   int major, minor, multiProcessorCount;
   size_t totalGlobalMem;
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 inline constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocPortable = 1,
                           cudaHostAllocMapped = 2, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2;
 
@@ -107,12 +103,6 @@ cudaError_t cudaGetLastError();
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
-template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
-  *blocks = 2;
-  return cudaSuccess;
-}
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total);
 cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaRuntimeGetVersion(int* version);
@@ -125,10 +115,7 @@ cudaError_t cudaHostUnregister(void* memory);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* memory);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
-cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);

@@ -233,7 +233,13 @@ def options(
         return engine_options(str(model), dtype, device, None, max_total_tokens=tokens, **more)
     # Requests are few, and what their policies remember of long ones may be more than a share of so small a pool.
     every = FORCED_AUDITED if needs.forced else 1
-    flag = {"policy_state_gb": STATE_GB, **config, "policy": "full", "host_tokens": tokens, "audit": {"file": str(audit), "every": every}}
+    flag = {
+        "policy_state_gb": STATE_GB,
+        **config,
+        "policy": "full",
+        "host_tokens": tokens,
+        "audit": {"file": str(audit), "every": every},
+    }
     return engine_options(str(model), dtype, device, flag, **more)
 
 

@@ -119,7 +119,8 @@ class DiskLinker(UnifiedCacheLinker):
         assert folder is not None
         self._folder = folder
         # Replicas have the same pages, and one folder.
-        self._limit = int(pool.config.beside_path("disk", "gb", DISK_GB) * GIB) // max(server_args.tp_size // server_args.nnodes, 1)
+        ranks = max(server_args.tp_size // server_args.nnodes, 1)
+        self._limit = int(pool.config.beside_path("disk", "gb", DISK_GB) * GIB) // ranks
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.layer_num)
         self._tiles = self.host.stored.numpy()

@@ -312,7 +312,7 @@ def test_steps_choose_in_the_middle_that_they_have() -> None:
         beside = (0.2 * now @ residents.mT).logsumexp(-1)
         want = locality.by_sketch(now, locality.Sketches.of(keys), beside, 0.2, 0.1)
         for way, tiles in zip(locality.WAYS, want, strict=True):
-            assert torch.equal(found["sketch", way][step, 1, :, :pages], tiles)
+            assert torch.equal(found[common.SKETCH, way][step, 1, :, :pages], tiles)
 
 
 # ---- models
@@ -376,7 +376,7 @@ def test_from_a_model_to_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert missed >= row["read"] - row["share"] - 0.02, "a step hits no more than the cache holds"
         if row["policy"].startswith("fixed") and row["way"] == "once":
             assert row["read"] == pytest.approx(float(row["policy"][-4:]), abs=1 / 44)
-    assert "tiny 1024 sketch" in capsys.readouterr().out
+    assert f"tiny 1024 {common.SKETCH}" in capsys.readouterr().out
     common.save(tmp_path / "results" / "box" / "locality.json", data)
     shown = locality_tables.locality(tmp_path / "results")
     assert shown.count("| tiny | 1,024 |") == ways and "Not decided yet: gemma3 decides" in shown

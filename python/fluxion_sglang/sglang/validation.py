@@ -277,6 +277,7 @@ def check_device(device: str, config: FluxionConfig) -> None:
             f"canary is {config.canary:g}, but host KV is checked where the CPU reads all of it, and SGLang would use "
             f"{device}; leave the key out."
         )
+    maker_of(device)  # raises where the device's library is missing
 
 
 def check_speculation(args: Any, config: FluxionConfig) -> None:

@@ -25,23 +25,31 @@ def public(results: Path) -> str:
     """What policies cost on public checkpoints and real text: a table a model, a line a policy, by length."""
     out = []
     for name, shown in PUBLIC.items():
-        for path, data in result_files(results, f"quality_{name}.json"):
-            found = {(row["length"], row["policy"]): row for row in data["rows"]}
-            lengths = sorted({length for length, _ in found})
-            longest = {policy: row for (length, policy), row in found.items() if length == lengths[-1]}
-            lines = []
-            for policy in sorted(longest, key=lambda policy: -longest[policy]["read_fraction"]):
-                cells = [forced(found[length, policy], found[length, "full"]) for length in lengths]
-                lines.append(
-                    [f"`{policy}`", *(cell for _, change, kl, _, read in cells for cell in (change, kl, read))]
-                )
-            head = ["policy", *(f"{what}{n:,}" for n in lengths for what in ("change at ", "KL at ", "read at "))]
-            full = ", ".join(f"{found[length, 'full']['score']:.2f} at {length:,}" for length in lengths)
-            drawn = table(head, lines, "l" + "r" * (len(head) - 1))
-            of = f"{data['samples']} windows of each length, bfloat16. Model {data['model']['sha256'][:12]}."
-            source = f"{of} {where(data)} [Data]({link(path)})"
-            out.append(f"{shown}; perplexity of `full` {full}:\n\n{drawn}\n{source}.\n")
+        found, source = forced_rows(results, name)
+        if not found:
+            continue
+        lengths = sorted({length for length, _ in found})
+        longest = {policy: row for (length, policy), row in found.items() if length == lengths[-1]}
+        lines = []
+        for policy in sorted(longest, key=lambda policy: -longest[policy]["read_fraction"]):
+            cells = [forced(found[length, policy], found[length, "full"]) for length in lengths]
+            lines.append([f"`{policy}`", *(cell for _, change, kl, _, read in cells for cell in (change, kl, read))])
+        head = ["policy", *(f"{what}{n:,}" for n in lengths for what in ("change at ", "KL at ", "read at "))]
+        full = ", ".join(f"{found[length, 'full']['score']:.2f} at {length:,}" for length in lengths)
+        drawn = table(head, lines, "l" + "r" * (len(head) - 1))
+        out.append(f"{shown}; perplexity of `full` {full}:\n\n{drawn}\n{source}\n")
     return "\n".join(out) or "Not measured yet: `make checkpoints quality`.\n"
+
+
+def forced_rows(results: Path, name: str) -> tuple[dict[tuple[int, str], dict[str, Any]], str]:
+    """Rows of all policies on a public checkpoint by length and policy, and where they come from."""
+    found, sources = {}, []
+    for path, data in result_files(results, f"quality_{name}*.json"):
+        if data["suite"] == "perplexity" and {"sketch", "streaming"} <= set(data["policies"]):
+            found |= {(row["length"], row["policy"]): row for row in data["rows"]}
+            source = f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}, {data['samples']} windows"
+            sources.append(f"{source}. {where(data)}")
+    return found, f"Bfloat16. Data: {' '.join(sources)}"
 
 
 def long_answers(results: Path) -> str:

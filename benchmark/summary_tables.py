@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quality_tables import PUBLIC, forced
+from quality_tables import PUBLIC, forced, forced_rows
 from rendering import link, nothing, result_files, table, where
 
 MODEL = "smollm2"
@@ -30,10 +30,11 @@ def headline(results: Path) -> str:
         return (
             f"SmolLM2-135M predicts real text after up to {length:,} tokens while each decode step reads "
             f"**{kept['read_fraction']:.0%}** of what lies between the first 64 and the last 256 tokens. Its "
-            f"perplexity is {kept['score']:.2f}, and {whole['score']:.2f} where all of that is read: **{change}**, 95% interval "
-            f"{low} to {high} ({data['samples']} windows, [data]({link(path)})). A step with {batch} prompts of "
-            f"{prompt:,} tokens takes {ms[batch, prompt, 'sketch']:.0f} ms, and {ms[batch, prompt, 'full']:.0f} ms "
-            f"where all is read ([data]({link(times_path)})). This takes no training. The model is small, so measure yours.\n"
+            f"perplexity is {kept['score']:.2f}, and {whole['score']:.2f} where all of that is read: **{change}**, "
+            f"95% interval {low} to {high} ({data['samples']} windows, [data]({link(path)})). A step with {batch} "
+            f"prompts of {prompt:,} tokens takes {ms[batch, prompt, 'sketch']:.0f} ms, and "
+            f"{ms[batch, prompt, 'full']:.0f} ms where all is read ([data]({link(times_path)})). This takes no "
+            "training. The model is small, so measure yours.\n"
         )
     return "Not measured yet: `make checkpoints quality`.\n"
 
@@ -70,14 +71,14 @@ def answers(results: Path) -> str:
     lines, sources = [], []
     policies = ("sketch", "fixed:16:0.25")
     for name, shown in PUBLIC.items():
-        for path, data in result_files(results, f"quality_{name}.json"):
-            found = {(row["length"], row["policy"]): row for row in data["rows"]}
-            for length in sorted({length for length, _ in found}):
-                full = found[length, "full"]
-                cells = [forced(found[length, policy], full) for policy in policies]
-                shares = [cell for _, change, _, _, read in cells for cell in (change, read)]
-                lines.append([shown, f"{length:,}", f"{full['score']:.2f}", *shares])
-            sources.append(f"[{path.stem}]({link(path)}), {data['samples']} windows. {where(data)}")
+        found, source = forced_rows(results, name)
+        for length in sorted({length for length, _ in found}):
+            full = found[length, "full"]
+            cells = [forced(found[length, policy], full) for policy in policies]
+            shares = [cell for _, change, _, _, read in cells for cell in (change, read)]
+            lines.append([shown, f"{length:,}", f"{full['score']:.2f}", *shares])
+        if found:
+            sources.append(source.removeprefix("Bfloat16. Data: "))
     head = ["model", "prompt", "perplexity of `full`", *(f"`{p}`{of}" for p in policies for of in ("", " reads"))]
     if not lines:
         return "Not measured yet: `make checkpoints quality`.\n"

@@ -63,8 +63,8 @@ def long_answers(results: Path) -> str:
                     continue
                 full = cells[task, "full"]
                 windows = len(set(full["documents"]))
-                forced = row["kl_steps"] // windows + 1
-                at = [shown, f"{row['length'] - forced:,}", f"{forced:,}", str(windows), f"`{policy}`"]
+                answer = row["kl_steps"] // windows + 1
+                at = [shown, f"{row['length'] - answer:,}", f"{answer:,}", str(windows), f"`{policy}`"]
                 _, change, divergence, same, read = forced(row, full)
                 spans = [f"{value:.4f}" for value in (row["kl_by_span"][0], row["kl_by_span"][-1])]
                 lines.append([*at, change, divergence, *spans, same, read])

@@ -48,19 +48,17 @@ def _medians(data: dict[str, Any]) -> dict[tuple[int, int, str], float]:
 
 
 def speed(results: Path) -> str:
-    """`one_batch` on a public checkpoint: every batch and length."""
+    """`one_batch` on a public checkpoint: the least and the largest batch, the two longest prompts."""
     out = []
     for path, data in result_files(results, f"one_batch_{MODEL}.json"):
         ms = _medians(data)
-        policies = list(dict.fromkeys(policy for _, _, policy in ms))
-        sparse = [policy for policy in policies if policy != "full"]
+        batches, lengths = ({key[at] for key in ms} for at in (0, 1))
         rows = []
-        for batch, length in sorted({key[:2] for key in ms}):
-            times = {policy: ms[batch, length, policy] for policy in policies}
-            ratios = [f"{times['full'] / times[policy]:.1f}x" for policy in sparse]
-            rows.append([str(batch), f"{length:,}", *(f"{time:.1f}" for time in times.values()), *ratios])
-        head = ["batch", "prompt (tokens)", *(f"`{policy}` (ms)" for policy in policies)]
-        head += [f"`full` / `{policy}`" for policy in sparse]
+        for batch in sorted({min(batches), max(batches)}):
+            for length in sorted(lengths)[-2:]:
+                full, sparse = (ms[batch, length, policy] for policy in ("full", "sketch"))
+                rows.append([str(batch), f"{length:,}", f"{full:.1f}", f"{sparse:.1f}", f"{full / sparse:.1f}x"])
+        head = ["batch", "prompt (tokens)", "`full` (ms)", "`sketch` (ms)", "`full` / `sketch`"]
         note = f"Medians of {min(row['steps'] for row in data['rows'])} steps, bfloat16. {where(data)}"
         out.append(f"{table(head, rows, 'r' * len(head))}\n{note} [Data]({link(path)}).\n")
     return "\n".join(out) or nothing("one_batch.py")

@@ -54,7 +54,9 @@ PUBLIC = {
     ]
     for name, suite, lengths, samples, policies in (
         ("smollm2", "perplexity", "4096,8190", "16", PUBLIC_POLICIES),
-        ("gemma3", "perplexity", "8192,16384,32766", "16", PUBLIC_POLICIES),
+        ("gemma3", "perplexity", "8192", "16", PUBLIC_POLICIES),
+        ("gemma3_16k", "perplexity", "16384", "16", PUBLIC_POLICIES),
+        ("gemma3_32k", "perplexity", "32766", "16", PUBLIC_POLICIES),
         ("smollm2_long", "long", "8190", "2", "full,sketch,sketch:0.10"),
         ("gemma3_long", "long", "21845", "2", "full,sketch,sketch:0.10"),
         ("smollm2_yardsticks", "perplexity", "8190", "8", "full,labels,oracle:0.05,anchor"),

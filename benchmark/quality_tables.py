@@ -22,21 +22,34 @@ PUBLIC = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 
 
 def public(results: Path) -> str:
-    """What policies cost on public checkpoints and real text: a line a model, length and policy."""
-    lines, sources = [], []
+    """What policies cost on public checkpoints and real text: a table a model, a line a policy, by length."""
+    out = []
     for name, shown in PUBLIC.items():
-        for path, data in result_files(results, f"quality_{name}.json"):
-            for length in sorted({row["length"] for row in data["rows"]}):
-                rows = [row for row in data["rows"] if row["length"] == length]
-                full = next(row for row in rows if row["policy"] == "full")
-                at = [shown, f"{length:,}", str(len(set(full["documents"])))]
-                for row in sorted(rows, key=lambda row: -row["read_fraction"]):
-                    lines.append([*at, f"`{row['policy']}`", *_forced(row, full)])
-            sources.append(f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}. {where(data)}")
-    if not lines:
-        return "Not measured yet: `make checkpoints quality`.\n"
-    head = ["model", "prompt", "windows", "policy", "perplexity", "change", "KL", "same token", "read"]
-    return f"{table(head, lines, 'lrrlrrrrr')}\nBfloat16. Data: {' '.join(sources)}\n"
+        found, source = forced_rows(results, name)
+        if not found:
+            continue
+        lengths = sorted({length for length, _ in found})
+        longest = {policy: row for (length, policy), row in found.items() if length == lengths[-1]}
+        lines = []
+        for policy in sorted(longest, key=lambda policy: -longest[policy]["read_fraction"]):
+            cells = [forced(found[length, policy], found[length, "full"]) for length in lengths]
+            lines.append([f"`{policy}`", *(cell for _, change, kl, _, read in cells for cell in (change, kl, read))])
+        head = ["policy", *(f"{what}{n:,}" for n in lengths for what in ("change at ", "KL at ", "read at "))]
+        full = ", ".join(f"{found[length, 'full']['score']:.2f} at {length:,}" for length in lengths)
+        drawn = table(head, lines, "l" + "r" * (len(head) - 1))
+        out.append(f"{shown}; perplexity of `full` {full}:\n\n{drawn}\n{source}\n")
+    return "\n".join(out) or "Not measured yet: `make checkpoints quality`.\n"
+
+
+def forced_rows(results: Path, name: str) -> tuple[dict[tuple[int, str], dict[str, Any]], str]:
+    """Rows of all policies on a public checkpoint by length and policy, and where they come from."""
+    found, sources = {}, []
+    for path, data in result_files(results, f"quality_{name}*.json"):
+        if data["suite"] == "perplexity" and {"sketch", "streaming"} <= set(data["policies"]):
+            found |= {(row["length"], row["policy"]): row for row in data["rows"]}
+            source = f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}, {data['samples']} windows"
+            sources.append(f"{source}. {where(data)}")
+    return found, f"Bfloat16. Data: {' '.join(sources)}"
 
 
 def long_answers(results: Path) -> str:
@@ -50,9 +63,9 @@ def long_answers(results: Path) -> str:
                     continue
                 full = cells[task, "full"]
                 windows = len(set(full["documents"]))
-                forced = row["kl_steps"] // windows + 1
-                at = [shown, f"{row['length'] - forced:,}", f"{forced:,}", str(windows), f"`{policy}`"]
-                _, change, divergence, same, read = _forced(row, full)
+                answer = row["kl_steps"] // windows + 1
+                at = [shown, f"{row['length'] - answer:,}", f"{answer:,}", str(windows), f"`{policy}`"]
+                _, change, divergence, same, read = forced(row, full)
                 spans = [f"{value:.4f}" for value in (row["kl_by_span"][0], row["kl_by_span"][-1])]
                 lines.append([*at, change, divergence, *spans, same, read])
             sources.append(f"[{path.stem}]({link(path)}), model {data['model']['sha256'][:12]}. {where(data)}")
@@ -63,7 +76,7 @@ def long_answers(results: Path) -> str:
     return f"{table(head, lines, 'lrrrlrrrrrr')}\nBfloat16. Data: {' '.join(sources)}\n"
 
 
-def _forced(row: dict[str, Any], full: dict[str, Any]) -> list[str]:
+def forced(row: dict[str, Any], full: dict[str, Any]) -> list[str]:
     """Perplexity, its change to that of `full` with the interval, KL, agreement and what was read."""
     read = f"{row['read_fraction']:.1%}"
     if row is full:

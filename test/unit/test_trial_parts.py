@@ -371,7 +371,7 @@ def test_a_model_without_a_predictor_is_told_how_to_train_one(facts: ModelFacts)
     results.plan.refused["fluxion"] = "there is none"
     notes = advice.advise(results, [], {}).notes
     assert any("fluxion train --model" in note for note in notes)
-    assert any("--policies sketch:0.05" in note for note in notes)
+    assert any("--policies sketch:0.02" in note for note in notes)
 
 
 def test_it_is_said_where_the_flag_does_not_pay(facts: ModelFacts) -> None:

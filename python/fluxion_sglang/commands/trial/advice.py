@@ -125,7 +125,7 @@ def _notes(results: Results, best: str) -> list[str]:
             f"{results.model.name} --data data.jsonl --out {folder}/fluxion"
         )
     if best == FULL and "sketch" in results.policies() and not _near(results, "sketch"):
-        notes.append("sketch:0.05 reads more than sketch and stays nearer to full: add --policies sketch:0.05.")
+        notes.append("sketch:0.02 reads more than sketch and stays nearer to full: add --policies sketch:0.02.")
     if best == FULL and any(_near(results, policy) for policy in results.policies() if policy != FULL):
         notes.append("Longer prompts and larger batches read more of the middle, and there a sparse policy saves more.")
     return notes

@@ -392,7 +392,7 @@ class FluxionConfig:
 
     def path(self, key: str) -> Path | None:
         """The file or folder that a key names; None where it is not set."""
-        value: str | dict[str, Any] | None = getattr(self, key)
+        value = getattr(self, key)
         if isinstance(value, dict):
             value = value[PLACES[key]]
         return None if value is None else Path(os.path.expanduser(value))

@@ -33,9 +33,9 @@ def test_the_cuda_library_has_code_for_every_device_it_is_for() -> None:
 
     code, later = listed("-lelf"), listed("-lptx")
     for source in (
-        "attend",
         "copies",
         "merge",
+        "near_attend",
         "near_keep",
         "near_rank",
         "pages",
@@ -54,7 +54,7 @@ def test_kernels_have_the_registers_that_they_need() -> None:
     run = [str(cuobjdump()), "--dump-resource-usage", str(CUDA)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     kernels = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
-    assert len(kernels) > 100, "of two architectures"
+    assert len(kernels) > 80, "of two architectures"
     assert not [name for name, stack, local in kernels if int(stack) > 96 or int(local) > 0]
 
 

@@ -470,7 +470,7 @@ def test_the_engine_has_room_for_a_document_and_as_many_answers_as_run(settings:
 def test_engine_options(tmp_path: Path) -> None:
     with_flag = options(tmp_path, "float32", "cpu", Needs(5001, 4, True), tmp_path / "audit", {"spread": 0.5})
     config = json.loads(with_flag["fluxion_config"])
-    audit = str(tmp_path / "audit")
+    audit = {"file": str(tmp_path / "audit"), "every": serve.FORCED_AUDITED}
     assert config == {"policy": "full", "host_tokens": 5008, "audit": audit, "spread": 0.5, "policy_state_gb": STATE_GB}
     assert with_flag["enable_fluxion"] and with_flag["enable_custom_logit_processor"]
     assert with_flag["disable_overlap_schedule"]

@@ -82,7 +82,7 @@ struct PinnedMemory {
             "the allocation of pinned memory");
     });
   }
-  // Whoever drops the last view can be told of no failure.
+  // The owner of the last view has no way to receive an error.
   void FreeData(DLTensor* t) {
     try {
       enter_device();

@@ -16,7 +16,7 @@ struct AttendArgs {
   float* partial_lse;  // [groups][parts][G]
 };
 
-// Of one group and part.
+// The tiles that one block of threads attends to.
 struct NearTiles {
   const char* copies;
   const int32_t* slots;

@@ -124,7 +124,7 @@ class BasicTaskQueue {
     Atomic<uint64_t> word{0};
   };
 
-  // Of one lane.
+  // Claims the next task of one lane; -1 when there is none.
   int64_t pop(Executor lane, Executor executor) {
     Atomic<uint64_t>& word = heads_[static_cast<int>(lane)].word;
     // The load keeps the end bits safe from an idle executor that polls: next never runs far past the end.

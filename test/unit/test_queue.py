@@ -178,7 +178,7 @@ def test_lanes_are_emptied_in_their_order_own_tasks_first(owner: list[int], valu
         for lane in (CPU, TORCH, ANY)
     }
     took = {}
-    for _ in range(len(queues[TORCH]) + turns):  # what is for nobody else is waited for
+    for _ in range(len(queues[TORCH]) + turns):  # the engine waits for tasks of the torch lane
         lane = queues[TORCH] or queues[ANY]
         claim = world.engine.queue_pop(TORCH)
         if not lane:

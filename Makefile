@@ -132,7 +132,7 @@ checkpoints: $(VENV)/.checkpoints
 quality: $(VENV)/.bench
 	$(BIN)/python -m benchmark --only public $(ARGS)
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.bench native-tests
 	$(BIN)/python -m benchmark $(ARGS)
 
 gpu: $(VENV)/.bench $(VENV)/.dev native-tests

@@ -12,6 +12,7 @@ from typing import Any
 
 import forks
 import peers
+import probe
 import torch
 from cells import Cell
 from layers import CHUNK, HEAD_DIM, Steps, empty_step_ns, filled_pool, flush, flushed, own_pages
@@ -37,7 +38,7 @@ from roofline import (
 from torch import Tensor
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import NativePool, probe
+from fluxion_sglang.native import NativePool
 
 ALIKE = 0.3
 """How much of its own a head's query has where choices of a group's heads are united: the less, the smaller the union,

@@ -6,7 +6,7 @@
     python benchmark/kernels.py --bands    # widen the bands by the results; with --fresh, make them anew
 
 Every row is interleaved with two ceilings in the same process: *stream*, memory read from end to end, and *scatter*,
-the very list of pieces that the row's kernel reads, read and nothing else (`native/probe.py`), each by the best of
+the very list of pieces that the row's kernel reads, read and nothing else (`probe.py`), each by the best of
 several plans and by the same threads; and with *cached*, the same kernel over tiles that the second cache has: what
 it computes when nothing has to be fetched. Rows say what they are held to, and how far the result is from float64.
 Results go to kernels.json in benchmark/results/<machine>, row by row; an interrupted run continues there.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import count
 
+import probe
 import torch
 from roofline import KV_HEADS, Arena, beyond_caches, error, exact_attention, isas, workers
 from torch import Tensor
@@ -17,7 +18,7 @@ from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import Workers, probe
+from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import parse_spec
 
 GROUP, HEAD_DIM = 4, 128

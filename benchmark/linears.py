@@ -26,6 +26,7 @@ from fluxion_sglang import openmp
 if __name__ == "__main__":
     openmp.wait_passively()  # before torch is loaded
 
+import probe
 import torch
 from foreign import GgmlLinear
 from peers import installed
@@ -33,7 +34,7 @@ from roofline import beyond_caches, error, interleave, isas, judge, ratio, worke
 from torch import Tensor
 from torch.nn import functional as F
 
-from fluxion_sglang.native import NativeLayers, probe
+from fluxion_sglang.native import NativeLayers
 
 SHAPES = ((2816, 1024), (1024, 2816), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (128256, 4096))
 """Outputs and inputs: layers of a model of 111 million parameters, and of Llama-3.1-8B."""

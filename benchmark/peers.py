@@ -29,6 +29,7 @@ from fluxion_sglang import openmp
 if __name__ == "__main__":
     openmp.wait_passively()  # before torch is loaded
 
+import probe
 import torch
 from foreign import GgmlAttention, OnnxAttention
 from roofline import (
@@ -48,7 +49,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import probe
 
 GROUP, HEAD_DIM = 4, 128
 SCALE = HEAD_DIM**-0.5

@@ -13,11 +13,12 @@ from functools import cache, partial
 from statistics import median
 from typing import Any
 
+import probe
 import torch
 from torch import Tensor
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import Workers, probe, topology
+from fluxion_sglang.native import Workers, topology
 
 KV_HEADS = 8
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}

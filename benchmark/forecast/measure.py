@@ -16,6 +16,7 @@ from typing import Any
 
 import checkpoints
 import common
+import probe
 import torch
 from cells import Cell
 from forecast.layer import Kernel
@@ -27,7 +28,7 @@ from layers import empty_step_ns
 from racers import driver
 from roofline import beyond_caches, interleave, isas, workers
 
-from fluxion_sglang.native import NativeLayers, probe
+from fluxion_sglang.native import NativeLayers
 
 KERNELS = {ATTEND: Cell("attend", blk=0), ATTEND_BLOCKS: Cell("attend"), SCAN: Cell("scan", blk=0)}
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32)

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "kernels/api.h"
+
 namespace fluxion {
 
 // Tokens of one page.
@@ -324,18 +326,18 @@ struct KernelTable {
 
 // The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16", "amx"), or nullptr when it is not compiled
 // in or the CPU or operating system lacks it.
-const KernelTable* kernel_table(const char* isa, DType dtype);
+FLUXION_API const KernelTable* kernel_table(const char* isa, DType dtype);
 
 // The best table this CPU can run, or the one FLUXION_ISA names. Throws std::runtime_error for a name that
 // cannot be run.
-const KernelTable* best_kernel_table(DType dtype);
+FLUXION_API const KernelTable* best_kernel_table(DType dtype);
 
 // Writes at most max names the CPU can run, best last; returns how many there are.
-int available_isas(const char** names, int max);
+FLUXION_API int available_isas(const char** names, int max);
 
-int64_t select_scratch_bytes(int n);
+FLUXION_API int64_t select_scratch_bytes(int n);
 // For blocks of that many rows (`tokens` * G) and that head dimension.
-int64_t extend_scratch_bytes(int rows, int D);
-int64_t linear_pack_bytes(int rows, int in);
+FLUXION_API int64_t extend_scratch_bytes(int rows, int D);
+FLUXION_API int64_t linear_pack_bytes(int rows, int in);
 
 }  // namespace fluxion

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/api.h"
 #include "runtime/topology.h"
 
 namespace fluxion {
@@ -15,7 +16,7 @@ inline constexpr int64_t kHugePage = 2 << 20;
 inline constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Zero filled, not yet touched (the first writer decides the NUMA node), start aligned to 2 MiB.
-class HostMemory {
+class FLUXION_API HostMemory {
  public:
   HostMemory() = default;
   // Throws std::runtime_error with the number of bytes that fit when the machine has not that much memory
@@ -40,7 +41,7 @@ class HostMemory {
 void touch_in_turn(const HostMemory& memory, const std::vector<NumaNode>& nodes);
 
 // Makes the kernel allocate [first, last) from the calling thread's NUMA node. Keeps the contents.
-void touch(char* first, char* last);
+FLUXION_API void touch(char* first, char* last);
 
 // Has the kernel move what lies in [first, last) into huge pages, where it is. What it cannot move stays in
 // small pages: that costs speed only.

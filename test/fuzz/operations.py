@@ -28,6 +28,7 @@ from itertools import accumulate, count
 import torch
 from engine import tiny_predictor
 
+from benchmark.probe import function
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.host import HostDevice
@@ -36,7 +37,6 @@ from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
-from fluxion_sglang.native.loading import function
 from fluxion_sglang.policy import Context, Policy, examples, parse_spec
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 32

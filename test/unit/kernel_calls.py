@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluxion_sglang.native import library
+from benchmark.probe import library
 
 OWN_ISAS = str(library().isas()).split(",")
 EMULATED = Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_amx.so"

@@ -16,7 +16,7 @@ from features_reference import decode_features
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.native import library
+from benchmark.probe import library
 from fluxion_sglang.predictor.features import ANCHOR, EMPTY_LSE, FEATURES, INDEX, PARTS
 from fluxion_sglang.predictor.kernel import features
 

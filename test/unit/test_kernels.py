@@ -26,7 +26,7 @@ from kernel_calls import (
 )
 from torch import Tensor
 
-from fluxion_sglang.native import library
+from benchmark.probe import library
 
 # ---- score
 

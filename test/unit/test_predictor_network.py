@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fluxion_sglang.native import Workers, function, library
+from fluxion_sglang.native import Workers, function, topology
 from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.inference import NativePredictor
 from fluxion_sglang.predictor.network import CLIP, HeadPredictor
 
-ISAS = str(library().isas()).split(",")
+ISAS: list[str] = topology()["isas"]
 isas = pytest.mark.parametrize("isa", ISAS)
 
 

@@ -9,7 +9,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.native import Workers, function, probe, topology
+from benchmark import probe
+from fluxion_sglang.native import Workers, topology
 
 ISAS = topology()["isas"]
 PAGE = 16
@@ -83,7 +84,7 @@ def test_kernels_give_what_they_give_one_by_one(workers: Workers, isa: str, dtyp
         for i, part in enumerate(parts):
             want_o, want_lse = torch.empty(G, D), torch.empty(G)
             own = torch.empty(0, dtype=torch.uint16) if given_masks is None else given_masks[part]
-            function("k_attend")(isa, q[i], 0.125, tiles, tasks.pieces[part], own, want_o, want_lse)
+            probe.function("k_attend")(isa, q[i], 0.125, tiles, tasks.pieces[part], own, want_o, want_lse)
             assert torch.equal(o[i], want_o) and torch.equal(lse[i], want_lse)
     scores = torch.full((G * len(tasks.pieces),), torch.nan)
     probe.score(workers, isa, q, entries, tasks, scores, spread=0.5)
@@ -95,7 +96,7 @@ def test_kernels_give_what_they_give_one_by_one(workers: Workers, isa: str, dtyp
         if n == 0:
             continue
         want = torch.empty(G, n)
-        function("k_score")(isa, q[i], entries, tasks.pieces[part], 0.5, want)
+        probe.function("k_score")(isa, q[i], entries, tasks.pieces[part], 0.5, want)
         assert torch.equal(scores[G * part.start : G * part.stop].view(G, n), want)
         for g in range(G):
             best = set(want[g].sort(descending=True, stable=True).indices[: int(k[i])].tolist())

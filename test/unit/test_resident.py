@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from int8 import INT8
 from native_world import NativeWorld, Plan, Request, attention, layer_begin
 
+from benchmark.probe import library
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.native import library, topology
+from fluxion_sglang.native import topology
 
 ISAS: list[str] = topology()["isas"]
 DTYPES = [torch.float32, torch.bfloat16, INT8]

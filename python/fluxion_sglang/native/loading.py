@@ -38,7 +38,6 @@ _BLOCKING = frozenset(
         "hgca_establish",
         "hgca_step",
         "lfps_begin",
-        "host_memory",
         "layers_into_huge_pages",
         "layers_linear",
         "layers_norm",
@@ -46,10 +45,6 @@ _BLOCKING = frozenset(
         "layers_rope",
         "program_run",
         "layers_silu_mul",
-        "probe_read",
-        "probe_attend",
-        "probe_score",
-        "probe_select",
         "engine_step",
         "engine_layer_resident",
         "engine_layer_append",
@@ -122,6 +117,21 @@ def library() -> tvm_ffi.Module:
             "reinstall fluxion-sglang so that both come from the same version, or unset FLUXION_LIBRARY."
         )
     return module
+
+
+def companion(path: Path) -> tvm_ffi.Module:
+    """A library that calls the native library (`csrc/kernels/api.h`) and takes its objects.
+
+    Raises:
+        NativeLibraryError: either of the two is missing or cannot be loaded.
+    """
+    library()  # The loader finds it by its name.
+    if not path.is_file():
+        raise NativeLibraryError(f"The library {path} does not exist; build it with `make native-tests`.")
+    try:
+        return tvm_ffi.load_module(path)
+    except Exception as error:
+        raise NativeLibraryError(f"The library {path} cannot be loaded ({error}); build it anew.") from error
 
 
 @cache

@@ -8,14 +8,39 @@ the best of them counts.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import tvm_ffi
 
-from fluxion_sglang.native import Workers, function
+from fluxion_sglang.native import Workers, companion
 
+_BUILT = Path(__file__).resolve().parents[1] / "build" / "native" / "tests"
+_BLOCKING = {"host_memory", "probe_read", "probe_attend", "probe_score", "probe_select"}
 _NONE = torch.empty(0, dtype=torch.int32)
+
+
+@cache
+def library() -> tvm_ffi.Module:
+    """`csrc/probe`, which `make native-tests` builds: timed runs, and every kernel alone as k_NAME(isa, ...).
+
+    Raises:
+        NativeLibraryError: it is missing or cannot be loaded.
+    """
+    return companion(Path(os.environ.get("FLUXION_DEVICE_LIBRARIES") or _BUILT) / "libfluxion_probe.so")
+
+
+@cache
+def function(name: str) -> Callable[..., Any]:
+    """A function of the library; those that run long release the GIL."""
+    bound = library().get_function(name)
+    bound.release_gil = name in _BLOCKING
+    return bound  # type: ignore[no-any-return]
 
 
 class ReadPlan(NamedTuple):

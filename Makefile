@@ -32,7 +32,7 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints quality bench gpu docs wheel clean install native-tests
+.PHONY: every-isa help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints quality bench gpu docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
@@ -60,11 +60,15 @@ test: $(VENV)/.dev native-tests
 	$(BIN)/mypy
 	FLUXION_TEST_EFFORT=$${FLUXION_TEST_EFFORT:-0.25} $(PYTEST) $(TESTS) $(ARGS)
 
-test-all: lint native-tests $(VENV)/.docs
+test-all: lint every-isa native-tests $(VENV)/.docs
 	@cmake=$(CURDIR)/$(BIN)/cmake; if $$cmake --build build/native --target help | grep -q fluxion_cuda; then $$cmake --build build/native --target fluxion_cuda; fi
 	$(PYTEST) --full $(TESTS) $(ARGS)
 	@$(MAKE) audit
 	FLUXION_TEST_EFFORT=0.1 $(MAKE) sanitize RECORD=$(or $(RECORD),build/sanitizers.json)
+
+# The native library with the kernels of every instruction set.
+every-isa: install
+	@FLUXION_CMAKE_ARGS="$$FLUXION_CMAKE_ARGS -DFLUXION_ISAS=all" $(BIN)/python tools/install.py --native
 
 test-sglang: $(VENV)/.dev native-tests
 	@OVERRIDE="$(OVERRIDE)" $(BIN)/python tools/test_sglang.py "$(VERSION)" $(ARGS)
@@ -89,7 +93,7 @@ sanitize-%: $(VENV)/.dev
 	@echo "Building the native library in build/$*"
 	@mkdir -p build/$*; rm -f build/$*/report.* build/$*/tests.xml
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
-	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && \
+	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* -DFLUXION_ISAS=all && \
 	  cmake --build build/$* --target fluxion fluxion_tests) \
 	  > build/$*/build.log 2>&1 || { tail -n 60 build/$*/build.log >&2; exit 1; }
 	@report=$(CURDIR)/build/$*/report; \

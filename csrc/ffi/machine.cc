@@ -48,7 +48,7 @@ std::string topology_json(const Topology& t) {
   const char* names[16];
   const int count = available_isas(names, 16);
   for (int i = 0; i < count; ++i) out << (i ? "," : "") << quoted(names[i]);
-  out << "],\"isa\":";
+  out << "],\"isa_of_cpu\":" << quoted(best_isa_of_cpu()) << ",\"isa\":";
   // A wrong FLUXION_ISA must not hide the rest of the report.
   try {
     out << quoted(best_kernel_table(DType::kBF16)->isa) << ",\"isa_error\":\"\"";

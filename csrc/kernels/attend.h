@@ -401,27 +401,12 @@ void attend_listed(const void* q, int G, int D, Scale scale, const void* tiles, 
   const auto run = [&]<int kD>() {
     attend_dim<T, kD>(queries, G, D, scale, tiles, pages, masks, n, ahead, near, o, lse, page_lse);
   };
-  if (D == 64) return run.template operator()<64>();
-  if (D == 128) return run.template operator()<128>();
+  // A lane alone gains nothing from a known size, and is for reference.
+  if constexpr (kLanes > 1) {
+    if (D == 64) return run.template operator()<64>();
+    if (D == 128) return run.template operator()<128>();
+  }
   run.template operator()<0>();
-}
-
-template <class T>
-void attend(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
-            const uint16_t* masks, int n, int ahead, float* o, float* lse) {
-  attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, nullptr);
-}
-
-template <class T>
-void attend_near(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
-                 const uint16_t* masks, int n, int ahead, float* o, float* lse) {
-  attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, true, o, lse, nullptr);
-}
-
-template <class T>
-void attend_pages(const void* q, int G, int D, Scale scale, const void* tiles, const int32_t* pages,
-                  const uint16_t* masks, int n, int ahead, float* o, float* lse, float* page_lse) {
-  attend_listed<T>(q, G, D, scale, tiles, pages, masks, n, ahead, false, o, lse, page_lse);
 }
 
 }  // namespace

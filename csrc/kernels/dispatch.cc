@@ -1,86 +1,43 @@
-#ifdef FLUXION_X86
-#include <cpuid.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
-
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
+#include "kernels/cpu.h"
+#include "kernels/isas.h"  // written by the build: FLUXION_EACH_ISA(X) is X(isa) of every instruction set in it
 #include "kernels/table.h"
 
 namespace fluxion {
-namespace scalar {
-extern const KernelTable kTables[3];
-}
-#ifdef FLUXION_X86
-namespace avx2 {
-extern const KernelTable kTables[3];
-}
-namespace avx512 {
-extern const KernelTable kTables[3];
-}
-namespace avx512bf16 {
-extern const KernelTable kTables[3];
-}
-namespace amx {
-extern const KernelTable kTables[3];
-}
-#endif
+
+#define FLUXION_DECLARE(isa)            \
+  namespace isa {                       \
+  extern const KernelTable kTables[3];  \
+  }
+FLUXION_EACH_ISA(FLUXION_DECLARE)
+#undef FLUXION_DECLARE
 
 namespace {
 
-#ifdef FLUXION_X86
-// Whether this process may use the matrix unit: a process has to ask, for all of its threads.
-bool matrix_unit() {
-#if defined(FLUXION_EMULATED_UNIT)  // a test's
-  return true;
-#elif defined(__linux__) && defined(SYS_arch_prctl)
-  unsigned a, b, c, d = 0;
-  constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24;  // of leaf 7, EDX
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBF16) == 0 || (d & kTile) == 0) return false;
-  if (!__builtin_cpu_supports("avx512vnni")) return false;
-  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-// What this CPU can run, indexed by DType, worst first.
+// Of what this CPU can run, what is built in; each indexed by DType, worst first.
 struct Isas {
   const KernelTable* tables[5];
   int count = 0;
 
   Isas() {
-    add(scalar::kTables);
-#ifdef FLUXION_X86
-    // __builtin_cpu_supports also asks XGETBV whether the operating system saves the wide registers.
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
-    add(avx2::kTables);
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-      return;
-    add(avx512::kTables);
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
-      add(avx512bf16::kTables);
-      // Intel's cores take four times as long for a product of bf16 vectors as for one of float32 vectors, of
-      // half as many elements (measured on Emerald Rapids): to widen the keys is the faster way.
-      if (__builtin_cpu_is("intel")) std::swap(tables[count - 1], tables[count - 2]);
+    const Supported cpu = supported();
+    for (int i = 0; i < cpu.count; ++i) {
+      if (const KernelTable* found = built(cpu.names[i])) tables[count++] = found;
     }
-    if (matrix_unit()) add(amx::kTables);
-#endif
   }
 
  private:
-  void add(const KernelTable* isa) { tables[count++] = isa; }
+  static const KernelTable* built(const char* name) {
+#define FLUXION_FIND(isa) \
+  if (std::strcmp(name, #isa) == 0) return isa::kTables;
+    FLUXION_EACH_ISA(FLUXION_FIND)
+#undef FLUXION_FIND
+    return nullptr;
+  }
 };
 
 const Isas& isas() {
@@ -103,6 +60,8 @@ int available_isas(const char** names, int max) {
   return isas().count;
 }
 
+const char* best_isa_of_cpu() { return supported().best(); }
+
 const KernelTable* best_kernel_table(DType dtype) {
   if (const char* name = std::getenv("FLUXION_ISA"); name && *name) {
     if (const KernelTable* table = kernel_table(name, dtype)) return table;
@@ -110,8 +69,8 @@ const KernelTable* best_kernel_table(DType dtype) {
     for (int i = 0; i < isas().count; ++i)
       legal += (legal.empty() ? "" : ", ") + std::string(isas().tables[i][0].isa);
     throw std::runtime_error("FLUXION_ISA=" + std::string(name) +
-                             " is not an instruction set that this CPU can run; unset it or use one of " +
-                             legal + ".");
+                             " is not an instruction set that this CPU can run and this library has; unset it "
+                             "or use one of " + legal + ".");
   }
   return &isas().tables[isas().count - 1][static_cast<int>(dtype)];
 }

@@ -1,12 +1,12 @@
-// Compiled once an ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags. The tables are the only
-// symbols with external linkage.
+// Compiled once an ISA, with FLUXION_ISA, FLUXION_ISA_HEADER and that ISA's flags, as attend_*.cc are. The
+// tables, and what those have for them, are the only symbols with external linkage.
 // clang-format off
 #include FLUXION_ISA_HEADER
 #include "simd/dot.h"
 #include "simd/mix.h"
 #include "simd/words.h"
 // clang-format on
-#include "kernels/attend.h"
+#include "kernels/attend_entry.h"
 #include "kernels/block_mass.h"
 #include "kernels/extend.h"
 #include "kernels/features.h"
@@ -48,7 +48,7 @@ constexpr LinearPanels linear_panels_of() {
     return {};
 }
 
-template <class T>
+template <class T, DType kStored>
 constexpr KernelTable make_table() {
   using M = Model<T>;
   return {FLUXION_STRING(FLUXION_ISA),
@@ -67,9 +67,9 @@ constexpr KernelTable make_table() {
           light_bounds,
           mark_heavy,
           sizeof(T) == sizeof(Int8) ? nullptr : add_values<M>,
-          attend<T>,
-          attend_near<T>,
-          attend_pages<T>,
+          attend<kStored>,
+          attend_near<kStored>,
+          attend_pages<kStored>,
           extend<T>,
           extend_blocks<T>,
           write_token<T>,
@@ -97,6 +97,6 @@ constexpr KernelTable make_table() {
 
 // Indexed by DType.
 extern const KernelTable kTables[3];
-const KernelTable kTables[3] = {make_table<float>(), make_table<BF16>(), make_table<Int8>()};
+const KernelTable kTables[3] = {make_table<float, DType::kF32>(), make_table<BF16, DType::kBF16>(), make_table<Int8, DType::kInt8>()};
 
 }  // namespace fluxion::FLUXION_ISA

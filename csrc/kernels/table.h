@@ -324,15 +324,18 @@ struct KernelTable {
                    int64_t ahead);
 };
 
-// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16", "amx"), or nullptr when it is not compiled
-// in or the CPU or operating system lacks it.
+// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16", "amx"), or nullptr when the library was built
+// without it or the CPU or operating system lacks it.
 FLUXION_API const KernelTable* kernel_table(const char* isa, DType dtype);
 
 // The best table this CPU can run, or the one FLUXION_ISA names. Throws std::runtime_error for a name that
 // cannot be run.
 FLUXION_API const KernelTable* best_kernel_table(DType dtype);
 
-// Writes at most max names the CPU can run, best last; returns how many there are.
+// The best that this CPU could run, whether the library has it or not.
+const char* best_isa_of_cpu();
+
+// Writes at most max names that the CPU can run and the library has, best last; returns how many there are.
 FLUXION_API int available_isas(const char** names, int max);
 
 FLUXION_API int64_t select_scratch_bytes(int n);

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmark.probe import library
+from fluxion_sglang.native import topology
 
 OWN_ISAS = str(library().isas()).split(",")
 EMULATED = Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_amx.so"
 """Kernels for a matrix unit, with the unit in plain C: for CPUs with AVX-512 and without that unit."""
-ISAS = OWN_ISAS + ["amx"] * ("amx" not in OWN_ISAS and "avx512" in OWN_ISAS and EMULATED.is_file())
+_WIDE = topology()["isa_of_cpu"].startswith("avx512")
+ISAS = OWN_ISAS + ["amx"] * (_WIDE and EMULATED.is_file())
 DTYPES = [torch.float32, torch.bfloat16]
 HEAD_DIMS = [32, 48, 64, 80, 96, 128, 192, 256]
 NAN, INF = math.nan, math.inf

@@ -31,7 +31,7 @@ MACHINE: dict[str, Any] = {
     "cgroup_limit_bytes": -1,
     "mem_total_bytes": 64 << 30,
     "available_bytes": 60 << 30,
-    "isas": ["scalar", "avx2"],
+    "isas": ["scalar", "avx2"], "isa_of_cpu": "avx2",
     "isa": "avx2",
     "isa_error": "",
 }
@@ -119,7 +119,8 @@ def test_a_library_that_does_not_load_fails(
     ("change", "name", "status", "words"),
     [
         ({"isa": "", "isa_error": "FLUXION_ISA=x is not one"}, "instruction set", FAIL, "FLUXION_ISA=x"),
-        ({"isa": "scalar", "isas": ["scalar"]}, "instruction set", WARN, "slow"),
+        ({"isa": "scalar", "isas": ["scalar"], "isa_of_cpu": "scalar"}, "instruction set", WARN, "slow"),
+        ({"isa": "avx2", "isa_of_cpu": "amx"}, "instruction set", WARN, "built for another machine, without amx"),
         ({"cores": [0]}, "cores", WARN, "only core"),
         ({"huge_pages": "never"}, "huge pages", WARN, "transparent_hugepage"),
         ({"available_bytes": 1 << 30}, "host memory", WARN, "small"),

@@ -244,12 +244,16 @@ def _native() -> Iterator[Check]:
 
 
 def _machine(topology: dict[str, Any]) -> Iterator[Check]:
+    from fluxion_sglang import native
+
     chosen, available = topology.get("isa", ""), f"available: {', '.join(topology.get('isas', []))}"
     if error := topology.get("isa_error", ""):
         yield Check("instruction set", FAIL, available, error, "unset FLUXION_ISA")
     else:
-        slow = "decoding will be slow: the kernels are written for AVX2 and AVX-512"
-        yield Check.unless(chosen == "scalar", "instruction set", f"{chosen} ({available})", slow)
+        slow = native.without_best_isa(topology)
+        if chosen == "scalar" and not slow:
+            slow = "decoding will be slow: the kernels are written for AVX2 and AVX-512"
+        yield Check.unless(bool(slow), "instruction set", f"{chosen} ({available})", slow)
     cores, nodes = topology.get("cores", []), topology.get("numa", [])
     found = f"{len(cores)} cores on {max(1, len(nodes))} NUMA node{'s' if len(nodes) > 1 else ''}"
     if (quota := topology.get("cpu_quota", -1)) > 0:

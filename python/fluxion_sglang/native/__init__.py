@@ -10,6 +10,7 @@ from fluxion_sglang.native.loading import (
     library,
     library_path,
     topology,
+    without_best_isa,
 )
 from fluxion_sglang.native.model import WRITTEN, NativeLayers, NativeProgram
 from fluxion_sglang.native.plan import NativePlan, listed_tokens
@@ -35,4 +36,5 @@ __all__ = [
     "pool_bytes",
     "row_bytes",
     "topology",
+    "without_best_isa",
 ]

@@ -154,7 +154,19 @@ def topology(root: str = "", cores: Sequence[int] = ()) -> dict[str, Any]:
         "unknown"), cgroup_version (0, 1, 2), cgroup_limit_bytes and cgroup_available_bytes (-1: unlimited), cpu_quota
         (cores' worth of time that the control group gives, a float; -1: unlimited), spin_us (what an idle worker waits
         before it sleeps), mem_total_bytes, mem_available_bytes, available_bytes (the least of the two), isas
-        (list[str], best last), isa (the one in use) and isa_error (why none is, or "").
+        (list[str], of the library, that the CPU runs, best last), isa_of_cpu (the best that the CPU runs), isa (the one
+        in use) and isa_error (why none is, or "").
     """
     report: dict[str, Any] = json.loads(str(function("topology_json")(root, torch.tensor(cores, dtype=torch.int32))))
     return report
+
+
+def without_best_isa(topology: dict[str, Any]) -> str:
+    """What to do about a library without the best instruction set of this CPU, in one sentence; "" if it has it."""
+    best, built = topology["isa_of_cpu"], topology["isas"]
+    if best in built:
+        return ""
+    return (
+        f"decoding is slow: the native library was built for another machine, without {best}, the best instruction set "
+        f"of this CPU (it has {', '.join(built)}); build it on this machine, or with FLUXION_CMAKE_ARGS=-DFLUXION_ISAS=all"
+    )

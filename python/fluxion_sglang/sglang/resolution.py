@@ -47,6 +47,8 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     from fluxion_sglang import native, openmp
 
     native.library()  # raises NativeLibraryError
+    if slow := native.without_best_isa(native.topology()):
+        logger.warning("Fluxion: %s.", slow)
     validation.check_config(config, view)
     compat.check()
     # For the processes that will be spawned; they inherit these.

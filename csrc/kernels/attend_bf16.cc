@@ -1,0 +1,3 @@
+#include "kernels/attend_isa.h"
+
+FLUXION_ATTEND(DType::kBF16, BF16)

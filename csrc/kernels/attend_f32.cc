@@ -1,0 +1,3 @@
+#include "kernels/attend_isa.h"
+
+FLUXION_ATTEND(DType::kF32, float)

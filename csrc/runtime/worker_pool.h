@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/export.h"
 #include "runtime/topology.h"
 
 namespace fluxion {
@@ -116,10 +117,10 @@ class WorkerPool {
   // Starts fn(ctx, w) on the threads and returns at once. False, and nothing started, when the pool is busy.
   // wake: threads that sleep come, too. It costs the caller a system call of some 10 us, and them as much to
   // come. (Not inlined: GCC 12 then takes the caller's ctx for a dangling pointer, though join() clears it.)
-  [[gnu::noinline]] bool launch(Fn fn, void* ctx, bool wake = true);
+  FLUXION_API [[gnu::noinline]] bool launch(Fn fn, void* ctx, bool wake = true);
   // Runs fn(ctx, 0) in the caller, then waits for every worker that entered. Pairs with a launch() that was
   // true. Throws what a worker threw first, when all are done.
-  void join();
+  FLUXION_API void join();
 
   // fn(ctx, i) for i in [0, count), over all workers. In the caller alone while a launch() is outstanding.
   // wake: as for launch(). Throws as join() does; some items were not done then.

@@ -1,5 +1,5 @@
-// The instruction sets that this CPU and its operating system can run. The library picks the best of those that
-// it was built with, and the build asks for the best.
+// The instruction sets that this CPU and its operating system can run. The library picks the best of those
+// that it was built with, and the build asks for the best.
 #pragma once
 
 #if defined(__x86_64__)

@@ -9,9 +9,9 @@
 
 namespace fluxion {
 
-#define FLUXION_DECLARE(isa)            \
-  namespace isa {                       \
-  extern const KernelTable kTables[3];  \
+#define FLUXION_DECLARE(isa)           \
+  namespace isa {                      \
+  extern const KernelTable kTables[3]; \
   }
 FLUXION_EACH_ISA(FLUXION_DECLARE)
 #undef FLUXION_DECLARE
@@ -68,9 +68,11 @@ const KernelTable* best_kernel_table(DType dtype) {
     std::string legal;
     for (int i = 0; i < isas().count; ++i)
       legal += (legal.empty() ? "" : ", ") + std::string(isas().tables[i][0].isa);
-    throw std::runtime_error("FLUXION_ISA=" + std::string(name) +
-                             " is not an instruction set that this CPU can run and this library has; unset it "
-                             "or use one of " + legal + ".");
+    throw std::runtime_error(
+        "FLUXION_ISA=" + std::string(name) +
+        " is not an instruction set that this CPU can run and this library has; unset it "
+        "or use one of " +
+        legal + ".");
   }
   return &isas().tables[isas().count - 1][static_cast<int>(dtype)];
 }

@@ -97,6 +97,7 @@ constexpr KernelTable make_table() {
 
 // Indexed by DType.
 extern const KernelTable kTables[3];
-const KernelTable kTables[3] = {make_table<float, DType::kF32>(), make_table<BF16, DType::kBF16>(), make_table<Int8, DType::kInt8>()};
+const KernelTable kTables[3] = {make_table<float, DType::kF32>(), make_table<BF16, DType::kBF16>(),
+                                make_table<Int8, DType::kInt8>()};
 
 }  // namespace fluxion::FLUXION_ISA

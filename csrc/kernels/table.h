@@ -324,8 +324,8 @@ struct KernelTable {
                    int64_t ahead);
 };
 
-// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16", "amx"), or nullptr when the library was built
-// without it or the CPU or operating system lacks it.
+// The table of an ISA ("scalar", "avx2", "avx512", "avx512bf16", "amx"), or nullptr when the library was
+// built without it or the CPU or operating system lacks it.
 FLUXION_API const KernelTable* kernel_table(const char* isa, DType dtype);
 
 // The best table this CPU can run, or the one FLUXION_ISA names. Throws std::runtime_error for a name that

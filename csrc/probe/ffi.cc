@@ -69,6 +69,8 @@ void check_queries(const TensorView& q, int tasks) {
   }
 }
 
+int64_t companion_abi_version() { return kAbiVersion; }
+
 struct SharedMemory {
   std::shared_ptr<HostMemory> memory;
   void AllocData(DLTensor* t) { t->data = memory->data(); }
@@ -199,6 +201,7 @@ void probe_select(Workers workers, ffi::String isa, TensorView scores, TensorVie
 }  // namespace
 }  // namespace fluxion
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(companion_abi_version, fluxion::companion_abi_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_memory, fluxion::host_memory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_read, fluxion::probe_read);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(probe_attend, fluxion::probe_attend);

@@ -31,7 +31,8 @@ MACHINE: dict[str, Any] = {
     "cgroup_limit_bytes": -1,
     "mem_total_bytes": 64 << 30,
     "available_bytes": 60 << 30,
-    "isas": ["scalar", "avx2"], "isa_of_cpu": "avx2",
+    "isas": ["scalar", "avx2"],
+    "isa_of_cpu": "avx2",
     "isa": "avx2",
     "isa_error": "",
 }

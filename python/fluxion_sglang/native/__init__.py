@@ -13,7 +13,7 @@ from fluxion_sglang.native.loading import (
     without_best_isa,
 )
 from fluxion_sglang.native.model import WRITTEN, NativeLayers, NativeProgram
-from fluxion_sglang.native.plan import NativePlan, listed_tokens
+from fluxion_sglang.native.plan import NativePlan
 from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_bytes, row_bytes
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "function",
     "library",
     "library_path",
-    "listed_tokens",
     "pool_bytes",
     "row_bytes",
     "topology",

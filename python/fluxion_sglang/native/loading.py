@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 39
+ABI_VERSION = 40
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -35,9 +35,6 @@ _BLOCKING = frozenset(
         "pool_gather",
         "pool_sweep",
         "measure",
-        "hgca_establish",
-        "hgca_step",
-        "lfps_begin",
         "layers_into_huge_pages",
         "layers_linear",
         "layers_norm",
@@ -119,19 +116,27 @@ def library() -> tvm_ffi.Module:
     return module
 
 
-def companion(path: Path) -> tvm_ffi.Module:
-    """A library that calls the native library (`csrc/kernels/api.h`) and takes its objects.
+def companion(path: Path, mend: str) -> tvm_ffi.Module:
+    """A library of another package, which calls this one's (`csrc/kernels/api.h`).
+
+    Args:
+        mend: what to do if it does not load, for the error.
 
     Raises:
-        NativeLibraryError: either of the two is missing or cannot be loaded.
+        NativeLibraryError: either of the two is missing, cannot be loaded, or was built for another version.
     """
     library()  # The loader finds it by its name.
-    if not path.is_file():
-        raise NativeLibraryError(f"The library {path} does not exist; build it with `make native-tests`.")
     try:
-        return tvm_ffi.load_module(path)
+        module = tvm_ffi.load_module(path)
+        version = int(module.get_function("companion_abi_version")())
     except Exception as error:
-        raise NativeLibraryError(f"The library {path} cannot be loaded ({error}); build it anew.") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise NativeLibraryError(f"The native library {path} cannot be loaded ({reason}); {mend}.") from error
+    if version != ABI_VERSION:
+        raise NativeLibraryError(
+            f"The native library {path} is for ABI version {version} and Fluxion has {ABI_VERSION}; {mend}."
+        )
+    return module
 
 
 @cache

@@ -135,8 +135,8 @@ class Stream:
         self.pages = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(torch.int32) + 1
         self.engine = DecodeEngine(
             self.pool, self.windows, FixedPolicy(PAGE, BUDGET), [],
-            FluxionConfig(attend_union=False, share_prefixes=False),
-            q_heads=self.q_heads, max_requests=1, max_tokens=tokens,
+            FluxionConfig(share_prefixes=False),
+            q_heads=self.q_heads, max_requests=1, max_tokens=tokens, attend_union=False,
         )  # fmt: skip
         self.device = HostDevice(self.pool, self.windows, self.engine)
         self.length = tokens - self.steps

@@ -130,7 +130,7 @@ class Batch:
             self.pool,
             self.windows,
             Mixture(seed),
-            [TorchReferenceExecutor(self.pool, config.attend_union)] if executors == "cpu+torch" else [],
+            [TorchReferenceExecutor(self.pool, True)] if executors == "cpu+torch" else [],
             config,
             q_heads=KV_HEADS * GROUP,
             max_requests=len(self.lengths),

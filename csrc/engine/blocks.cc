@@ -4,7 +4,6 @@
 #include <bit>
 
 #include "engine/chunks.h"
-#include "engine/guard.h"
 
 namespace fluxion {
 
@@ -74,7 +73,6 @@ Selection select_blocks(const Layer& layer, const Task& task, Scratch* s) {
   const Blocks at = blocks_of(layer, task);
   const Wanted wanted = wanted_blocks(layer, task, at);
   const int64_t stride = s->stride(layer.group);
-  out.ranked = wanted.ranked;
   if (wanted.ranked != 0) {
     out.reads.metadata_bytes = score_blocks(layer, task, at, layer.query(task), layer.group,
                                             layer.pool.spread(), s->scores.data(), stride, s);
@@ -84,58 +82,10 @@ Selection select_blocks(const Layer& layer, const Task& task, Scratch* s) {
   return out;
 }
 
-Selection read_blocks(const Layer& layer, const Task& task, Selection chosen, Scratch* s, float* o,
-                      float* lse) {
+Selection read_blocks(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) {
+  const Selection chosen = select_blocks(layer, task, s);
   attend(layer, task, chosen, s, o, lse);
-  read_more(layer, task, &chosen, s);
   return chosen;
-}
-
-namespace {
-
-// What the guard reads: of each head that left out too much twice its blocks, less those that were read.
-// ranked: the selection's.
-Selection widen(const Layer& layer, const Task& task, uint16_t ranked, Scratch* s) {
-  Selection out;
-  const Blocks at = blocks_of(layer, task);
-  const int64_t state = layer.state(task), stride = s->stride(layer.group);
-  const bool together = layer.config.attend_union;
-  const BlocksRead read{at,
-                        s->scores.data(),
-                        stride,
-                        s->chosen.data(),
-                        together,
-                        layer.in.scale,
-                        &layer.res_lse[state],
-                        &layer.mid_lse[state]};
-  const uint16_t heads = heads_to_widen(layer.kernels, read, ranked, layer.config.guard);
-  if (heads == 0) return out;
-  const Wanted wanted = wanted_of(layer, task, at.tokens(), layer.blk(task), at.count);
-  std::fill_n(s->added.data(), at.count, uint16_t{0});
-  for (unsigned left = heads; left != 0; left &= left - 1) {
-    const int g = std::countr_zero(left);
-    layer.kernels.select(s->scores.data() + g * stride, at.count, std::min(2 * wanted.count[g], at.count),
-                         static_cast<uint16_t>(1u << g), s->added.data(), s->select.data());
-  }
-  for (int i = 0; i < at.count; ++i)
-    s->added[i] &= ~(together && s->chosen[i] != 0 ? uint16_t{0xffff} : s->chosen[i]);
-  list_blocks(layer, at, layer.pages(task), s->added.data(), s, &out);
-  return out;
-}
-
-}  // namespace
-
-void read_more(const Layer& layer, const Task& task, Selection* chosen, Scratch* s) {
-  if (!(layer.config.guard > 0) || !layer.residents_known || chosen->ranked == 0) return;
-  const Selection more = widen(layer, task, chosen->ranked, s);
-  if (more.count == 0) return;
-  alignas(64) float o[kMaxGroup * kMaxHeadDim];
-  float lse[kMaxGroup];
-  attend(layer, task, more, s, o, lse);
-  layer.merge(layer.group, layer.middle_o(task), layer.middle_lse(task), o, lse);
-  chosen->tokens += more.tokens;
-  chosen->reads.tile_bytes += more.reads.tile_bytes;
-  s->stats[kStatWidenedTasks] += 1;
 }
 
 }  // namespace fluxion

@@ -25,13 +25,9 @@ void choose_blocks(const Layer& layer, const Wanted& wanted, const float* scores
 // page of every logical page.
 FLUXION_API void list_blocks(const Layer& layer, const Blocks& at, const int32_t* pages,
                              const uint16_t* chosen, Scratch* scratch, Selection* out);
-// The guard: after a task's selection was attended to, what it shows to be missing is read, too, and merged
-// into the middle's state. The scratch has the task's scores and choice.
-void read_more(const Layer& layer, const Task& task, Selection* chosen, Scratch* scratch);
 
 Selection select_blocks(const Layer& layer, const Task& task, Scratch* scratch);
-// Attends to what was selected, guard included.
-Selection read_blocks(const Layer& layer, const Task& task, Selection chosen, Scratch* scratch, float* o,
-                      float* lse);
+// Attends to what it selects.
+Selection read_blocks(const Layer& layer, const Task& task, Scratch* scratch, float* o, float* lse);
 
 }  // namespace fluxion

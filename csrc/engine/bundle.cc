@@ -165,7 +165,6 @@ int64_t BundleRun::select() {
   const int64_t bytes = scan(0, 0, shared, ranked * G);
   for (int m = 0; m < bundle_.count; ++m) {
     Member& member = room_.members[m];
-    member.chose.ranked = member.wanted.ranked;
     if (m < ranked) member.chose.reads.metadata_bytes = bytes + scan(m, shared, member.at.count, G);
   }
   const auto choose_for = [&](int m, Scratch* helper) {
@@ -264,14 +263,6 @@ Selection BundleRun::finish_member(int m) {
   if (together_) layer_.merge(G, o, lse, &room_.o[m * G * layer_.shape.head_dim], &room_.lse[m * G]);
   member.chose.tokens += more.tokens;
   member.chose.reads.tile_bytes += more.reads.tile_bytes;
-  if (layer_.config.guard > 0 && member.wanted.ranked != 0) {
-    const int64_t stride = s_->stride(G);
-    for (int g = 0; g < G; ++g) {
-      std::copy_n(&room_.scores[(m * G + g) * room_.stride], member.at.count, &s_->scores[g * stride]);
-    }
-    std::copy_n(chosen, member.at.count, s_->chosen.data());
-    read_more(layer_, task, &member.chose, s_);
-  }
   return member.chose;
 }
 

@@ -13,7 +13,7 @@
 namespace fluxion {
 
 const char* const kStatNames =
-    "layers,tasks,tasks_cpu,tasks_torch,failed_tasks,widened_tasks,middle_tokens,"
+    "layers,tasks,tasks_cpu,tasks_torch,failed_tasks,middle_tokens,"
     "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes";
 
 namespace {
@@ -57,10 +57,6 @@ const EngineConfig& checked(const EngineConfig& config, const PoolShape& shape) 
   }
   if (config.max_requests < 1 || config.max_pages < 1) {
     refuse("max_requests and max_pages must be at least 1.");
-  }
-  if (!(config.guard >= 0) || std::isinf(config.guard)) {
-    refuse("guard is " + std::to_string(config.guard) +
-           "; it must be a share of attention above 0, or 0 for no guard.");
   }
   return config;
 }
@@ -143,8 +139,7 @@ void Engine::reserve_tasks(int ranked_tokens) {
 void Engine::resize_scratch(int pages, int tokens) {
   // The resident pages use the same arrays as the middle's.
   const int most = std::max(pages, (config_.sinks + config_.window) / kPage + 1);
-  const Scratch::Room room{
-      most, tokens, layer_.group, shape_.head_dim, shape_.entry_bytes(), config_.guard > 0};
+  const Scratch::Room room{most, tokens, layer_.group, shape_.head_dim, shape_.entry_bytes()};
   for (Scratch& s : scratch_) s.resize(room);
   selection_scratch_.resize(room);
 }

@@ -79,7 +79,7 @@ class Engine {
   // many it read, summed over the heads.
   bool deliver(int64_t claim, const float* o, const float* lse, int64_t tokens, const Reads& reads);
   bool fail(int64_t claim, const std::string& message);
-  // What a task reads before the guard. pages: [max]; masks: [max][G]. Returns how many pages were written.
+  // What a task reads. pages: [max]; masks: [max][G]. Returns how many pages were written.
   int selection(int64_t claim_or_index, int32_t* pages, uint16_t* masks, int max);
 
   void stats(int64_t* out) const;  // [kStatCount], cumulative

@@ -24,7 +24,6 @@ struct EngineConfig {
   int max_requests;  // capacities to start with: step() grows them
   int max_pages;     // of the longest request
   bool attend_union;
-  double guard;          // share of a head's attention that may be left out before it reads more; 0: no guard
   int64_t chunk_bytes;   // what a stage of a task reads at a time
   bool share_prefixes;   // see Bundle
   int64_t cached_bytes;  // of tiles that the last cache keeps from one request to the next
@@ -50,7 +49,7 @@ struct LayerOutput {
   int64_t out_stride = 0;  // bytes
   float* o = nullptr;      // [B][Hq][D]; written where lse is not -inf
   float* lse = nullptr;    // [B][Hq], natural log
-  // What the device found of the residents (layout of Engine::residents), for early exit and the guard;
+  // What the device found of the residents (layout of Engine::residents), for kinds of tasks that go by it;
   // copied. nullptr: it is not known.
   const float* parts = nullptr;
 

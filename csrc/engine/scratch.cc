@@ -10,7 +10,6 @@ void Scratch::resize(const Room& room) {
   const size_t most = room.pages, units = std::max<size_t>(most, room.tokens);
   scores.resize(units * room.group);
   chosen.resize(units);
-  added.resize(room.guarded ? most : 0);
   blocks.resize(most);
   pages.resize(most);
   tokens.resize(room.tokens);

@@ -25,13 +25,11 @@ struct Scratch {
   struct Room {
     int pages, tokens, group, head_dim;
     int64_t entry_bytes;
-    bool guarded;
   };
 
   Stage<Scratch> stage;          // of the task that this worker has
   std::vector<float> scores;     // [G][units]: of blocks, or of tokens
   std::vector<uint16_t> chosen;  // [units]: heads that chose a block or token
-  std::vector<uint16_t> added;   // [pages]: heads that read a block because of the guard; only with one
   std::vector<int32_t> blocks;   // [pages]: blocks that some head reads
   std::vector<int32_t> pages;    // [pages]
   std::vector<int32_t> tokens;   // [tokens]: of the pool's tiles

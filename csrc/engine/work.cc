@@ -147,11 +147,10 @@ void Engine::run_task(const Task& task, Scratch* scratch) {
   }
   float *o = layer_.middle_o(task), *lse = layer_.middle_lse(task);
   const TaskKind* kind = kinds_[at];
-  task_done(task,
-            kind != nullptr
-                ? kind->run(layer_, task, scratch, o, lse)
-                : read_blocks(layer_, task, select_blocks(layer_, task, scratch), scratch, o, lse),
-            scratch);
+  task_done(
+      task,
+      kind != nullptr ? kind->run(layer_, task, scratch, o, lse) : read_blocks(layer_, task, scratch, o, lse),
+      scratch);
 }
 
 void Engine::task_done(const Task& task, const Selection& chosen, Scratch* scratch) {

@@ -29,8 +29,8 @@ namespace {
 using ffi::Optional;
 
 EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t window, int64_t max_requests,
-                        int64_t max_pages, bool attend_union, double guard, int64_t chunk_bytes,
-                        bool share_prefixes, int64_t cached_bytes) {
+                        int64_t max_pages, bool attend_union, int64_t chunk_bytes, bool share_prefixes,
+                        int64_t cached_bytes) {
   for (int64_t n : {q_heads, sinks, window, max_requests, max_pages}) {
     if (n < 0 || n > INT32_MAX)
       Raise("ValueError") << "A size of the engine is " << n << ", which cannot be.";
@@ -44,7 +44,6 @@ EngineRef engine_create(Pool pool, int64_t q_heads, int64_t sinks, int64_t windo
         .max_requests = static_cast<int>(max_requests),
         .max_pages = static_cast<int>(max_pages),
         .attend_union = attend_union,
-        .guard = guard,
         .chunk_bytes = chunk_bytes > 0 ? chunk_bytes : kChunkBytes,
         .share_prefixes = share_prefixes,
         .cached_bytes =

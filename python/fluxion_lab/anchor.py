@@ -18,6 +18,9 @@ from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, N
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import BUDGETS
 
+TAU: Final = 0.10
+"""Of specs that name none."""
+
 ANY: Final = "any"
 
 
@@ -42,7 +45,6 @@ class AnchorPolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("anchor[:TAU[:BLK[:all]]]",)
     needs = Needs.FEATURES
-    option_keys = frozenset({"tau"})
 
     def __init__(self, criterion: Criterion, choice: Choice = DYNAMIC) -> None:
         self.criterion = criterion
@@ -51,7 +53,7 @@ class AnchorPolicy(Policy):
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
-        tau = arguments.fraction(words[0]) if words else context.tau
+        tau = arguments.fraction(words[0]) if words else TAU
         return cls(Criterion(Deviation.LAYER, tau), choice(*words[1:]))
 
     def begin_step(self, step: DecodeStep) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from fluxion_lab.ablations import CRITERIA
-from fluxion_lab.anchor import AnchorPolicy, choice
+from fluxion_lab.anchor import TAU, AnchorPolicy, choice
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import UNSEEN, Context, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
@@ -29,7 +29,7 @@ class LabelsPolicy(AnchorPolicy):
     def from_spec(cls, context: Context, *words: str) -> Policy:
         match words:
             case ():
-                return cls(Criterion(Deviation.LAYER, context.tau))
+                return cls(Criterion(Deviation.LAYER, TAU))
             case (name,) if name in CRITERIA:
                 return cls(CRITERIA[name])
             case tau, *chosen:

@@ -18,18 +18,24 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 OBSERVERS = ("audit", "record")
 """Options that ask for an observer (`executor/observer.py`)."""
 KV_DTYPES = ("auto", "int8")
+MODEL_KERNELS = ("replayed", "on", "off")
 DISK_GB = 32.0
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
 """What options are for, in the order in which they are shown."""
 
 
 GONE = {
+    "attend_union": "leave it out: heads of a group read what any of them chose",
     "audit_gb": 'write "audit": {"file": PATH, "gb": GiB}',
     "disk_gb": 'write "disk": {"folder": PATH, "gb": GiB}',
     "executors": "leave it out: native threads compute all tasks",
     "gpu_kernels": "leave it out",
+    "guard": 'leave it out: the policy "sketch" estimates what it leaves out before it reads',
     "policy_state_gb": "leave it out: policies that remember requests bound that themselves",
     "scheduler": "leave it out: the task with the most work comes first",
+    "spread": "leave it out: blocks are ranked by Quest's bound",
+    "step_graphs": 'write "model_kernels": "on" for steps that are not replayed',
+    "tau": 'write it into the policy, such as "fluxion:0.05"',
 }
 """Keys of earlier versions, and what to write instead."""
 
@@ -94,15 +100,6 @@ class FluxionConfig:
         "full, which is exact, where none does.",
         '"fixed:16:0.25"',
         group=EVERYDAY,
-    )
-    tau: float | None = _option(
-        None,
-        "How far a head's output may be from exact attention, as a share of the layer's largest output of a head; "
-        "smaller reads more. fluxion takes one that its predictor was trained for (default: the calibrated one).",
-        "0.10",
-        lambda tau: 0 < tau <= 1,
-        "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "
-        "up to 1, such as 0.10.",
     )
     predictor: str | None = _option(
         None,
@@ -186,36 +183,12 @@ class FluxionConfig:
         lambda ms: ms >= 0,
         "it is a time; give a number of milliseconds, or 0 for passes of chunked_prefill_size tokens.",
     )
-    attend_union: bool = _option(
-        True,
-        "All heads of a group attend to the blocks that any of them chose, which are read once for all of them.",
-        "false",
-        group=RESEARCH,
-    )
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
         "from memory once for all of them, under full, fixed and fluxion. What each head reads stays the same.",
         "false",
         group=RESEARCH,
-    )
-    spread: float = _option(
-        1.0,
-        "How blocks are ranked: by the score of the center of the box of their keys' minima and maxima, plus this "
-        "share of what the half widths add, in (0, 1]; 1 is Quest's upper bound.",
-        "0.5",
-        lambda spread: 0 < spread <= 1,
-        "it is the share of a box's half width that counts; give a number above 0 and at most 1, such as 0.5.",
-        group=RESEARCH,
-    )
-    guard: float | None = _option(
-        None,
-        "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. Under fixed and fluxion.",
-        "0.03",
-        lambda guard: 0 < guard < 1,
-        "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "
-        "below 1, such as 0.03, or leave the key out for no guard.",
     )
     canary: float = _option(
         0.0,
@@ -239,18 +212,15 @@ class FluxionConfig:
         "process may use. Under a limit of CPU time threads are pinned only where this is set.",
         '"0-3,8"',
     )
-    model_kernels: bool = _option(
-        True,
+    model_kernels: str = _option(
+        MODEL_KERNELS[0],
         "Where the CPU is the device, native threads compute the model's other layers, too: linear ones of few rows, "
-        "norms, activations and rotary embeddings. With false, PyTorch does.",
-        "false",
-        group=RESEARCH,
-    )
-    step_graphs: bool = _option(
-        True,
-        "Two decode steps of each batch size are recorded; later ones replay them, without the Python between the "
-        "layers. Needs model_kernels, one rank and no adapters.",
-        "false",
+        "norms, activations and rotary embeddings. replayed: two decode steps of each batch size are recorded, and "
+        "later ones replay them without the Python between the layers (one rank, no adapters); on: without that; off: "
+        "PyTorch computes them.",
+        '"off"',
+        lambda word: word in MODEL_KERNELS,
+        _one_of(MODEL_KERNELS),
         group=RESEARCH,
     )
     hot_tiles_gb: float = _option(
@@ -434,7 +404,6 @@ class FluxionConfig:
                 'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
             )
         others = {
-            "guard": (self.guard is not None, "the CPU has no scores to estimate by"),
             "audit": (self.audit is not None, "the CPU does not know what was read"),
             "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),
         }

@@ -109,17 +109,6 @@ class TestSketch(TestFixed):
         assert got[0].tokens == got[1].tokens
 
 
-def test_the_guard_reads_more_where_a_budget_is_far_too_small(logs: Path) -> None:
-    config = f'{{"policy": "fixed:16:0.01", "guard": 0.01, "host_tokens": {HOST_TOKENS}}}'
-    with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "guard.log") as server:
-        document = needle_prompt(4096, 2, seed=5)
-        for i, question in enumerate(document.questions):
-            server.generate(document.token_ids(i), len(question.answer_ids))
-        counts = server.metrics()
-        assert 0 < counts["fluxion_widened_tasks_total"] <= counts['fluxion_tasks_total{executor="cpu"}']
-        server.assert_clean()
-
-
 def test_a_sparse_prefill_answers(logs: Path) -> None:
     config = f'{{"policy": "full", "prefill_budget": 0.15, "host_tokens": {HOST_TOKENS}}}'
     with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "prefill.log") as server:

@@ -115,7 +115,7 @@ class Machine:
         shape = KVShape(LAYERS, HEADS, DIM, self.dtype, sketched=True)
         self.pool = HostPool(shape, (PAGES - 1) * PAGE, PLACEMENT, workers)
         self.windows = Windows(self.pool, ROWS, "cpu")
-        options = FluxionConfig(guard=self.rng.choice([None, 0.1]), share_prefixes=self.rng.random() < 0.7)
+        options = FluxionConfig(share_prefixes=self.rng.random() < 0.7)
         predictor = tiny_predictor.predictor()
         context = Context(predictor=lambda tau: predictor)
         self.policies: list[Policy | None] = [None, *(parse_spec(spec, context) for spec in examples())]
@@ -491,7 +491,7 @@ class Machine:
 
 
 PER_MACHINE = 10_000
-"""Operations of one machine: dtype, workers, guard and the server's policy are another one's next."""
+"""Operations of one machine: dtype, workers and the server's policy are another one's next."""
 CHECKS = {"compared", "audit"}
 """What is counted and is no operation."""
 

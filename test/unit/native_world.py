@@ -126,7 +126,6 @@ class NativeWorld:
     cores: tuple[int, ...] = ()
     placement: Placement = field(default_factory=lambda: Placement(sinks=32, window=48))
     attend_union: bool = True
-    guard: float | None = None
     chunk_bytes: int | None = 1 << 14
     share_prefixes: bool = False
     cached_bytes: int | None = 0
@@ -165,7 +164,6 @@ class NativeWorld:
             max_requests=1,
             max_pages=1,
             attend_union=self.attend_union,
-            guard=self.guard,
             chunk_bytes=self.chunk_bytes,
             share_prefixes=self.share_prefixes,
             cached_bytes=self.cached_bytes,

@@ -114,7 +114,7 @@ def passes(workers: int) -> dict[str, Any]:
     """Of each kind of pass: what does it anew each time, and what checks that the last one did it right."""
     from fluxion_sglang.native import NativeEngine, NativeLayers
 
-    world = NativeWorld(workers=workers, share_prefixes=True, guard=0.1)
+    world = NativeWorld(workers=workers, share_prefixes=True)
     parent = world.add(330)
     requests = [parent, world.add(400, parent, 320), world.add(500, parent, 320)]
     result: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def passes(workers: int) -> dict[str, Any]:
         # A new engine, so that there is room to be made.
         world.engine = NativeEngine(
             world.pool.workers, world.pool, q_heads=world.q_heads, sinks=world.placement.sinks,
-            window=world.placement.window, max_requests=1, max_pages=1, attend_union=True, guard=0.1,
+            window=world.placement.window, max_requests=1, max_pages=1, attend_union=True,
             chunk_bytes=1 << 14, share_prefixes=True, cached_bytes=0,
         )  # fmt: skip
         rows = torch.tensor([r.row for r in requests], dtype=torch.int32)

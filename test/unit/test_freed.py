@@ -70,8 +70,7 @@ def decode(world: NativeWorld, requests: list[Request], blk: int, budget: float,
     tasks, q, out = world.begin_layer(requests, 0, plan, first)
     chosen = world.selections(requests, tasks)
     world.engine.layer_finish()
-    if world.guard is None:
-        world.check(out, world.expected(requests, 0, q, chosen))
+    world.check(out, world.expected(requests, 0, q, chosen))
     assert torch.isfinite(out).all()
 
 
@@ -81,8 +80,7 @@ def decode(world: NativeWorld, requests: list[Request], blk: int, budget: float,
 def test_nobody_reads_what_its_owner_has_not_written(
     isa: str, data: st.DataObject, seed: int, dtype: torch.dtype
 ) -> None:
-    guard = data.draw(st.sampled_from([None, 0.05]))
-    world = NativeWorld(isa=isa, seed=seed, dtype=dtype, share_prefixes=True, guard=guard, pages=160)
+    world = NativeWorld(isa=isa, seed=seed, dtype=dtype, share_prefixes=True, pages=160)
     poison(world, list(range(1, world.pages)))
     requests: list[Request] = []
     for _ in range(data.draw(st.integers(4, 12))):
@@ -96,7 +94,7 @@ def test_nobody_reads_what_its_owner_has_not_written(
             check_prefill(world, request, shared, data.draw(st.sampled_from([1.0, 0.2])))
         elif action == "decode" and requests and room > 0:
             blk, budget = data.draw(st.sampled_from([(16, 1.0), (16, 0.2), (64, 0.3), (128, 0.1), (1, 0.1)]))
-            decode(world, requests, blk, budget, first=guard is not None)
+            decode(world, requests, blk, budget, first=data.draw(st.booleans()))
         elif action == "free" and requests:
             gone = requests.pop(data.draw(st.integers(0, len(requests) - 1)))
             free(world, gone, {page for request in requests for page in request.pages})

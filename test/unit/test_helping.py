@@ -52,22 +52,20 @@ def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
     blk=st.sampled_from([1, 16, 32, 128]),
     budget=st.sampled_from([0.03, 0.3, 1.0]),
     union=st.booleans(),
-    guard=st.sampled_from([None, 1e-3]),
+    first=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_the_number_of_workers_changes_no_bit(
-    seed: int, pages: int, blk: int, budget: float, union: bool, guard: float | None, dtype: torch.dtype
+    seed: int, pages: int, blk: int, budget: float, union: bool, first: bool, dtype: torch.dtype
 ) -> None:
     outcomes = []
     for workers in (1, 2, 4):
-        world, requests = make(
-            workers, max(1, pages * PAGE_BYTES), seed, attend_union=union, guard=guard, dtype=dtype, group=3
-        )
+        world, requests = make(workers, max(1, pages * PAGE_BYTES), seed, attend_union=union, dtype=dtype, group=3)
         for _ in range(2):
             world.begin_step(requests)
             plan = world.plan(requests, blk, budget)
             plan.budget[0, 0] = 0.0
-            _, _, out = world.begin_layer(requests, 0, plan, resident_first=guard is not None)
+            _, _, out = world.begin_layer(requests, 0, plan, resident_first=first)
             world.engine.layer_finish()
         exact, reads = torch.empty(out.shape), torch.empty(len(requests), world.heads, 2, dtype=torch.int64)
         world.engine.result(exact)

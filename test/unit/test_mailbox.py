@@ -241,7 +241,7 @@ def test_a_failed_layer_is_not_answered() -> None:
 @pytest.mark.parametrize("stop", [0.5, 0.9, 0.99])
 def test_early_exit_by_a_devices_parts_is_bit_for_bit_the_same(stop: float) -> None:
     """Given the parts that the CPU finds, the middle is what the CPU reads of it."""
-    ours, theirs = (NativeWorld(seed=3, guard=0.05, rows=3, attend_union=False) for _ in range(2))
+    ours, theirs = (NativeWorld(seed=3, rows=3, attend_union=False) for _ in range(2))
     requests = [[world.add(n) for n in (900, 400)] for world in (ours, theirs)]
     mailbox = mailbox_of(theirs, 2)
     for sequence in range(1, 6):
@@ -274,6 +274,6 @@ def test_early_exit_by_a_devices_parts_is_bit_for_bit_the_same(stop: float) -> N
         for own in requests:
             for request in own:
                 request.keys[0] = torch.cat([request.keys[0], request.keys[0][-1:]])
-        # The same microbatches, the same guarded heads, the same bytes.
+        # The same microbatches, the same bytes.
         assert ours.engine.stats() == theirs.engine.stats()
-    assert theirs.engine.stats()["microbatches"] > 0 and theirs.engine.stats()["widened_tasks"] > 0
+    assert theirs.engine.stats()["microbatches"] > 0

@@ -47,7 +47,7 @@ def start(model: Path, **options: Any) -> Policy:
 
 def test_a_predictor_that_fits_is_used(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert start(model).spec == "fluxion" and "policy fluxion, tau 0.10, because a predictor fits" in caplog.text
-    assert start(model, tau=0.05).criterion.limit == 0.05
+    assert start(model, policy="fluxion:0.05").criterion.limit == 0.05
 
 
 def test_a_tau_is_kept_once_however_it_is_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,7 @@ def test_none_that_fits_is_full_and_the_log_says_why_and_what_would_be_faster(
 
 def test_a_tau_that_was_not_trained_ends_the_start(model: Path) -> None:
     with pytest.raises(PredictorError, match=r"has no tau 0\.15, only 0\.05, 0\.10; choose one"):
-        start(model, tau=0.15)
-    # Of another model's predictor nobody asked for a tau.
-    assert start(model, tau=0.15, window=512).spec == "full"
+        start(model, policy="fluxion:0.15")
 
 
 @pytest.mark.parametrize("file", ["predictor.json", trained.FIRST])
@@ -203,16 +201,8 @@ def test_ranks_that_would_decide_differently_do_not_start(
 @pytest.mark.parametrize(
     ("options", "unused"),
     [
-        ({"policy": "full", "tau": 0.2}, "option tau; only requests that bring"),
         ({"policy": "fixed:16:0.05", "predictor": "p"}, "option predictor; only requests"),
-        ({"policy": "full", "tau": 0.2, "predictor": "p", "request_policies": False}, "tau or predictor; nothing here"),
-        ({"policy": "anchor:0.05", "tau": 0.2}, "option tau; "),
-        ({"policy": "fluxion:0.05", "tau": 0.1}, "option tau; "),
-        ({"policy": "labels:score95", "tau": 0.1}, "option tau; "),
-        ({"policy": "anchor", "tau": 0.2}, ""),
-        ({"policy": "fluxion", "tau": 0.05}, ""),
-        ({"policy": "auto", "tau": 0.05}, ""),
-        ({"policy": "auto", "tau": 0.05, "window": 512}, "policy full does not use the option tau"),
+        ({"policy": "full", "predictor": "p", "request_policies": False}, "option predictor; nothing here"),
         ({"policy": "full"}, ""),
     ],
 )

@@ -86,8 +86,7 @@ def both(branches: list[Branch], plan_of: Any, resident_first: bool = False, **o
         world = NativeWorld(share_prefixes=share, rows=len(branches), pages=1024, **options)
         requests = build(world, branches)
         done.append(run(world, requests, plan_of(world, requests), resident_first))
-        if world.guard is None:
-            world.check(done[-1].out, world.expected(requests, 0, done[-1].q, done[-1].chosen))
+        world.check(done[-1].out, world.expected(requests, 0, done[-1].q, done[-1].chosen))
     shared, alone = done
     assert torch.equal(shared.q, alone.q)
     assert shared.chosen == alone.chosen
@@ -281,20 +280,6 @@ def test_a_prefix_of_prefixes_and_of_other_block_sizes() -> None:
     shared, _ = both(branches, plan_of)
     assert shared.stats["shared_tasks"] == 2 + 2 + 0 + 2
     assert shared.stats["tasks"] == 10
-
-
-@pytest.mark.parametrize("cached_bytes", [0, LARGE])
-@pytest.mark.parametrize("union", [False, True])
-def test_the_guard_sees_each_request_by_itself(union: bool, cached_bytes: int) -> None:
-    def plan_of(world: NativeWorld, requests: list[Request]) -> Plan:
-        return cpu_plan(world, requests, 16, 0.05)
-
-    options: dict[str, Any] = {"attend_union": union, "group": 3, "cached_bytes": cached_bytes}
-    shared, alone = both(FORKS, plan_of, resident_first=True, guard=1e-9, **options)
-    assert shared.stats["widened_tasks"] == alone.stats["widened_tasks"] == 12
-    assert shared.stats["shared_tasks"] == 12
-    unguarded, _ = both(FORKS, plan_of, resident_first=True, **options)
-    assert unguarded.stats["tokens_read"] < shared.stats["tokens_read"]
 
 
 def test_a_bad_request_is_in_no_bundle() -> None:

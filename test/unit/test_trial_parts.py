@@ -361,8 +361,8 @@ def test_the_fastest_of_those_that_are_near_is_recommended(facts: ModelFacts) ->
 
 
 def test_a_policy_that_is_not_the_default_is_named_in_the_command(facts: ModelFacts) -> None:
-    found = advice.advise(_results(facts, 0.001, (10, 5), "fixed:16:0.25"), [], {"tau": 0.2})
-    assert '--fluxion-config \'{"tau": 0.2, "policy": "fixed:16:0.25"}\'' in found.command
+    found = advice.advise(_results(facts, 0.001, (10, 5), "fixed:16:0.25"), [], {"canary": 0.2})
+    assert '--fluxion-config \'{"canary": 0.2, "policy": "fixed:16:0.25"}\'' in found.command
 
 
 def test_a_model_without_a_predictor_is_told_how_to_train_one(facts: ModelFacts) -> None:

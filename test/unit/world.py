@@ -47,7 +47,6 @@ class World:
     executors: str = "cpu"
     scheduler: Scheduler | None = None
     attend_union: bool = True
-    guard: float | None = None
     share_prefixes: bool = True
     seed: int = 0
     audit: Path | None = None
@@ -70,11 +69,12 @@ class World:
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
-        options = FluxionConfig(attend_union=self.attend_union, guard=self.guard, share_prefixes=self.share_prefixes)
+        options = FluxionConfig(share_prefixes=self.share_prefixes)
         self.engine = DecodeEngine(
             self.pool, self.windows, parse_spec(self.policy), foreign, options,
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
             first_layer=self.first[0], first_head=self.first[1], scheduler=self.scheduler,
+            attend_union=self.attend_union,
         )  # fmt: skip
         if self.audit is not None:
             self.engine.observers.append(Audit(self.engine, AuditLog(self.audit)))

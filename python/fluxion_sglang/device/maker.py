@@ -37,7 +37,7 @@ class _StreamMaker(DeviceMaker):
     def request_tokens(self, shape: KVShape, config: FluxionConfig, group: int, max_tokens: int) -> int:
         if not config.gpu_ranks:
             return 0
-        nbytes = request_bytes(shape, group, max_tokens, config.attend_union)
+        nbytes = request_bytes(shape, group, max_tokens, union=True)
         return -(-nbytes // (shape.layers * shape.token_bytes))
 
     def adopt(self, pool: HostPool) -> None:

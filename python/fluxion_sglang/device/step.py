@@ -132,7 +132,7 @@ class StreamDevice(Device):
         atexit.register(self.close)  # after that of what is pinned, and so called before it
 
     def _near_middle(self, max_tokens: int, copies_gb: float) -> Near:
-        pages, union = -(-max_tokens // PAGE), self._engine.union
+        pages = -(-max_tokens // PAGE)
         near = Near(
             self._library,
             self._pool,
@@ -140,7 +140,7 @@ class StreamDevice(Device):
             self._port,
             max_pages=pages,
             copies_gb=copies_gb,
-            union=union,
+            union=self._engine.union,
         )
         logger.info("Fluxion: the device ranks blocks, with %.2f GiB for metadata, copies and lists", near.nbytes / GIB)
         return near

@@ -96,18 +96,18 @@ class DecodeEngine:
     Args:
         policy: what requests follow that have none of their own.
         executors: beside the native workers.
-        options: attend_union, guard, canary and share_prefixes count. With a guard every policy's plan follows the
-            resident attention, so that what a request reads does not depend on the policies beside it.
+        options: canary and share_prefixes count.
         q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
         scheduler: who may take which task, and when; None: one queue, the plan's largest value first, and whoever is
             free takes the next (Fluxion, section 6.2).
+        attend_union: what one head of a group chose, all of them read; False is for comparison.
 
     Attributes:
         accounts: what its steps read and where their time goes; by default nobody keeps them.
         observers: who watches.
-        union: what one head of a group chose, all of them read (option attend_union).
+        union: the argument attend_union.
         world: what its policies may use of it.
         corrupt: told of each request of the pass (its number there) that read corrupt host memory, with a sentence; its
             output is zero. By default it raises.
@@ -127,6 +127,7 @@ class DecodeEngine:
         first_layer: int = 0,
         first_head: int = 0,
         scheduler: Scheduler | None = None,
+        attend_union: bool = True,
     ) -> None:
         self.accounts = Accounts()
         self.observers: list[Observer] = []
@@ -145,14 +146,12 @@ class DecodeEngine:
             window=pool.placement.window,
             max_requests=max_requests,
             max_pages=-(-max_tokens // PAGE),
-            attend_union=options.attend_union,
-            guard=options.guard,
+            attend_union=attend_union,
             share_prefixes=options.share_prefixes,
         )
         self.anchors = Anchors(pool, windows.rows, q_heads)
-        self._guarded = options.guard is not None
         self._canary = options.canary > 0
-        self.union = options.attend_union
+        self.union = attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
         self.world = World(pool, windows, q_heads, windows.rows)
@@ -198,7 +197,7 @@ class DecodeEngine:
 
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
         """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""
-        return self._guarded or any(policy.needs is not Needs.NOTHING for policy in policies or [self.policy])
+        return any(policy.needs is not Needs.NOTHING for policy in policies or [self.policy])
 
     def begin_step(
         self,

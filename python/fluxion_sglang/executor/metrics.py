@@ -29,7 +29,6 @@ _TASKS = "tasks_"
 _TASKS_TEXT = "Tasks (request, layer, group) computed, by executor."
 _COUNTERS = {
     "layers": "Decode steps of one layer.",
-    "widened_tasks": "Decode tasks that the guard rail made read more.",
     "middle_tokens": "Tokens of the middle that decode heads could have read, summed over query heads.",
     "tokens_read": "Tokens of the middle that decode heads attended to, summed over query heads.",
     "tile_bytes": "Bytes of K and V that decode tasks attended to; what requests read together counts once.",

@@ -17,6 +17,8 @@ from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
 
 GIB = 1 << 30
 
+SPREAD = 1.0
+"""How blocks are ranked: by Quest's bound (KernelTable::score). A predictor is trained for it."""
 MAX_PAGES = (1 << 27) - 1
 """Most pages of a pool: SGLang's request table holds slots, 16 to a page, as int32."""
 
@@ -69,7 +71,7 @@ class HostPool(NativePool):
         tokens: int,
         placement: Placement,
         workers: Workers,
-        spread: float = 1.0,
+        spread: float = SPREAD,
         canary: float = 0.0,
     ) -> None:
         self.shape = shape

@@ -26,9 +26,6 @@ class NativeEngine:
         max_requests, max_pages: capacities to start with (requests of a step, pages of a request); `step`
             grows them.
         attend_union: what one head of a group chose, all of them attend to, streaming heads too.
-        guard: where a head is estimated to have left out more than this share of its attention, its task reads
-            twice the head's blocks in the same step (docs/serving.md, "Guard rail"): the tasks of native workers in
-            layers that `layer_resident` began. None: no guard.
         chunk_bytes: what a stage of a task (scan, attention) reads at a time, so that idle workers can help with the
             rest; a layer wakes workers that sleep from three times as much on. None: what is best.
         share_prefixes: of requests whose page tables begin alike, the tasks that are for the CPU alone (see `owner` of
@@ -54,8 +51,7 @@ class NativeEngine:
         window: int,
         max_requests: int,
         max_pages: int,
-        attend_union: bool,
-        guard: float | None = None,
+        attend_union: bool = True,
         chunk_bytes: int | None = None,
         share_prefixes: bool,
         cached_bytes: int | None = None,
@@ -75,7 +71,6 @@ class NativeEngine:
             max_requests,
             max_pages,
             attend_union,
-            guard or 0.0,
             chunk_bytes or 0,
             share_prefixes,
             -1 if cached_bytes is None else cached_bytes,
@@ -238,8 +233,8 @@ class NativeEngine:
         Args:
             k, v: None: `layer_append` put them there.
             o: [B, Hq, D] float32, written where lse is not -inf. lse: [B, Hq] float32, written.
-            parts: [B, Hq, 5] float32, as of `layer_resident`: what the device found, for early exit and the guard;
-                copied. None: it is not known.
+            parts: [B, Hq, 5] float32, as of `layer_resident`: what the device found, for kinds of tasks
+                that go by it; copied. None: it is not known.
         """
         return self._begun(self._middle_begin, plan, layer, q, k, v, scale, o, lse, parts)
 
@@ -283,7 +278,7 @@ class NativeEngine:
         """Bytes that each task of the last layer read: [B, H, 2] int64, written: tile bytes, metadata bytes.
 
         Tile bytes count whole tiles of blocks, each once a group; a kind of another package says what its tasks read.
-        What the guard adds is read by itself, and counts once more where another head of the group has read it. What
+        What
         tasks read together counts for each of them. Valid as `result` is, and raises as it does.
         """
         self._reads(self.handle, out)
@@ -329,7 +324,7 @@ class NativeEngine:
         return bool(function("engine_task_failed")(self.handle, claim, message))
 
     def selection(self, claim: int, pages: torch.Tensor, masks: torch.Tensor) -> int:
-        """What a task of the open layer reads, before the guard.
+        """What a task of the open layer reads.
 
         Args:
             claim: a claim, or a plain task index.
@@ -345,8 +340,7 @@ class NativeEngine:
         return int(function("engine_selection")(self.handle, claim, pages, masks))
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, failed_tasks, widened_tasks (that
-        the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
+        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, failed_tasks, middle_tokens and tokens_read (summed over query heads), tile_bytes and
         metadata_bytes (see `reads`, but what tasks read together counts once), shared_tasks (done together with
         others), shared_tile_bytes and shared_metadata_bytes (what these would have read besides if each had been done
         alone).

@@ -206,11 +206,9 @@ class Context:
     """What specs refer to beside their own arguments.
 
     Attributes:
-        tau: of specs that name none.
         predictor: the predictor for a tau, or its default one for None; raises ValueError where there is none.
     """
 
-    tau: float = 0.10
     predictor: Callable[[float | None], LoadedPredictor] = _no_predictor
 
 
@@ -228,9 +226,9 @@ class Policy(ABC):
         needs: what `plan` has to be given.
         criterion: of the budgets in what it is given.
         yardstick: it reads every key to decide: to measure by, not to serve with.
-        option_keys: of --fluxion-config, what `from_spec` looks at: tau (if the spec has no words), predictor.
+        predicts: `from_spec` asks for a predictor.
         exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
-        sketches: it needs a host pool with sketches of keys (option sketches).
+        sketches: it needs a host pool with sketches of keys.
         world: what it was bound to.
     """
 
@@ -239,7 +237,7 @@ class Policy(ABC):
     needs: Needs = Needs.NOTHING
     criterion: Criterion = Criterion()
     yardstick: bool = False
-    option_keys: ClassVar[frozenset[str]] = frozenset()
+    predicts: bool = False
     exact: bool = False
     sketches: bool = False
     world: World | None = None

@@ -18,7 +18,7 @@ from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, O
 class FixedPolicy(Policy):
     """Every head of every layer chooses `budget` of the middle in blocks of `blk` tokens.
 
-    With the option `attend_union` it attends to what any head of its group chose, so to more than its budget.
+    It attends to what any head of its group chose, so to more than its budget.
 
     Args:
         blk: 16, 32, 64 or 128 tokens; 0 makes no task (`streaming`).

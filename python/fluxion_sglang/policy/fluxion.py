@@ -28,7 +28,7 @@ class FluxionPolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("fluxion[:TAU]",)
     needs = Needs.FEATURES
-    option_keys = frozenset({"tau", "predictor"})
+    predicts = True
 
     def __init__(self, predictor: LoadedPredictor) -> None:
         self.criterion = Criterion(Deviation.LAYER, predictor.tau)

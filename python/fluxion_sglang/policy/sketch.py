@@ -50,7 +50,7 @@ class SketchedTokens(TaskKind):
         left: [B, H] float32 in [0, 1]: the share of its attention, residents included, that a head of the group
             may leave unread by the estimate of the sketches; 0 reads everything, keys and values. Budgets say only that
             a group reads.
-            All heads of the group attend to what any of them chose, whatever `attend_union` says.
+            All heads of the group attend to what any of them chose.
     """
 
     left: torch.Tensor

@@ -117,7 +117,7 @@ class FluxionAttnBackend(AttentionBackend):
         self.device = self._device(runner, layers)
         self.failures = FailureGuard(self._finish, self.device.abort, self._publish)
         self.engine.corrupt = self._lose
-        natively = pool.maker is None and options.model_kernels
+        natively = pool.maker is None and options.model_kernels != "off"
         self.graphs = self._model_kernels(runner) if natively else None
         self.metrics: EngineMetrics | None = None
         if runner.server_args.enable_metrics:
@@ -156,7 +156,7 @@ class FluxionAttnBackend(AttentionBackend):
         native = Contained(NativeLayers(pool.host.workers), self.failures.run)
         count = install(runner.model, native, pack=not runner.server_args.enable_torch_compile)
         logger.info("Fluxion: %d linear layers run on the native workers", count)
-        if not pool.config.step_graphs:
+        if pool.config.model_kernels == "on":
             return None
         alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
         backbone = backbone_of(runner.model)

@@ -1,4 +1,4 @@
-"""Step graphs: what decode steps compute, without the model's Python (option `step_graphs`).
+"""Step graphs: what decode steps compute, without the model's Python (option `model_kernels`).
 
 Between two layers of a small model's decode step, SGLang's Python takes longer than the layers. But what it decides is
 the same at every step of as many requests. So two steps are traced (`tracing.py`), and if they are equal, later ones

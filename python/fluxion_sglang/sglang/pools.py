@@ -74,7 +74,7 @@ class FluxionKVPool(KVCache):
             self.maker.select()  # this rank's, as SGLang has chosen it
         beside = ALONE if self.maker is None else self.maker.beside()
         workers = create_workers(config, rank, ranks, beside)
-        self.host = HostPool(shape, tokens, placement, workers, config.spread, config.canary)
+        self.host = HostPool(shape, tokens, placement, workers, canary=config.canary)
         self.windows = Windows(self.host, rows, device)
         if self.maker is not None:
             # Before any executor is made: a device's reads the pool at once.

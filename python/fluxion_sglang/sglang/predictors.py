@@ -14,7 +14,8 @@ import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
-from fluxion_sglang.policy import AUTO, BARE, Context, Policy, parse_spec
+from fluxion_sglang.kv.host_pool import SPREAD
+from fluxion_sglang.policy import AUTO, Context, Policy, parse_spec
 from fluxion_sglang.predictor.artifact import JSON_NAME, DoesNotFit, Identity, LoadedPredictor, load, tau_key
 from fluxion_sglang.predictor.features import NAMES
 
@@ -44,7 +45,7 @@ def identity(options: FluxionConfig, runner: ModelRunner) -> Identity:
         weights=fingerprint(_of_all_stages(norms(runner.model))),
         sinks=options.sinks,
         window=options.window,
-        spread=options.spread,
+        spread=SPREAD,
     )
 
 
@@ -101,10 +102,9 @@ def context(config: FluxionConfig, runner: ModelRunner) -> Context:
         return load(folder, features=NAMES, tau=None if key is None else float(key), expect=served())
 
     def predictor(tau: float | None) -> LoadedPredictor:
-        asked = config.tau if tau is None else tau
-        return loaded(None if asked is None else tau_key(asked))
+        return loaded(None if tau is None else tau_key(tau))
 
-    return Context(BARE.tau if config.tau is None else config.tau, predictor)
+    return Context(predictor)
 
 
 def server_policy(config: FluxionConfig, context: Context) -> Policy:
@@ -131,8 +131,6 @@ def server_policy(config: FluxionConfig, context: Context) -> Policy:
             "faster and needs no predictor; `fluxion try` measures it on this model.",
             error,
         )
-        if config.tau is not None:
-            logger.warning("Fluxion: policy full does not use the option tau.")
         return parse_spec("full", context)
     logger.info(
         'Fluxion: policy fluxion, tau %.2f, because a predictor fits this model; {"policy": "full"} is exact.',
@@ -164,12 +162,10 @@ def check_ranks(policy: Policy, config: FluxionConfig, runner: ModelRunner) -> N
 
 
 def _say_what_is_unused(config: FluxionConfig, policy: Policy) -> None:
-    """A line in the log for options that the server's policy does not look at."""
-    used = policy.option_keys - ({"tau"} if ":" in config.policy else set())
-    unused = [key for key in ("tau", "predictor") if getattr(config, key) is not None and key not in used]
-    if unused:
+    """A line in the log where the server's policy does not look at the option predictor."""
+    if config.predictor is not None and not policy.predicts:
         who = "only requests that bring a policy of their own do" if config.request_policies else "nothing here does"
-        logger.warning("Fluxion: policy %s does not use the option %s; %s", config.policy, " or ".join(unused), who)
+        logger.warning("Fluxion: policy %s does not use the option predictor; %s", config.policy, who)
 
 
 def folder_of(config: FluxionConfig, runner: Any) -> Path | None:

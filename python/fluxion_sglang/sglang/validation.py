@@ -175,7 +175,7 @@ def check_config(config: FluxionConfig, args: Any) -> None:
             "wrote, or leave the key out."
         )
     if folder is not None and config.policy.partition(":")[0] in (AUTO, "fluxion"):
-        load(folder, features=NAMES, tau=config.tau)  # whether it is this model's is known once the weights are loaded
+        load(folder, features=NAMES, tau=None)  # whether it is this model's is known once the weights are loaded
     _check_disk(config, args)
     _check_cores(config, capacity.ranks_on_host(args))
     if config.canary > 0 and args.pp_size > 1:

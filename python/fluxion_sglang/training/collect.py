@@ -21,7 +21,6 @@ def record(
     *,
     layers: int,
     placement: Placement,
-    spread: float,
     dtype: str = "auto",
     device: str | None = None,
     seed: int = 0,
@@ -45,7 +44,6 @@ def record(
         "record": str(folder),
         "sinks": placement.sinks,
         "window": placement.window,
-        "spread": spread,
         "host_tokens": -(-(longest + 2 * PAGE) // PAGE) * PAGE,
     }
     # A token that comes from the radix tree has no query to record.

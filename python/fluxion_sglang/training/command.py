@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from fluxion_sglang.config import FluxionConfig
-
 HELP: Final = "train the predictor of a model, and calibrate its tau"
 
 
@@ -21,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--accuracy", type=float, default=0.05, help="quality target: share of answers that may be lost")
     option("--sinks", type=int, default=64, help="as the server's (default: %(default)s)")
     option("--window", type=int, default=256, help="as the server's (default: %(default)s)")
-    option("--spread", type=float, default=FluxionConfig.spread, help="as the server's (default: %(default)s)")
     option("--epochs", type=int, default=30, help="passes over the samples (default: %(default)s)")
     option("--quantile", type=float, default=0.9, help="of the budget to predict: higher reads more, errs less")
     option("--coverage", type=float, default=0.98, help="share of every head's budgets that is to suffice")

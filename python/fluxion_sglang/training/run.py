@@ -40,7 +40,7 @@ _PACKAGES: Final = {"sklearn": "scikit-learn", "dill": "dill"}
 """What the end of a run imports, by its name in the package index; those of the extra `train` that it cannot go
 without."""
 
-_OPTIONS: Final = ("sinks", "window", "spread")
+_OPTIONS: Final = ("sinks", "window")
 """Options of the server that a predictor is trained for."""
 
 
@@ -237,7 +237,6 @@ def _record(arguments: argparse.Namespace, plan: Plan, folder: Path) -> None:
             folder,
             layers=plan.layers,
             placement=plan.placement,
-            spread=arguments.spread,
             dtype=arguments.dtype,
             device=arguments.device,
             seed=arguments.seed,

@@ -42,7 +42,8 @@ class EarlyStop(TaskKind):
     Attributes:
         stop: [B, H] float32: in (0, 1), the share of its attention, residents included, that each head of the group
             shall have by PSA's estimate (`psa.py`); 0 and 1: they read their budgets.
-        spread: [B, H] float32 in [0, 1], by which these groups score their blocks, whatever the others score by; 1 is Quest's bound.
+        spread: [B, H] float32 in [0, 1], by which these groups score their blocks; 1 is Quest's bound, which all
+            others have.
     """
 
     stop: torch.Tensor

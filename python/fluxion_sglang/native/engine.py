@@ -340,10 +340,10 @@ class NativeEngine:
         return int(function("engine_selection")(self.handle, claim, pages, masks))
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, failed_tasks, middle_tokens and tokens_read (summed over query heads), tile_bytes and
-        metadata_bytes (see `reads`, but what tasks read together counts once), shared_tasks (done together with
-        others), shared_tile_bytes and shared_metadata_bytes (what these would have read besides if each had been done
-        alone).
+        """Cumulative counts: layers, tasks, tasks_cpu, tasks_torch, failed_tasks, middle_tokens and tokens_read (summed
+        over query heads), tile_bytes and metadata_bytes (see `reads`, but what tasks read together counts once),
+        shared_tasks (done together with others), shared_tile_bytes and shared_metadata_bytes (what these would have
+        read besides if each had been done alone).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         function("engine_stats")(self.handle, out)

@@ -173,5 +173,6 @@ def without_best_isa(topology: dict[str, Any]) -> str:
         return ""
     return (
         f"decoding is slow: the native library was built for another machine, without {best}, the best instruction set "
-        f"of this CPU (it has {', '.join(built)}); build it on this machine, or with FLUXION_CMAKE_ARGS=-DFLUXION_ISAS=all"
+        f"of this CPU (it has {', '.join(built)}); build it on this machine, or with "
+        "FLUXION_CMAKE_ARGS=-DFLUXION_ISAS=all"
     )

@@ -5,6 +5,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := python/fluxion_sglang/_native/libfluxion.so
+LAB := python/fluxion_lab/_native/libfluxion_lab.so
 SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc %.cuh %.cu,$(SOURCES) $(shell find test/fuzz test/native -type f 2>/dev/null))
 TESTS := test/engine test/soak test/faults test/models test/unit test/gpu test/docs test/wheel
@@ -32,10 +33,11 @@ endif
 # Python keeps what it compiles: without that, every process of a server compiles all of SGLang and PyTorch once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints quality bench gpu docs wheel clean install native-tests
+.PHONY: help demo lab test test-all test-sglang lint sanitize soak fuzz fuzz-requests sbom audit checkpoints quality bench gpu docs wheel clean install native-tests
 
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
+	@echo "make lab       install the policies that Fluxion is compared with (fluxion-lab) beside it"
 	@echo "make test      style, types and the quick tests (12 minutes on 2 cores)"
 	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (two hours)"
 	@echo "make test-sglang VERSION=0.5.24  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
@@ -54,6 +56,8 @@ help:
 
 demo: install
 	@$(BIN)/python -m fluxion_sglang.commands.demo $(ARGS)
+
+lab: $(VENV)/.lab $(LAB)
 
 test: $(VENV)/.dev native-tests
 	$(BIN)/ruff check .
@@ -90,7 +94,7 @@ sanitize-%: $(VENV)/.dev
 	@mkdir -p build/$*; rm -f build/$*/report.* build/$*/tests.xml
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
 	(cmake -S . -B build/$* -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=$* && \
-	  cmake --build build/$* --target fluxion fluxion_tests) \
+	  cmake --build build/$* --target fluxion fluxion_lab fluxion_tests) \
 	  > build/$*/build.log 2>&1 || { tail -n 60 build/$*/build.log >&2; exit 1; }
 	@report=$(CURDIR)/build/$*/report; \
 	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
@@ -100,7 +104,7 @@ sanitize-%: $(VENV)/.dev
 	  $(PYTEST) -q --junitxml build/$*/tests.xml $(SANITIZED_TESTS) $(ARGS); status=$$?; \
 	cat $$report.* 2>/dev/null && status=1; $(or $(recorded),:); exit $$status
 
-soak: $(VENV)/.dev
+soak: $(VENV)/.dev $(LAB)
 	PYTHONPATH=test:. $(BIN)/python -m soak $(ARGS)
 
 # The library under the sanitizer is built by `make sanitize-address` as well.
@@ -109,7 +113,7 @@ fuzz: $(VENV)/.dev
 	@mkdir -p build/address
 	@export PATH="$(CURDIR)/$(BIN):$$PATH"; \
 	(cmake -S . -B build/address -GNinja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFLUXION_SANITIZE=address && \
-	  cmake --build build/address --target fluxion) \
+	  cmake --build build/address --target fluxion fluxion_lab) \
 	  > build/address/build.log 2>&1 || { tail -n 60 build/address/build.log >&2; exit 1; }
 	LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	FLUXION_LIBRARY=$(CURDIR)/build/address/libfluxion.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -129,7 +133,7 @@ audit: $(VENV)/.installed
 checkpoints: $(VENV)/.checkpoints
 	@$(BIN)/python tools/checkpoints.py $(ARGS)
 
-quality: $(VENV)/.bench
+quality: $(VENV)/.bench $(LAB)
 	$(BIN)/python -m benchmark --only public $(ARGS)
 
 bench: $(VENV)/.bench native-tests
@@ -145,7 +149,7 @@ wheel: $(VENV)/.installed
 	@$(BIN)/python tools/wheel.py
 
 clean:
-	rm -rf build dist python/*.egg-info python/fluxion_sglang/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist python/*.egg-info python/fluxion_lab/*.egg-info python/fluxion_*/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python test benchmark -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 install: $(VENV)/.installed $(NATIVE)
@@ -161,7 +165,9 @@ $(VENV)/.installed: pyproject.toml setup.py tools/install.py
 	mkdir -p "$$HOME"; $$found tools/install.py
 	@touch $@
 
-# What an extra of pyproject.toml adds: .venv/.dev for the tests, .venv/.docs for the site.
+# What an extra of pyproject.toml adds: .venv/.dev for the tests, .venv/.docs for the site; .venv/.lab is fluxion-lab.
+$(VENV)/.dev $(VENV)/.bench: $(VENV)/.lab
+$(VENV)/.lab: python/fluxion_lab/pyproject.toml
 $(VENV)/.%: $(VENV)/.installed | $(NATIVE)
 	@$(BIN)/python tools/install.py --extras $*
 	@touch $@
@@ -169,8 +175,14 @@ $(VENV)/.%: $(VENV)/.installed | $(NATIVE)
 $(NATIVE): $(SOURCES) | $(VENV)/.installed
 	@$(BIN)/python tools/install.py --native
 
+$(LAB): $(SOURCES) $(NATIVE)
+	@[ -f build/native/build.ninja ] || $(BIN)/python tools/install.py --native
+	@$(BIN)/cmake --build build/native --target fluxion_lab > build/native/lab.log 2>&1 || { tail -n 60 build/native/lab.log >&2; exit 1; }
+	@grep ': warning: ' build/native/lab.log || true
+	@mkdir -p $(@D); cp build/native/$(@F) $@
+
 # Libraries that only tests need: the simulated device, and one that misbehaves. Built beside the native library.
-native-tests: install
+native-tests: install $(LAB)
 	@[ -f build/native/build.ninja ] || $(BIN)/python tools/install.py --native
 	@$(BIN)/cmake --build build/native --target fluxion_tests > build/native/tests.log 2>&1 || { tail -n 60 build/native/tests.log >&2; exit 1; }
 	@grep ': warning: ' build/native/tests.log || true

@@ -103,7 +103,7 @@ def _run(command: list[str]) -> None:
 setup(
     # The quality harness stands beside the other benchmarks, and `fluxion bench quality` needs it where there is no
     # checkout.
-    packages=[*find_packages("python"), "fluxion_quality"],
+    packages=[*find_packages("python", include=["fluxion_sglang*"]), "fluxion_quality"],
     package_dir={"": "python", "fluxion_quality": "benchmark/quality"},
     ext_modules=[Extension(f"{NATIVE}.{library}", sources=[]) for library in LIBRARIES],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},

@@ -60,7 +60,7 @@ RANDOM = KVShape(layers=2, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 RANDOM_GROUP = 4
 RANDOM_STEPS = 6
 HEARD = 32
-"""Queries that are kept of a document's end: a prefill tells policies of its last ones (`Policy.prefill_rows`)."""
+"""Queries that are kept of a document's end: a prefill tells policies of its last ones (`policy.base.TOLD`)."""
 COUNTS = ("tokens_read", "middle_tokens", "tile_bytes", "metadata_bytes")
 
 

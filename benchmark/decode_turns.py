@@ -177,7 +177,7 @@ def reads_of(model_runner: Any) -> dict[str, int]:
 @contextmanager
 def heard_by(policies: Iterable[Policy | None], backend: Any) -> Iterator[None]:
     """What the backend prefills here, all of the policies that remember hear of, as if the requests were theirs."""
-    hearers = [policy for policy in policies if policy is not None and policy.prefill_rows]
+    hearers = [policy for policy in policies if policy is not None and type(policy).prefilled is not Policy.prefilled]
     if not hearers:
         yield
         return

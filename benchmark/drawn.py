@@ -103,7 +103,7 @@ def drawn() -> DrawnPolicy:
 
 def planned(samples: Path, predictor: Path, shortest: int) -> torch.Tensor:
     """[N, 1 + G]: what a predictor plans for the recorded groups with a middle of at least `shortest` tokens."""
-    from fluxion_sglang.lab.granularity import select_granularity
+    from fluxion_lab.granularity import select_granularity
     from fluxion_sglang.predictor import artifact
     from fluxion_sglang.predictor.features import INDEX, NAMES
     from fluxion_sglang.predictor.inference import NativePredictor

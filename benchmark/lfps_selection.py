@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ from states import States, capture
 from torch import Tensor
 from tqdm import tqdm
 
+from fluxion_lab.kinds import listed
+from fluxion_lab.lfps import LfpsPolicy
+from fluxion_lab.lfps_tables import LfpsOptions
+from fluxion_lab.oracle import OraclePolicy
 from fluxion_quality import suite_named
 from fluxion_quality.model import Model
 from fluxion_sglang.config import FluxionConfig
@@ -42,14 +47,13 @@ from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.lab.lfps import LfpsPolicy
-from fluxion_sglang.lab.lfps_tables import LfpsOptions
-from fluxion_sglang.lab.oracle import OraclePolicy
-from fluxion_sglang.lab.torch_executor import block_scores
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan, World
 from fluxion_sglang.policy.fixed import FixedPolicy
+
+sys.path.insert(0, str(common.ROOT / "test"))
+from definitions.torch_executor import block_scores
 
 SEED = 6_000_000
 BUDGET = 0.02
@@ -95,15 +99,16 @@ class TimedPolicy(LfpsPolicy):
         """Of the last layer of a batch of one: candidates and chosen, [Hq, middle] bool."""
         assert self._planned is not None
         plan = self._planned[0]
-        assert plan.listed is not None and plan.record is not None
+        lists = listed(plan)
+        assert lists is not None
         kv_heads = plan.blk.shape[1]
         out = []
-        for masks in (plan.listed.masks, plan.record.chosen):
+        for masks in (lists.masks, lists.recorded().chosen):
             bits = (masks.to(torch.int32).unsqueeze(-1) >> torch.arange(PAGE)) & 1
             found = torch.zeros(kv_heads, q_heads // kv_heads, middle // PAGE, PAGE, dtype=torch.bool)
             for h in range(kv_heads):
-                at = slice(*plan.listed.offsets[h : h + 2].tolist())
-                found[h][:, plan.listed.pages[at].long() - first] = bits[at].transpose(0, 1).bool()
+                at = slice(*lists.offsets[h : h + 2].tolist())
+                found[h][:, lists.pages[at].long() - first] = bits[at].transpose(0, 1).bool()
             out.append(found.flatten(0, 1).flatten(1))
         return out[0], out[1]
 

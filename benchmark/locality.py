@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,12 +45,14 @@ from tqdm import tqdm
 from fluxion_quality.model import Model
 from fluxion_quality.perplexity import Text
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.sketches import mixed_together, rotation
-from fluxion_sglang.lab.torch_executor import block_scores, blocks_to_read
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.policy.fixed import FixedPolicy
 from fluxion_sglang.policy.sketch import SketchPolicy
 from fluxion_sglang.scoring.model_files import public
+
+sys.path.insert(0, str(common.ROOT / "test"))
+from definitions.sketches import mixed_together, rotation
+from definitions.torch_executor import block_scores, blocks_to_read
 
 POLICIES = (common.SKETCH, "fixed:16:0.05", "fixed:16:0.25")
 WAYS = ("union", "once")

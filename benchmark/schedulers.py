@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -30,10 +31,12 @@ openmp.wait_passively()  # before torch is loaded
 
 import torch  # noqa: E402
 
-from fluxion_sglang.config import SCHEDULERS as NAMES  # noqa: E402
+sys.path.insert(0, str(common.ROOT / "test"))
+from definitions.torch_executor import TorchReferenceExecutor  # noqa: E402
+
+from fluxion_lab.schedulers import by_length, evenly, one_alone  # noqa: E402
 from fluxion_sglang.config import FluxionConfig  # noqa: E402
-from fluxion_sglang.executor.base import executors_of  # noqa: E402
-from fluxion_sglang.executor.decode import DecodeEngine  # noqa: E402
+from fluxion_sglang.executor.decode import DecodeEngine, Scheduler  # noqa: E402
 from fluxion_sglang.executor.host import HostDevice  # noqa: E402
 from fluxion_sglang.executor.workers import create_workers  # noqa: E402
 from fluxion_sglang.kv.host_pool import HostPool, KVShape  # noqa: E402
@@ -48,10 +51,16 @@ LAYERS = 3
 # Those of the paper, a quarter as long.
 WORKLOADS = {"4K to 16K": (4096, 16384), "8K to 32K": (8192, 32768)}
 QUICK_WORKLOADS = {"1K to 4K": (1024, 4096)}
+SCHEDULERS: dict[str, Scheduler | None] = {
+    "priority": None,
+    "none": one_alone,
+    "uniform": evenly,
+    "length": by_length,
+}
 # Passes over the layers: the torch executor takes seconds for what the workers do in milliseconds.
 SETS = {
     "cpu": (("priority", "none"), 50),
-    "cpu+torch": (NAMES, 2),
+    "cpu+torch": (tuple(SCHEDULERS), 2),
 }
 CHUNK = 2048
 
@@ -116,16 +125,17 @@ class Batch:
 
     def engine(self, executors: str, scheduler: str, seed: int) -> DecodeEngine:
         """An engine over this KV, at the beginning of its step."""
-        config = FluxionConfig(executors=executors, scheduler=scheduler)
+        config = FluxionConfig()
         engine = DecodeEngine(
             self.pool,
             self.windows,
             Mixture(seed),
-            executors_of(config, self.pool),
+            [TorchReferenceExecutor(self.pool, config.attend_union)] if executors == "cpu+torch" else [],
             config,
             q_heads=KV_HEADS * GROUP,
             max_requests=len(self.lengths),
             max_tokens=max(self.lengths) + 1,
+            scheduler=SCHEDULERS[scheduler],
         )
         engine.begin_step(torch.arange(len(self.lengths)), torch.tensor(self.lengths) + 1, self.table)
         return engine

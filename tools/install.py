@@ -80,12 +80,13 @@ def installer() -> list[str]:
 
 
 def packages(install: list[str], extras: str) -> Task:
-    """Install this package as it stands here; the native library is built beside it (`native`).
+    """Install this package as it stands here, or that of `lab`; the native library is built beside it (`native`).
 
     Its metadata is built in an environment of its own: setuptools runs what other packages register with it, and in
     .venv those may be there without what they import until everything is installed.
     """
-    command = [*install, "-e", f".[{extras}]" if extras else "."]
+    what = "python/fluxion_lab" if extras == "lab" else f".[{extras}]" if extras else "."
+    command = [*install, "-e", what]
     return Task("installing packages", command, VENV / "install.log", {"FLUXION_SKIP_NATIVE": "1"})
 
 
@@ -193,7 +194,9 @@ def install_everything(extras: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--native", action="store_true", help="build the native library alone")
-    parser.add_argument("--extras", default="", help="extras of this package, as in dev or docs,bench")
+    parser.add_argument(
+        "--extras", default="", help="extras of this package, as in dev or docs,bench, or lab: fluxion-lab"
+    )
     arguments = parser.parse_args()
     try:
         if arguments.native:

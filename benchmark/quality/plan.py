@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.lab.audit_file import SPEC_BYTES
+from fluxion_sglang.scoring.audit_file import SPEC_BYTES
 from fluxion_sglang.scoring.serve import OFF, Needs
 from fluxion_sglang.sglang.offline import CHUNK
 
@@ -197,12 +197,7 @@ def expand(specs: Sequence[str]) -> tuple[tuple[str, ...], bool]:
 
 def hears(spec: str) -> bool:
     """Whether a policy looks at more of a prompt than a hit in the radix tree leaves to prefill."""
-    from fluxion_sglang.policy import parse_spec
-
-    try:
-        return parse_spec(spec).prefill_rows > 1
-    except ValueError:  # of `off`, and of `fluxion`, which lacks its predictor here
-        return False
+    return spec.partition(":")[0] == "lfps"
 
 
 def groups(samples: Sequence[Sample]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fluxion_sglang.lab.audit_file import SPEC_BYTES
+from fluxion_sglang.scoring.audit_file import SPEC_BYTES
 
 RESAMPLES: Final = 10_000
 LEVEL: Final = 0.95
@@ -95,7 +95,7 @@ class AuditSum:
         self._whole = 0
 
     def add(self, records: NDArray[Any]) -> None:
-        """Add records of `fluxion_sglang.lab.audit_file`."""
+        """Add records of `fluxion_sglang.scoring.audit_file`."""
         records = records[records["middle"] > 0]
         self._errors.append(records["error"].ravel())
         self._layers.update(np.unique(records["layer"]).tolist())

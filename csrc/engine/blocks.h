@@ -11,9 +11,9 @@ namespace fluxion {
 inline bool is_block_size(int blk) { return blk == 16 || blk == 32 || blk == 64 || blk == 128; }
 
 // The blocks of a task's middle.
-Blocks blocks_of(const Layer& layer, const Task& task);
+FLUXION_API Blocks blocks_of(const Layer& layer, const Task& task);
 // Tiles that a task reads by its budgets, about.
-int64_t block_bytes(const Layer& layer, const Task& task);
+FLUXION_API int64_t block_bytes(const Layer& layer, const Task& task);
 Wanted wanted_blocks(const Layer& layer, const Task& task, const Blocks& at);
 
 // The steps of a task, which a bundle takes one by one.
@@ -23,8 +23,8 @@ void choose_blocks(const Layer& layer, const Wanted& wanted, const float* scores
                    uint16_t* chosen, Scratch* scratch);
 // The pages of the blocks that heads chose, with their masks, and what it takes to read them. pages: physical
 // page of every logical page.
-void list_blocks(const Layer& layer, const Blocks& at, const int32_t* pages, const uint16_t* chosen,
-                 Scratch* scratch, Selection* out);
+FLUXION_API void list_blocks(const Layer& layer, const Blocks& at, const int32_t* pages,
+                             const uint16_t* chosen, Scratch* scratch, Selection* out);
 // The guard: after a task's selection was attended to, what it shows to be missing is read, too, and merged
 // into the middle's state. The scratch has the task's scores and choice.
 void read_more(const Layer& layer, const Task& task, Selection* chosen, Scratch* scratch);

@@ -13,13 +13,13 @@
 namespace fluxion {
 
 // Attention of a group to what the scratch lists. Written: o [G][D], lse [G].
-void attend(const Layer& layer, const Task& task, const Selection& selection, Scratch* scratch, float* o,
-            float* lse);
+FLUXION_API void attend(const Layer& layer, const Task& task, const Selection& selection, Scratch* scratch,
+                        float* o, float* lse);
 // The same of `heads` queries over any pages of a KV head, with masks if the selection is masked. The scratch
 // has room for the parts. page_lse: as for KernelTable::attend_pages, or nullptr.
-void attend(const Layer& layer, const char* q, int heads, int kv_head, const Selection& selection,
-            const int32_t* pages, const uint16_t* masks, Scratch* scratch, float* o, float* lse,
-            float* page_lse = nullptr);
+FLUXION_API void attend(const Layer& layer, const char* q, int heads, int kv_head, const Selection& selection,
+                        const int32_t* pages, const uint16_t* masks, Scratch* scratch, float* o, float* lse,
+                        float* page_lse = nullptr);
 
 // Attention of a task's group to the scratch's tokens, `count` of them, at least 1. Their rows are copied to
 // tiles of their own first, which is faster than masks where few tokens of many tiles are read. Not of tiles
@@ -43,10 +43,11 @@ void attend_weighed(const Layer& layer, const Task& task, const Weighed& tokens,
 
 // Scores of blocks of a task's request for `heads` queries: scores[h * stride + i]; the bytes of metadata
 // read.
-int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, const char* q, int heads,
-                     float spread, float* scores, int64_t stride, Scratch* scratch);
+FLUXION_API int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, const char* q,
+                                 int heads, float spread, float* scores, int64_t stride, Scratch* scratch);
 // Scores of all tokens of `count` physical pages into the scratch.
-void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
+FLUXION_API void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, int count,
+                              Scratch* scratch);
 // The same by their sketches, about.
 void score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* scratch);
 // KernelTable::skim_sketches of `count` physical pages.
@@ -56,6 +57,6 @@ void skim_sketches(const Layer& layer, const Task& task, const int32_t* pages, i
 void for_each_head(const Layer& layer, int64_t bytes, Scratch* scratch,
                    const std::function<void(int, Scratch*)>& body);
 // Scores of the scratch's tokens, `count` of them, into the scratch.
-void score_rows(const Layer& layer, const Task& task, int count, Scratch* scratch);
+FLUXION_API void score_rows(const Layer& layer, const Task& task, int count, Scratch* scratch);
 
 }  // namespace fluxion

@@ -14,8 +14,7 @@ namespace fluxion {
 
 const char* const kStatNames =
     "layers,tasks,tasks_cpu,tasks_torch,failed_tasks,widened_tasks,middle_tokens,"
-    "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes,"
-    "microbatches";
+    "tokens_read,tile_bytes,metadata_bytes,shared_tasks,shared_tile_bytes,shared_metadata_bytes";
 
 namespace {
 
@@ -342,9 +341,6 @@ void Engine::finish() {
   }
   end_layer(/*abandoned=*/false);
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
-  if (layer_.to.on_device()) {
-    for (int i = 0; i < step_.batch() * shape_.kv_heads; ++i) take_given(layer_.task(i));
-  }
   clear_corrupt();
   record_thrown();
   if (!failure_.empty())

@@ -131,7 +131,6 @@ class Engine {
   void run_task(const Task& task, Scratch* scratch);
   void task_done(const Task& task, const Selection& chosen, Scratch* scratch);
   void part_done(const Task& task);
-  void take_given(const Task& task);
   void lose(int request, const std::exception_ptr& corrupt);
   void merge(const Task& task);
 

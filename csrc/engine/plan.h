@@ -14,13 +14,10 @@ class TaskKind;
 // change, and its tensors live.
 struct LayerPlan {
   int batch, kv_heads, q_heads;
-  int head_dim = 0;                  // of given_o
-  const int32_t* blk;                // [B][H]
-  const float* budget;               // [B][Hq]
-  const float* value;                // [B][H]
-  const int32_t* owner = nullptr;    // [B][H]: an Executor; nullptr: Executor::kAny for all
-  const float* given_o = nullptr;    // [B][Hq][D]
-  const float* given_lse = nullptr;  // [B][Hq]; nullptr: nothing is given
+  const int32_t* blk;              // [B][H]
+  const float* budget;             // [B][Hq]
+  const float* value;              // [B][H]
+  const int32_t* owner = nullptr;  // [B][H]: an Executor; nullptr: Executor::kAny for all
   // Tasks that are not done by blocks; the first kind that takes a group has it.
   std::vector<std::shared_ptr<const TaskKind>> kinds;
 };

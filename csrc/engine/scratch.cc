@@ -1,5 +1,7 @@
 #include "engine/scratch.h"
 
+#include <atomic>
+
 #include "kernels/table.h"
 
 namespace fluxion {
@@ -16,6 +18,11 @@ void Scratch::resize(const Room& room) {
   reserve_parts(room.group, room.head_dim);
   select.resize(select_scratch_bytes(static_cast<int>(units)) / sizeof(float) + 1);
   scorer.resize(static_cast<int>(most), kMaxHeads, room.entry_bytes);
+}
+
+size_t Scratch::next_index() {
+  static std::atomic<size_t> count{0};
+  return count.fetch_add(1);
 }
 
 }  // namespace fluxion

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "engine/block_scores.h"
 #include "engine/stage.h"
 #include "engine/task.h"
+#include "runtime/export.h"
 
 namespace fluxion {
 
@@ -64,10 +64,8 @@ struct Scratch {
   }
 
  private:
-  static size_t next_index() {
-    static std::atomic<size_t> count{0};
-    return count.fetch_add(1);
-  }
+  // One count for all libraries.
+  FLUXION_API static size_t next_index();
 
   std::vector<std::unique_ptr<OwnScratch>> own_;
 };

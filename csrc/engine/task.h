@@ -13,8 +13,7 @@ struct Task {
 // Bytes that a task read of the middle: of blocks the whole tiles; of single tokens the rows of K and V that
 // some head attends to (of some that sketches find only V), and of listed ones the keys that were ranked,
 // too. What the guard adds is read by itself, and counts once more where another head of the group has read
-// it; so does what heads that stop early read in different microbatches. What the tasks of a bundle read
-// together counts for each of them.
+// it. What the tasks of a bundle read together counts for each of them.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;
@@ -27,7 +26,6 @@ struct Selection {
   bool near = false;    // a cache has most of it
   uint16_t ranked = 0;  // heads whose blocks were chosen by their scores, which are in the scratch
   int64_t tokens = 0;   // summed over heads
-  int microbatches = 0;
   Reads reads;
 };
 
@@ -45,7 +43,6 @@ enum Stat {
   kStatSharedTasks,          // that were done in bundles
   kStatSharedTileBytes,      // that a bundle's tasks had in common: tile_bytes had been so much more without
   kStatSharedMetadataBytes,  // the same of metadata_bytes
-  kStatMicrobatches,         // of tasks that stop early
   kStatCount
 };
 extern const char* const kStatNames;  // comma separated, in the order of Stat

@@ -7,13 +7,14 @@
 #include "engine/layer.h"
 #include "engine/scratch.h"
 #include "kernels/units.h"
+#include "runtime/export.h"
 
 namespace fluxion {
 
 // Blocks are the engine's own kind (blocks.h), in bundles where requests begin alike (bundle.h). Every other
 // kind comes with a plan: an object of it holds what the plan says of its tasks, and its scratch is its own
 // (Scratch::own). The methods are called from many threads at once; nothing changes while a layer is open.
-class TaskKind {
+class FLUXION_API TaskKind {
  public:
   virtual ~TaskKind() = default;
 
@@ -47,6 +48,6 @@ struct Wanted {
 };
 
 // ranked is left 0.
-Wanted wanted_of(const Layer& layer, const Task& task, int tokens, int size, int units);
+FLUXION_API Wanted wanted_of(const Layer& layer, const Task& task, int tokens, int size, int units);
 
 }  // namespace fluxion

@@ -159,7 +159,6 @@ void Engine::task_done(const Task& task, const Selection& chosen, Scratch* scrat
   scratch->stats[kStatTokensRead] += chosen.tokens;
   scratch->stats[kStatTileBytes] += chosen.reads.tile_bytes;
   scratch->stats[kStatMetadataBytes] += chosen.reads.metadata_bytes;
-  scratch->stats[kStatMicrobatches] += chosen.microbatches;
   reads_[layer_.index(task)] = chosen.reads;
   part_done(task);
 }
@@ -170,17 +169,7 @@ void Engine::part_done(const Task& task) {
   if (waits_[layer_.index(task)].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(task);
 }
 
-// Into the middle's state of a group, whose task is done.
-void Engine::take_given(const Task& task) {
-  const LayerPlan& plan = *layer_.plan;
-  if (plan.given_lse == nullptr) return;
-  const int64_t at = layer_.state(task);
-  layer_.merge(layer_.group, layer_.middle_o(task), layer_.middle_lse(task),
-               plan.given_o + at * shape_.head_dim, plan.given_lse + at);
-}
-
 void Engine::merge(const Task& task) {
-  take_given(task);
   const int64_t at = layer_.state(task), D = shape_.head_dim, bytes = shape_.token_bytes();
   char* out = layer_.to.out + task.request * layer_.to.out_stride + int64_t{task.head} * layer_.group * bytes;
   for (int64_t i = at; i < at + layer_.group; ++i, out += bytes) {

@@ -11,14 +11,11 @@
 #include <vector>
 
 #include "ffi/objects.h"
+#include "runtime/export.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
 namespace {
-
-// Raised by one whenever a function's signature or the layout of the pool changes; native/loading.py compares
-// it.
-constexpr int64_t kAbiVersion = 39;
 
 PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t head_dim, int64_t dtype,
                      int64_t sink_pages, bool sketched) {

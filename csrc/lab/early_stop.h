@@ -1,26 +1,36 @@
-// PSA's rule (arXiv 2503.00392, Algorithm 1) of when a head has enough.
+// Tasks that read until they have enough, by PSA's rule (arXiv 2503.00392, Algorithm 1).
 #pragma once
 
 #include <memory>
 #include <string>
 #include <utility>
 
-#include "engine/progressive.h"
+#include "engine/blocks.h"
 
 namespace fluxion {
 
-// A head goes on until
+// Every active head goes through the blocks of the middle in the order of its own scores, all of them a
+// microbatch at a time, until
 //
 //   P_acc = AS_acc / (AS_acc + AS_min * N_left) >= stop
 //
-// with AS_acc the weight (sum of exp(scale * q.k)) of all it has attended to, residents included: they are
-// blocks that are always computed. AS_min is the least weight among the blocks it chose itself, as these come
-// in its order; those it attends to for another head's sake (attend_union) count in AS_acc and N_left alone.
-// AS_min and N_left are per token, because the first and the last block may be cut; where none is, it is the
-// same.
-class EarlyStop : public Progressive {
+// with AS_acc the weight (sum of exp(scale * q.k)) of all it has attended to. What the paper, whose algorithm
+// is for one query and a list of blocks that has all of a request's, leaves open:
+//
+// - Residents (sinks, window) are blocks that are computed before the first microbatch: their weight is in
+//   AS_acc. They do not come in the order of criticality, so they do not lower AS_min.
+// - Every head of a group has its own order, AS_acc, AS_min and N_left, and stops for itself; a block that
+//   several of them choose in one microbatch is read once. One order for a group would break the bound: a
+//   block that another head wanted says nothing of the blocks that this head would choose next.
+// - AS_min is the least weight among the blocks that a head chose itself; those it attends to for another
+//   head's sake (attend_union) count in AS_acc and N_left alone.
+// - AS_min and N_left are per token, because the first and the last block may be cut; where none is, it is
+//   the same.
+//
+// A budget bounds how far down its order a head may go.
+class EarlyStop : public TaskKind {
  public:
-  // stop, spread: EarlyStop of lab/kinds.py. memory keeps alive what they point to.
+  // stop, spread: EarlyStop of fluxion_lab/kinds.py. memory keeps alive what they point to.
   struct Shares {
     const float* stop;    // [B][H]
     const float* spread;  // [B][H]: KernelTable::score's
@@ -32,12 +42,17 @@ class EarlyStop : public Progressive {
   void check_shape(const LayerPlan& plan) const override;
   bool takes(const Layer& layer, const Task& task) const override;
   std::string wrong(const Layer& layer, const Task& task) const override;
-
- protected:
-  float spread(const Layer& layer, const Task& task) const override;
-  bool enough(const Layer& layer, const Task& task, int g, const Head& head) const override;
+  int64_t bytes(const Layer& layer, const Task& task) const override;
+  int ranked_tokens(const Layer&, const Task&) const override { return 0; }
+  void reserve(int pages, int group, Scratch* scratch) const override;
+  Selection select(const Layer& layer, const Task& task, Scratch* scratch) const override;
+  Selection run(const Layer& layer, const Task& task, Scratch* scratch, float* o, float* lse) const override;
 
  private:
+  struct Head;
+  struct Room;
+  struct Walk;
+
   const Shares shares_;
   const std::shared_ptr<const void> memory_;
 };

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "lab/lfps_parts.h"
+#include "lab/listed.h"
 
 namespace fluxion {
 namespace {
@@ -99,8 +100,7 @@ int Lfps::plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, i
   const int64_t at_head = static_cast<int64_t>(b) * config_.q_heads + h * group_;
   const int64_t at_group = static_cast<int64_t>(b) * shape.kv_heads + h;
   State* state = at(step.layer, step.rows[b]).get();
-  constexpr int kListed = -1;
-  plan.blk[at_group] = kListed;
+  plan.blk[at_group] = ListedTokens::kBlk;
   plan.value[at_group] = 0;
   std::fill_n(plan.budget + at_head, group_, 0.0f);
   std::fill_n(plan.given_lse + at_head, group_, kNothing);
@@ -110,13 +110,14 @@ int Lfps::plan_group(const LfpsStep& step, const LfpsPlan& plan, int b, int h, i
   s->counts[1] += std::popcount(passed);
   for (int g = 0; g < group_; ++g) {
     uint64_t* chosen = s->bitset(kBitsets + g, words_of(n));
+    // Below 1 a budget ranks, so that the choice comes with its scores. A head that is passed by lists
+    // nothing, but has a task, which merges what is given.
+    plan.budget[at_head + g] = static_cast<float>(std::min(plan.k, 1 - 1e-6));
     if (passed >> g & 1) {
       std::fill_n(chosen, words_of(n), uint64_t{0});
       continue;
     }
     candidates(state, h * group_ + g, n, chosen, s);
-    // Below 1 a budget ranks, so that the choice comes with its scores.
-    plan.budget[at_head + g] = static_cast<float>(std::min(plan.k, 1 - 1e-6));
   }
   const int end = first + middle;
   int count = 0;

@@ -97,20 +97,10 @@ void predictor_plan(TensorView pred, TensorView middle, int64_t kv_heads, double
               static_cast<int>(blocks), data<int32_t>(blk), data<float>(budget), data<float>(value));
 }
 
-void predictor_plan_budgets(TensorView budgets, TensorView middle, int64_t kv_heads, bool every_head,
-                            int64_t blocks, TensorView blk, TensorView budget, TensorView value) {
-  const int64_t heads = check_plan(middle, kv_heads, blocks, blk, budget, value), B = middle.size(0);
-  expect(budgets, "budgets", kFloat32, {B, heads, 4});
-  plan_budgets(data<float>(budgets), data<int32_t>(middle), B, static_cast<int>(kv_heads),
-               static_cast<int>(heads / kv_heads), every_head, static_cast<int>(blocks), data<int32_t>(blk),
-               data<float>(budget), data<float>(value));
-}
-
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_create, predictor_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_isa, predictor_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_forward, predictor_forward);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_plan, predictor_plan);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(predictor_plan_budgets, predictor_plan_budgets);
 
 }  // namespace
 }  // namespace fluxion

@@ -42,45 +42,6 @@ uint16_t rounded(float value) {
 
 int panels_of(int outputs) { return (outputs + kDensePanel - 1) / kDensePanel; }
 
-// streaming(i, g): whether head g of group 0..B * H - 1 reads nothing. wanted(i, g, j, least): its budget in
-// blocks of 16 << j tokens, before it is cut to what can be read; least: one block.
-template <class Streaming, class Wanted>
-void choose(const int32_t* middle, int64_t B, int H, int G, int blocks, const Streaming& streaming,
-            const Wanted& wanted, int32_t* blk, float* budget, float* value) {
-  for (int64_t i = 0; i < B * H; ++i, budget += G) {
-    const double tokens = middle[i / H];
-    blk[i] = 0;
-    value[i] = 0;
-    std::fill_n(budget, G, 0.0f);
-    if (!(tokens > 0)) continue;
-    // Float32 budgets, sums in double: every sum here is exact, so that a tie is one on every machine and in
-    // any order of the heads. V / (2 L) has its minimum where V has it.
-    double best = 0;
-    for (int j = kBlockSizes - 1; j >= 0; --j) {
-      if ((blocks >> (kFirstLog2 + j) & 1) == 0) continue;
-      const double size = 1 << (kFirstLog2 + j);
-      const double least = std::min(1.0, size / tokens);
-      float budgets[kMaxGroup] = {};
-      double sum = 0;
-      bool any = false;
-      for (int g = 0; g < G; ++g) {
-        if (streaming(i, g)) continue;
-        any = true;
-        const double share = wanted(i, g, j, least);
-        budgets[g] = static_cast<float>(share < least ? least : share <= 1 ? share : 1.0);
-        sum += budgets[g];
-      }
-      if (!any) break;
-      const double cost = 1 / size + sum;
-      if (blk[i] != 0 && !(cost < best)) continue;
-      best = cost;
-      blk[i] = 1 << (kFirstLog2 + j);
-      value[i] = static_cast<float>(2 * tokens * cost);
-      std::copy_n(budgets, G, budget);
-    }
-  }
-}
-
 }  // namespace
 
 Predictor::Predictor(const std::string& isa, const std::vector<int>& widths, const float* mean,
@@ -182,29 +143,40 @@ void Predictor::run_block(const float* x, int rows, float* out, float* now, floa
 
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
                  const float* margins, int blocks, int32_t* blk, float* budget, float* value) {
-  choose(
-      middle, B, H, G, blocks,
-      [&](int64_t i, int g) { return pred[(i * G + g) * kPredictions + 2] > threshold; },
-      [&](int64_t i, int g, int j, double least) {
+  for (int64_t i = 0; i < B * H; ++i, budget += G) {
+    const double tokens = middle[i / H];
+    blk[i] = 0;
+    value[i] = 0;
+    std::fill_n(budget, G, 0.0f);
+    if (!(tokens > 0)) continue;
+    // Float32 budgets, sums in double: every sum here is exact, so that a tie is one on every machine and in
+    // any order of the heads. V / (2 L) has its minimum where V has it.
+    double best = 0;
+    for (int j = kBlockSizes - 1; j >= 0; --j) {
+      if ((blocks >> (kFirstLog2 + j) & 1) == 0) continue;
+      const double size = 1 << (kFirstLog2 + j);
+      const double least = std::min(1.0, size / tokens);
+      float budgets[kMaxGroup] = {};
+      double sum = 0;
+      bool any = false;
+      for (int g = 0; g < G; ++g) {
         const float* line = pred + (i * G + g) * kPredictions;
-        const double share = line[0] + static_cast<double>(line[1]) * (kFirstLog2 + j);
-        return (share < least ? least : share) * margins[(i % H * G + g) * kBlockSizes + j];
-      },
-      blk, budget, value);
-}
-
-void plan_budgets(const float* budgets, const int32_t* middle, int64_t B, int H, int G, bool every_head,
-                  int blocks, int32_t* blk, float* budget, float* value) {
-  choose(
-      middle, B, H, G, blocks,
-      [&](int64_t i, int g) {
-        const float* at = budgets + (i * G + g) * kBlockSizes;
-        return !every_head && std::all_of(at, at + kBlockSizes, [](float f) { return f == 0; });
-      },
-      [&](int64_t i, int g, int j, double) {
-        return static_cast<double>(budgets[(i * G + g) * kBlockSizes + j]);
-      },
-      blk, budget, value);
+        if (line[2] > threshold) continue;
+        any = true;
+        double share = line[0] + static_cast<double>(line[1]) * (kFirstLog2 + j);
+        share = (share < least ? least : share) * margins[(i % H * G + g) * kBlockSizes + j];
+        budgets[g] = static_cast<float>(share < least ? least : share <= 1 ? share : 1.0);
+        sum += budgets[g];
+      }
+      if (!any) break;
+      const double cost = 1 / size + sum;
+      if (blk[i] != 0 && !(cost < best)) continue;
+      best = cost;
+      blk[i] = 1 << (kFirstLog2 + j);
+      value[i] = static_cast<float>(2 * tokens * cost);
+      std::copy_n(budgets, G, budget);
+    }
+  }
 }
 
 }  // namespace fluxion

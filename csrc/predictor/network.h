@@ -67,9 +67,4 @@ class Predictor {
 void plan_groups(const float* pred, const int32_t* middle, int64_t B, int H, int G, float threshold,
                  const float* margins, int blocks, int32_t* blk, float* budget, float* value);
 
-// The same from budgets that were measured: budgets [B][H * G][4], in blocks of 16, 32, 64 and 128 tokens. A
-// head with four zeros is a streaming head, unless every_head.
-void plan_budgets(const float* budgets, const int32_t* middle, int64_t B, int H, int G, bool every_head,
-                  int blocks, int32_t* blk, float* budget, float* value);
-
 }  // namespace fluxion

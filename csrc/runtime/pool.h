@@ -9,6 +9,7 @@
 
 #include "kernels/table.h"
 #include "runtime/canary.h"
+#include "runtime/export.h"
 #include "runtime/host_memory.h"
 #include "runtime/pool_shape.h"
 #include "runtime/worker_pool.h"
@@ -172,8 +173,8 @@ class HostPool {
   }
 
   // "" or what is wrong with the ids pages[0..count).
-  std::string check_pages(const int32_t* pages, int64_t count) const;
-  void check_layer(int layer) const;
+  FLUXION_API std::string check_pages(const int32_t* pages, int64_t count) const;
+  FLUXION_API void check_layer(int layer) const;
 
  private:
   struct Layer {

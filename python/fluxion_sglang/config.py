@@ -15,12 +15,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fluxion_sglang.kv.placement import PAGE, Placement
 
-EXECUTORS = ("cpu", "cpu+torch")
 OBSERVERS = ("audit", "record")
 """Options that ask for an observer (`executor/observer.py`)."""
 KV_DTYPES = ("auto", "int8")
 DISK_GB = 32.0
-SCHEDULERS = ("priority", "none", "uniform", "length")
 EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU", "Research")
 """What options are for, in the order in which they are shown."""
 
@@ -28,7 +26,10 @@ EVERYDAY, TUNING, GPU, RESEARCH = GROUPS = ("Every day", "Tuning", "With a GPU",
 GONE = {
     "audit_gb": 'write "audit": {"file": PATH, "gb": GiB}',
     "disk_gb": 'write "disk": {"folder": PATH, "gb": GiB}',
+    "executors": "leave it out: native threads compute all tasks",
     "gpu_kernels": "leave it out",
+    "policy_state_gb": "leave it out: policies that remember requests bound that themselves",
+    "scheduler": "leave it out: the task with the most work comes first",
 }
 """Keys of earlier versions, and what to write instead."""
 
@@ -97,8 +98,7 @@ class FluxionConfig:
     tau: float | None = _option(
         None,
         "How far a head's output may be from exact attention, as a share of the layer's largest output of a head; "
-        "smaller reads more. fluxion takes one that its predictor was trained for (default: the calibrated one), "
-        "anchor takes any (default: 0.10).",
+        "smaller reads more. fluxion takes one that its predictor was trained for (default: the calibrated one).",
         "0.10",
         lambda tau: 0 < tau <= 1,
         "it is the error that a head may make, as a share of the layer's largest output; give a number above 0 and "
@@ -127,15 +127,6 @@ class FluxionConfig:
         "true",
         lambda on: isinstance(on, bool),
         "it says whether sketches of keys are kept; give true or false.",
-    )
-    policy_state_gb: float | None = _option(
-        None,
-        "Most memory in GiB in which the policies of each rank may remember requests (lfps, hgca, some of other "
-        "packages), beside the host pool; a request that needs more is ended with an error. By default an eighth "
-        "of the host pool.",
-        "2",
-        lambda gib: gib >= 0,
-        "it is an amount of memory; give a number of GiB, or leave the key out for an eighth of the host pool.",
     )
     host_tokens: int | None = _option(
         None,
@@ -204,8 +195,7 @@ class FluxionConfig:
     share_prefixes: bool = _option(
         True,
         "Requests of a batch that begin alike (forks, one system prompt or document) read what they have in common "
-        "from memory once for all of them, under full, fixed, fluxion and anchor. What each head reads stays "
-        "the same.",
+        "from memory once for all of them, under full, fixed and fluxion. What each head reads stays the same.",
         "false",
         group=RESEARCH,
     )
@@ -221,7 +211,7 @@ class FluxionConfig:
     guard: float | None = _option(
         None,
         "Where a head is estimated to have left out more than this share of its attention, it reads twice its blocks "
-        "in the same step; by default none does. With executors cpu alone, under fixed, fluxion and anchor.",
+        "in the same step; by default none does. Under fixed and fluxion.",
         "0.03",
         lambda guard: 0 < guard < 1,
         "it is the share of its attention that a head may leave out before it reads more; give a number above 0 and "
@@ -248,14 +238,6 @@ class FluxionConfig:
         "Cores that the engine's threads are pinned to, divided among the ranks of the host; by default those the "
         "process may use. Under a limit of CPU time threads are pinned only where this is set.",
         '"0-3,8"',
-    )
-    executors: str = _option(
-        "cpu",
-        "Who computes tasks: cpu, or cpu+torch, which adds a slow reference executor for tests.",
-        '"cpu+torch"',
-        lambda word: word in EXECUTORS,
-        _one_of(EXECUTORS),
-        group=RESEARCH,
     )
     model_kernels: bool = _option(
         True,
@@ -289,14 +271,6 @@ class FluxionConfig:
     )
     cuda_graphs: bool = _option(
         False, "Decode steps are recorded as CUDA graphs and replayed. One H200 has run this.", "true", group=GPU
-    )
-    scheduler: str = _option(
-        SCHEDULERS[0],
-        f"How tasks come to executors: {', '.join(SCHEDULERS)}; all but the first are there to be compared with it.",
-        '"uniform"',
-        lambda word: word in SCHEDULERS,
-        _one_of(SCHEDULERS),
-        group=RESEARCH,
     )
     audit: str | dict[str, Any] | None = _option(  # noqa: RUF009
         None,
@@ -357,16 +331,6 @@ class FluxionConfig:
             raise ConfigError(
                 f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them to; "
                 f"give at most {len(cores)} workers or name more cores."
-            )
-        if self.guard is not None and self.executors != "cpu":
-            raise ConfigError(
-                f"guard does not work with executors {self.executors!r}, because only the CPU's own tasks are given "
-                'what a guard estimates by; use executors "cpu" or leave guard out.'
-            )
-        if self.int8 and self.executors != "cpu":
-            raise ConfigError(
-                f"kv_dtype int8 does not work with executors {self.executors!r}, because only the CPU's own kernels "
-                'read such tiles; use executors "cpu" or leave kv_dtype out.'
             )
         if self.hot_tiles_gb > 0 and not self.gpu_ranks:
             raise ConfigError(
@@ -470,7 +434,6 @@ class FluxionConfig:
                 'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
             )
         others = {
-            "executors": (self.executors != "cpu", "only the CPU's own kernels read what the GPU leaves"),
             "guard": (self.guard is not None, "the CPU has no scores to estimate by"),
             "audit": (self.audit is not None, "the CPU does not know what was read"),
             "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),

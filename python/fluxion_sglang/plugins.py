@@ -11,10 +11,6 @@ from typing import Any, Final
 
 POLICIES: Final = "fluxion_policies"
 """`policy.base.Policy`, by the first word of its specs."""
-EXECUTORS: Final = "fluxion_executors"
-"""`executor.base.MakeExecutors`, by the option `executors`."""
-SCHEDULERS: Final = "fluxion_schedulers"
-"""`executor.schedule.Scheduler`, by the option `scheduler`."""
 OBSERVERS: Final = "fluxion_observers"
 """`executor.observer.MakeObserver`, by the option that asks for it: `audit`, `record`."""
 DEVICES: Final = "fluxion_devices"
@@ -24,13 +20,8 @@ DEVICES: Final = "fluxion_devices"
 @cache
 def named(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group; this package's own win. Looked for once: names come from clients, too."""
-    points = sorted(entry_points(group=group), key=is_own)  # of one name, the last stays
-    return {point.name: point for point in points}
-
-
-def is_own(point: EntryPoint) -> bool:
-    """Whether an entry point is of this package."""
-    return point.value.startswith("fluxion_sglang.")
+    points = sorted(entry_points(group=group), key=lambda point: point.value.startswith("fluxion_sglang."))
+    return {point.name: point for point in points}  # of one name, the last stays
 
 
 def load(group: str, name: str) -> Any:

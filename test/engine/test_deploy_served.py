@@ -33,7 +33,7 @@ _spec.loader.exec_module(queries)
 @pytest.fixture(scope="module")
 def server(logs: Path) -> Iterator[Server]:
     model = tiny_model.build(logs / "tiny-model-deploy")
-    options = json.dumps({"policy": "fixed:16:0.10", "host_tokens": 2400, "policy_state_gb": 1})
+    options = json.dumps({"policy": "fixed:16:0.10", "host_tokens": 2400})
     env = {"SGLANG_TEST_RETRACT": "1"}
     with Server(
         "--chunked-prefill-size", "512", model=model, fluxion=options, env=env, log=logs / "deploy.log"

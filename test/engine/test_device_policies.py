@@ -22,14 +22,13 @@ import pytest
 from server import Completion, Server
 
 from fluxion_sglang.commands.needle import needle_prompt, score
-from fluxion_sglang.lab import audit_file as audit
 from fluxion_sglang.policy import examples
+from fluxion_sglang.scoring import audit_file as audit
 
 pytestmark = pytest.mark.full
 
 CHUNK, POOL, NEW = 512, 5600, 12
-STATE_GB = 0.1
-OPTIONS = {"host_tokens": POOL, "sketches": True, "policy_state_gb": STATE_GB}
+OPTIONS = {"host_tokens": POOL, "sketches": True}
 DOCUMENT = needle_prompt(1500, 4, seed=5)
 PROMPTS = [DOCUMENT.token_ids(i) for i in range(4)]
 specs = pytest.mark.parametrize("spec", [None, *examples()])

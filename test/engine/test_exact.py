@@ -152,7 +152,7 @@ class TestUnchunked:
     def server(self, reference: Reference, logs: Path) -> Iterator[Server]:
         with Server(
             "--chunked-prefill-size", "-1", "--disable-overlap-schedule",
-            fluxion='{"policy": "full", "host_tokens": 65536, "executors": "cpu+torch", "model_kernels": false}',
+            fluxion='{"policy": "full", "host_tokens": 65536, "model_kernels": false}',
             log=logs / "unchunked.log",
         ) as server:  # fmt: skip
             yield server

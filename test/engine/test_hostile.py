@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ SPARSE = "streaming"
 """The server's policy."""
 PROMPT = cases.filler(900, 91)
 TURN = cases.filler(30, 92)
-STATE_GB = 0.0002
-"""Room for what `lfps` remembers of one such prompt, and not of two."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,6 @@ def server(logs: Path) -> Iterator[Server]:
     options = {
         "policy": SPARSE,
         "request_policies": ["full", "lfps"],
-        "policy_state_gb": STATE_GB,
         "record": str(logs / "hostile-samples"),
         "host_tokens": 20000,
     }
@@ -140,47 +135,6 @@ def test_a_wrong_policy_costs_a_session_nothing(server: Server) -> None:
 def test_a_prompt_that_is_refused_is_computed_no_further(server: Server) -> None:
     server.flush()
     before = len(server.log())
-    answer = ask(server, cases.filler(5000, 93), "lfps")
-    assert answer.raw["code"] == 503 and "has no room to remember" in answer.raw["message"], answer.raw
-    assert server.log()[before:].count("Prefill batch") <= 2, "of twenty"
-    assert len(ask(server, PROMPT).tokens) == 8
-
-
-def state(server: Server) -> float:
-    return sum(value for name, value in server.metrics().items() if name.startswith("fluxion_policy_state_bytes"))
-
-
-def test_state_goes_with_its_request(server: Server) -> None:
-    assert len(ask(server, PROMPT, "lfps").tokens) == 8
-    assert state(server) == 0
-    before = len(server.log())
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, server, PROMPT, "lfps", 3000, rid="long")
-        server.wait_for_log("Decode batch", before)
-        assert 0 < state(server) <= STATE_GB * 2**30
-        requests.post(server.url + "/abort_request", json={"rid": "long"}, timeout=PATIENCE_S)
-        running.result(timeout=PATIENCE_S)
-    deadline = time.monotonic() + 30
-    while state(server) > 0:
-        assert time.monotonic() < deadline, "an aborted request's state is kept"
-        time.sleep(0.1)
-
-
-def test_state_goes_with_a_turn_of_a_session(server: Server) -> None:
-    opened = {"capacity_of_str_len": 100_000, "streaming": True}
-    name = requests.post(server.url + "/open_session", json=opened, timeout=PATIENCE_S).json()
-    for ids in (PROMPT, TURN):
-        assert len(ask(server, ids, "lfps", session_params={"id": name}).tokens) == 8
-        assert state(server) == 0
-    requests.post(server.url + "/close_session", json={"session_id": name}, timeout=PATIENCE_S)
-
-
-def test_state_has_a_bound(server: Server) -> None:
-    server.flush()
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda ids: ask(server, ids, "lfps", 400), [PROMPT, PROMPT[::-1]]))
-    served, refused = sorted(both, key=lambda got: len(got.tokens), reverse=True)
-    assert len(served.tokens) == 400
-    assert refused.raw["code"] == 503 and "has no room to remember" in refused.raw["message"], refused.raw
-    server.flush()
-    assert state(server) == 0 and len(ask(server, PROMPT, "lfps").tokens) == 8
+    params = {"max_new_tokens": 4, "custom_params": {"fluxion_record": 3}}
+    refusal(server, 400, input_ids=cases.filler(5000, 93), sampling_params=params)
+    assert server.log()[before:].count("Prefill batch") <= 2 + 2, "of twenty, and of the two small prompts beside it"

@@ -15,7 +15,7 @@ import requests
 import tiny_model
 from server import PATIENCE_S, Completion, Server
 
-from fluxion_sglang.lab import audit_file as audit
+from fluxion_sglang.scoring import audit_file as audit
 
 pytestmark = pytest.mark.full
 

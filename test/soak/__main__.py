@@ -56,7 +56,6 @@ def serve(folder: Path, tp: int) -> Server:
         "policy": "fluxion",
         "predictor": predictor,
         "host_tokens": POOL,
-        "policy_state_gb": 0.25,
         "sketches": True,
     }
     flags = ["--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1"]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from definitions.torch_executor import block_pages, block_scores
 
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.torch_executor import block_pages, block_scores
 from fluxion_sglang.predictor.criterion import Deviation
 from fluxion_sglang.predictor.measure import BLOCK_SIZES
 

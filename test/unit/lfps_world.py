@@ -7,21 +7,29 @@ from dataclasses import dataclass, field
 import torch
 from lfps_reference import ReferenceHead
 
+from fluxion_lab.kinds import Listed, listed
+from fluxion_lab.lfps_tables import LfpsOptions, LfpsTables
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy.base import LayerPlan
 
 ROOM = 2048
 
 
+def lists_of(plan: LayerPlan) -> Listed:
+    """What a plan lists, with its record and what is given."""
+    lists = listed(plan)
+    assert lists is not None and lists.record is not None and lists.given is not None
+    return lists
+
+
 def listed_positions(plan: LayerPlan, group_index: int, g: int, masks: torch.Tensor | None = None) -> list[int]:
     """Positions that head g of group b * H + h lists (or of `masks`, in the same order)."""
-    assert plan.listed is not None
-    offsets, pages, listed = plan.listed
+    lists = lists_of(plan)
+    offsets, pages = lists.offsets, lists.pages
     at = slice(*offsets[group_index : group_index + 2].tolist())
-    rows = (listed if masks is None else masks)[at, g].tolist()
+    rows = (lists.masks if masks is None else masks)[at, g].tolist()
     return [
         page * PAGE + t
         for page, mask in zip(pages[at].tolist(), rows, strict=True)
@@ -112,8 +120,8 @@ class TablesWorld:
 
     def choose(self, rows: list[int], plan: LayerPlan, q: torch.Tensor, keep: float) -> None:
         """The record of a step: the share `keep` of each head's candidates with the best exact scores."""
-        assert plan.listed is not None and plan.record is not None
-        chosen, scores = plan.record
+        lists = lists_of(plan)
+        chosen, scores = lists.record
         scores.fill_(torch.nan)
         for b, row in enumerate(rows):
             for head in range(self.q_heads):
@@ -121,8 +129,8 @@ class TablesWorld:
                 positions = listed_positions(plan, b * self.heads + h, g)
                 found = self.keys[row][positions, h] @ q[b, head]
                 best = found.argsort(descending=True)[: int(keep * len(positions)) + 1].tolist()
-                first, end = plan.listed.offsets[b * self.heads + h :][:2].tolist()
-                at = {page: i for i, page in enumerate(plan.listed.pages[first:end].tolist(), start=first)}
+                first, end = lists.offsets[b * self.heads + h :][:2].tolist()
+                at = {page: i for i, page in enumerate(lists.pages[first:end].tolist(), start=first)}
                 for i in best:
                     page, t = divmod(positions[i], PAGE)
                     chosen[at[page], g] = int(chosen[at[page], g]) | 1 << t
@@ -130,20 +138,20 @@ class TablesWorld:
 
     def learn(self, rows: list[int], plan: LayerPlan, local_lse: torch.Tensor) -> None:
         """The native update and the reference's from the record. local_lse: [B, Hq]."""
-        assert plan.listed is not None and plan.record is not None and plan.given is not None
+        lists = lists_of(plan)
         at = torch.tensor(rows, dtype=torch.int32)
         self.tables.update(0, at, self.lengths(rows), plan, local_lse, self.scale)
         for b, row in enumerate(rows):
             for head in range(self.q_heads):
-                if plan.given.lse[b, head] > -torch.inf:
+                if lists.given.lse[b, head] > -torch.inf:
                     continue
                 h, g = divmod(head, self.group)
                 index = b * self.heads + h
-                pages = plan.listed.pages.tolist()
-                first = int(plan.listed.offsets[index])
+                pages = lists.pages.tolist()
+                first = int(lists.offsets[index])
                 found = {}
-                for p in listed_positions(plan, index, g, plan.record.chosen):
-                    found[p] = self.scale * float(plan.record.scores[pages.index(p // PAGE, first), g, p % PAGE])
+                for p in listed_positions(plan, index, g, lists.record.chosen):
+                    found[p] = self.scale * float(lists.record.scores[pages.index(p // PAGE, first), g, p % PAGE])
                 self.reference[row, head].update(len(self.keys[row]), found, float(local_lse[b, head]))
 
     def check_tables(self, row: int) -> None:
@@ -159,13 +167,13 @@ class TablesWorld:
     def check_candidates(self, rows: list[int], plan: LayerPlan) -> int:
         """Every head's list is the reference's, but for entries at a limit; how many entries that leaves open."""
         open_ = 0
-        assert plan.given is not None
+        given = lists_of(plan).given
         for b, row in enumerate(rows):
             for head in range(self.q_heads):
                 h, g = divmod(head, self.group)
                 got = listed_positions(plan, b * self.heads + h, g)
                 assert got == sorted(set(got))
-                if plan.given.lse[b, head] > -torch.inf:
+                if given.lse[b, head] > -torch.inf:
                     assert not got
                     continue
                 least, most = (self.reference[row, head].candidates(len(self.keys[row]), s) for s in (1e-4, -1e-4))

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import reference
 import torch
+from definitions.torch_executor import block_scores
 from int8 import INT8, stored
 
+from fluxion_lab.kinds import EarlyStop, Listed, SingleTokens
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.kinds import EarlyStop, SingleTokens
-from fluxion_sglang.lab.torch_executor import block_scores
 from fluxion_sglang.native import NativeEngine, NativePool, Workers
-from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record, TaskKind
+from fluxion_sglang.policy.base import LayerPlan, TaskKind
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
 """`claim & CLAIM_INDEX_MASK` is the index of the claimed task within its layer (`csrc/engine/task_queue.h`, kBits)."""
@@ -71,8 +71,6 @@ class Plan:
     value: torch.Tensor
     owner: torch.Tensor | None = None
     listed: Listed | None = None
-    record: Record | None = None
-    given: Given | None = None
 
 
 def layer_begin(
@@ -89,8 +87,6 @@ def layer_begin(
     out: torch.Tensor | None,
     owner: torch.Tensor | None = None,
     listed: Listed | None = None,
-    record: Record | None = None,
-    given: Given | None = None,
     stop: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
     middle: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -100,7 +96,9 @@ def layer_begin(
     kinds: tuple[TaskKind, ...] = (SingleTokens(),)
     if stop is not None:
         kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
-    plan = native_plan(LayerPlan(blk, budget, value, listed, record, given, kinds), owner=owner)
+    if listed is not None:
+        kinds = (listed, *kinds)
+    plan = native_plan(LayerPlan(blk, budget, value, kinds), owner=owner)
     if middle is not None:
         assert out is None
         return engine.middle_begin(plan, layer, q, k, v, scale, *middle, parts)
@@ -269,7 +267,7 @@ class NativeWorld:
             new = (None, None, None)
         tasks = layer_begin(
             self.engine, layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner,
-            plan.listed, plan.record, plan.given,
+            plan.listed,
         )  # fmt: skip
         for b, request in enumerate(requests):
             request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fluxion_quality.base import Codec, Sample, Suite, Task
 from fluxion_sglang.commands import needle
-from fluxion_sglang.lab.audit_file import record_dtype
+from fluxion_sglang.scoring.audit_file import record_dtype
 from fluxion_sglang.scoring.forced import NOTES
 from fluxion_sglang.scoring.serve import Needs, Server
 

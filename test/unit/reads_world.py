@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fluxion_sglang.lab.audit_file import AuditLog, record_dtype
+from fluxion_sglang.scoring.audit_file import AuditLog, record_dtype
 
 LAYERS, GROUPS, HEADS = 3, 2, 4
 MIDDLE = 1000.0

@@ -8,15 +8,15 @@ the test's process; under `make sanitize` so does every access beyond a tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers
-from fluxion_sglang.native.loading import function
+from fluxion_lab import native as lab
+from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers, loading
 from fluxion_sglang.predictor.features import COUNT, PARTS
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -147,8 +147,8 @@ class Rig:
             "engine_worker_counts": [engine, torch.empty(2, 2, dtype=torch.int64)],
             "engine_owners": [engine, torch.empty(8, dtype=torch.int8)],
             "families": [self.table, i32(13, 13), 4, 1, torch.empty(B, 2, dtype=torch.int32)],
-            "plan_create": [self.blk, self.budget, self.value, None, None, None, None],
-            "listed_create": [torch.zeros(groups + 1, dtype=torch.int64), i32(), u16(0, 2), None, None],
+            "plan_create": [self.blk, self.budget, self.value, None, None],
+            "listed_create": [torch.zeros(groups + 1, dtype=torch.int64), i32(), u16(0, 2), None, None, None, None],
             "single_tokens_create": [],
             "sketched_create": [torch.full((B, HEADS), 0.1)],
             "early_stop_create": [torch.ones(B, HEADS), torch.ones(B, HEADS)],
@@ -156,10 +156,6 @@ class Rig:
                 "", q, torch.randn(B, HQ, len(PARTS)), i32(1, 2), self.lengths, torch.randn(ROWS, HQ, ANCHOR),
                 torch.randn(ROWS, HQ, DIM), torch.randn(ROWS, HEADS, DIM), 0, 0, SINKS, WINDOW, 0.1,
                 torch.empty(B, HQ, COUNT),
-            ],
-            "predictor_plan_budgets": [
-                torch.rand(B, HQ, 4), i32(64, 64), HEADS, False, 240, self.blk.clone(), self.budget.clone(),
-                self.value.clone(),
             ],
             "predictor_plan": [
                 torch.randn(B * HQ, 3), i32(64, 64), HEADS, 0.5, torch.ones(HQ, 4), 240, self.blk.clone(),
@@ -229,17 +225,22 @@ def spoilt(value: Any) -> Iterator[tuple[str, Any, bool]]:
                 yield f"full of {number}", torch.full_like(value, number), False
 
 
-def exported() -> set[str]:
-    """The functions of the core's ABI."""
+def exported(folder: Path = CSRC) -> set[str]:
+    """The functions of the core's ABI, and of the lab's."""
     found = set()
-    for path in CSRC.rglob("*.cc"):
+    for path in folder.rglob("*.cc"):
         if f"csrc/{path.relative_to(CSRC).parts[0]}" not in TESTED_ELSEWHERE:
             found |= set(re.findall(r"TYPED_FUNC\((\w+)", path.read_text()))
     return found
 
 
+def function(name: str) -> Callable[..., Any]:
+    return (lab if name in exported(CSRC / "lab") else loading).function(name)
+
+
 OTHERS = {
-    "abi_version": "no arguments", "isas": "no arguments", "best_isa": "no arguments",
+    "abi_version": "no arguments", "lab_abi_version": "no arguments",
+    "isas": "no arguments", "best_isa": "no arguments",
     "engine_stat_names": "no arguments", "workers_cores": "an object alone", "pool_isa": "an object alone",
     "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone",
     "engine_layer_finish": "an object alone", "layers_panel": "an object alone",

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from world import World, counts
 
-from fluxion_sglang.lab.audit import head_errors
-from fluxion_sglang.lab.audit_file import AuditLog, read, record_dtype
 from fluxion_sglang.policy import parse_spec
+from fluxion_sglang.scoring.audit import head_errors
+from fluxion_sglang.scoring.audit_file import AuditLog, read, record_dtype
 
 SPECS = ["full", "streaming", "fixed:16:0.1", "fixed:64:0.1", "oracle:0.1", "full"]
 LENGTHS = [900, 900, 900, 700, 1200, 60]
@@ -181,7 +181,7 @@ def test_good_arrays_before_bad_bytes_are_read(tmp_path: Path) -> None:
 PART_OF_IT = """
 import resource, signal, sys
 from pathlib import Path
-from fluxion_sglang.lab.audit_file import AuditLog, read
+from fluxion_sglang.scoring.audit_file import AuditLog, read
 from test_audit import arrays
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])

@@ -21,7 +21,7 @@ from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.native import CorruptMemory
 from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
-from fluxion_sglang.policy.base import DecodeStep
+from fluxion_sglang.policy.base import TOLD, DecodeStep
 from fluxion_sglang.predictor import anchors
 from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
@@ -186,7 +186,6 @@ class Diary(Policy):
     """Reads everything, and writes down what it is told."""
 
     needs = Needs.RESIDENTS
-    prefill_rows = 3
 
     def __init__(self) -> None:
         self.full = parse_spec("full")
@@ -213,10 +212,6 @@ class Diary(Policy):
     def released(self, row: int) -> None:
         self.told.append(("released", row))
 
-    @property
-    def state_bytes(self) -> int:
-        return 7
-
     def read(self) -> list[tuple[Any, ...]]:
         told, self.told = self.told, []
         return told
@@ -228,7 +223,7 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     backend.requests = RequestPolicies(diary)
     backend.engine.policy = diary
     backend.forward({RUNNING: 700}, [])
-    told = [("prefilled", layer, RUNNING, 700, 3) for layer in range(world.layers)]
+    told = [("prefilled", layer, RUNNING, 700, TOLD) for layer in range(world.layers)]
     assert diary.read() == [("bound",), *told], "nobody knew the row before"
     backend.forward({RUNNING: 2}, [])
     assert diary.read() == [("prefilled", layer, RUNNING, 702, 2) for layer in range(world.layers)]
@@ -239,18 +234,18 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
         (step, at) for at in range(world.layers) for step in steps
     ]
     assert [entry for entry in told if entry[0] not in steps] == [
-        ("released", NEW), *(("prefilled", layer, NEW, 400, 3) for layer in range(world.layers))
+        ("released", NEW), *(("prefilled", layer, NEW, 400, TOLD) for layer in range(world.layers))
     ]  # fmt: skip
     backend.req_to_token_pool.req_generation[RUNNING] = 2
     backend.forward({RUNNING: 50}, [])
     assert diary.read()[0] == ("released", RUNNING)
     backend.engine.forget(NEW)
     assert diary.read() == [("released", NEW)]
-    assert backend.engine.state_bytes == 7
+    assert len(backend.engine._bound) == 2
     del diary, backend.requests
     backend.engine.policy = parse_spec("full")
     backend.engine._policy, backend.engine._policies = backend.engine.policy, ()
-    assert backend.engine.state_bytes == 0, "a policy that nobody has any more is not kept"
+    assert len(backend.engine._bound) == 1, "a policy that nobody has any more is not kept"
 
 
 def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:

@@ -26,6 +26,7 @@ from states import capture  # noqa: E402
 
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
 from fluxion_sglang.policy import check_spec, parse_spec  # noqa: E402
+from fluxion_sglang.policy.base import TOLD  # noqa: E402
 from fluxion_sglang.policy.fixed import FixedPolicy  # noqa: E402
 
 HEADER = {
@@ -140,8 +141,6 @@ def test_attention_of_random_requests() -> None:
 
 def test_policies_that_remember_hear_of_the_prefill_before_every_turn() -> None:
     class Hearing(FixedPolicy):
-        prefill_rows = 20
-
         def __init__(self) -> None:
             super().__init__(16, 0.5)
             self.heard: list[tuple[Any, ...]] = []
@@ -161,7 +160,7 @@ def test_policies_that_remember_hear_of_the_prefill_before_every_turn() -> None:
         assert [args[:3] for args in told] == [(layer, row, 400) for row in range(2) for layer in range(2)]
         for layer, row, _, queries in told:
             asked = requests.tails[row][layer][0][: requests.asked]
-            assert torch.equal(queries, torch.cat([requests.document_q[layer], asked])[-20:])
+            assert torch.equal(queries, torch.cat([requests.document_q[layer], asked])[-TOLD:])
         if turn:
             assert [args for args in policy.heard if len(args) == 1] == [(0,), (1,)]
 

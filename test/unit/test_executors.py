@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 import torch
+from definitions.torch_executor import block_pages
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World
 
-from fluxion_sglang.config import SCHEDULERS
+from fluxion_lab.schedulers import by_length, evenly, one_alone
 from fluxion_sglang.executor.base import ExecutorId
+from fluxion_sglang.executor.decode import Scheduler
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.prefill import ExtendRequest
-from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.torch_executor import block_pages
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 LENGTHS = [1, 15, 64, 65, 319, 320, 335, 336, 337, 500, 1111, 2047]
@@ -128,8 +128,8 @@ def test_native_and_torch_find_the_same_best_tokens(
 
 
 @pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_every_scheduler_gives_the_same_attention(executors: str, scheduler: str) -> None:
+@pytest.mark.parametrize("scheduler", [None, one_alone, evenly, by_length])
+def test_every_scheduler_gives_the_same_attention(executors: str, scheduler: Scheduler | None) -> None:
     world = World(executors=executors, scheduler=scheduler, workers=1, layers=1, rows=7, tokens=16384)
     for row, length in enumerate((2047, 336, 500, 320, 1111, 900), start=1):
         world.extend(row, length)
@@ -138,13 +138,13 @@ def test_every_scheduler_gives_the_same_attention(executors: str, scheduler: str
             assert error(got, want) < 1e-5
         cpu, torch_ = (world.engine.native.owners().tolist().count(id) for id in (ExecutorId.CPU, ExecutorId.TORCH))
         assert cpu + torch_ == 10, "two heads of the five requests that have a middle"
-        if executors == "cpu" or scheduler == "none":
+        if executors == "cpu" or scheduler is one_alone:
             assert torch_ == 0
-        elif scheduler == "priority":
+        elif scheduler is None:
             assert cpu == 0, "the one worker begins when the torch executor is done"
         else:
             # The two tasks of about 1,728 tokens are the nearest to half of about 6,560.
-            assert cpu == (5 if scheduler == "uniform" else 2)
+            assert cpu == (5 if scheduler is evenly else 2)
 
 
 IDS = [ExecutorId.CPU, ExecutorId.TORCH]
@@ -167,25 +167,23 @@ def test_tasks_are_divided_as_the_scheduler_says(
         torch.rand(step.batch, heads, generator=random),
     )
     ids = IDS[:executors]
-    made = scheduler_named("priority")(plan, step, ids)
-    assert made.owner is None and made.value is plan.value
     tasks = [
         (b, h)
         for b in range(step.batch)
         for h in range(heads)
         if step.middle[b] and plan.blk[b, h] and plan.budget[b, h * group : (h + 1) * group].any()
     ]
-    for name in ("none", "uniform", "length"):
-        made = scheduler_named(name)(plan, step, ids)
-        assert made.owner is not None and made.owner.dtype == torch.int32 and made.owner.shape == plan.blk.shape
-        assert made.value.dtype == torch.float32 and made.value.shape == plan.blk.shape
-        assert not made.value.any(), "in the order of arrival"
-        owners = [int(made.owner[at]) for at in tasks]
+    for scheduler in (one_alone, evenly, by_length):
+        value, owner = scheduler(plan, step, ids)
+        assert owner.dtype == torch.int32 and owner.shape == plan.blk.shape
+        assert value.dtype == torch.float32 and value.shape == plan.blk.shape
+        assert not value.any(), "in the order of arrival"
+        owners = [int(owner[at]) for at in tasks]
         assert set(owners) <= set(ids)
         counts = [owners.count(id) for id in ids]
-        if name == "none":
+        if scheduler is one_alone:
             assert counts == [len(tasks)] + [0] * (executors - 1)
-        elif name == "uniform":
+        elif scheduler is evenly:
             assert max(counts) - min(counts) <= 1
         else:
             tokens = [int(step.middle[b]) for b, _ in tasks]

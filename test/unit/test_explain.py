@@ -225,7 +225,7 @@ def test_files_with_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "empty").touch()
     mixed = audit(tmp_path / "mixed", steps=1)
     with mixed.open("ab") as file:
-        from fluxion_sglang.lab.audit_file import record_dtype
+        from fluxion_sglang.scoring.audit_file import record_dtype
 
         np.save(file, np.zeros(2, record_dtype(8)))
     for name, more, sentence in (

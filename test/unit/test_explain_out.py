@@ -11,8 +11,8 @@ from reads_world import audit, metrics, serving
 from fluxion_sglang import cli
 from fluxion_sglang.commands import explain
 from fluxion_sglang.commands.reads import served as server_reads
-from fluxion_sglang.lab.audit_file import AuditLog
-from fluxion_sglang.lab.audit_file import read as read_audit
+from fluxion_sglang.scoring.audit_file import AuditLog
+from fluxion_sglang.scoring.audit_file import read as read_audit
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from definitions.torch_executor import block_pages, blocks_to_read
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,8 @@ from native_world import NativeWorld, Plan, Request, attention, block_bounds, la
 from world import World
 
 from fluxion_sglang.executor.metrics import _COUNTERS
-from fluxion_sglang.lab.audit_file import read
-from fluxion_sglang.lab.torch_executor import block_pages, blocks_to_read
 from fluxion_sglang.native import topology
+from fluxion_sglang.scoring.audit_file import read
 
 ISAS: list[str] = topology()["isas"]
 DTYPES = [torch.float32, torch.bfloat16, INT8]

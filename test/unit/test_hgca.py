@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from test_backend import NEW, RUNNING, Backend
 from world import World
 
+from fluxion_lab.bounded import Bounded
+from fluxion_lab.hgca import HgcaPolicy
+from fluxion_lab.kinds import Listed, listed
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.hgca import HgcaPolicy
 from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.policy.base import LayerPlan, Listed, Needs, Observed
+from fluxion_sglang.policy.base import LayerPlan, Needs, Observed
 from fluxion_sglang.sglang.requests import RequestPolicies
 
 SMALL = Placement(sinks=16, window=32)
@@ -36,10 +38,10 @@ class Seen(HgcaPolicy):
         return self.plans[layer]
 
 
-def positions(listed: Listed, group: int, g: int) -> list[int]:
+def positions(lists: Listed, group: int, g: int) -> list[int]:
     """What head g of a group of a plan lists."""
-    at = slice(*listed.offsets[group : group + 2].tolist())
-    rows = zip(listed.pages[at].tolist(), listed.masks[at].tolist(), strict=True)
+    at = slice(*lists.offsets[group : group + 2].tolist())
+    rows = zip(lists.pages[at].tolist(), lists.masks[at].tolist(), strict=True)
     return [page * PAGE + t for page, masks in rows for t in range(PAGE) if masks[g] >> t & 1]
 
 
@@ -89,15 +91,15 @@ class Told:
             world.engine.prefilled(layer, row, world.length(row), tokens, self.policy)
             for h in range(self.heads * self.group):
                 keys = world.keys[row][layer][:, h // self.group]
-                self.head(layer, row, h).prefill(keys, tokens[-HgcaPolicy.prefill_rows :, h])
+                self.head(layer, row, h).prefill(keys, tokens[-1:, h])
 
     def decode(self, *rows: int) -> None:
         """A step, compared with the references: lists, averages and outputs."""
         world, group = self.world, self.group
         results = world.decode(list(rows), [self.policy] * len(rows))
         for layer, (got, _) in enumerate(results):
-            listed = self.policy.plans[layer].listed
-            assert listed is not None
+            lists = listed(self.policy.plans[layer])
+            assert lists is not None
             for b, row in enumerate(rows):
                 assert self.policy.state is not None
                 averages = self.policy.state.averages(layer, row)
@@ -106,9 +108,9 @@ class Told:
                     ref, q = self.head(layer, row, h), world.queries[layer][b, h]
                     ref.decode(keys, q)
                     if ref.near < 1e-4:  # rounding decides; go on from what was decided
-                        ref.salient = set(positions(listed, b * self.heads + h // group, h % group))
+                        ref.salient = set(positions(lists, b * self.heads + h // group, h % group))
                         ref.near = 1.0
-                    assert positions(listed, b * self.heads + h // group, h % group) == sorted(ref.salient)
+                    assert positions(lists, b * self.heads + h // group, h % group) == sorted(ref.salient)
                     want = torch.tensor(list(ref.average.values()))
                     torch.testing.assert_close(averages[h], want, atol=1e-6, rtol=2e-4)
                     at = torch.tensor(sorted([*ref.average, *ref.salient]))
@@ -183,10 +185,10 @@ def test_one_token_that_takes_all_the_weight_is_kept_and_nothing_else() -> None:
     for i in range(80):
         drawn += [mark, mark if i == 0 else torch.zeros(1, 1, 32), torch.randn(1, 1, 32)]
         told.decode(1)
-        listed = told.policy.plans[0].listed
-        assert listed is not None
+        lists = listed(told.policy.plans[0])
+        assert lists is not None
         gone = world.placement.window_start(49 + i) > 48
-        assert positions(listed, 0, 0) == ([48] if gone else [])
+        assert positions(lists, 0, 0) == ([48] if gone else [])
     assert gone
 
 
@@ -227,12 +229,12 @@ def test_a_row_that_it_never_heard_of_is_evaluated_by_the_step_at_hand() -> None
     told.world.extend(1, 250)
     policy = told.policy
     told.world.decode([1], [policy])
-    listed = policy.plans[0].listed
-    assert listed is not None
+    lists = listed(policy.plans[0])
+    assert lists is not None
     for h in range(6):
         ref, keys = told.head(0, 1, h), told.world.keys[1][0][:, h // 3]
         ref.prefill(keys, told.world.queries[0][0, h : h + 1])
-        assert positions(listed, h // 3, h % 3) == sorted(ref.salient)
+        assert positions(lists, h // 3, h % 3) == sorted(ref.salient)
     for _ in range(20):
         told.decode(1)
 
@@ -251,12 +253,12 @@ def test_tokens_that_it_did_not_see(missed: int) -> None:
             told.decode(1)
         return
     told.world.decode([1], [told.policy])
-    listed = told.policy.plans[0].listed
-    assert listed is not None
+    lists = listed(told.policy.plans[0])
+    assert lists is not None
     for h in range(6):
         ref, keys = told.head(0, 1, h), told.world.keys[1][0][:, h // 3]
         ref.prefill(keys, told.world.queries[0][0, h : h + 1])
-        assert positions(listed, h // 3, h % 3) == sorted(ref.salient)
+        assert positions(lists, h // 3, h % 3) == sorted(ref.salient)
 
 
 def test_state_dies_with_the_request_and_is_bounded() -> None:
@@ -264,12 +266,12 @@ def test_state_dies_with_the_request_and_is_bounded() -> None:
     backend, policy = Backend(world), HgcaPolicy()
     backend.requests = RequestPolicies(policy)
     backend.engine.policy = policy
-    assert backend.engine.state_bytes == 0
+    assert policy.state_bytes == 0
     backend.forward({RUNNING: 900, NEW: 900}, [])
-    noted = backend.engine.state_bytes
-    assert noted == 2 * world.layers * HgcaPolicy.prefill_rows * 8 * 64 * 4
+    noted = policy.state_bytes
+    assert noted == 2 * world.layers * 8 * 64 * 4
     world.decode([RUNNING, NEW])
-    both = backend.engine.state_bytes
+    both = policy.state_bytes
     residents, pages = world.placement.slots, 900 // PAGE + 1
     most = world.layers * (8 * 4 * residents + 2 * (64 + pages * (4 + 2 * 4)))
     assert 0 < both <= 2 * (most + 64)
@@ -280,10 +282,10 @@ def test_state_dies_with_the_request_and_is_bounded() -> None:
     backend.forward({RUNNING: 400}, [])
     assert policy.state is not None and policy.state.averages(0, RUNNING).shape[1] == 0
     assert policy.state.averages(0, NEW).shape[1] > 0
-    assert backend.engine.state_bytes <= both / 2 + noted / 2 + 1
+    assert policy.state_bytes <= both / 2 + noted / 2 + 1
     for row in (RUNNING, NEW):
         backend.engine.forget(row)
-    assert backend.engine.state_bytes == 0
+    assert policy.state_bytes == 0
 
 
 def test_a_request_in_a_used_row_is_as_in_a_fresh_one() -> None:
@@ -319,8 +321,9 @@ def _drawn(seed: int, world: World) -> Any:
 
 @pytest.mark.parametrize("spec", ["hgca", "hgca:0", "hgca:0.25", "hgca:2.5:0", "hgca:1:1", "hgca:1e3:0.05"])
 def test_specs(spec: str) -> None:
-    policy = parse_spec(spec)
-    assert isinstance(policy, HgcaPolicy)
+    bounded = parse_spec(spec)
+    assert isinstance(bounded, Bounded) and isinstance(bounded.inner, HgcaPolicy)
+    policy = bounded.inner
     numbers = [float(part) for part in spec.split(":")[1:]]
     assert (policy.beta, policy.alpha) == (*numbers, *(1.0, 0.1)[len(numbers) :])
 

@@ -13,15 +13,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "fluxion_sglang"
+LAB = ROOT / "python" / "fluxion_lab"
 CSRC = ROOT / "csrc"
 
 RINGS: dict[str, set[str]] = {
     "core": set(),
     "device": {"core"},
-    "lab": {"core"},
-    "scoring": {"core", "lab"},
+    "scoring": {"core"},
     "training": {"core", "scoring"},
-    "commands": {"core", "device", "lab", "scoring", "training"},
+    "commands": {"core", "device", "scoring", "training"},
 }
 """What each ring may import beside itself. Everything that no folder of this name holds is the core."""
 
@@ -102,8 +102,16 @@ def test_imports_go_inwards(module: str) -> None:
     wrong = {other for other in modules(path) if ring(other) not in {own, *RINGS[own]}}
     assert not wrong, f"{module} is of the ring {own}"
     others = {name.partition(".")[0] for name in imports(path, later=True)}
-    assert "fluxion_quality" not in others, "the product does not import the benchmarks"
+    assert not others & {"fluxion_quality", "fluxion_lab"}, "the product imports neither benchmarks nor lab"
     assert "sglang" not in others or module.startswith("sglang.") or module in OUTSIDE, "only sglang/ imports SGLang"
+
+
+def test_the_lab_is_another_package() -> None:
+    """It sees what packages of others see: policies and what they plan for, and no server."""
+    folders = {"policy", "predictor", "kv", "native", "executor"}
+    for path in sorted(LAB.glob("*.py")):
+        seen = {module.partition(".")[0] for module in modules(path)}
+        assert seen <= folders, f"{path.name} imports {seen - folders}"
 
 
 @pytest.mark.parametrize("module", [module for module in sources() if module.partition(".")[0] in CORE])

@@ -411,7 +411,6 @@ def test_isas_agree_on_what_is_stored() -> None:
     ("text", "says"),
     [
         ('{"kv_dtype": "fp8"}', 'kv_dtype is \'fp8\', but it is one of a few words; use one of "auto", "int8".'),
-        ('{"kv_dtype": "int8", "executors": "cpu+torch"}', 'use executors "cpu" or leave kv_dtype out.'),
     ],
 )
 def test_options_that_cannot_be(text: str, says: str) -> None:

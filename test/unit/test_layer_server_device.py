@@ -15,8 +15,8 @@ from world import World, counts
 from fluxion_sglang.device.library import DeviceError, DeviceLibrary, load
 from fluxion_sglang.device.mailbox import Mailbox, MailboxShape
 from fluxion_sglang.device.server import LayerServer
-from fluxion_sglang.lab.audit_file import read
 from fluxion_sglang.policy import Policy, parse_spec
+from fluxion_sglang.scoring.audit_file import read
 
 try:
     library = load("sim")

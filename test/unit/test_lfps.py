@@ -8,22 +8,25 @@ from collections.abc import Sequence
 import pytest
 import torch
 from lfps_reference import ReferenceHead
-from lfps_world import listed_positions
+from lfps_world import listed_positions, lists_of
 from native_world import NativeWorld
 from world import World
 
-from fluxion_sglang.lab.lfps import LfpsPolicy
-from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables
+from fluxion_lab.bounded import Bounded
+from fluxion_lab.kinds import LISTED, Given, Listed, Record
+from fluxion_lab.lfps import ROWS, LfpsPolicy
+from fluxion_lab.lfps_tables import LfpsOptions, LfpsTables
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy import Policy, parse_spec
-from fluxion_sglang.policy.base import LISTED, DecodeStep, Given, LayerPlan, Listed, Record
+from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 SPEC = "lfps:0.05"
 
 
 def policy_of(world: World) -> LfpsPolicy:
-    assert isinstance(world.engine.policy, LfpsPolicy)
-    return world.engine.policy
+    policy = world.engine.policy
+    assert isinstance(policy, Bounded) and isinstance(policy.inner, LfpsPolicy)
+    return policy.inner
 
 
 def tables_of(world: World) -> LfpsTables:
@@ -44,9 +47,10 @@ class Watched(LfpsPolicy):
         super().decoded(layer, q, out)
         assert self._planned is not None
         plan, self.local[layer], _ = self._planned
-        assert plan.listed is not None and plan.record is not None and plan.given is not None
-        copies = (Listed(*(t.clone() for t in plan.listed)), Record(*(t.clone() for t in plan.record)))
-        self.plans[layer] = LayerPlan(plan.blk, plan.budget, plan.value, *copies, plan.given)
+        lists = lists_of(plan)
+        record = Record(*(t.clone() for t in lists.recorded()))
+        copy = Listed(lists.offsets.clone(), lists.pages.clone(), lists.masks.clone(), record, lists.given)
+        self.plans[layer] = LayerPlan(plan.blk, plan.budget, plan.value, (copy,))
 
 
 @pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
@@ -69,7 +73,6 @@ def test_requests_follow_the_equations(executors: str, dtype: torch.dtype) -> No
         for (row, layer, head), table in reference.items():
             b, (h, g) = [1, 3].index(row), divmod(head, 4)
             plan = policy.plans[layer]
-            assert plan.record is not None
             n = world.length(row)
             keys, values = (of[row][layer][:, h].double() for of in (world.keys, world.values))
             scores = keys @ world.queries[layer][b, head].double()
@@ -77,7 +80,7 @@ def test_requests_follow_the_equations(executors: str, dtype: torch.dtype) -> No
             least, most = (table.candidates(n, slack) for slack in (1e-3, -1e-3))
             assert least <= set(candidates) <= most
             k = math.ceil(0.02 * world.placement.middle(n) * (1 - 1e-6))
-            chosen = listed_positions(plan, b * world.heads + h, g, plan.record.chosen)
+            chosen = listed_positions(plan, b * world.heads + h, g, lists_of(plan).record.chosen)
             assert len(chosen) == min(k, len(candidates))
             left = set(candidates) - set(chosen)
             assert not left or scores[chosen].min() >= scores[list(left)].max() - 1e-5
@@ -177,33 +180,34 @@ def test_small_chunks_add_up_to_the_rows_that_are_wanted() -> None:
         world.extend(1, count)
     noted = policy_of(world)._prefilled[0, 1]
     assert noted.length == 313 and torch.equal(noted.queries[-9:], world.recent[1][0])
-    assert len(noted.queries) == policy_of(world).prefill_rows
+    assert len(noted.queries) == ROWS
 
 
 def test_state_is_counted_and_dies_with_the_request() -> None:
     world = World(policy=SPEC)
-    assert world.engine.state_bytes == 0
+    policy = policy_of(world)
+    assert policy.state_bytes == 0
     world.extend(1, 600)
-    noted = world.engine.state_bytes
+    noted = policy.state_bytes
     assert noted == 2 * 20 * 8 * 64 * 4
     world.decode([1])
-    kept = world.engine.state_bytes
+    kept = policy.state_bytes
     assert 2 * 8 * 896 * 10 <= kept < 2 * 8 * (896 * 10 + 120)  # with room for 256 tokens more, of whole words
     world.extend(2, 300)
     world.decode([1, 2])
-    assert world.engine.state_bytes > kept
+    assert policy.state_bytes > kept
     world.engine.forget(1)
     tables = tables_of(world)
     assert tables._pages.numel() > 0
     world.engine.forget(2)
-    assert world.engine.state_bytes == 0
+    assert policy.state_bytes == 0
     assert tables_of(world) is not tables, "room for plans is given back, too"
     for got, _ in world.decode([2]):
         assert got.isfinite().all()
 
 
 def test_heads_that_are_passed_by_get_the_mean_value() -> None:
-    """Their middle is one token of the mean value; with groups that have no task at all among them."""
+    """Their middle is one token of the mean value; with groups that list nothing at all among them."""
     world = World(seed=3)
     policy = Watched(0.05)
     world.extend(1, 900)
@@ -211,8 +215,8 @@ def test_heads_that_are_passed_by_get_the_mean_value() -> None:
         1.5 * world.keys[1][0][0].repeat_interleave(4, 0)[None] if size[1] == 8 else torch.zeros(size)
     )  # type: ignore[method-assign]
     (got, _), _ = world.decode([1], [policy])
-    given = policy.plans[0].given
-    assert given is not None and (given.lse > -math.inf).sum() >= 4
+    given = lists_of(policy.plans[0]).given
+    assert (given.lse > -math.inf).sum() >= 4
     q, n = world.queries[0][0], world.length(1)
     start = world.placement.window_start(n)
     for head in range(8):
@@ -225,7 +229,7 @@ def test_heads_that_are_passed_by_get_the_mean_value() -> None:
         torch.testing.assert_close(got[0, head].double(), want, rtol=2e-5, atol=2e-5)
 
 
-# ---- the engine's part: records, and what is given
+# ---- the tasks' part: records, and what is given
 
 
 @pytest.mark.parametrize("isa", topology()["isas"])
@@ -245,8 +249,7 @@ def test_tasks_record_what_they_chose(isa: str, resident_first: bool) -> None:
     rows = [row for of in lists for row in of]
     masks = torch.tensor([mask for _, mask in rows]).to(torch.uint16)
     plan.listed = Listed(counts.cumsum(0), torch.tensor([p for p, _ in rows], dtype=torch.int32), masks)
-    record = Record(torch.zeros_like(masks), torch.full((*masks.shape, 16), torch.nan))
-    plan.record = record
+    record = plan.listed.record = Record(torch.zeros_like(masks), torch.full((*masks.shape, 16), torch.nan))
     tasks, q, out = world.begin_layer(requests, 0, plan, resident_first)
     selected = world.selections(requests, tasks)
     world.engine.layer_finish()
@@ -269,27 +272,32 @@ def test_tasks_record_what_they_chose(isa: str, resident_first: bool) -> None:
 
 @pytest.mark.parametrize("resident_first", [False, True])
 def test_what_is_given_is_merged(resident_first: bool) -> None:
-    """Beside a task, without one, and nothing for heads whose LSE is -inf, whose o is poison."""
+    """Beside lists, without one, and nothing for heads whose LSE is -inf, whose o is poison."""
     world = NativeWorld(group=2)
-    requests = [world.add(length) for length in (300, 20)]
+    requests = [world.add(length) for length in (300, 20, 250)]
     world.begin_step(requests)
-    plan = world.plan(requests, 16)
-    plan.blk[0, 1] = 0
-    given = Given(world.randn(2, 4, 32), torch.tensor([[1.0, -math.inf, 2.0, -math.inf], [3.0] * 4]))
-    given.o[0, 1], given.o[0, 3] = torch.nan, torch.nan
-    plan.given = given
-    _, q, out = world.begin_layer(requests, 0, plan, resident_first)
+    plan = world.plan(requests, LISTED)
+    lse = torch.tensor([[1.0, -math.inf, 2.0, -math.inf], [3.0] * 4, [-math.inf] * 4])
+    given = Given(world.randn(3, 4, 32), lse)
+    given.o[0, 1], given.o[0, 3], given.o[2] = torch.nan, torch.nan, torch.nan
+    read = {(0, 0): {*range(64, 96)}, (2, 1): {*range(48, 64)}}  # whole pages of the middle
+    counts = torch.tensor([0, 2, 0, 0, 0, 0, 1])
+    masks = torch.full((3, 2), 0xFFFF, dtype=torch.int32).to(torch.uint16)
+    plan.listed = Listed(counts.cumsum(0), torch.tensor([4, 5, 3], dtype=torch.int32), masks, given=given)
+    tasks, q, out = world.begin_layer(requests, 0, plan, resident_first)
+    assert tasks == 3, "the group that is given something and lists nothing has one; what has no middle has none"
     world.engine.layer_finish()
-    result = torch.empty(2, 4, 32)
+    result = torch.empty(3, 4, 32)
     world.engine.result(result)
     for b, request in enumerate(requests):
         n = len(request.keys[0])
         for head in range(4):
             h = head // 2
             at = [*range(32), *range(world.placement.window_start(n), n)] if n > 32 else list(range(n))
-            at += world.middle(request) if (b, h) != (0, 1) else []
+            at += sorted(read.get((b, h), ()))
             scores = (world.scale * request.keys[0][at, h] @ q[b, head]).double()
-            scores = torch.cat([scores, given.lse[b, head].view(1).double()])
+            own = given.lse[b, head] if b != 1 else torch.tensor(-math.inf)
+            scores = torch.cat([scores, own.view(1).double()])
             values = torch.cat([request.values[0][at, h], given.o[b, head].nan_to_num().view(1, -1)]).double()
             want = scores.softmax(0) @ values
             torch.testing.assert_close(out[b, head].double(), want, rtol=1e-4, atol=2e-5)

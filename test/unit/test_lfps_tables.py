@@ -13,10 +13,10 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lfps_reference import threshold
-from lfps_world import TablesWorld, listed_positions
+from lfps_world import TablesWorld, listed_positions, lists_of
 
+from fluxion_lab.lfps_tables import LfpsTables
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.lfps_tables import LfpsTables
 
 
 def run(world: TablesWorld, rows: list[int], steps: int, keep: float = 0.3, local: float = 2.0) -> int:
@@ -72,7 +72,8 @@ def test_renormalisation_changes_no_choice() -> None:
         for _ in range(120):
             q = world.sharp * world.randn(1, world.q_heads, world.dim)
             plan = world.plan([0], q)
-            found.append([part.clone() for part in plan.listed or ()])
+            own = lists_of(plan)
+            found.append([part.clone() for part in (own.offsets, own.pages, own.masks)])
             world.choose([0], plan, q, 0.3)
             world.learn([0], plan, torch.zeros(1, world.q_heads))
         lists.append(found)
@@ -150,8 +151,8 @@ def test_no_middle_no_lists() -> None:
     world = TablesWorld()
     world.start(0, 20)
     plan = world.plan([0], world.randn(1, 4, 32))
-    assert plan.listed is not None and plan.listed.offsets.tolist() == [0, 0, 0]
-    assert (plan.budget == 0).all() and plan.given is not None and (plan.given.lse == -math.inf).all()
+    lists = lists_of(plan)
+    assert lists.offsets.tolist() == [0, 0, 0] and (plan.budget == 0).all() and (lists.given.lse == -math.inf).all()
     world.learn([0], plan, torch.zeros(1, 4))
     world.check_tables(0)
 
@@ -230,8 +231,7 @@ def test_a_score_that_is_no_number_teaches_nothing() -> None:
         q = world.randn(1, 1, 32)
         plan = world.plan([0], q)
         world.choose([0], plan, q, 1.0)
-        assert plan.record is not None
-        plan.record.scores.fill_(wrong)
+        lists_of(plan).record.scores.fill_(wrong)
         at = torch.tensor([0], dtype=torch.int32)
         world.tables.update(0, at, world.lengths([0]), plan, torch.zeros(1, 1), world.scale)
     after = world.tables.tables(0, 0, 0, 301)
@@ -247,7 +247,7 @@ def test_heads_that_are_passed_by(seed: int, length: int, sink: float) -> None:
     first = world.keys[0][0]
     q = torch.stack([world.randn(6, 32) + sink * first.repeat_interleave(3, 0) for _ in range(1)])
     plan = world.plan([0], q)
-    assert plan.given is not None
+    given = lists_of(plan).given
     before = [world.tables.tables(0, 0, head, length + 1) for head in range(6)]
     for head in range(6):
         h, g = divmod(head, 3)
@@ -256,21 +256,20 @@ def test_heads_that_are_passed_by(seed: int, length: int, sink: float) -> None:
         if abs(above) < 1e-5:
             continue
         passed = above > 0
-        assert (plan.given.lse[0, head] > -math.inf) == passed
-        assert (plan.budget[0, head] == 0) == passed
+        assert (given.lse[0, head] > -math.inf) == passed
         if passed:
             assert not listed_positions(plan, h, g)
-            assert math.isclose(plan.given.lse[0, head], lse, rel_tol=1e-4, abs_tol=1e-4)
-            np.testing.assert_allclose(plan.given.o[0, head].numpy(), o, rtol=1e-4, atol=1e-6)
+            assert math.isclose(given.lse[0, head], lse, rel_tol=1e-4, abs_tol=1e-4)
+            np.testing.assert_allclose(given.o[0, head].numpy(), o, rtol=1e-4, atol=1e-6)
     world.choose([0], plan, q, 0.5)
     world.learn([0], plan, torch.zeros(1, 6))
     for head in range(6):
-        if plan.given.lse[0, head] > -math.inf:
+        if given.lse[0, head] > -math.inf:
             after = world.tables.tables(0, 0, head, length + 1)
             assert all(torch.equal(a, b) for a, b in zip(before[head], after, strict=True))
     world.check_tables(0)
     counts = world.tables.counts()
-    assert counts["planned"] == 6 and counts["passed"] == int((plan.given.lse > -math.inf).sum())
+    assert counts["planned"] == 6 and counts["passed"] == int((given.lse > -math.inf).sum())
 
 
 def test_some_heads_are_passed_by_and_some_are_not() -> None:
@@ -279,8 +278,8 @@ def test_some_heads_are_passed_by_and_some_are_not() -> None:
     q = world.randn(1, 6, 32)
     q[0, ::2] += 3 * world.keys[0][0].repeat_interleave(3, 0)[::2]
     plan = world.plan([0], q)
-    assert plan.given is not None
-    assert (plan.given.lse > -math.inf).tolist() == [[True, False] * 3]
+    given = lists_of(plan).given
+    assert (given.lse > -math.inf).tolist() == [[True, False] * 3]
 
 
 def test_the_threshold_falls_with_the_kurtosis_and_rises_with_alpha() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request
 from world import World
 
+from fluxion_lab.kinds import LISTED, Listed, Record, listed
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy import LayerPlan, Observed, Policy, parse_spec
-from fluxion_sglang.policy.base import LISTED, UNSEEN, DecodeStep, Listed, task_value
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, task_value
 from fluxion_sglang.policy.mixed import compose
 
 Rows = list[tuple[int, list[int]]]
@@ -175,7 +177,7 @@ def test_a_list_that_cannot_be_fails_the_layer(groups: list[Rows], offsets: list
     bad = world.plan(requests, LISTED)
     bad.listed = listed_of(groups, 2)
     if offsets is not None:
-        bad.listed = bad.listed._replace(offsets=torch.tensor(offsets))
+        bad.listed = dataclasses.replace(bad.listed, offsets=torch.tensor(offsets))
     world.begin_layer(requests, 0, bad)
     with pytest.raises(RuntimeError, match=r"Request 0, KV head [01] has a list that cannot be read: .*\.$"):
         world.engine.layer_finish()
@@ -224,7 +226,7 @@ class Lister(Policy):
             budgets.append([draw.choice(self.budgets) for _ in range(step.q_heads)])
         blk = torch.full((step.batch, step.kv_heads), LISTED, dtype=torch.int32)
         budget = torch.tensor(budgets)
-        return LayerPlan(blk, budget, task_value(step.middle, blk, budget), listed_of(lists, group))
+        return LayerPlan(blk, budget, task_value(step.middle, blk, budget), (listed_of(lists, group),))
 
 
 @settings(max_examples=examples(20))
@@ -268,16 +270,28 @@ def test_a_mixture_has_the_lists_of_each_policy() -> None:
         return policy.plan(3, torch.zeros(len(rows), 8, 64))
 
     whole = planned(compose(policies), list(range(6)))
-    assert whole.listed is not None and whole.listed.masks.dtype == torch.uint16
+    lists = listed(whole)
+    assert lists is not None and lists.masks.dtype == torch.uint16
     for b, policy in enumerate(policies):
         alone = planned(policy, [b])
         assert torch.equal(whole.blk[b : b + 1], alone.blk) and torch.equal(whole.budget[b : b + 1], alone.budget)
-        ends = whole.listed.offsets[2 * b : 2 * b + 3]
-        if alone.listed is None:
+        ends, own = lists.offsets[2 * b : 2 * b + 3], listed(alone)
+        if own is None:
             assert ends.diff().tolist() == [0, 0]
             continue
-        assert torch.equal(ends - ends[0], alone.listed.offsets)
-        assert torch.equal(whole.listed.pages[ends[0] : ends[2]], alone.listed.pages)
-        got, want = whole.listed.masks[ends[0] : ends[2]], alone.listed.masks
-        assert got.tolist() == want.tolist()
-    assert planned(compose([fixed, parse_spec("full")]), [0, 1]).listed is None
+        assert torch.equal(ends - ends[0], own.offsets)
+        assert torch.equal(lists.pages[ends[0] : ends[2]], own.pages)
+        assert lists.masks[ends[0] : ends[2]].tolist() == own.masks.tolist()
+    assert listed(planned(compose([fixed, parse_spec("full")]), [0, 1])) is None
+
+
+def test_a_mixture_of_mixtures_hands_its_record_back() -> None:
+    """Each part finds what the tasks of the whole batch wrote of it."""
+    parts = [listed_of([[(4, FULL)], [(5, FULL), (6, FULL)]], 2) for _ in range(3)]
+    for part in parts:
+        part.record = Record(torch.zeros_like(part.masks), torch.zeros(*part.masks.shape, PAGE))
+    inner = Listed.joined([(torch.tensor([1]), parts[0]), (torch.tensor([0]), parts[1])], (2, 2))
+    whole = Listed.joined([(torch.tensor([0, 2]), inner), (torch.tensor([1]), parts[2])], (3, 2))
+    assert whole.record is not None
+    whole.record.scores.copy_(torch.arange(9).view(9, 1, 1))
+    assert [part.recorded().scores[:, 0, 0].tolist() for part in parts] == [[6, 7, 8], [0, 1, 2], [3, 4, 5]]

@@ -25,10 +25,10 @@ import common
 import locality
 import locality_tables
 import tables
+from definitions import sketches as reference
 from states import States, capture
 
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab import sketches as reference
 from fluxion_sglang.policy import parse_spec
 
 Steps = list[list[int]]

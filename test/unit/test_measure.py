@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from budget_reference import block_positions, budget_of_count, least_budgets, order_of, prefixes
+from definitions.torch_executor import blocks_to_read
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Request, layer_begin
 
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.lab.torch_executor import blocks_to_read
 from fluxion_sglang.native import topology
 from fluxion_sglang.predictor.criterion import Deviation
 from fluxion_sglang.predictor.features import ANCHOR, BUDGETS, COUNT, EMPTY_LSE

@@ -25,7 +25,7 @@ import timeline  # noqa: E402
 from fluxion_sglang.config import FluxionConfig  # noqa: E402
 from fluxion_sglang.device.timeline import LayerTimes  # noqa: E402
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
-from fluxion_sglang.policy import DecodeStep, check_spec  # noqa: E402
+from fluxion_sglang.policy import DecodeStep, Policy, check_spec  # noqa: E402
 from fluxion_sglang.sglang.backend import FluxionAttnBackend  # noqa: E402
 from fluxion_sglang.sglang.pools import FluxionKVPool  # noqa: E402
 
@@ -96,10 +96,15 @@ def test_a_stream_is_answers_each_after_its_question() -> None:
 
 
 class FakePolicy:
-    """Only an object, which wants to hear of so many queries of a prefill."""
+    """Only an object."""
 
-    def __init__(self, prefill_rows: int = 0) -> None:
-        self.prefill_rows = prefill_rows
+    prefilled = Policy.prefilled
+
+
+class FakeHearer(FakePolicy):
+    """Wants to hear of prefills."""
+
+    def prefilled(self, *args: object) -> None: ...
 
 
 class FakeRunner:
@@ -232,7 +237,7 @@ def test_policies_are_made_for_the_pool_of_the_backend(monkeypatch: pytest.Monke
 
 
 def test_policies_that_remember_hear_of_the_prefill_whosever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = {"full": FakePolicy(), "a": FakePolicy(16), "b": FakePolicy(20)}
+    policies = {"full": FakePolicy(), "a": FakeHearer(), "b": FakeHearer()}
     monkeypatch.setattr(decode_turns.Turns, "_policy", lambda _, runner, spec: policies[spec])
     runner = FakeRunner()
     prefilled = runner.torch_runner.attn_backend.engine.prefilled

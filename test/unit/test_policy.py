@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fluxion_lab.kinds import EarlyStop, early_stop
+from fluxion_lab.labels import LabelsPolicy
 from fluxion_sglang.kv.placement import Placement
-from fluxion_sglang.lab.kinds import EarlyStop, early_stop
-from fluxion_sglang.lab.labels import LabelsPolicy
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import DecodeStep, Needs, Observed, task_value
 from fluxion_sglang.policy.mixed import MixedPolicy, compose

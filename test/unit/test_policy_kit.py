@@ -70,28 +70,6 @@ class Crowded(Broken):
         budget /= len(budget)
 
 
-class Hoarder(Broken):
-    """Remembers every query it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.Tensor] = []
-
-    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
-        self.seen.append(q)
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(q.nbytes for q in self.seen)
-
-
-class Keeper(Hoarder):
-    """Says that it does."""
-
-    def remembers(self, world: object, tokens: int) -> int:
-        return 1 << 30
-
-
 class Remembering(Broken):
     """Reads less at every step of a row; `released` is what a test makes of it."""
 
@@ -116,8 +94,6 @@ class Remembering(Broken):
 class Mindful(Remembering):
     """As it should be."""
 
-    prefill_rows = 1
-
     def bind(self, world: object) -> None:
         super().bind(world)  # type: ignore[arg-type]
         self.steps = {}
@@ -138,8 +114,6 @@ class Mindful(Remembering):
         (Infinite, "it_plans_every_length", "budget has numbers that are not finite"),
         (Random, "it_is_deterministic", "the outputs differ"),
         (Crowded, "batch_mates_do_not_matter", "the outputs differ"),
-        (Hoarder, "its_state_is_bounded", r"remembers\(\) says 0"),
-        (Keeper, "its_state_is_bounded", "of a request that has ended"),
         (Remembering, "a_row_is_taken_over_clean", "the outputs differ"),
         (Remembering, "a_retracted_request_starts_anew", "the outputs differ"),
         (Remembering, "an_appended_turn_is_as_a_fresh_request", "the outputs differ"),

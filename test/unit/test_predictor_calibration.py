@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fluxion_sglang.lab.audit_file import record_dtype
+from fluxion_sglang.scoring.audit_file import record_dtype
 from fluxion_sglang.scoring.kl import Distribution
 from fluxion_sglang.scoring.serve import Reply, Request, RequestFailed
 from fluxion_sglang.training.dataset import TokenSequence

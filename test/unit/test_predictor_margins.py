@@ -11,7 +11,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluxion_sglang.lab.granularity import select_granularity
+from fluxion_lab.granularity import select_granularity
 from fluxion_sglang.predictor.features import INDEX
 from fluxion_sglang.training.margins import FEW, fit_margins
 from fluxion_sglang.training.scores import one_block

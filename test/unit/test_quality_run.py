@@ -25,7 +25,6 @@ from fluxion_sglang.commands import provenance
 from fluxion_sglang.scoring import serve
 from fluxion_sglang.scoring.forced import NOTES
 from fluxion_sglang.scoring.serve import (
-    STATE_GB,
     EngineFailed,
     Needs,
     Reply,
@@ -471,7 +470,7 @@ def test_engine_options(tmp_path: Path) -> None:
     with_flag = options(tmp_path, "float32", "cpu", Needs(5001, 4, True), tmp_path / "audit", {"spread": 0.5})
     config = json.loads(with_flag["fluxion_config"])
     audit = {"file": str(tmp_path / "audit"), "every": serve.FORCED_AUDITED}
-    assert config == {"policy": "full", "host_tokens": 5008, "audit": audit, "spread": 0.5, "policy_state_gb": STATE_GB}
+    assert config == {"policy": "full", "host_tokens": 5008, "audit": audit, "spread": 0.5}
     assert with_flag["enable_fluxion"] and with_flag["enable_custom_logit_processor"]
     assert with_flag["disable_overlap_schedule"]
     without = options(tmp_path, "auto", None, Needs(5001, 4, False), None, {})

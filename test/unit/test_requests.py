@@ -8,13 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import Context, Policy, parse_spec
-from fluxion_sglang.policy.full import FullPolicy
 from fluxion_sglang.sglang import compat, plugin
 from fluxion_sglang.sglang import requests as requests_module
 from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
@@ -214,18 +210,15 @@ def test_a_turn_that_begins_with_approximated_kv_puts_nothing_into_the_tree(poli
 
 
 def test_a_policy_that_fails_before_a_pass_ends_its_request_alone() -> None:
-    def fails(*_: object) -> int:
-        raise ZeroDivisionError("no heads")
+    class Broken(type(parse_spec("fixed:16:0.5"))):  # type: ignore[misc]
+        @property
+        def exact(self) -> bool:
+            raise ZeroDivisionError("no heads")
 
-    server = Remembers()
-    server.spec = "remembers"
-    broken = type("Broken", (Remembers,), {"remembers": fails, "spec": "broken"})()
-    policies = RequestPolicies(server, room=StateRoom(None, 1000))  # type: ignore[arg-type]
-    policies._named = lambda spec: broken if spec == "broken" else server  # type: ignore[method-assign, assignment]
+    policies = RequestPolicies(server := parse_spec("fixed:16:0.5"))
+    policies._named = lambda spec: Broken(16, 0.5) if spec == "broken" else server  # type: ignore[method-assign, assignment]
     asked = [request({"fluxion_policy": "broken"}), request()]
-    for row, one in enumerate(asked):
-        one.kv = SimpleNamespace(req_pool_idx=row)
-    assert run(policies, asked) == ["full", "remembers"] and asked[1].to_finish is None
+    assert run(policies, asked) == ["full", "fixed:16:0.5"] and asked[1].to_finish is None
     assert asked[0].to_finish.status_code == 500 and "ZeroDivisionError: no heads" in asked[0].to_finish.message
 
 
@@ -384,55 +377,6 @@ def test_wrong_wishes_end_their_request_alone_and_are_read_once() -> None:
     assert bad.to_finish.status_code == 400 and bad.to_finish.message == "It is no wish."
 
 
-class Remembers(FullPolicy):
-    """Remembers a byte a token."""
-
-    exact = False
-
-    def remembers(self, world: object, tokens: int) -> int:
-        return tokens
-
-
-def test_a_request_that_would_pass_the_bound_of_state_is_ended_alone() -> None:
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    policy = Remembers()
-    policy.spec = "remembers"
-    policies = RequestPolicies(policy, room=room)
-
-    def asks(row: int, tokens: int) -> Request:
-        made = request()
-        made.origin_input_ids, made.kv = [1] * tokens, SimpleNamespace(req_pool_idx=row)
-        return made
-
-    first, second, third = asks(1, 50), asks(2, 48), asks(3, 10)
-    assert run(policies, [first, second, third], ForwardMode.EXTEND) == ["remembers", "remembers", "full"]
-    assert first.to_finish is None and second.to_finish is None and room.taken == 100
-    assert third.to_finish.status_code == 503 and third.skip_radix_cache_insert
-    message = third.to_finish.message
-    assert (
-        message.startswith("policy 'remembers' has no room") and "policy_state_gb" in message and message.endswith(".")
-    )
-    # A request that grows past it ends, too, and those that stay as they are go on.
-    second.output_ids.append(7)
-    assert run(policies, [first, second]) == ["remembers", "full"]
-    assert second.to_finish.status_code == 503 and first.to_finish is None
-    room.give_back(2)
-    assert room.taken == 51
-    assert run(policies, [asks(3, 10), first], ForwardMode.EXTEND) is None
-
-
-def test_a_request_that_sglang_keeps_out_of_the_tree_is_bounded_like_others() -> None:
-    """A client can have SGLang do so (`bootstrap_host`)."""
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    policy = Remembers()
-    policy.spec = "remembers"
-    policies = RequestPolicies(policy, room=room)
-    one = request()
-    one.origin_input_ids, one.kv, one.skip_radix_cache_insert = [1] * 200, SimpleNamespace(req_pool_idx=1), True
-    assert run(policies, [one], ForwardMode.EXTEND) == ["full"]
-    assert one.to_finish.status_code == 503 and one.skip_radix_cache_insert is True and room.taken == 0
-
-
 def test_refusals_push_out_no_policy(policies: RequestPolicies) -> None:
     def policy_of(spec: str) -> Policy:
         with policies.of([request({"fluxion_policy": spec})], True):
@@ -454,22 +398,6 @@ def test_the_pool_is_checked_once_for_a_request() -> None:
         with policies.of([other, own], decoding):
             seen.append(policies.checks)
     assert seen == [[1], [], []]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60) | st.none())))
-def test_what_is_taken_is_what_the_rows_have(calls: list[tuple[int, int | None]]) -> None:
-    room = StateRoom(None, 100)  # type: ignore[arg-type]
-    rows: dict[int, int] = {}
-    for row, tokens in calls:
-        if tokens is None:
-            room.give_back(row)
-            rows.pop(row, None)
-            continue
-        grown = {**rows, row: max(tokens, rows.get(row, 0))}
-        fits = sum(grown.values()) <= 100
-        assert room.take(row, Remembers(), tokens) == fits
-        rows = grown if fits else rows
-        assert room.taken == sum(rows.values()) <= 100
 
 
 @pytest.mark.parametrize("canary", [True, False])

@@ -17,6 +17,8 @@ from int8 import INT8, entry_bytes, pair_bytes
 from native_world import NativeWorld, Plan, Request
 from world import World
 
+from fluxion_lab.schedulers import by_length, evenly, one_alone
+from fluxion_sglang.executor.decode import Scheduler
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy import parse_spec
@@ -374,9 +376,9 @@ def decode(world: World, steps: int) -> list[torch.Tensor]:
     return [got for _ in range(steps) for got, _ in world.decode([4, 1, 3, 2])]
 
 
-@pytest.mark.parametrize("scheduler", ["priority", "none", "uniform", "length"])
+@pytest.mark.parametrize("scheduler", [None, one_alone, evenly, by_length])
 @pytest.mark.parametrize("policy", ["full", "fixed:16:0.1", "fixed:128:0.3", "anchor:0.05", "oracle:0.1"])
-def test_every_policy_and_scheduler(policy: str, scheduler: str) -> None:
+def test_every_policy_and_scheduler(policy: str, scheduler: Scheduler | None) -> None:
     outs, stats = [], []
     for share in (True, False):
         world = World(policy=policy, scheduler=scheduler, share_prefixes=share, seed=2)

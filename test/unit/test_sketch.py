@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from definitions import sketches as reference
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from torch import Tensor
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.lab import sketches as reference
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import SKETCHED, LayerPlan
 from fluxion_sglang.policy.sketch import SketchedTokens

@@ -17,9 +17,9 @@ from world import World
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.executor.variant import Variant
 from fluxion_sglang.kv.placement import Placement
-from fluxion_sglang.lab.audit_file import read
 from fluxion_sglang.native import topology
 from fluxion_sglang.policy.base import LayerPlan
+from fluxion_sglang.scoring.audit_file import read
 
 ISAS: list[str] = topology()["isas"]
 # Before the step, around every boundary of pages, sinks 32 and window 48.

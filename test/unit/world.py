@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from definitions.torch_executor import TorchReferenceExecutor
 from int8 import INT8, stored
 
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.executor.base import Executor
-from fluxion_sglang.executor.decode import DecodeEngine
+from fluxion_sglang.executor.decode import DecodeEngine, Scheduler
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.lab.audit import Audit
-from fluxion_sglang.lab.audit_file import AuditLog
-from fluxion_sglang.lab.torch_executor import TorchReferenceExecutor
 from fluxion_sglang.native import Workers
 from fluxion_sglang.policy import Policy, parse_spec
+from fluxion_sglang.scoring.audit import Audit
+from fluxion_sglang.scoring.audit_file import AuditLog
 
 RECENT = 20
 """Tokens of a chunk that have queries: the last ones, as many as any policy asks for."""
@@ -45,7 +45,7 @@ class World:
     workers: int = 2
     policy: str = "full"
     executors: str = "cpu"
-    scheduler: str = "priority"
+    scheduler: Scheduler | None = None
     attend_union: bool = True
     guard: float | None = None
     share_prefixes: bool = True
@@ -70,14 +70,11 @@ class World:
         foreign: list[Executor] = []
         if self.executors == "cpu+torch":
             foreign.append(TorchReferenceExecutor(self.pool, self.attend_union))
-        options = FluxionConfig(
-            attend_union=self.attend_union, guard=self.guard, scheduler=self.scheduler,
-            share_prefixes=self.share_prefixes,
-        )  # fmt: skip
+        options = FluxionConfig(attend_union=self.attend_union, guard=self.guard, share_prefixes=self.share_prefixes)
         self.engine = DecodeEngine(
             self.pool, self.windows, parse_spec(self.policy), foreign, options,
             q_heads=self.heads * self.group, max_requests=self.rows, max_tokens=self.tokens,
-            first_layer=self.first[0], first_head=self.first[1],
+            first_layer=self.first[0], first_head=self.first[1], scheduler=self.scheduler,
         )  # fmt: skip
         if self.audit is not None:
             self.engine.observers.append(Audit(self.engine, AuditLog(self.audit)))

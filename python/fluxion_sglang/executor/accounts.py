@@ -11,8 +11,9 @@ import torch
 
 from fluxion_sglang.executor.phases import Phase
 from fluxion_sglang.kv.host_pool import KVShape
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.native import NativeEngine
-from fluxion_sglang.policy.base import LISTED, SKETCHED, DecodeStep
+from fluxion_sglang.policy.base import SKETCHED, DecodeStep
 
 SAMPLED = 4
 """One step in so many is looked at: accounts of every step would cost half a percent of a small model's time."""
@@ -183,6 +184,7 @@ def _lengths(step: DecodeStep) -> dict[int, int]:
 
 
 def block_name(size: int) -> str:
-    """A block size as a label of a metric: `streaming` for a group that reads nothing, `listed`, `sketched` or
-    `tokens` for one that reads single tokens."""
-    return {0: "streaming", LISTED: "listed", SKETCHED: "sketched", 1: "tokens"}.get(size, str(size))
+    """A block size as a label of a metric: `streaming` for a group that reads nothing, `sketched`, or `other` for one
+    that a kind of task of another package has."""
+    names = {0: "streaming", SKETCHED: "sketched"} | {blk: str(blk) for blk in BLOCKS}
+    return names.get(size, "other")

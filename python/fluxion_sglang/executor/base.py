@@ -9,16 +9,12 @@ thread between the layer's begin and finish, and this interface.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
 
-from fluxion_sglang import plugins
-from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 if TYPE_CHECKING:
@@ -77,15 +73,3 @@ class Executor(ABC):
     @abstractmethod
     def drain(self, work: LayerWork) -> None:
         """Pull tasks and deliver them until it gets none. Must deliver or fail every task it pulled."""
-
-
-MakeExecutors = Callable[[FluxionConfig, HostPool], list[Executor]]
-"""From the options of a server, and its pool."""
-
-
-def executors_of(options: FluxionConfig, pool: HostPool) -> list[Executor]:
-    """The executors that pull beside the native workers."""
-    if options.executors == "cpu":
-        return []
-    make: MakeExecutors = plugins.load(plugins.EXECUTORS, options.executors)
-    return make(options, pool)

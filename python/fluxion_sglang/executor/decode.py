@@ -15,13 +15,12 @@ from fluxion_sglang.executor.accounts import Accounts
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.executor.phases import Phase
-from fluxion_sglang.executor.schedule import scheduler_named
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan, listed_tokens
-from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
+from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan
+from fluxion_sglang.policy.base import TOLD, UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
 from fluxion_sglang.predictor.criterion import Criterion
@@ -29,6 +28,11 @@ from fluxion_sglang.predictor.features import COUNT
 from fluxion_sglang.predictor.kernel import features as decode_features
 
 logger = logging.getLogger(__name__)
+
+Scheduler = Callable[[LayerPlan, DecodeStep, Sequence[ExecutorId]], tuple[torch.Tensor, torch.Tensor]]
+"""From what a layer reads and the executors there are, the native workers first: of each task its value [B, H] float32
+(larger runs earlier, equal ones in the order of arrival) and its owner [B, H] int32, the executor that alone may take
+it. Pure."""
 
 
 @dataclass(kw_only=True)
@@ -92,11 +96,13 @@ class DecodeEngine:
     Args:
         policy: what requests follow that have none of their own.
         executors: beside the native workers.
-        options: attend_union, guard, canary, scheduler and share_prefixes count. With a guard every policy's plan
-            follows the resident attention, so that what a request reads does not depend on the policies beside it.
+        options: attend_union, guard, canary and share_prefixes count. With a guard every policy's plan follows the
+            resident attention, so that what a request reads does not depend on the policies beside it.
         q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
+        scheduler: who may take which task, and when; None: one queue, the plan's largest value first, and whoever is
+            free takes the next (Fluxion, section 6.2).
 
     Attributes:
         accounts: what its steps read and where their time goes; by default nobody keeps them.
@@ -120,6 +126,7 @@ class DecodeEngine:
         max_tokens: int,
         first_layer: int = 0,
         first_head: int = 0,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self.accounts = Accounts()
         self.observers: list[Observer] = []
@@ -128,7 +135,7 @@ class DecodeEngine:
         self.windows = windows
         self.policy = policy
         self.executors = executors
-        self.scheduler = scheduler_named(options.scheduler)
+        self.scheduler = scheduler
         self.q_heads = q_heads
         self.native = NativeEngine(
             pool.workers,
@@ -148,7 +155,7 @@ class DecodeEngine:
         self.union = options.attend_union
         self._executor_ids = [ExecutorId.CPU, *(executor.id for executor in executors)]
         self._first_layer, self._first_head = first_layer, first_head
-        self.world = World(pool, windows, q_heads, windows.rows, pool.shape.layers)
+        self.world = World(pool, windows, q_heads, windows.rows)
         self._bound: WeakSet[Policy] = WeakSet()
         self._bind(policy)
         # Of the current step.
@@ -176,9 +183,8 @@ class DecodeEngine:
         self.accounts.interrupted()
         self.anchors.note(layer, row, length, queries[-1])
         policy = policy or self.policy
-        if policy.prefill_rows:
-            self._bind(policy)
-            policy.prefilled(layer, row, length, queries[-policy.prefill_rows :])
+        self._bind(policy)
+        policy.prefilled(layer, row, length, queries[-TOLD:])
 
     def forget(self, row: int) -> None:
         """The row's request has ended, or it has another one, or one that came without a prefill."""
@@ -189,11 +195,6 @@ class DecodeEngine:
                 one.released(row)
             except Exception:  # nobody contains what happens between passes; the server would end with it
                 logger.exception("Fluxion: %s could not forget a request", type(one).__name__)
-
-    @property
-    def state_bytes(self) -> int:
-        """Memory that the policies remember requests in."""
-        return sum(policy.state_bytes for policy in self._bound)
 
     def looks(self, policies: Sequence[Policy] | None = None) -> bool:
         """Whether a step of requests with these policies plans by what the residents say; arguments of `begin_step`."""
@@ -310,8 +311,9 @@ class DecodeEngine:
         """Made once where a policy plans a step once and gives every layer the same plan."""
         assert self._step is not None
         if self._plan is None or self._plan[0] is not plan:
-            value, owner = self.scheduler(plan, self._step, self._executor_ids)
-            owner = self._owner if owner is None else owner
+            value, owner = plan.value, self._owner
+            if self.scheduler is not None:
+                value, owner = self.scheduler(plan, self._step, self._executor_ids)
             self._plan = plan, native_plan(plan, value, owner)
         return self._plan[1]
 
@@ -362,6 +364,4 @@ def _corrupt(request: int, sentence: str) -> None:
 def native_plan(plan: LayerPlan, value: torch.Tensor | None = None, owner: torch.Tensor | None = None) -> NativePlan:
     """A plan for the native engine; value, owner: a scheduler's, by default the plan's own and anybody."""
     kinds = [kind.handle for kind in plan.kinds]
-    if plan.listed is not None:
-        kinds.append(listed_tokens(plan.listed, plan.record))
-    return NativePlan(plan.blk, plan.budget, plan.value if value is None else value, owner, plan.given, kinds)
+    return NativePlan(plan.blk, plan.budget, plan.value if value is None else value, owner, kinds)

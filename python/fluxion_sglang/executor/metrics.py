@@ -38,7 +38,6 @@ _COUNTERS = {
     "shared_tasks": "Decode tasks done together with those of requests that begin with the same pages.",
     "shared_tile_bytes": "Bytes of K and V that were not read again, because requests begin with the same pages.",
     "shared_metadata_bytes": "The same of metadata.",
-    "microbatches": "Microbatches that decode tasks of policy psa have read.",
     "canary_checks": "Tiles, metadata entries and sketches of the host pool that were compared with what was written.",
     "canary_mismatches": "Those that were not what had been written, at reads and in whole checks.",
     "device_layers": "Decode steps of one layer for which a device took the CPU's part.",
@@ -83,7 +82,6 @@ _GAUGES = {
     "host_pool_tokens": "Capacity of the host pool in tokens.",
     "host_pool_bytes": "Bytes of the host pool: tiles, metadata, moments and sketches.",
     "resident_tokens_per_request": "Most tokens of a request that stay on the device.",
-    "policy_state_bytes": "Memory that policies remember requests in.",
 }
 _ACCOUNTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "decode_steps": ("Decode steps.", ()),
@@ -218,7 +216,6 @@ class EngineMetrics:
             mode: Literal["livesum", "livemostrecent"] = "livesum" if name.endswith("_bytes") else "livemostrecent"
             gauges[name] = Gauge(f"fluxion_{name}", text, multiprocess_mode=mode)
             gauges[name].set(values.get(name, 0))
-        self._state = gauges["policy_state_bytes"]
         _containment.cache_clear()  # in the registry that this object's are in
         for name in _CONTAINMENT:
             _containment(name)  # there before anything fails, with a sample of each ring
@@ -228,21 +225,12 @@ class EngineMetrics:
         self._accounts = None if kept is None else _AccountMetrics(kept)
         _reserve_files()
 
-    def remembered(self, state_bytes: int) -> None:
-        """Publish how much memory policies remember requests in."""
-        self._state.set(state_bytes)
-
-    def update(
-        self,
-        stats: Mapping[str, int],
-        state_bytes: int = 0,
-    ) -> None:
+    def update(self, stats: Mapping[str, int]) -> None:
         """Publish the growth since the last call.
 
         Args:
             stats: the engine's cumulative statistics.
         """
-        self.remembered(state_bytes)
         for name, value in stats.items():
             growth = value - self._last.get(name, 0)
             if growth <= 0:

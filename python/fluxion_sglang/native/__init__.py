@@ -12,7 +12,7 @@ from fluxion_sglang.native.loading import (
     topology,
 )
 from fluxion_sglang.native.model import WRITTEN, NativeLayers, NativeProgram
-from fluxion_sglang.native.plan import NativePlan, listed_tokens
+from fluxion_sglang.native.plan import NativePlan
 from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_bytes, row_bytes
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "function",
     "library",
     "library_path",
-    "listed_tokens",
     "pool_bytes",
     "row_bytes",
     "topology",

@@ -285,8 +285,7 @@ class NativeEngine:
         Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
         each once a group. The keys that single tokens were chosen by are not counted, those of listed tokens that
         were ranked are. What the guard adds is read by itself, and counts once more where another head of the group has
-        read it; so does what heads that stop early read in different microbatches. What tasks read together counts for
-        each of them. Valid as `result` is, and raises as it does.
+        read it. What tasks read together counts for each of them. Valid as `result` is, and raises as it does.
         """
         self._reads(self.handle, out)
 
@@ -351,7 +350,7 @@ class NativeEngine:
         the guard made read more), middle_tokens and tokens_read (summed over query heads), tile_bytes and
         metadata_bytes (see `reads`, but what tasks read together counts once), shared_tasks (done together with
         others), shared_tile_bytes and shared_metadata_bytes (what these would have read besides if each had been done
-        alone), microbatches (of tasks that stop early).
+        alone).
         """
         out = torch.empty(len(self._stat_names), dtype=torch.int64)
         function("engine_stats")(self.handle, out)

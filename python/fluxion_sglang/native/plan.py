@@ -14,10 +14,10 @@ class NativePlan:
     """One object that any number of layers take, for as long as its tensors stay as they are.
 
     Args:
-        blk, budget, value, given: as of `policy.base.LayerPlan`, which says what they mean.
+        blk, budget, value: as of `policy.base.LayerPlan`, which says what they mean.
         owner: [B, H] int32, the executor that alone may take each task (0 cpu: the workers, 1 torch, 2 gpu), 3 for any;
             None: any takes all. An executor takes its own before those for any, each by value.
-        kinds: handles of what is not done by blocks (`listed_tokens`, `policy.base.TaskKind.handle`).
+        kinds: handles of what is not done by blocks (`policy.base.TaskKind.handle`).
 
     Raises:
         ValueError: a shape or dtype that does not fit the others.
@@ -31,21 +31,8 @@ class NativePlan:
         budget: torch.Tensor,
         value: torch.Tensor,
         owner: torch.Tensor | None = None,
-        given: tuple[torch.Tensor, torch.Tensor] | None = None,
         kinds: Sequence[Any] = (),
     ) -> None:
-        o, lse = given or (None, None)
         # The library has their addresses.
-        self._tensors = blk, budget, value, owner, o, lse
+        self._tensors = blk, budget, value, owner
         self.handle = function("plan_create")(*self._tensors, list(kinds) if kinds else None)
-
-
-def listed_tokens(
-    listed: tuple[torch.Tensor, torch.Tensor, torch.Tensor], record: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> Any:
-    """The handle of the tasks that read lists: `policy.base.Listed`, and `policy.base.Record` if it is wanted.
-
-    Raises:
-        ValueError: a shape or dtype that does not fit the others.
-    """
-    return function("listed_create")(*listed, *(record or (None, None)))

@@ -2,14 +2,14 @@
 
 A policy decides, for every group of every request in a layer, the block size, each head's budget, and the priority of
 the task; it neither selects pages nor computes attention. Budgets are fractions of the middle, so a policy needs no
-knowledge of pages; executors turn them into selections, the one currency between the two sides. A policy that keeps
-its own account of tokens lists them instead (`Listed`).
+knowledge of pages; executors turn them into selections, the one currency between the two sides. A policy that chooses
+otherwise brings a kind of task of its own (`TaskKind`).
 
-Most policies are functions of a step. One that remembers, keeps its state by the row of SGLang's request table, and
-must do with four facts: a row's tokens are prefilled in chunks (`prefilled`) and decoded one by one (`plan`,
-`decoded`); when the row has another request, or one that came without a prefill, all it had is void (`released`);
-a row may decode that it has never heard of; and between two of its steps a row may gain tokens that it did not see. So
-state that is missing or behind is made anew from the step at hand, never an error.
+Most policies are functions of a step. One that remembers keeps its state by the row of SGLang's request table, and
+bounds it. It must do with four facts: a row's tokens are prefilled in chunks (`prefilled`) and decoded one by one
+(`plan`, `decoded`); when the row has another request, or one that came without a prefill, all it had is void
+(`released`); a row may decode that it has never heard of; and between two of its steps a row may gain tokens that it
+did not see. So state that is missing or behind is made anew from the step at hand, never an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import torch
 
@@ -32,11 +32,11 @@ from fluxion_sglang.predictor.criterion import Criterion
 if TYPE_CHECKING:
     from fluxion_sglang.predictor.artifact import LoadedPredictor
 
-LISTED: Final = -1
-"""The block size of a group that reads what its plan lists."""
-
 SKETCHED: Final = -3
 """The block size of a group that reads what sketches of all keys say (`policy/sketch.py`)."""
+
+TOLD: Final = 32
+"""Tokens at a chunk's end whose queries policies get."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,12 @@ class World:
         windows: hold the residents, on the CPU or on a device (`Observed.windows`).
         q_heads: query heads of this process.
         rows: rows of SGLang's request table: state of a request belongs to one of them.
-        layers: of the model that this process has. Where `remembers` is asked it is the most that any stage of a
-            pipeline has, so that all stages count alike: it must go by this number, not by the pool's.
     """
 
     pool: HostPool
     windows: Windows
     q_heads: int
     rows: int
-    layers: int
 
 
 @dataclass(frozen=True)
@@ -99,54 +96,6 @@ class DecodeStep:
         return self.rows.numel()
 
 
-class Listed(NamedTuple):
-    """Tokens that a plan names one by one; contiguous CPU tensors.
-
-    A head with a budget of at least 1 attends to all tokens it lists; one with less, above 0, to the
-    ceil(budget * middle) of them with the largest exact q.k (of equal scores the earlier token); one with 0 to none.
-    Heads of a group share the reading of a page, and each attends to its own tokens alone, whatever `attend_union`
-    says. Bytes read are the rows of K and V that some head attends to, and the keys that were ranked.
-
-    Pages that are unsorted or outside the middle, and offsets that cannot be, fail the layer.
-
-    Attributes:
-        offsets: [B * H + 1] int64: the group of request b and KV head h has entries offsets[b * H + h] to
-            offsets[b * H + h + 1]; a group without any makes no task.
-        pages: [n] int32, logical pages of the request, ascending within a group, in its middle.
-        masks: [n, G] uint16: bit t of a head = it lists token t of the page.
-    """
-
-    offsets: torch.Tensor
-    pages: torch.Tensor
-    masks: torch.Tensor
-
-
-class Record(NamedTuple):
-    """What the tasks of a plan's lists chose, for `Policy.decoded`: room of the policy's, written by the executors.
-
-    With a record, every head with a budget below 1 is scored on all that it lists, also where it leaves nothing out.
-
-    Attributes:
-        chosen: [n, G] uint16, as `Listed.masks`: the tokens that a head attended to. The policy hands in zeros, which
-            stay where a group makes no task.
-        scores: [n, G, 16] float32: q.k, unscaled, of the tokens chosen by heads with a budget below 1; else anything.
-    """
-
-    chosen: torch.Tensor
-    scores: torch.Tensor
-
-
-class Given(NamedTuple):
-    """Attention to the middle, or a part of it, that the policy has itself: merged into what the tasks find.
-
-    Attributes:
-        o: [B, Hq, D] float32. lse: [B, Hq] float32, natural log; -inf: nothing, and o is not read.
-    """
-
-    o: torch.Tensor
-    lse: torch.Tensor
-
-
 class TaskKind(ABC):
     """How some tasks of a plan are done, and what the plan says of them. Its native side is `csrc/engine/task_kind.h`.
 
@@ -174,23 +123,17 @@ class LayerPlan:
     """What a layer reads; contiguous CPU tensors.
 
     Attributes:
-        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; `LISTED` reads what
-            `listed` has; other numbers mean what a kind of `kinds` says.
+        blk: [B, H] int32, block size of each group in tokens (16, 32, 64 or 128); 0 makes no task; other numbers mean
+            what a kind of `kinds` says.
         budget: [B, Hq] float32, fraction of the middle's tokens that each head reads; >= 1 is everything, 0 a
             streaming head.
         value: [B, H] float32, the task's priority: larger runs earlier.
-        listed: the tokens of groups of block size `LISTED`.
-        record: where to note what was chosen of them.
-        given: what needs no task.
-        kinds: how tasks are done that are neither done by blocks nor listed. The first that takes a group has it.
+        kinds: how tasks are done that are not done by blocks. The first that takes a group has it.
     """
 
     blk: torch.Tensor
     budget: torch.Tensor
     value: torch.Tensor
-    listed: Listed | None = None
-    record: Record | None = None
-    given: Given | None = None
     kinds: tuple[TaskKind, ...] = ()
 
 
@@ -287,7 +230,6 @@ class Policy(ABC):
         yardstick: it reads every key to decide: to measure by, not to serve with.
         option_keys: of --fluxion-config, what `from_spec` looks at: tau (if the spec has no words), predictor.
         exact: what it decodes is full attention, so that every other request may build on the KV of its tokens.
-        prefill_rows: of so many last tokens of a prefilled chunk it wants the queries; 0: it wants to hear of none.
         sketches: it needs a host pool with sketches of keys (option sketches).
         world: what it was bound to.
     """
@@ -299,7 +241,6 @@ class Policy(ABC):
     yardstick: bool = False
     option_keys: ClassVar[frozenset[str]] = frozenset()
     exact: bool = False
-    prefill_rows: int = 0
     sketches: bool = False
     world: World | None = None
 
@@ -322,7 +263,7 @@ class Policy(ABC):
         """A chunk of the request in `row` was prefilled; all its `length` tokens so far are in the host pool.
 
         Args:
-            queries: [m, Hq, D], those of the last m tokens: `prefill_rows`, or what the chunk has.
+            queries: [m, Hq, D], those of the last m tokens: `TOLD`, or what the chunk has.
         """
 
     def decoded(self, layer: int, q: torch.Tensor, out: torch.Tensor | None) -> None:  # noqa: B027
@@ -335,15 +276,6 @@ class Policy(ABC):
     def released(self, row: int) -> None:  # noqa: B027
         """What is known of `row` is void: its request has ended, or it has another one, or one that came without a
         prefill."""
-
-    def remembers(self, world: World, tokens: int) -> int:
-        """Most bytes that it keeps of a request of so many tokens, in the engine of `world`; also before `bind`."""
-        return 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Memory that its state takes."""
-        return 0
 
     @property
     def uniform(self) -> tuple[int, float] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
 
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
-from fluxion_sglang.policy.selector import DYNAMIC, Choice
 from fluxion_sglang.predictor.artifact import LoadedPredictor
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import COUNT, INDEX
@@ -21,19 +20,22 @@ class FluxionPolicy(Policy):
 
     Args:
         predictor: trained for this model, sinks, window and the criterion's tau.
-        choice: what the selector may choose from.
+
+    Attributes:
+        threshold: heads whose logit is above it stream.
+        blocks: sizes to choose from.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("fluxion[:TAU]",)
     needs = Needs.FEATURES
     option_keys = frozenset({"tau", "predictor"})
 
-    def __init__(self, predictor: LoadedPredictor, choice: Choice = DYNAMIC) -> None:
+    def __init__(self, predictor: LoadedPredictor) -> None:
         self.criterion = Criterion(Deviation.LAYER, predictor.tau)
         self.predictor = NativePredictor(predictor.network)
         self.margins = predictor.margins
-        self.threshold = math.inf if choice.every_head else predictor.threshold
-        self.blocks = choice.blocks
+        self.threshold = predictor.threshold
+        self.blocks: tuple[int, ...] = BLOCKS
         self._step: DecodeStep | None = None
         self._predicted = torch.empty(0, 3)
         self._margins: dict[int, torch.Tensor] = {}  # of this process's heads, by its layers

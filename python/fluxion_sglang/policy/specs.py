@@ -10,7 +10,6 @@ from importlib.metadata import EntryPoint
 from typing import Final
 
 from fluxion_sglang import plugins
-from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.arguments import NotLegal
 from fluxion_sglang.policy.base import Context, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
@@ -35,9 +34,11 @@ CORE: Final[dict[str, type[Policy]]] = {
     "fixed": FixedPolicy,
     "fluxion": FluxionPolicy,
     "sketch": SketchPolicy,
-    "anchor": AnchorPolicy,
 }
 """By name. Every other policy, and more arguments of these, come through the entry points `plugins.POLICIES`."""
+
+LAB: Final = ("hgca", "psa", "lfps", "anchor", "oracle", "labels", "score95", "output10")
+"""Policies of the package fluxion-lab (`python/fluxion_lab`), to say where they are when it is not installed."""
 
 _SHOWN = 60
 """Characters of a wrong spec that its error repeats: it may come from a client."""
@@ -77,12 +78,16 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
         with suppress(NotLegal):
             policy = _from_plugin(point, context, words)
     if policy is None:
+        if name in LAB and name not in plugins.named(plugins.POLICIES):
+            raise ValueError(
+                f"policy {name!r} is in the package fluxion-lab, which is not installed; install it with `make lab` in "
+                "a checkout of Fluxion, or use another policy."
+            )
         shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
         raise ValueError(
             f"policy {shown!r} is not one that this version knows; use {', '.join(map(json.dumps, legal()))} (in "
-            "brackets what may be left out; BLK 16, 32, 64 or 128 tokens, where all may follow also any; BUDGET, TAU, "
-            "EPS and the ALPHA of lfps fractions in (0, 1], as in fixed:16:0.05; BETA at least 0, the ALPHA of hgca "
-            "from 0 to 1)."
+            "brackets what may be left out; BLK 16, 32, 64 or 128 tokens; BUDGET, TAU and EPS fractions in (0, 1], as "
+            "in fixed:16:0.05)."
         )
     policy.spec = spec
     return policy
@@ -90,7 +95,7 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
 
 @cache
 def legal() -> list[str]:
-    """The forms of all specs, those of other packages by their names alone."""
+    """The forms of all specs, those of other packages that give none by their names."""
     forms = dict.fromkeys(form for policy in CORE.values() for form in policy.forms)
     for name, point in plugins.named(plugins.POLICIES).items():
         forms |= dict.fromkeys(_forms(name, point))
@@ -109,11 +114,9 @@ def _shortest(form: str) -> str:
 
 
 def _forms(name: str, point: EntryPoint) -> tuple[str, ...]:
-    forms: tuple[str, ...] = (name,)
-    if plugins.is_own(point):
-        with suppress(Exception):  # an installation that is half another version's; its own error tells more
-            forms = point.load().forms
-    return forms
+    with suppress(Exception):  # a package that cannot be imported; its own error tells more
+        return tuple(map(str, point.load().forms)) or (name,)
+    return (name,)
 
 
 def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Policy:
@@ -122,11 +125,9 @@ def _from_plugin(point: EntryPoint, context: Context, words: list[str]) -> Polic
         policy = None
         if isinstance(kind, type) and issubclass(kind, Policy):
             policy = kind.from_spec(context, *words) if "from_spec" in vars(kind) else kind(*words)
-    except _Legal:
+    except (_Legal, ValueError):  # the sentence of a ValueError is its own
         raise
-    except Exception as error:  # the sentence of a ValueError is its own
-        if isinstance(error, ValueError) or plugins.is_own(point):
-            raise
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"policy {point.name!r} ({point.value}) cannot be made with {words} ({type(error).__name__}: {reason}); "

@@ -28,7 +28,7 @@ from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import BLOCKS, PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
 from fluxion_sglang.native import Workers
-from fluxion_sglang.policy.base import LISTED, UNSEEN, DecodeStep, LayerPlan, Observed, Policy
+from fluxion_sglang.policy.base import UNSEEN, DecodeStep, LayerPlan, Observed, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy
 
 Make = Callable[[], Policy]
@@ -191,13 +191,11 @@ def check_plan(plan: LayerPlan, step: DecodeStep) -> None:
         assert got == (size, dtype), f"{name} has shape and dtype {got}, and a plan of this step {(size, dtype)}."
         assert tensor.is_contiguous(), f"{name} is not contiguous."
         assert bool(tensor.isfinite().all()), f"{name} has numbers that are not finite."
-    legal = torch.tensor([LISTED, 0, *BLOCKS], dtype=torch.int32)
+    legal = torch.tensor([0, *BLOCKS], dtype=torch.int32)
     assert plan.kinds or bool(torch.isin(plan.blk, legal).all()), (
         f"blk is none of {legal.tolist()} in {plan.blk.tolist()}."
     )
     assert bool((plan.budget >= 0).all()), "A budget is negative."
-    if bool((plan.blk == LISTED).any()):
-        assert plan.listed is not None, "A group is to read a list, and the plan has none."
 
 
 def _served(
@@ -221,11 +219,10 @@ def _same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str) 
 
 
 def it_can_be_made(make: Make) -> None:
-    """A policy is a `Policy`, two are two, and making one costs no state."""
+    """A policy is a `Policy`, and two are two."""
     one, other = make(), make()
     assert isinstance(one, Policy), f"It is a {type(one).__name__}, and no fluxion_sglang.policy.Policy."
     assert one is not other, "Every call must make a policy of its own."
-    assert one.state_bytes == 0, "It has state before it serves anybody; state comes with bind() or later."
 
 
 def it_plans_every_length(make: Make) -> None:
@@ -360,26 +357,6 @@ def a_row_may_be_new_to_it(make: Make) -> None:
     rig.run(copied, 20)
 
 
-def its_state_is_bounded(make: Make) -> None:
-    """A request takes no more memory than the policy says, and gives it back when it ends."""
-    policy = make()
-    rig = Rig(policy)
-    assert policy.state_bytes == 0, f"It takes {policy.state_bytes} bytes before anybody asks."
-    for seed in range(12):
-        request = Request(30 + seed)
-        sizes = []
-        for count in (500, 70):
-            rig.prefill(request, count)
-            sizes.append(policy.state_bytes)
-            for _ in range(2):
-                rig.run(request, 1)
-                sizes.append(policy.state_bytes)
-        most = policy.remembers(rig.engine.world, request.length)
-        assert max(sizes) <= most, f"It takes {max(sizes)} bytes, and remembers() says {most}."
-        rig.release(request)
-        assert policy.state_bytes == 0, f"It keeps {policy.state_bytes} bytes of a request that has ended."
-
-
 def another_engine_starts_anew(make: Make) -> None:
     """What one engine's requests left is nothing to another's."""
     want = _served(make, 19, 400, 10)
@@ -406,7 +383,6 @@ CHECKS: Final[dict[str, Callable[[Make], None]]] = {
         a_retracted_request_starts_anew,
         an_appended_turn_is_as_a_fresh_request,
         a_row_may_be_new_to_it,
-        its_state_is_bounded,
         another_engine_starts_anew,
     )
 }

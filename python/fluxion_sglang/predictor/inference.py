@@ -67,9 +67,18 @@ def plan_groups(
     value: torch.Tensor,
     blocks: Sequence[int] = BLOCKS,
 ) -> None:
-    """Choose block size, budgets and priority of every group by Eq. 3 (Fluxion, section 5.3).
+    """Choose block size, budgets and priority of every group: one block size a group, one budget a head.
 
-    `lab.granularity.select_granularity` is the reference and says what is chosen.
+    For a group of G heads over a middle of L tokens the data volume in blocks of blk tokens is
+
+        V(blk) = 2 L / blk + 2 L * sum_h bgt_h(blk)                                      (Fluxion, section 5.3, Eq. 3)
+
+    metadata and KV. The block size with the least V wins; of equal ones the larger, whose tiles lie in longer runs.
+    A streaming head chooses nothing and does not count. Every other head has the budget on its line
+    bgt0 + k log2(blk) (Eq. 1), at least one block, times the margin of the head and the block size.
+
+    Budgets are rounded to float32 first, as the engine takes them, and summed in float64: those sums are exact, so
+    ties are ties on every machine.
 
     Args:
         pred: [B * Hq, 3] float32, of `NativePredictor.forward`. middle: [B] int32, tokens of each middle.
@@ -82,26 +91,3 @@ def plan_groups(
         ValueError: a shape or dtype that does not fit; nothing was written.
     """
     function("predictor_plan")(pred, middle, kv_heads, threshold, margins, sum(blocks), blk, budget, value)
-
-
-def plan_budgets(
-    budgets: torch.Tensor,
-    middle: torch.Tensor,
-    kv_heads: int,
-    blk: torch.Tensor,
-    budget: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    every_head: bool = False,
-    blocks: Sequence[int] = BLOCKS,
-) -> None:
-    """`plan_groups` from budgets that were measured; `lab.granularity.plan_measured` is the reference.
-
-    Args:
-        budgets: [B, Hq, 4] float32, contiguous: in blocks of 16, 32, 64, 128 tokens; all four 0: a streaming head.
-        every_head: no head streams.
-
-    Raises:
-        ValueError: a shape or dtype that does not fit; nothing was written.
-    """
-    function("predictor_plan_budgets")(budgets, middle, kv_heads, every_head, sum(blocks), blk, budget, value)

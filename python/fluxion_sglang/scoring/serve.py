@@ -30,9 +30,6 @@ OFF: Final = "off"
 IDLE_S: Final = 30
 """Most seconds from an engine's last answer until it has nothing to do."""
 
-STATE_GB: Final = 64
-"""What policies may remember in at most."""
-
 
 class EngineFailed(Exception):
     """The engine did not start; the message is one line of the engine's."""
@@ -123,7 +120,7 @@ class Server:
         """The audit records since the last call, an array a decode step."""
         if self._audit is None or not self._audit.exists():
             return []
-        from fluxion_sglang.lab.audit_file import read
+        from fluxion_sglang.scoring.audit_file import read
 
         arrays, _ = read(self._audit)
         # A run writes gigabytes. The engine appends, and it is idle between two calls of `generate`.
@@ -231,10 +228,8 @@ def options(
     }
     if audit is None:
         return engine_options(str(model), dtype, device, None, max_total_tokens=tokens, **more)
-    # Requests are few, and what their policies remember of long ones may be more than a share of so small a pool.
     every = FORCED_AUDITED if needs.forced else 1
     flag = {
-        "policy_state_gb": STATE_GB,
         **config,
         "policy": "full",
         "host_tokens": tokens,

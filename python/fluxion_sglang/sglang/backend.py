@@ -13,27 +13,24 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from fluxion_sglang import plugins
-from fluxion_sglang.config import OBSERVERS, FluxionConfig
+from fluxion_sglang.config import OBSERVERS
 from fluxion_sglang.executor.accounts import StepAccounts
-from fluxion_sglang.executor.base import executors_of
 from fluxion_sglang.executor.decode import DecodeEngine
 from fluxion_sglang.executor.device import Device
 from fluxion_sglang.executor.histograms import ReadHistograms
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
-from fluxion_sglang.executor.state import SHARE, StateRoom
 from fluxion_sglang.executor.variant import PLAIN, Variant
-from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.native import CorruptMemory, NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
-from fluxion_sglang.policy.base import World
+from fluxion_sglang.policy.base import TOLD
 from fluxion_sglang.sglang import predictors, served_models
 from fluxion_sglang.sglang.containment.passes import FailureGuard
 from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.layers import Contained, install
-from fluxion_sglang.sglang.pools import FluxionKVPool, least_over_ranks
+from fluxion_sglang.sglang.pools import FluxionKVPool
 from fluxion_sglang.sglang.requests import RequestPolicies
 from fluxion_sglang.sglang.rows import watch
 from fluxion_sglang.sglang.speculation import tree_bits
@@ -100,7 +97,7 @@ class FluxionAttnBackend(AttentionBackend):
             pool.host,
             pool.windows,
             policy,
-            executors_of(options, pool.host),
+            [],
             options,
             q_heads=heads,
             # To start with: the engine grows with what it is given.
@@ -136,13 +133,11 @@ class FluxionAttnBackend(AttentionBackend):
         self._counted = True  # the metrics have what was decoded
         self._healed = 0
         self._events: dict[str, int] = {}
-        self._room = _room(self.engine.world, options, pool)
         self.requests = RequestPolicies(
             policy,
             options.request_policies,
             context,
             options.audit is not None,
-            self._room,
             self._check_wishes,
             one=draft is not None,
             canary=options.canary > 0,
@@ -184,12 +179,6 @@ class FluxionAttnBackend(AttentionBackend):
         """Requests have given their rows back: nothing is remembered of them."""
         for row in freed:
             self.engine.forget(row)
-            self._room.give_back(row)
-        if self.metrics is not None:
-            try:
-                self.metrics.remembered(self.engine.state_bytes)
-            except Exception:  # of a policy; nobody contains what happens between passes
-                logger.exception("Fluxion: a policy does not say how much it remembers")
 
     def _flushed(self) -> None:
         """SGLang flushes after `update_weights_*`, too."""
@@ -256,7 +245,7 @@ class FluxionAttnBackend(AttentionBackend):
                 events |= source.stats()
         if self.metrics is not None and not (self._counted and events == self._events):
             stats = self.engine.stats() | self.device.stats() | events
-            self.metrics.update(stats, self.engine.state_bytes)
+            self.metrics.update(stats)
         self._counted, self._events = True, events
 
     # --- CUDA graphs of decode steps (option cuda_graphs) ---
@@ -358,8 +347,7 @@ class FluxionAttnBackend(AttentionBackend):
                 continue
             wishes = self.requests.recorded[i] if self._records and self.requests.recorded else None
             policy = None if policies is None else policies[i]
-            wanted = 0 if i in riding else max((policy or self.requests.server).prefill_rows, 1)
-            queries = int(count) if wishes is not None else wanted
+            queries = int(count) if wishes is not None else 0 if i in riding else TOLD
             request = ExtendRequest(int(rows[i]), int(start), int(start + count), offset, pages[i], queries)
             self._chunks.append(_Chunk(i, request, policy, i in riding, wishes))
             offset += int(count)
@@ -494,11 +482,3 @@ def _verifying(policy: Policy) -> Policy:
         policy.spec,
     )
     return parse_spec("full")
-
-
-def _room(world: World, options: FluxionConfig, pool: FluxionKVPool) -> StateRoom:
-    """The memory that policies may remember requests in. All ranks count alike, those of a pipeline whose stages have
-    fewer layers included: they must end the same requests."""
-    gib = options.policy_state_gb
-    limit = least_over_ranks(int(pool.host.nbytes * SHARE if gib is None else gib * GIB))
-    return StateRoom(dataclasses.replace(world, layers=-least_over_ranks(-world.layers)), limit)

@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import Any
 
 from fluxion_sglang import wishes
-from fluxion_sglang.executor.state import StateRoom
 from fluxion_sglang.policy import BARE, LONGEST, Context, Policy, check_spec, legal, parse_spec
 from fluxion_sglang.sglang import asked, sessions
 from fluxion_sglang.sglang.containment.ending import end_request, keep_out_of_tree
@@ -64,7 +63,6 @@ class RequestPolicies:
         yardsticks: whether a request may name one that reads everything to decide; all requests of its batches wait
             for it.
         sketched: whether the host pool has sketches of keys.
-        room: the memory that policies may remember requests in; None: any.
         check: raises ValueError for what a request of so many prompt tokens may not have recorded.
         one: requests may name policies as ever, and all follow the server's.
         canary: whether a request may ask for a check of the whole host pool.
@@ -84,7 +82,6 @@ class RequestPolicies:
         allowed: bool | Collection[str] = True,
         context: Context = BARE,
         yardsticks: bool = False,
-        room: StateRoom | None = None,
         check: Callable[[object, int], None] = lambda wishes, tokens: None,
         one: bool = False,
         canary: bool = False,
@@ -103,7 +100,7 @@ class RequestPolicies:
         self.recorded: Sequence[Mapping[str, Any] | None] = ()
         # Specs that failed are not kept: what they lack may be there the next time.
         self._parse = lru_cache(_PARSED_SPECS)(partial(_made, context=context))
-        self._room, self._check, self._one, self._canary = room, check, one, canary
+        self._check, self._one, self._canary = check, one, canary
         self._approximating: weakref.WeakKeyDictionary[Any, _Approximates] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._swept: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -172,25 +169,7 @@ class RequestPolicies:
             kept.decoding = True
             # In the request's own words: a session's next turn is asked for the same ones.
             sessions.approximated(request, str(wishes.spec_of(request, self.server.spec)), self.server.spec)
-        if not self._remembered(request, kept.policy):
-            kept.policy = self._ending
         return kept.policy
-
-    def _remembered(self, request: Any, policy: Policy) -> bool:
-        """Whether there is room for what the policy remembers of the request; it is ended if there is none."""
-        if self._room is None or policy is self._ending:
-            return True
-        tokens = len(request.origin_input_ids) + len(request.output_ids) + 1
-        if self._room.take(request.kv.req_pool_idx, policy, tokens):
-            return True
-        end_request(
-            request,
-            f"policy {policy.spec!r} has no room to remember a request of {tokens} tokens beside those that run; try "
-            "again later, use another policy, or start the server with a larger policy_state_gb.",
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "ServiceUnavailableError",
-        )
-        return False
 
     def _recorded(self, request: Any) -> Mapping[str, Any] | None:
         """What a request wants recorded; None: nothing, or it is ended for it."""

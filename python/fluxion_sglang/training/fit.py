@@ -27,14 +27,13 @@ from torch import nn
 from tqdm import tqdm
 
 from fluxion_sglang.kv.placement import BLOCKS
-from fluxion_sglang.policy.selector import LOG2_BLOCKS
 from fluxion_sglang.predictor.features import BUDGETS, COUNT, INDEX
 from fluxion_sglang.predictor.network import HeadPredictor
 from fluxion_sglang.training.artifact_writer import Trained
 from fluxion_sglang.training.margins import fit_margins
 from fluxion_sglang.training.scores import Samples, one_block, score
 
-_LOG2 = torch.tensor(LOG2_BLOCKS, dtype=torch.float32)
+_LOG2 = torch.tensor([blk.bit_length() - 1 for blk in BLOCKS], dtype=torch.float32)
 _SKEWED = 0.2
 """A class with a smaller share than this is weighted up."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from fluxion_sglang.commands.reads.picture import Picture, PolicyRow, ReadsError, Timeline, ratio
-from fluxion_sglang.lab.audit_file import read as read_audit
-from fluxion_sglang.lab.audit_file import record_dtype
+from fluxion_sglang.scoring.audit_file import read as read_audit
+from fluxion_sglang.scoring.audit_file import record_dtype
 
 
 def of_audit(path: Path, policy: str | None = None) -> Picture:

@@ -1,7 +1,8 @@
-#include "engine/listed.h"
+#include "lab/listed.h"
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <stdexcept>
 
 #include "engine/chunks.h"
@@ -32,6 +33,10 @@ void ListedTokens::check_shape(const LayerPlan& plan) const {
     throw std::invalid_argument("listed.masks has masks of " + std::to_string(all_.group) +
                                 " heads and must have " + std::to_string(group) + " a group.");
   }
+  if (all_.given_lse != nullptr && all_.q_heads != plan.q_heads) {
+    throw std::invalid_argument("given.lse is of " + std::to_string(all_.q_heads) + " heads and must be of " +
+                                std::to_string(plan.q_heads) + ".");
+  }
 }
 
 int ListedTokens::count(const Layer& layer, const Task& task) const {
@@ -39,7 +44,16 @@ int ListedTokens::count(const Layer& layer, const Task& task) const {
   return static_cast<int>(offsets[1] - offsets[0]);
 }
 
+bool ListedTokens::given(const Layer& layer, const Task& task) const {
+  if (all_.given_lse == nullptr) return false;
+  const float* lse = all_.given_lse + layer.state(task);
+  return std::any_of(lse, lse + layer.group, [](float x) { return x != -INFINITY; });
+}
+
 std::string ListedTokens::wrong(const Layer& layer, const Task& task) const {
+  if (all_.given_lse != nullptr && all_.head_dim != layer.shape.head_dim)
+    return "is given " + std::to_string(all_.head_dim) + " numbers a head, and the pool has " +
+           std::to_string(layer.shape.head_dim);
   const std::string unreadable = "has a list that cannot be read: ";
   const int64_t* offsets = all_.offsets + layer.index(task);
   if (offsets[0] < 0 || offsets[0] > offsets[1] || offsets[1] > all_.count) {
@@ -60,7 +74,7 @@ std::string ListedTokens::wrong(const Layer& layer, const Task& task) const {
 }
 
 int64_t ListedTokens::bytes(const Layer& layer, const Task& task) const {
-  return count(layer, task) * layer.shape.tile_bytes();
+  return std::max<int64_t>(count(layer, task) * layer.shape.tile_bytes(), given(layer, task));
 }
 
 int ListedTokens::ranked_tokens(const Layer& layer, const Task& task) const {
@@ -99,6 +113,14 @@ Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s)
   }
   out.reads.tile_bytes = (2 * rows + scored) * layer.shape.row_bytes();
   return out;
+}
+
+Selection ListedTokens::run(const Layer& layer, const Task& task, Scratch* s, float* o, float* lse) const {
+  const Selection chosen = TaskKind::run(layer, task, s, o, lse);
+  const int64_t at = layer.state(task);
+  if (given(layer, task))
+    layer.merge(layer.group, o, lse, all_.given_o + at * layer.shape.head_dim, all_.given_lse + at);
+  return chosen;
 }
 
 // Takes from the masks of the scratch what heads with a part of the middle leave out of their lists; how many

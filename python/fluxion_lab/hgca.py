@@ -31,21 +31,12 @@ from typing import ClassVar, Final
 
 import torch
 
+from fluxion_lab.bounded import Bounded, Remembering
+from fluxion_lab.kinds import LISTED, Listed
+from fluxion_lab.native import function
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import function
 from fluxion_sglang.policy import arguments
-from fluxion_sglang.policy.base import (
-    LISTED,
-    UNSEEN,
-    Context,
-    DecodeStep,
-    LayerPlan,
-    Listed,
-    Needs,
-    Observed,
-    Policy,
-    World,
-)
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 
 BETA: Final = 1.0
 """The paper's typical value (section 3.2.2)."""
@@ -111,7 +102,7 @@ class HgcaState:
             torch.empty(count, dtype=torch.int32),
             torch.empty(count, self.group, dtype=torch.uint16),
         )
-        function("hgca_lists")(self.handle, *listed)
+        function("hgca_lists")(self.handle, listed.offsets, listed.pages, listed.masks)
         return listed
 
     def averages(self, layer: int, row: int) -> torch.Tensor:
@@ -127,7 +118,7 @@ class HgcaState:
         return int(function("hgca_bytes")(self.handle))
 
 
-class HgcaPolicy(Policy):
+class HgcaPolicy(Remembering):
     """Every head reads its contextual set.
 
     Args:
@@ -137,12 +128,11 @@ class HgcaPolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("hgca[:BETA[:ALPHA]]",)
     needs = Needs.RESIDENTS
-    prefill_rows = 1
 
     def __init__(self, beta: float = BETA, alpha: float = ALPHA) -> None:
         self.beta, self.alpha = beta, alpha
         self.state: HgcaState | None = None
-        self._noted: list[dict[int, tuple[int, torch.Tensor]]] = []  # of a layer, by row: length and last queries
+        self._noted: list[dict[int, tuple[int, torch.Tensor]]] = []  # of a layer, by row: length and last query
         self._step: DecodeStep | None = None
 
     @classmethod
@@ -150,7 +140,7 @@ class HgcaPolicy(Policy):
         """BETA at least 0, ALPHA from 0 to 1."""
         arguments.at_most(words, 2)
         beta = arguments.number(words[0]) if words else BETA
-        return cls(beta, arguments.number(words[1], 1.0) if words[1:] else ALPHA)
+        return Bounded(cls(beta, arguments.number(words[1], 1.0) if words[1:] else ALPHA))
 
     def bind(self, world: World) -> None:
         super().bind(world)
@@ -158,7 +148,7 @@ class HgcaPolicy(Policy):
         self._noted = [{} for _ in range(world.pool.shape.layers)]
 
     def prefilled(self, layer: int, row: int, length: int, queries: torch.Tensor) -> None:
-        self._noted[layer][row] = length, queries.clone()
+        self._noted[layer][row] = length, queries[-1:].clone()
 
     def released(self, row: int) -> None:
         if self.state is not None:
@@ -171,8 +161,8 @@ class HgcaPolicy(Policy):
         # Lists have room for half as many pages again, and a page is 4 + 2 G bytes of one.
         pages, group = 3 * (tokens // PAGE + 1) // 2 + 1, world.q_heads // shape.kv_heads
         lists = shape.kv_heads * (64 + pages * (4 + 2 * group))
-        heads = world.q_heads * (4 * slots + self.prefill_rows * shape.head_dim * shape.dtype.itemsize)
-        return world.layers * (4 + lists + heads)
+        heads = world.q_heads * (4 * slots + shape.head_dim * shape.dtype.itemsize)
+        return shape.layers * (4 + lists + heads)
 
     @property
     def state_bytes(self) -> int:
@@ -195,4 +185,4 @@ class HgcaPolicy(Policy):
         blk = torch.full((step.batch, step.kv_heads), LISTED, dtype=torch.int32)
         # As V of a budget: twice the tokens that it makes the heads read, here at most.
         value = listed.offsets.diff().view_as(blk).float() * (2 * PAGE * state.group)
-        return LayerPlan(blk, torch.ones(step.batch, step.q_heads), value, listed)
+        return LayerPlan(blk, torch.ones(step.batch, step.q_heads), value, (listed,))

@@ -16,9 +16,9 @@ from fluxion_sglang.executor.merge import attention_with_lse, merge_state
 from fluxion_sglang.executor.observer import Observer
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.lab.audit_file import AuditLog, record_dtype
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import DecodeStep, Policy
+from fluxion_sglang.scoring.audit_file import AuditLog, record_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-// Tasks that read a list of tokens instead of ranking the middle's blocks: Listed of policy/base.py.
+// Tasks that read a list of tokens instead of ranking the middle's blocks: Listed of fluxion_lab/kinds.py.
 #pragma once
 
 #include "engine/task_kind.h"
@@ -21,6 +21,10 @@ class ListedTokens : public TaskKind {
     // every head with a part of the middle is scored, also where it leaves nothing out.
     uint16_t* chosen = nullptr;  // [count][G]: tokens attended to
     float* scores = nullptr;     // [count][G][16]: q.k of what such heads list
+    // Attention that is merged into that of the lists, [B][Hq][D] and [B][Hq]; nullptr: nothing is given.
+    const float* given_o = nullptr;
+    const float* given_lse = nullptr;
+    int64_t q_heads = 0, head_dim = 0;  // of what is given
   };
 
   // memory keeps alive what the lists point to.
@@ -33,10 +37,12 @@ class ListedTokens : public TaskKind {
   int64_t bytes(const Layer& layer, const Task& task) const override;
   int ranked_tokens(const Layer& layer, const Task& task) const override;
   Selection select(const Layer& layer, const Task& task, Scratch* scratch) const override;
+  Selection run(const Layer& layer, const Task& task, Scratch* scratch, float* o, float* lse) const override;
 
  private:
   int64_t begin(const Layer& layer, const Task& task) const { return all_.offsets[layer.index(task)]; }
   int count(const Layer& layer, const Task& task) const;
+  bool given(const Layer& layer, const Task& task) const;
   int rank(const Layer& layer, const Task& task, const Wanted& wanted, Scratch* scratch) const;
   int score_listed(const Layer& layer, const Task& task, unsigned heads, Scratch* scratch) const;
   void keep_best(const Layer& layer, const uint16_t* listed, int count, int g, int scored, bool alone,

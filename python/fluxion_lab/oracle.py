@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from fluxion_sglang.lab.kinds import SINGLE, SingleTokens
+from fluxion_lab.kinds import SINGLE, SingleTokens
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import Context, DecodeStep, Policy
 from fluxion_sglang.policy.fixed import FixedPolicy

@@ -4,7 +4,7 @@ Every head goes through the blocks of the middle in the order of their criticali
 when what it has attended to is estimated to hold the share epsilon of its attention, by the bound that no block which
 is left weighs more than the lightest one it chose. So the budget is not set but found, for every layer and query anew.
 
-What the paper leaves open is said in `lab/progressive.py`; the work is done in the native task. The threshold is
+The work is done in the native task (`csrc/lab/early_stop.h`), which says what the paper leaves open. The threshold is
 of the query's whole attention: sinks and window, which are blocks like all others there and always computed here,
 count. The paper's cache of hot blocks (section 3.4) is one of device memory: on the CPU there is none.
 """
@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from fluxion_sglang.lab.kinds import EarlyStop
+from fluxion_lab.kinds import EarlyStop
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, task_value
 

@@ -112,8 +112,8 @@ def _end_of_whole_arrays(path: Path) -> int:
             start = file.read(len(_MAGIC))
             file.seek(done)
             try:
-                np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             except ValueError:
                 foreign = not _MAGIC.startswith(start)
             else:

@@ -7,16 +7,29 @@ estimation"); here they are the decision. It is the better the more the later qu
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 
+from fluxion_lab.granularity import DYNAMIC, Choice, plan_measured
+from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy import arguments
-from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, unplanned
-from fluxion_sglang.policy.selector import DYNAMIC, Choice
+from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.features import BUDGETS
-from fluxion_sglang.predictor.inference import plan_budgets
+
+ANY: Final = "any"
+
+
+def choice(blocks: str = ANY, heads: str | None = None, *more: str) -> Choice:
+    """What BLK[:all] leaves to choose from: one block size BLK, or any; and with all no streaming heads.
+
+    Raises:
+        NotLegal: it is not written like that.
+    """
+    if more or heads not in (None, "all"):
+        raise arguments.NotLegal
+    return Choice(BLOCKS if blocks == ANY else (arguments.block(blocks),), heads == "all")
 
 
 class AnchorPolicy(Policy):
@@ -24,10 +37,10 @@ class AnchorPolicy(Policy):
 
     Args:
         criterion: what the budgets achieve for the anchor query.
-        choice: what the selector may choose from.
+        choice: what there is to choose from.
     """
 
-    forms: ClassVar[tuple[str, ...]] = ("anchor[:TAU]",)
+    forms: ClassVar[tuple[str, ...]] = ("anchor[:TAU[:BLK[:all]]]",)
     needs = Needs.FEATURES
     option_keys = frozenset({"tau"})
 
@@ -38,8 +51,8 @@ class AnchorPolicy(Policy):
 
     @classmethod
     def from_spec(cls, context: Context, *words: str) -> Policy:
-        arguments.at_most(words, 1)
-        return cls(Criterion(Deviation.LAYER, arguments.fraction(words[0]) if words else context.tau))
+        tau = arguments.fraction(words[0]) if words else context.tau
+        return cls(Criterion(Deviation.LAYER, tau), choice(*words[1:]))
 
     def begin_step(self, step: DecodeStep) -> None:
         self._step = step
@@ -51,15 +64,4 @@ class AnchorPolicy(Policy):
     def planned(self, budgets: torch.Tensor) -> LayerPlan:
         """A plan by least budgets [B, Hq, 4], by block size."""
         assert self._step is not None, "plan() before begin_step()"
-        plan = unplanned(self._step)
-        plan_budgets(
-            budgets.contiguous(),
-            self._step.middle,
-            self._step.kv_heads,
-            plan.blk,
-            plan.budget,
-            plan.value,
-            every_head=self.choice.every_head,
-            blocks=self.choice.blocks,
-        )
-        return plan
+        return plan_measured(budgets, self._step.middle, self._step.kv_heads, self.choice)

@@ -1,6 +1,6 @@
 """The score tables of LFPS, native: what `LfpsPolicy` keeps of every request, and the candidates they give.
 
-The algorithm, and what of it was reconstructed, stand in `lab/lfps.py`.
+The algorithm, and what of it was reconstructed, stand in `lfps.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from fluxion_lab.kinds import Given, Listed, Record, listed
+from fluxion_lab.native import function
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import function
-from fluxion_sglang.policy.base import Given, LayerPlan, Listed, Record
+from fluxion_sglang.policy.base import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,11 @@ class LfpsTables:
             self._handle, layer, rows, seq_lens, page_table, q, scale, budget,
             blk, share, value, offsets, self._pages, self._masks, *given,
         )  # fmt: skip
-        listed = Listed(offsets, self._pages[:count], self._masks[:count])
+        pages, masks = self._pages[:count], self._masks[:count]
         if self._scores.shape[0] < count:
             self._scores = torch.empty(count + count // 2, *self._scores.shape[1:])
-        record = Record(torch.zeros_like(listed.masks), self._scores[:count])
-        return LayerPlan(blk, share, value, listed, record, given)
+        record = Record(torch.zeros_like(masks), self._scores[:count])
+        return LayerPlan(blk, share, value, (Listed(offsets, pages, masks, record, given),))
 
     def update(
         self,
@@ -146,10 +147,11 @@ class LfpsTables:
         Raises:
             ValueError: lists that are not a plan's of this step.
         """
-        assert plan.listed is not None and plan.record is not None and plan.given is not None
+        lists = listed(plan)
+        assert lists is not None and lists.given is not None
         self._update(
-            self._handle, layer, rows, seq_lens, plan.listed.offsets, plan.listed.pages, *plan.record,
-            plan.given.lse, local_lse, scale,
+            self._handle, layer, rows, seq_lens, lists.offsets, lists.pages, *lists.recorded(),
+            lists.given.lse, local_lse, scale,
         )  # fmt: skip
 
     def release(self, row: int) -> None:

@@ -1,14 +1,33 @@
-"""The selector of `policy/selector.py` in torch, from its definitions: what the native forms are compared with."""
+"""Block sizes and budgets from budgets that were measured, and what `plan_groups` of `predictor/inference.py` is
+compared with: the choice of one block size a group, in torch, from its definition there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.policy.base import LayerPlan, task_value
-from fluxion_sglang.policy.selector import DYNAMIC, LOG2_BLOCKS, Choice
+
+_LOG2 = torch.tensor([blk.bit_length() - 1 for blk in BLOCKS], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What there is to choose from: less than everything is for ablations (Fluxion, Fig. 9).
+
+    Attributes:
+        blocks: block sizes.
+        every_head: no head streams, all read at least one block.
+    """
+
+    blocks: tuple[int, ...] = BLOCKS
+    every_head: bool = False
+
+
+DYNAMIC = Choice()
 
 
 def select_granularity(
@@ -29,7 +48,7 @@ def select_granularity(
         blocks: sizes to choose from.
     """
     pred = pred.view(len(middle), -1, 3)
-    lines = pred[..., :1].double() + pred[..., 1:2].double() * torch.tensor(LOG2_BLOCKS, dtype=torch.float64)
+    lines = pred[..., :1].double() + pred[..., 1:2].double() * _LOG2
     budgets = torch.maximum(lines, _one_block(middle)) * margins.double()
     return _select(budgets, pred[..., 2] > threshold, middle, kv_heads, blocks)
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from fluxion_sglang.lab.ablations import CRITERIA, choice
+from fluxion_lab.ablations import CRITERIA
+from fluxion_lab.anchor import AnchorPolicy, choice
 from fluxion_sglang.policy import arguments
-from fluxion_sglang.policy.anchor import AnchorPolicy
 from fluxion_sglang.policy.base import UNSEEN, Context, LayerPlan, Needs, Observed, Policy
 from fluxion_sglang.predictor.criterion import Criterion, Deviation
 from fluxion_sglang.predictor.measure import measure

@@ -1,4 +1,4 @@
-"""The three schedulers that Fluxion's own (`executor/schedule.py`) is compared with.
+"""The three schedulers that Fluxion's own order (the largest value first) is compared with: `DecodeEngine.scheduler`.
 
 Source: Fluxion (arXiv 2605.07719), section 8.3 (Fig. 10 c): "No
 Parallel, which performs no scheduling; Uniform allocation, which uniformly distributes tasks according to the number of
@@ -14,23 +14,22 @@ from collections.abc import Sequence
 import torch
 
 from fluxion_sglang.executor.base import ExecutorId
-from fluxion_sglang.executor.schedule import Schedule
-from fluxion_sglang.policy.base import LISTED, DecodeStep, LayerPlan
+from fluxion_sglang.policy.base import DecodeStep, LayerPlan
 
 
-def one_alone(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+def one_alone(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
     """The first executor does everything, as in the paper's baseline, whose sparse attention is the CPU's alone."""
     return _assigned(torch.zeros_like(plan.blk), executors)
 
 
-def evenly(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+def evenly(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
     """Every executor gets as many tasks as any other, give or take one, however large: they are dealt in turn."""
     tasks = _tasks(plan, step)
     turn = tasks.flatten().cumsum(0).view_as(plan.blk) - 1
     return _assigned(turn.clamp(min=0) % len(executors), executors)
 
 
-def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> Schedule:
+def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
     """The tasks of the longest requests to the first executor, of the shortest to the last, with equal tokens for all.
 
     Tokens are those of the middles, whatever the budgets: the input's length is all this scheduler knows. A task on the
@@ -47,14 +46,12 @@ def by_length(plan: LayerPlan, step: DecodeStep, executors: Sequence[ExecutorId]
 
 
 def _tasks(plan: LayerPlan, step: DecodeStep) -> torch.Tensor:
-    """[B, H] bool: the groups that make a task, as the native engine counts them."""
+    """[B, H] bool: the groups that make a task. (One that lists nothing makes none, and is counted all the same.)"""
     wanted = (plan.budget > 0).view(step.batch, step.kv_heads, step.q_heads // step.kv_heads).any(-1)
-    if plan.listed is not None:
-        wanted &= (plan.blk != LISTED) | (plan.listed.offsets.diff().view_as(plan.blk) > 0)
     return (plan.blk != 0) & (step.middle > 0).unsqueeze(1) & wanted
 
 
-def _assigned(share: torch.Tensor, executors: Sequence[ExecutorId]) -> Schedule:
+def _assigned(share: torch.Tensor, executors: Sequence[ExecutorId]) -> tuple[torch.Tensor, torch.Tensor]:
     """share: [B, H], index into `executors`."""
     ids = torch.tensor([int(executor) for executor in executors], dtype=torch.int32)
-    return Schedule(torch.zeros(share.shape), ids[share.long()])
+    return torch.zeros(share.shape), ids[share.long()]

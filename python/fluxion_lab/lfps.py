@@ -8,7 +8,7 @@ layer keeps two score tables of a request: *vertical*, by position, and *slash*,
   looked at nor learnt from.
 - Candidates (Eq. 7 to 9). Positions above a threshold in either table; beside each, at -1, 0, 1 and 2, those above the
   mean of either.
-- The k best of the candidates by exact q.k are attended to (`Listed`; k is the budget's share of the middle).
+- The k best of the candidates by exact q.k are attended to (`kinds.Listed`; k is the budget's share of the middle).
 - Update (Eq. 10). Both tables decay by 0.95 and get half of what the chosen weigh.
 
 Formulas are partly lost in the text of the paper at hand. Reconstructed, from what the prose says of them:
@@ -35,14 +35,18 @@ Nobody scores the window's tokens while they are in it, so the newest page of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 
-from fluxion_sglang.lab.lfps_tables import LfpsOptions, LfpsTables, table_bytes
+from fluxion_lab.bounded import Bounded, Remembering
+from fluxion_lab.lfps_tables import LfpsOptions, LfpsTables, table_bytes
 from fluxion_sglang.policy import arguments
 from fluxion_sglang.policy.base import UNSEEN, Context, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.predictor.features import PARTS
+
+ROWS: Final = 20
+"""Last queries of a prefill that the tables start from: m."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Prefilled:
     queries: torch.Tensor
 
 
-class LfpsPolicy(Policy):
+class LfpsPolicy(Remembering):
     """Every head reads the best `budget` of the middle among its candidates.
 
     Args:
@@ -63,7 +67,6 @@ class LfpsPolicy(Policy):
 
     forms: ClassVar[tuple[str, ...]] = ("lfps[:BUDGET[:ALPHA:ALPHA]]",)
     needs = Needs.RESIDENTS
-    prefill_rows = 20
 
     def __init__(self, budget: float, options: LfpsOptions | None = None) -> None:
         self.budget = budget
@@ -79,7 +82,7 @@ class LfpsPolicy(Policy):
         if len(words) not in (0, 1, 3):
             raise arguments.NotLegal
         budget, *alphas = map(arguments.fraction, words or ("0.05",))
-        return cls(budget, LfpsOptions(alphas[0], alphas[1]) if alphas else None)
+        return Bounded(cls(budget, LfpsOptions(alphas[0], alphas[1]) if alphas else None))
 
     def bind(self, world: World) -> None:
         super().bind(world)
@@ -92,7 +95,7 @@ class LfpsPolicy(Policy):
         # A chunk of few tokens goes on where the one before it ended.
         if before is not None and before.length + len(queries) == length:
             queries = torch.cat([before.queries, queries])
-        self._prefilled[layer, row] = Prefilled(length, queries[-self.prefill_rows :].clone())
+        self._prefilled[layer, row] = Prefilled(length, queries[-ROWS:].clone())
 
     def released(self, row: int) -> None:
         assert self.tables is not None
@@ -106,8 +109,9 @@ class LfpsPolicy(Policy):
             self.bind(self.world)  # nobody is left: the room for plans goes, too
 
     def remembers(self, world: World, tokens: int) -> int:
-        heads, shape = world.layers * world.q_heads, world.pool.shape
-        return heads * (table_bytes(tokens) + self.prefill_rows * shape.head_dim * shape.dtype.itemsize)
+        shape = world.pool.shape
+        a_head = table_bytes(tokens) + ROWS * shape.head_dim * shape.dtype.itemsize
+        return shape.layers * world.q_heads * a_head
 
     @property
     def state_bytes(self) -> int:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fluxion_sglang.config import FluxionConfig
+from definitions.progressive import MICROBATCH_PAGES, read_until
+from definitions.sketches import exact_share, keys_of, least_kept
+from fluxion_lab.kinds import LISTED, SINGLE, EarlyStop, Record, early_stop, listed
 from fluxion_sglang.executor.base import Executor, ExecutorId, LayerWork
+from fluxion_sglang.executor.merge import merge_state
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.lab.kinds import SINGLE, EarlyStop, early_stop
-from fluxion_sglang.lab.progressive import MICROBATCH_PAGES, read_until
-from fluxion_sglang.lab.sketches import exact_share, keys_of, least_kept
-from fluxion_sglang.policy.base import LISTED, SKETCHED, Record
+from fluxion_sglang.policy.base import SKETCHED
 from fluxion_sglang.policy.sketch import SketchedTokens
 
 
@@ -119,6 +119,9 @@ class TorchReferenceExecutor(Executor):
             scores = _logits(work, k.float() @ q[g])
             lse[g] = scores.logsumexp(0)
             o[g] = (scores - lse[g]).exp() @ v.float()
+        if blk == LISTED and (lists := listed(work.plan)) is not None and lists.given is not None:
+            more = lists.given.lse[b, heads]
+            o, lse = merge_state(o, lse, lists.given.o[b, heads].where(more[:, None] > -torch.inf, 0.0), more)
         pair = 2 * q.shape[1] * self.pool.tiles(work.layer).element_size()  # a key and a value; a minimum and a maximum
         tile_bytes = len(set().union(*chosen)) * pair + again * pair // 2
         metadata_bytes = 0 if blk in (SINGLE, LISTED) else int(work.step.middle[b]) // PAGE * pair
@@ -177,32 +180,34 @@ class TorchReferenceExecutor(Executor):
 
     def select_listed(self, work: LayerWork, b: int, h: int, q: torch.Tensor) -> tuple[list[list[int]], int]:
         """Positions that each head of the group lists, or the best of them; how many keys were ranked for it."""
-        assert work.plan.listed is not None
-        offsets, pages, masks = work.plan.listed
+        lists = listed(work.plan)
+        assert lists is not None
+        offsets, pages, masks = lists.offsets, lists.pages, lists.masks
         group, middle = work.group, int(work.step.middle[b])
         at = slice(*offsets[b * work.step.kv_heads + h :][:2].tolist())
         rows = list(zip(pages[at].tolist(), masks[at].tolist(), strict=True))
         chosen: list[list[int]] = []
         ranked: set[int] = set()
         for g, budget in enumerate(work.plan.budget[b, h * group : (h + 1) * group].tolist()):
-            listed = [page * PAGE + t for page, row in rows for t in range(PAGE) if row[g] >> t & 1]
+            own = [page * PAGE + t for page, row in rows for t in range(PAGE) if row[g] >> t & 1]
             count = blocks_to_read(budget, middle, 1, middle) if budget > 0 else 0
-            if 0 < count < len(listed):
-                keys, _ = self.rows(work, b, h, listed)
+            if 0 < count < len(own):
+                keys, _ = self.rows(work, b, h, own)
                 best = torch.sort(keys.float() @ q[g], descending=True, stable=True).indices[:count]
-                ranked |= set(listed)
-                listed = sorted(listed[i] for i in best.tolist())
-            chosen.append(listed if count else [])
-        if work.plan.record is not None:
-            ranked |= self.record(work, b, h, q, work.plan.record, chosen)
+                ranked |= set(own)
+                own = sorted(own[i] for i in best.tolist())
+            chosen.append(own if count else [])
+        if lists.record is not None:
+            ranked |= self.record(work, b, h, q, lists.record, chosen)
         return chosen, len(ranked)
 
     def record(
         self, work: LayerWork, b: int, h: int, q: torch.Tensor, record: Record, chosen: list[list[int]]
     ) -> set[int]:
         """Note what each head of the group chose from its list; positions whose keys this takes."""
-        assert work.plan.listed is not None
-        offsets, pages, masks = work.plan.listed
+        lists = listed(work.plan)
+        assert lists is not None
+        offsets, pages, masks = lists.offsets, lists.pages, lists.masks
         first, end = offsets[b * work.step.kv_heads + h :][:2].tolist()
         budget = work.plan.budget[b, h * work.group : (h + 1) * work.group]
         at = {page: i for i, page in enumerate(pages[first:end].tolist(), start=first)}
@@ -273,11 +278,6 @@ class TorchReferenceExecutor(Executor):
         )
         budgets = work.plan.budget[b, h * group : (h + 1) * group].tolist()
         return blocks, scores, [blocks_to_read(x, middle, blk, len(blocks)) if x > 0 else 0 for x in budgets]
-
-
-def create(config: FluxionConfig, pool: HostPool) -> list[Executor]:
-    """The executor that `executors` "cpu+torch" asks for."""
-    return [TorchReferenceExecutor(pool, config.attend_union)]
 
 
 def _logits(work: LayerWork, scores: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_a_request_without_room_reads_everything_and_the_others_as_ever(name: st
     alone = rig.run(first, 10)
 
     inner = MAKERS[name]()
-    policy = Bounded(inner, limit=inner.remembers(rig.engine.world, 600))
+    policy = Bounded(inner, limit=inner.remembers(rig.engine.world, 900))
     rig, first = Rig(policy), Request(1)
     rig.prefill(first, 500)
     rig.prefill(second, 600)

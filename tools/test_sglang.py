@@ -41,7 +41,7 @@ def install(version: str, venv: Path, others: list[str]) -> int:
         override.write("\n".join([f"sglang=={version}", *others]) + "\n")
         override.flush()
         install = [UV, "pip", "install", "-q", "--python", venv / "bin" / "python", "--override", override.name]
-        return run([*install, "-e", ".[dev]"], FLUXION_SKIP_NATIVE="1", UV_SYSTEM_CERTS="1")
+        return run([*install, "-e", ".[dev]", "-e", "python/fluxion_lab"], FLUXION_SKIP_NATIVE="1", UV_SYSTEM_CERTS="1")
 
 
 def main(version: str, others: list[str], tests: list[str]) -> int:

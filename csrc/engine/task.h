@@ -11,9 +11,9 @@ struct Task {
 };
 
 // Bytes that a task read of the middle: of blocks the whole tiles; of single tokens the rows of K and V that
-// some head attends to (of some that sketches find only V), and of listed ones the keys that were ranked,
-// too. What the guard adds is read by itself, and counts once more where another head of the group has read
-// it. What the tasks of a bundle read together counts for each of them.
+// some head attends to (of some that sketches find only V). What the guard adds is read by itself, and counts
+// once more where another head of the group has read it. What the tasks of a bundle read together counts for
+// each of them.
 struct Reads {
   int64_t tile_bytes = 0;
   int64_t metadata_bytes = 0;

@@ -15,8 +15,9 @@ from effort import examples as tries
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fluxion_sglang import plugins
 from fluxion_sglang.policy import BARE, Policy, check_spec, examples, legal, parse_spec
-from fluxion_sglang.policy.specs import LONGEST
+from fluxion_sglang.policy.specs import LAB, LONGEST
 from fluxion_sglang.sglang.requests import RequestPolicies
 from fluxion_sglang.wishes import POLICY
 
@@ -201,3 +202,19 @@ def test_whatever_a_request_says(value: object, allowed: bool) -> None:
 @pytest.mark.parametrize("spec", examples())
 def test_examples_are_legal(spec: str) -> None:
     check_spec(spec)
+
+
+@pytest.mark.parametrize("name", LAB)
+def test_a_policy_of_the_lab_says_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence where the package is not installed; where it is, the name is a policy's."""
+    assert name in plugins.named(plugins.POLICIES)
+    monkeypatch.setattr(plugins, "named", lambda group: {})
+    legal.cache_clear()
+    for spec in (name, f"{name}:0.1"):
+        assert refused(spec) == (
+            f"policy {name!r} is in the package fluxion-lab, which is not installed; install it with `make lab` in a "
+            "checkout of Fluxion, or use another policy."
+        )
+    assert '"oracle' not in str(refused("nonsense"))
+    monkeypatch.undo()
+    legal.cache_clear()

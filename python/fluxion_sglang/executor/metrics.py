@@ -32,8 +32,7 @@ _COUNTERS = {
     "widened_tasks": "Decode tasks that the guard rail made read more.",
     "middle_tokens": "Tokens of the middle that decode heads could have read, summed over query heads.",
     "tokens_read": "Tokens of the middle that decode heads attended to, summed over query heads.",
-    "tile_bytes": "Bytes of K and V that decode tasks attended to; the keys that oracle policies scan are not counted, "
-    "and what requests read together counts once.",
+    "tile_bytes": "Bytes of K and V that decode tasks attended to; what requests read together counts once.",
     "metadata_bytes": "Bytes of block metadata and of sketches read by decode tasks.",
     "shared_tasks": "Decode tasks done together with those of requests that begin with the same pages.",
     "shared_tile_bytes": "Bytes of K and V that were not read again, because requests begin with the same pages.",

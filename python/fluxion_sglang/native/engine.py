@@ -282,10 +282,9 @@ class NativeEngine:
     def reads(self, out: torch.Tensor) -> None:
         """Bytes that each task of the last layer read: [B, H, 2] int64, written: tile bytes, metadata bytes.
 
-        Tile bytes count whole tiles of blocks, and of single tokens (block size 1) the rows of K and V attended to;
-        each once a group. The keys that single tokens were chosen by are not counted, those of listed tokens that
-        were ranked are. What the guard adds is read by itself, and counts once more where another head of the group has
-        read it. What tasks read together counts for each of them. Valid as `result` is, and raises as it does.
+        Tile bytes count whole tiles of blocks, each once a group; a kind of another package says what its tasks read.
+        What the guard adds is read by itself, and counts once more where another head of the group has read it. What
+        tasks read together counts for each of them. Valid as `result` is, and raises as it does.
         """
         self._reads(self.handle, out)
 

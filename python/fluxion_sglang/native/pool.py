@@ -98,7 +98,7 @@ class NativePool:
         canary: share of the reads of tiles, metadata and sketches that are compared with sums that were made when they
             were written, 0 to 1; a read that differs raises CorruptMemory, or fails its request in the engine
             (`NativeEngine.corrupt`). The sums take 143 bytes a tile, and 8 more with sketches. Not compared are
-            moments, tags, and keys that policies score by themselves (hgca, lfps) or predictors are measured with.
+            moments, tags, and keys that policies of other packages score or predictors are measured with.
 
     Raises:
         ValueError: a shape the kernels do not serve.

@@ -148,7 +148,7 @@ def _times(picture: Picture) -> Iterator[RenderableType]:
 
 
 def _blocks(picture: Picture) -> Text:
-    names = {"streaming": "nothing", "listed": "a list of tokens", "tokens": "single tokens", "sketched": "by sketches"}
+    names = {"streaming": "nothing", "sketched": "by sketches", "other": "by another package's rule"}
     said = [f"{names.get(block, f'blocks of {block}')} {percent(share)}" for block, share in picture.blocks.items()]
     return Text("What groups read: " + ", ".join(said))
 

@@ -32,7 +32,7 @@ def library() -> tvm_ffi.Module:
     Raises:
         NativeLibraryError: it is missing or cannot be loaded.
     """
-    return companion(Path(os.environ.get("FLUXION_DEVICE_LIBRARIES") or _BUILT) / "libfluxion_probe.so")
+    return companion(Path(os.environ.get("FLUXION_DEVICE_LIBRARIES") or _BUILT) / "libfluxion_probe.so", "native-tests")
 
 
 @cache

@@ -9,7 +9,7 @@
 #include "engine/block_scores.h"
 #include "engine/stage.h"
 #include "engine/task.h"
-#include "runtime/export.h"
+#include "kernels/api.h"
 
 namespace fluxion {
 

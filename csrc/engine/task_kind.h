@@ -6,8 +6,8 @@
 
 #include "engine/layer.h"
 #include "engine/scratch.h"
+#include "kernels/api.h"
 #include "kernels/units.h"
-#include "runtime/export.h"
 
 namespace fluxion {
 

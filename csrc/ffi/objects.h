@@ -14,6 +14,10 @@
 
 namespace fluxion {
 
+// Changes with what Python calls (native/loading.py compares it), and with the layout of what another library
+// sees.
+inline constexpr int64_t kLibraryAbi = 40;
+
 class WorkersObj : public ffi::Object {
  public:
   explicit WorkersObj(std::shared_ptr<WorkerPool> p) : pool(std::move(p)) {}

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "ffi/objects.h"
-#include "runtime/export.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
@@ -31,7 +30,7 @@ PoolShape pool_shape(int64_t layers, int64_t kv_heads, int64_t pages, int64_t he
           sketched};
 }
 
-int64_t abi_version() { return kAbiVersion; }
+int64_t abi_version() { return kLibraryAbi; }
 
 // spin_us: that idle ones wait for work; below 0: what is best where the CPU is the device.
 Workers workers_create(int64_t n, TensorView cores, int64_t spin_us, bool pinned) {

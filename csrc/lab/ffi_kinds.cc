@@ -1,9 +1,9 @@
 // The C ABI of the lab's kinds of tasks.
+#include "ffi/objects.h"
 #include "ffi/plan.h"
 #include "lab/early_stop.h"
 #include "lab/listed.h"
 #include "lab/single_tokens.h"
-#include "runtime/export.h"
 
 namespace fluxion {
 namespace {
@@ -12,7 +12,7 @@ using ffi::Optional;
 using ffi::Tensor;
 
 // What the library was built for: objects of the two must have one layout.
-int64_t lab_abi_version() { return kAbiVersion; }
+int64_t lab_abi_version() { return kLibraryAbi; }
 
 TaskKindRef single_tokens_create() { return make_kind<SingleTokens>(); }
 

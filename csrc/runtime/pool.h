@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "kernels/api.h"
 #include "kernels/table.h"
 #include "runtime/canary.h"
-#include "runtime/export.h"
 #include "runtime/host_memory.h"
 #include "runtime/pool_shape.h"
 #include "runtime/worker_pool.h"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import tvm_ffi
 
-from fluxion_sglang.native.loading import ABI_VERSION, NativeLibraryError, library, library_path
+from fluxion_sglang.native.loading import ABI_VERSION, NativeLibraryError, companion, library_path
 
 _NAME: Final = "libfluxion_lab.so"
 _BLOCKING = frozenset({"hgca_establish", "hgca_step", "lfps_begin"})
@@ -23,21 +23,14 @@ def _library() -> tvm_ffi.Module:
     Raises:
         NativeLibraryError: it is missing, cannot be loaded, or was built for another version of Fluxion's.
     """
-    library()  # before ours, which looks for its functions in it
     # One that was built together with a library that is not the package's lies beside that.
     beside = library_path().with_name(_NAME)
     path = beside if beside.is_file() else Path(__file__).parent / "_native" / _NAME
-    try:
-        module = tvm_ffi.load_module(str(path))
-        version = int(module.get_function("lab_abi_version")())
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise NativeLibraryError(
-            f"The lab's native library {path} cannot be loaded ({reason}); build it with `make lab`."
-        ) from error
+    module = companion(path, "lab")
+    version = int(module.get_function("lab_abi_version")())
     if version != ABI_VERSION:
         raise NativeLibraryError(
-            f"The lab's native library {path} is for ABI version {version} and Fluxion has {ABI_VERSION}; build it "
+            f"The library {path} is for ABI version {version} and Fluxion has {ABI_VERSION}; build it "
             "again with `make lab`."
         )
     return module

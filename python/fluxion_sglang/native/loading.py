@@ -116,19 +116,21 @@ def library() -> tvm_ffi.Module:
     return module
 
 
-def companion(path: Path) -> tvm_ffi.Module:
-    """A library that calls the native library (`csrc/kernels/api.h`) and takes its objects.
+def companion(path: Path, target: str) -> tvm_ffi.Module:
+    """A library that calls the native library (`csrc/kernels/api.h`) and takes its objects; `make TARGET` builds it.
 
     Raises:
         NativeLibraryError: either of the two is missing or cannot be loaded.
     """
     library()  # The loader finds it by its name.
     if not path.is_file():
-        raise NativeLibraryError(f"The library {path} does not exist; build it with `make native-tests`.")
+        raise NativeLibraryError(f"The library {path} does not exist; build it with `make {target}`.")
     try:
         return tvm_ffi.load_module(path)
     except Exception as error:
-        raise NativeLibraryError(f"The library {path} cannot be loaded ({error}); build it anew.") from error
+        raise NativeLibraryError(
+            f"The library {path} cannot be loaded ({error}); build it with `make {target}`."
+        ) from error
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,11 +242,11 @@ def test_a_policy_hears_of_prefills_of_its_own_requests_and_of_rows_that_change_
     assert diary.read()[0] == ("released", RUNNING)
     backend.engine.forget(NEW)
     assert diary.read() == [("released", NEW)]
-    assert len(backend.engine._bound) == 2
+    kept = weakref.ref(diary)
     del diary, backend.requests
     backend.engine.policy = parse_spec("full")
     backend.engine._policy, backend.engine._policies = backend.engine.policy, ()
-    assert len(backend.engine._bound) == 1, "a policy that nobody has any more is not kept"
+    assert kept() is None, "a policy that nobody has any more is not kept"
 
 
 def test_a_policy_in_a_mixture_hears_of_its_own_requests() -> None:

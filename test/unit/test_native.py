@@ -15,6 +15,7 @@ import pytest
 import torch
 from native_world import NativeWorld
 
+from fluxion_lab import native as lab
 from fluxion_sglang import native
 from fluxion_sglang.native import NativeLibraryError, NativePool, Workers, loading
 
@@ -44,6 +45,21 @@ def test_a_missing_library(load: Load, tmp_path: Path) -> None:
     with pytest.raises(NativeLibraryError, match="does not exist") as error:
         load(tmp_path / "libfluxion.so")
     one_sentence(error, tmp_path / "libfluxion.so")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no library"], ids=["missing", "empty", "text"])
+def test_a_library_beside_it_that_cannot_be_loaded(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "libfluxion_lab.so"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(NativeLibraryError, match=r"(does not exist|cannot be loaded).*; build it with `make lab`\.$"):
+        native.companion(path, "lab")
+
+
+def test_a_lab_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "ABI_VERSION", 3)
+    with pytest.raises(NativeLibraryError, match=r"and Fluxion has 3; build it again with `make lab`\.$"):
+        lab._library.__wrapped__()
 
 
 @pytest.mark.parametrize("content", [b"", b"no library", None], ids=["empty", "text", "truncated"])

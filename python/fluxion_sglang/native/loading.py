@@ -85,6 +85,10 @@ def check_complete(path: Path) -> None:
             raise OSError("it is truncated")
 
 
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 @cache
 def library() -> tvm_ffi.Module:
     """The loaded library.
@@ -103,9 +107,8 @@ def library() -> tvm_ffi.Module:
         module = tvm_ffi.load_module(path)
         version = int(module.get_function("abi_version")())
     except Exception as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise NativeLibraryError(
-            f"The native library {path} cannot be loaded ({reason}); reinstall fluxion-sglang on this "
+            f"The native library {path} cannot be loaded ({_reason(error)}); reinstall fluxion-sglang on this "
             "machine, or unset FLUXION_LIBRARY."
         ) from error
     if version != ABI_VERSION:
@@ -126,10 +129,11 @@ def companion(path: Path, target: str) -> tvm_ffi.Module:
     if not path.is_file():
         raise NativeLibraryError(f"The library {path} does not exist; build it with `make {target}`.")
     try:
+        check_complete(path)
         return tvm_ffi.load_module(path)
     except Exception as error:
         raise NativeLibraryError(
-            f"The library {path} cannot be loaded ({error}); build it with `make {target}`."
+            f"The library {path} cannot be loaded ({_reason(error)}); build it with `make {target}`."
         ) from error
 
 

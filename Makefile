@@ -130,7 +130,7 @@ checkpoints: $(VENV)/.checkpoints
 	@$(BIN)/python tools/checkpoints.py $(ARGS)
 
 quality: $(VENV)/.bench
-	$(BIN)/python -m benchmark --only public $(ARGS)
+	$(BIN)/python -m benchmark public $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmark $(ARGS)

@@ -9,7 +9,7 @@ on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json i
 --name to one_batch_NAME.json, cell by cell; an interrupted run continues there. A file that differs in commit,
 versions, machine, device, configuration, policies or batches is refused, unless --fresh starts it over. Where passes
 run on a device, rows say how long it waited for the CPU, and the layers of the longest prompt's last steps go to
-one_batch_NAME_timeline.json, drawn beside it (timeline.py).
+one_batch_NAME_timeline.json, drawn beside it (plot.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import common
 import drawn
-import timeline
+import plot
 import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from tqdm import tqdm
@@ -207,9 +207,9 @@ def save_timeline(cell: dict[str, Any], scratch: Path, path: Path) -> None:
     out = path.with_name(f"{path.stem}_timeline.json")
     common.save(out, {**common.header("one_batch"), "rows": rows})
     try:
-        timeline.draw({"rows": rows}, out.with_suffix(".svg"))
+        plot.draw_timeline({"rows": rows}, out.with_suffix(".svg"))
     except ImportError as error:
-        print(f"not drawn ({error}): python benchmark/timeline.py {out.relative_to(common.ROOT)}")
+        print(f"not drawn ({error}): python benchmark/plot.py {out.relative_to(common.ROOT)}")
 
 
 def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:

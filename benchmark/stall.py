@@ -170,9 +170,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=30_000, help="tokens of the long prompt")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--name", help="of the entry; by default the model's folder")
-    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one round of a short prompt, which is not saved")
     arguments, words = parser.parse_known_args()
     arguments.model = public(arguments.model)
+    if arguments.quick:
+        arguments.long, arguments.rounds = 2000, 1
     name = arguments.name or Path(arguments.model).name
     vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
@@ -198,7 +200,7 @@ def main() -> None:
     for arm, found in medians.items():
         print(arm, {key: round(value, 1) for key, value in found.items()})
     print({key: [round(value, 3) for value in found] for key, found in ratios.items()})
-    if arguments.no_save:
+    if arguments.quick:
         return
     path = common.RESULTS / common.machine_name() / "stall.json"
     kept = json.loads(path.read_text())["models"] if path.exists() else {}

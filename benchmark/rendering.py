@@ -10,7 +10,7 @@ from typing import Any
 
 import common
 
-from fluxion_quality.table import where
+from fluxion_quality.table import grid, where
 
 Row = dict[str, Any]
 Data = dict[str, Any]
@@ -27,10 +27,9 @@ def columns_of(heads: str, row: str) -> dict[str, Cell]:
 
 
 def table(columns: Columns, rows: Iterable[Row], align: str = "l") -> str:
-    """A Markdown table. align: l or r for each column; those beyond are to the right."""
-    rule = [{"l": "---", "r": "---:"}[side] for side in align.ljust(len(columns), "r")]
-    lines = [[_shown(cell, row) for cell in columns.values()] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [[head.rstrip() for head in columns], rule, *lines])
+    """A Markdown table; align: as of `grid`."""
+    lines = ([_shown(cell, row) for cell in columns.values()] for row in rows)
+    return grid([head.rstrip() for head in columns], lines, align)
 
 
 def _shown(cell: Cell, row: Row) -> str:

@@ -14,7 +14,6 @@ brings back what the former policy displaced. Results go to attention.json in be
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import time
@@ -368,16 +367,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.arguments(__doc__, "2K and 4K", fresh=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=("needle",))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--name", help="of a list of policies whose results are apart, in attention_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--turns", type=int, default=TURNS, help="of each policy in each cell")
-    parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     turns = min(args.turns, 3) if args.quick else args.turns

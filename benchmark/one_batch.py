@@ -244,7 +244,7 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
+    parser = common.arguments(__doc__, "2K and 4K", rounds=1, fresh=True)
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the model and the windows are"
     )
@@ -255,10 +255,6 @@ def main() -> None:
     parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--batches", nargs="+", type=int)
-    parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians")
-    parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     chosen = ON_DEVICE if args.device == "cuda" else {"policies": POLICIES, "batches": BATCHES, "lengths": LENGTHS}
     args.models = args.models or (LARGE if args.device == "cuda" else MODELS)

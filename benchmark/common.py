@@ -86,7 +86,7 @@ def arguments(doc: str | None, quick: str, rounds: int | None = None, fresh: boo
     parser.add_argument("--quick", action="store_true", help=f"{quick}; the result file is not a published one")
     parser.add_argument("--machine", default=machine_name(), help="folder under benchmark/results")
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds, help="of each row, interleaved")
+        parser.add_argument("--rounds", type=int, default=rounds, help="of all that is measured, in turns")
     if fresh:
         parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
     else:

@@ -86,7 +86,7 @@ def _quality(name: str, suite: str, lengths: str, samples: int, policies: str, *
 
 def _script(name: str, what: str, *words: str, group: str = "speed", **others: object) -> Benchmark:
     script = str(Path(__file__).with_name(f"{name.partition(' ')[0]}.py"))
-    return Benchmark(name.replace(" ", "_"), what, group, (script, *words), **others)  # type: ignore[arg-type]
+    return Benchmark(name.replace(" ", "_"), what, group, (script, *words), **others)
 
 
 def _of_rivals() -> list[Benchmark]:
@@ -140,7 +140,7 @@ def _configured(seed: int, **config: object) -> tuple[str, ...]:
 
 
 QUALITY: Sequence[Benchmark] = tuple(
-    _quality(*run, group="quality")  # type: ignore[arg-type]
+    _quality(*run, group="quality")
     for run in (
         ("ruler", "ruler", "4k,8k", 6, _POLICIES),
         (RIVALS.name, "ruler", ",".join(f"{n // 1024}k" for n in RIVALS.lengths), 6, ",".join(RIVALS.policies)),
@@ -185,7 +185,7 @@ def _public(name: str, suite: str, lengths: str, samples: int, policies: str, *m
 
 
 PUBLIC: Sequence[Benchmark] = tuple(
-    _public(*run)  # type: ignore[arg-type]
+    _public(*run)
     for run in (
         ("smollm2", "perplexity", "4096,8190", 16, _PUBLIC),
         ("gemma3", "perplexity", "8192", 16, _PUBLIC),

@@ -544,7 +544,7 @@ def race_columns(first: str, depths: list[int], head: str, value: Callable[[Row]
     return {
         first: "{system}",
         **{
-            head.format(f"{depth:,}"): lambda row, depth=depth: typical(value, form, row["at"].get(depth, []))  # type: ignore[misc]
+            head.format(f"{depth:,}"): lambda row, depth=depth: typical(value, form, row["at"].get(depth, []))
             for depth in depths
         },
     }

@@ -137,8 +137,8 @@ audit: $(VENV)/.installed
 checkpoints: $(VENV)/.checkpoints
 	@$(BIN)/python tools/checkpoints.py $(ARGS)
 
-quality: $(VENV)/.bench $(LAB)
-	$(BIN)/python -m benchmark --only public $(ARGS)
+quality: $(VENV)/.bench native-tests
+	$(BIN)/python -m benchmark public $(ARGS)
 
 bench: $(VENV)/.bench native-tests
 	$(BIN)/python -m benchmark $(ARGS)

@@ -2,7 +2,6 @@
 
     python benchmark/attention.py                    # the bundled model; some minutes on two cores
     python benchmark/attention.py --models random    # random KV in the shape of Llama-3.1-8B, two layers
-    python benchmark/attention.py --models random --policies full deciding --name deciding --lengths 8192 32768
     python benchmark/attention.py --quick
 
 Requests share a document, each has a copy of its own in the host pool, filled as prefill fills it, and asks a question
@@ -15,19 +14,17 @@ brings back what the former policy displaced. Results go to attention.json in be
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
-import drawn
 from one_batch import BATCHES, BEST_FIXED, LENGTHS, QUICK_LENGTHS
 
 from fluxion_sglang import openmp
@@ -36,7 +33,6 @@ if __name__ == "__main__":
     openmp.wait_passively()  # as in serving; before torch is imported
 
 import torch
-from states import States, capture
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -62,6 +58,46 @@ RANDOM_STEPS = 6
 HEARD = 32
 """Queries that are kept of a document's end: a prefill tells policies of its last ones (`policy.base.TOLD`)."""
 COUNTS = ("tokens_read", "middle_tokens", "tile_bytes", "metadata_bytes")
+
+
+class States(NamedTuple):
+    """Of one layer, rotated, in the model's dtype.
+
+    Attributes:
+        q: [Hq, T, D] of the tokens given. k, v: [H, S, D], S >= T: those of the cache come first.
+        scale: multiplies q.k.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+
+
+def capture(model: Any, tokens: list[int], cache: Any = None) -> list[States]:
+    """What the attention of a Transformers model gets for `tokens` in every layer.
+
+    Args:
+        cache: a Transformers cache. Its tokens come first; it takes `tokens` in.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    found = []
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        scale = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        found.append(States(query[0], key[0], value[0], scale))
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("fluxion_capture", attention)
+    # A name without a mask of its own would be given none, and tokens after a cache would see the wrong ones.
+    AttentionMaskInterface.register("fluxion_capture", sdpa_mask)
+    model.set_attn_implementation("fluxion_capture")
+    with torch.no_grad():
+        model(torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -145,11 +181,8 @@ SOURCES: dict[str, Callable[[int, int], Requests]] = {"needle": needle_requests,
 def policies_of(model: str, specs: Sequence[str]) -> dict[str, Policy]:
     """By spec; those whose anchors and predictor random numbers would mislead only for the model."""
     context = Context(predictor=lambda tau: load(common.PREDICTOR, features=NAMES, tau=tau))
-    found = {spec: parse_spec(spec, context) for spec in specs if spec != drawn.DECIDING}
-    found = {spec: policy for spec, policy in found.items() if model == "needle" or policy.needs is Needs.NOTHING}
-    if drawn.DECIDING in specs:
-        found[drawn.DECIDING] = drawn.DecidingPolicy(drawn.plans(), context.predictor(None))
-    return found
+    found = {spec: parse_spec(spec, context) for spec in specs}
+    return {spec: policy for spec, policy in found.items() if model == "needle" or policy.needs is Needs.NOTHING}
 
 
 class Clock:
@@ -174,9 +207,9 @@ class Clock:
 class Bench:
     """A batch of `batch` requests in a pool, windows and an engine, as a server with default options has them."""
 
-    def __init__(self, requests: Requests, batch: int, int8: bool = False) -> None:
+    def __init__(self, requests: Requests, batch: int) -> None:
         self.requests, self.batch = requests, batch
-        config, shape = FluxionConfig(), replace(requests.shape, int8=int8)
+        config, shape = FluxionConfig(), requests.shape
         pages = -(-(requests.length + requests.steps) // PAGE)
         self.pool = HostPool(
             shape, batch * pages * PAGE, Placement(config.sinks, config.window), create_workers(config)
@@ -334,16 +367,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.arguments(__doc__, "2K and 4K", fresh=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=("needle",))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--name", help="of a list of policies whose results are apart, in attention_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--turns", type=int, default=TURNS, help="of each policy in each cell")
-    parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     turns = min(args.turns, 3) if args.quick else args.turns

@@ -8,7 +8,6 @@ In the shape of a layer of Llama-3.1-8B, bfloat16. Results go to canary.json in 
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 from statistics import median
@@ -67,23 +66,10 @@ def measure(batch: int, length: int, policy: str, rounds: int) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--quick", action="store_true", help="little work; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
-    rows = []
-    for work in QUICK_WORK if args.quick else WORK:
-        for row in measure(*work, rounds=5 if args.quick else args.rounds):
-            rows.append(row)
-            print(
-                f"{row['batch']} x {row['length']}, {row['policy']}: {row['what']}, canary {row['canary']:4}: "
-                f"{row['us']:9.1f} us, {row['throughput']:.1%} of the throughput without",
-                flush=True,
-            )
-    path = common.RESULTS / args.machine / f"canary{'_quick' if args.quick else ''}.json"
-    common.save(path, {**common.header("canary"), "rounds": args.rounds, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows.")
+    args = common.arguments(__doc__, "little work", rounds=101).parse_args()
+    work, rounds = (QUICK_WORK, 5) if args.quick else (WORK, args.rounds)
+    rows = common.told(row for of in work for row in measure(*of, rounds))
+    common.publish(args, "canary", rows, rounds=rounds)
 
 
 if __name__ == "__main__":

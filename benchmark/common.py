@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,43 @@ def memory_read_gb_per_s(threads: int) -> float:
         data.sum()
         best = max(best, data.nbytes / (time.perf_counter() - start) / 1e9)
     return round(best, 1)
+
+
+def arguments(doc: str | None, quick: str, rounds: int | None = None, fresh: bool = False) -> argparse.ArgumentParser:
+    """The options that benchmarks share: --quick and --machine.
+
+    Args:
+        doc: of the program; its first line describes it.
+        quick: what --quick does.
+        rounds: default of --rounds, which there is with a number alone.
+        fresh: whether there is --fresh, because a result file is continued.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=f"{quick}; the result file is not a published one")
+    parser.add_argument("--machine", default=machine_name(), help="folder under benchmark/results")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="of all that is measured, in turns")
+    if fresh:
+        parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
+    else:
+        parser.set_defaults(fresh=True)
+    return parser
+
+
+def told(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each printed as it comes."""
+    found = []
+    for row in rows:
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        found.append(row)
+    return found
+
+
+def publish(args: Any, name: str, rows: list[dict[str, Any]], **facts: Any) -> None:
+    """Save the rows of a benchmark that continues nothing."""
+    path = result_path(args, name)
+    save(path, {**header(name), **facts, "rows": rows})
+    print(f"{path.relative_to(ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
 
 
 def result_path(args: Any, name: str) -> Path:

@@ -10,7 +10,6 @@ in benchmark/results/<machine>.
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 from typing import Any
@@ -93,21 +92,9 @@ def measure(tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--quick", action="store_true", help="1K tokens; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
-    rounds = 2 if args.quick else args.rounds
-    rows = measure(1024 if args.quick else TOKENS, rounds)
-    for row in rows:
-        print(
-            f"{row['policy']:24} alone {row['alone_ms']:.3f} ms, beside {row['others']} {row['step_ms']:.3f} ms: "
-            f"{row['over_alone']:.1f}x, {row['over_alike']:.1f}x of sparse ones"
-        )
-    path = common.RESULTS / args.machine / ("fairness_quick.json" if args.quick else "fairness.json")
-    common.save(path, {**common.header("fairness"), "own": OWN, "rounds": rounds, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
+    args = common.arguments(__doc__, "1K tokens", rounds=31).parse_args()
+    tokens, rounds = (1024, 2) if args.quick else (TOKENS, args.rounds)
+    common.publish(args, "fairness", common.told(measure(tokens, rounds)), own=OWN, rounds=rounds)
 
 
 if __name__ == "__main__":

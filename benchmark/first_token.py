@@ -11,7 +11,6 @@ go to first_token.json in benchmark/results/<machine>.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
@@ -86,16 +85,10 @@ def measure(model: str, lengths: Sequence[int], rounds: int) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one model and short prompts")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder of the results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "one model and short prompts").parse_args()
     models, lengths, rounds = (QUICK_MODELS, QUICK_LENGTHS, QUICK_ROUNDS) if args.quick else (MODELS, LENGTHS, ROUNDS)
-    result = common.header("first_token") | {"rounds": rounds, "flags": list(FLAGS)}
-    result["rows"] = [row for model in models for row in measure(model, lengths, rounds)]
-    common.save(common.RESULTS / args.machine / f"first_token{'_quick' if args.quick else ''}.json", result)
-    for row in result["rows"]:
-        print(row)
+    rows = common.told(row for model in models for row in measure(model, lengths, rounds))
+    common.publish(args, "first_token", rows, rounds=rounds, flags=list(FLAGS))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ before every step, and the steps take turns. Results go to forks.json in benchma
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from statistics import median
 from typing import Any
@@ -77,24 +76,11 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--quick", action="store_true", help="a document of 2K; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "a document of 2K", rounds=21).parse_args()
     arena = Arena.of(1 << 24 if args.quick else beyond_caches(1 << 27), 0)
-    rounds = 2 if args.quick else args.rounds
-    documents = (2048,) if args.quick else DOCUMENTS
-    rows = [row for document in documents for row in measure(document, list(POLICIES), rounds, arena)]
-    for row in rows:
-        print(
-            f"{row['document']:7,} {row['policy']:14} {row['queries']:12} sharing {row['sharing']:5} "
-            f"one {row['one_ms']:.3f} ms, {row['branches']} {row['step_ms']:.3f} ms: {row['over_one']:.2f}x  "
-            f"error {row['error']:.1e}"
-        )
-    path = common.RESULTS / args.machine / ("forks_quick.json" if args.quick else "forks.json")
-    common.save(path, {**common.header("forks"), "rounds": rounds, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
+    rounds, documents = (2, (2048,)) if args.quick else (args.rounds, DOCUMENTS)
+    rows = common.told(row for document in documents for row in measure(document, list(POLICIES), rounds, arena))
+    common.publish(args, "forks", rows, rounds=rounds)
 
 
 if __name__ == "__main__":

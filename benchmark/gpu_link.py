@@ -12,7 +12,6 @@ one process; medians of interleaved turns.
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Callable
@@ -206,12 +205,10 @@ def link(device: library.DeviceLibrary, counts: list[int], whole: int, turns: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The link between the CPU and a GPU, and what a layer costs over it.")
+    parser = common.arguments(__doc__, "small sizes")
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes; the result file is not a published one")
-    parser.add_argument("--machine", help="folder under benchmark/results; default: the device's name")
+    parser.set_defaults(machine=None)
     args = parser.parse_args()
-    args.fresh = True  # it takes a minute: nothing is continued
     try:
         device = library.load(args.device)
         about = device.info()
@@ -220,12 +217,8 @@ def main() -> None:
     args.machine = args.machine or common.folder_name(about["name"])
     layers, turns = (2, 1) if args.quick else (LAYERS, TURNS)
     batches, counts, whole = ([1, 2], [4, 8], 8) if args.quick else ([*BATCHES], [*TILES], WHOLE)
-    rows = round_trips(device, batches, layers, turns) + link(device, counts, whole, turns)
-    for row in rows:
-        print(", ".join(f"{key} {value}" for key, value in row.items()))
-    path = common.result_path(args, "gpu_link")
-    common.save(path, {**common.header("gpu_link"), "device": about, "layers": layers, "turns": turns, "rows": rows})
-    print(path.relative_to(common.ROOT))
+    rows = common.told(round_trips(device, batches, layers, turns) + link(device, counts, whole, turns))
+    common.publish(args, "gpu_link", rows, device=about, layers=layers, turns=turns)
 
 
 if __name__ == "__main__":

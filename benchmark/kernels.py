@@ -14,7 +14,6 @@ Results go to kernels.json in benchmark/results/<machine>, row by row; an interr
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -115,14 +114,10 @@ def check(data: dict[str, Any], held: dict[str, Any], cells: list[Cell], sizes: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11, help="of every row; fractions are medians over them")
+    parser = common.arguments(__doc__, "small sizes", rounds=11, fresh=True)
     parser.add_argument("--only", default="", help="rows whose key contains this")
-    parser.add_argument("--quick", action="store_true", help="small sizes; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
     parser.add_argument("--check", action="store_true", help="measure anew; exit code 1 if a row fell out of its band")
     parser.add_argument("--bands", action="store_true", help="widen what --check compares with; no measurement")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     folder = common.RESULTS / args.machine
     path, banded = folder / "kernels.json", folder / "kernels_bands.json"

@@ -12,7 +12,6 @@ llama.cpp where llama-cpp-python is installed. Results go to linears.json in ben
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -130,34 +129,12 @@ def read(memory: Tensor, plan: probe.ReadPlan) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="one small layer; the result file is not a published one")
-    parser.add_argument("--shapes", help="other layers, OUTPUTSxINPUTS separated by commas")
-    parser.add_argument("--rows", help="other numbers of rows, separated by commas")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "one small layer", rounds=9).parse_args()
     torch.set_num_threads(workers(0).count)
     shapes, counts, rounds = (QUICK_SHAPES, QUICK_ROWS, 2) if args.quick else (SHAPES, ROWS, args.rounds)
-    if args.shapes:
-        shapes = tuple((int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes.split(",")))
-    if args.rows:
-        counts = tuple(int(n) for n in args.rows.split(","))
     least = 1 << 24 if args.quick else -(-beyond_caches(1 << 26) // probe.STREAM_PIECE) * probe.STREAM_PIECE
-    rows = []
-    for outputs, inputs in shapes:
-        for row in measure(outputs, inputs, counts, rounds, least):
-            rows.append(row)
-            beside = f"{row['of_stream']:.0%} of the stream" if row["peer"] == "ours" else f"{row['over_ours']:.2f}x"
-            print(
-                f"{outputs:6} x {inputs:5}, {row['rows']:2} rows: {row['peer']:15} {row['us']:9.1f} us, {beside}",
-                flush=True,
-            )
-    path = common.RESULTS / args.machine / f"linears{'_quick' if args.quick else ''}.json"
-    if args.shapes or args.rows:
-        return
-    common.save(path, {**common.header("linears"), "rounds": rounds, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows.")
+    rows = common.told(row for shape in shapes for row in measure(*shape, counts, rounds, least))
+    common.publish(args, "linears", rows, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ on one prefill, in turns (decode_turns.py). Results go to one_batch_MODEL.json i
 --name to one_batch_NAME.json, cell by cell; an interrupted run continues there. A file that differs in commit,
 versions, machine, device, configuration, policies or batches is refused, unless --fresh starts it over. Where passes
 run on a device, rows say how long it waited for the CPU, and the layers of the longest prompt's last steps go to
-one_batch_NAME_timeline.json, drawn beside it (timeline.py).
+one_batch_NAME_timeline.json, drawn beside it (plot.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import common
 import drawn
-import timeline
+import plot
 import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from tqdm import tqdm
@@ -207,9 +207,9 @@ def save_timeline(cell: dict[str, Any], scratch: Path, path: Path) -> None:
     out = path.with_name(f"{path.stem}_timeline.json")
     common.save(out, {**common.header("one_batch"), "rows": rows})
     try:
-        timeline.draw({"rows": rows}, out.with_suffix(".svg"))
+        plot.draw_timeline({"rows": rows}, out.with_suffix(".svg"))
     except ImportError as error:
-        print(f"not drawn ({error}): python benchmark/timeline.py {out.relative_to(common.ROOT)}")
+        print(f"not drawn ({error}): python benchmark/plot.py {out.relative_to(common.ROOT)}")
 
 
 def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ def measure(cell: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="TPOT of plain SGLang and of Fluxion, by sglang's one_batch.")
+    parser = common.arguments(__doc__, "2K and 4K", rounds=1, fresh=True)
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "sim"), default="cpu", help="where the model and the windows are"
     )
@@ -255,10 +255,6 @@ def main() -> None:
     parser.add_argument("--name", help="of a list of policies whose results are apart, in one_batch_NAME.json")
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--batches", nargs="+", type=int)
-    parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole table; tables show medians")
-    parser.add_argument("--quick", action="store_true", help="2K and 4K; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     chosen = ON_DEVICE if args.device == "cuda" else {"policies": POLICIES, "batches": BATCHES, "lengths": LENGTHS}
     args.models = args.models or (LARGE if args.device == "cuda" else MODELS)

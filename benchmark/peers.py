@@ -12,7 +12,6 @@ llama.cpp's ggml_flash_attn_ext. Results go to peers.json in benchmark/results/<
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import time
@@ -222,30 +221,19 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="2K tokens; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "2K tokens", rounds=9).parse_args()
     arena = Arena.of(1 << 25, 1 << 22) if args.quick else Arena.of(2 * beyond_caches(1 << 29), beyond_caches(1 << 27))
     context, rounds = (2048, 2) if args.quick else (32768, args.rounds)
-    rows = [row for budget in (0.05, 1) for row in measure(context, budget, rounds, arena)]
-    for row in rows:
-        print(
-            f"{row['work']:26} {row['peer']:38} {row['ms']:9.2f} ms, ours {row['ours_ms']:.2f} ms: "
-            f"{row['over_ours']:5.1f}x  error {row['error']:.1e}, ours {row['error_ours']:.1e}"
-        )
+    rows = common.told(row for budget in (0.05, 1) for row in measure(context, budget, rounds, arena))
     missing = [name for name in PEERS if not installed(name)]
     if missing:
         print(f"Not installed, left out: {', '.join(missing)}.")
-    path = common.RESULTS / args.machine / ("peers_quick.json" if args.quick else "peers.json")
     distributions = importlib.metadata.packages_distributions()
     modules = sorted({module for name in PEERS if installed(name) for module in PACKAGES.get(name.split()[0], ())})
     versions = {
         name: importlib.metadata.version(name) for module in modules for name in distributions.get(module, [])[:1]
     }
-    common.save(path, {**common.header("peers"), "rounds": rounds, "peers": versions, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
+    common.publish(args, "peers", rows, rounds=rounds, peers=versions)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,29 @@
-"""Draws TPOT, and attention time, against prompt length, a panel a model and batch size; and kernels against ceilings.
+"""Draws the plots of README.md and docs/ from result files; needs matplotlib.
 
-python benchmark/plot.py          # an svg beside each result file whose plot a page shows; needs matplotlib
-python benchmark/plot.py FILE     # beside this one
+    python benchmark/plot.py          # an svg beside each result file whose plot a page shows, and the first picture
+    python benchmark/plot.py FILE...  # beside these
+
+Of one_batch.py and attention.py: time against prompt length, a panel a model and batch. Of kernels.py: rows beside
+ceilings. Of race.py: steps against depth. Of a timeline of one_batch.py: where the time of decode steps goes on a
+device and beside it, layer by layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import common
-from one_batch import MODELS
-from race_tables import cells
+from rendering import Data, Row, medians
 
-FILES = (*(f"one_batch_{model}.json" for model in MODELS), "attention.json")
-DRAWN = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
-"""What of a file's rows is drawn, and the name of its axis."""
+from fluxion_sglang.device.timeline import LayerTimes, clock_offset
+
+TIMES = {"tpot_ms": "TPOT (ms)", "attention_ms": "attention (ms a layer)"}
+"""What of a file's rows is drawn against length, and the name of its axis."""
 
 
 def pyplot() -> Any:
@@ -32,36 +37,45 @@ def pyplot() -> Any:
     return plt
 
 
-def draw(data: dict[str, Any], path: Path) -> None:
-    plt = pyplot()
+def save(figure: Any, path: Path, description: str | None = None, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    said = {} if description is None else {"Description": description}
+    figure.savefig(path, metadata={"Date": None, **said}, **options)
+    pyplot().close(figure)
+
+
+def line(axis: Any, rows: Iterable[Row], x: str, value: str, **options: Any) -> tuple[list[float], list[float]]:
+    """Medians of `value` against x in units of 1,024; what was drawn."""
+    of = next(iter(medians(rows, (), x, value)), {})
+    places = sorted(of)
+    at, values = [n / 1024 for n in places], [of[n] for n in places]
+    axis.plot(at, values, "o-", **options)
+    return at, values
+
+
+def draw_lengths(data: Data, path: Path) -> None:
     rows = data["rows"]
-    value = next(name for name in DRAWN if name in rows[0])
+    value = next(name for name in TIMES if name in rows[0])
     panels = sorted({(row["model"], row["batch"]) for row in rows})
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(3.1 * len(panels), 3), squeeze=False)
     for axis, (model, batch) in zip(axes[0], panels, strict=True):
+        here = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
         for policy in policies:
-            points: dict[int, list[float]] = {}
-            for row in rows:
-                if (row["model"], row["batch"], row["policy"]) == (model, batch, policy):
-                    points.setdefault(row["length"], []).append(row[value])
-            lengths = sorted(points)
-            axis.plot([n / 1024 for n in lengths], [median(points[n]) for n in lengths], "o-", label=policy)
+            line(axis, [row for row in here if row["policy"] == policy], "length", value, label=policy)
         axis.set(title=f"{model}, batch {batch}", xlabel="prompt (1,024 tokens)", ylim=(0, None))
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(DRAWN[value])
+    axes[0][0].set_ylabel(TIMES[value])
     axes[0][0].legend()
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
-def draw_roofline(data: dict[str, Any], path: Path) -> None:
+def draw_roofline(data: Data, path: Path) -> None:
     """A bar a row of kernels.json: what it reads in a second, and what is read in a second without computing."""
-    plt = pyplot()
     rows = [row for row in data["rows"] if row["gb_per_s"] and "scatter" in row][::-1]
     places = range(len(rows))
-    figure, axis = plt.subplots(figsize=(8, 1 + 0.22 * len(rows)))
+    figure, axis = pyplot().subplots(figsize=(8, 1 + 0.22 * len(rows)))
     colors = {kernel: f"C{i}" for i, kernel in enumerate(dict.fromkeys(row["kernel"] for row in rows[::-1]))}
     axis.barh(places, [row["gb_per_s"] for row in rows], color=[colors[row["kernel"]] for row in rows], height=0.7)
     for kind, mark in (("scatter", "|"), ("stream", "d")):
@@ -71,61 +85,191 @@ def draw_roofline(data: dict[str, Any], path: Path) -> None:
     axis.grid(alpha=0.3, axis="x")
     axis.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
-def draw_race(data: dict[str, Any], path: Path) -> None:
-    """A decode step's time against depth, a panel a model of several depths and batch, a line an implementation."""
-    plt = pyplot()
+def draw_race(data: Data, path: Path) -> None:
+    """A panel a model of several depths and batch, a line an implementation."""
     rows = [row for row in data["rows"] if "decode_ms" in row]
     depths_of = {model: {row["depth"] for row in rows if row["model"] == model} for model in data["models"]}
     rows = [row for row in rows if len(depths_of[row["model"]]) > 1]
-    panels = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
-    panels.sort(key=lambda panel: panel[1])
+    panels = sorted(dict.fromkeys((row["model"], row["batch"]) for row in rows), key=lambda panel: panel[1])
     names = list(dict.fromkeys(row["system"] for row in rows))
     across = len({model for model, _ in panels})
-    figure, axes = plt.subplots(
-        len(panels) // across, across, figsize=(0.6 + 3.4 * across, 1 + 2.6 * len(panels) // across), squeeze=False
-    )
+    size = (0.6 + 3.4 * across, 1 + 2.6 * len(panels) // across)
+    figure, axes = pyplot().subplots(len(panels) // across, across, figsize=size, squeeze=False)
     for axis, (model, batch) in zip(axes.flat, panels, strict=True):
-        for name, depths in cells(row for row in rows if row["model"] == model).items():
-            color = f"C{names.index(name)}"
-            points = {
-                depth: median(row["decode_ms"] for row in of if row["batch"] == batch)
-                for depth, of in sorted(depths.items())
-            }
-            axis.plot([n / 1024 for n in points], list(points.values()), "o-", color=color, label=name)
+        here = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
+        for name in dict.fromkeys(row["system"] for row in here):
+            own = [row for row in here if row["system"] == name]
+            line(axis, own, "depth", "decode_ms", color=f"C{names.index(name)}", label=name)
         axis.set(title=f"{model}, batch {batch}", xlabel="context (1,024 tokens)", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
         axis.set_ylabel("a decode step (ms)")
     figure.tight_layout()
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, [label.replace("`", "") for label in labels], loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
+    save(figure, path, bbox_inches="tight")
 
 
-def shown() -> set[Path]:
-    """The plots that README.md and the documentation show."""
+# A timeline of decode steps
+
+LANES = {
+    "queries, residents": ("stream", "C0"),
+    "wait": ("stream", "C3"),
+    "plan": ("CPU", "C1"),
+    "middle": ("CPU", "C2"),
+}
+"""What is drawn: its lane (the model's stream, or the CPU beside it) and colour."""
+SHOWN_LAYERS = 12
+"""The first of the last step: more cannot be told apart."""
+Bars = list[tuple[float, float]]
+"""Begin and length in microseconds."""
+
+
+def bars(steps: Sequence[Sequence[LayerTimes]]) -> tuple[dict[str, Bars], float]:
+    """What is drawn, from the first layer's publication on, and the error of the clocks in microseconds.
+
+    The device's clock is moved onto the host's, as exactly as `clock_offset` can.
+    """
+    layers = [layer for step in steps for layer in step]
+    offset, error = clock_offset(layers)
+    start = layers[0].published + offset
+
+    def bar(begin: int, end: int, since: int = start) -> tuple[float, float]:
+        return (begin - since) / 1e3, (end - begin) / 1e3
+
+    here = start - offset  # the same moment by the device's clock
+    found = {
+        "queries, residents": [bar(layer.published, layer.wait_begin, here) for layer in layers],
+        "wait": [bar(layer.wait_begin, layer.wait_end, here) for layer in layers],
+        "plan": [bar(layer.seen, layer.planned) for layer in layers],
+        "middle": [bar(layer.planned, layer.answered) for layer in layers],
+    }
+    return found, error / 1e3
+
+
+def draw_timeline(data: Data, path: Path) -> None:
+    """A panel a row of the file."""
+    rows = data["rows"]
+    figure, axes = pyplot().subplots(len(rows), 1, figsize=(12, 0.6 + 1.7 * len(rows)), squeeze=False)
+    for axis, row in zip(axes[:, 0], rows, strict=True):
+        found, error = bars([[LayerTimes._make(layer) for layer in row["steps"][-1][:SHOWN_LAYERS]]])
+        lanes = list(dict.fromkeys(lane for lane, _ in LANES.values()))
+        for name, some in found.items():
+            lane, color = LANES[name]
+            axis.broken_barh(some, (lanes.index(lane) - 0.35, 0.7), color=color, label=name)
+        axis.set_yticks(range(len(lanes)), lanes)
+        axis.invert_yaxis()
+        place = f"{row['model']}, {row['length']:,} tokens, batch {row['batch']}, {row['policy']}"
+        axis.set_title(f"{place}; clocks to {error:.1f} us", fontsize=9, loc="left")
+    axes[0][0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(LANES), fontsize=7, frameon=False)
+    axes[-1][0].set_xlabel("us")
+    figure.tight_layout()
+    save(figure, path)
+
+
+# The picture of README.md: what answers and steps of a public model cost
+
+OVERVIEW = common.ROOT / "docs" / "assets" / "overview.svg"
+SHOWN = [common.RESULTS / "amd-epyc-2-cores-zen4" / f"{name}_smollm2.json" for name in ("quality", "one_batch")]
+"""What policies cost in perplexity on real text, and times of steps."""
+INK = "#808890"  # readable on white and on black
+SKETCH, FULL, OTHERS = "#3a9d5d", "#e07b39", INK
+TOP = 5.5
+"""Percent of perplexity that the picture shows; what costs more is named at its top."""
+
+
+def draw_overview() -> None:
+    answers, steps = (json.loads(path.read_text()) for path in SHOWN)
+    plt = pyplot()
+    with plt.rc_context(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.9))
+        _answers(left, answers)
+        _steps(right, steps)
+        for axis in (left, right):
+            axis.set_facecolor("none")
+            axis.grid(alpha=0.25, color=INK)
+            for side, spine in axis.spines.items():
+                spine.set_visible(side in ("left", "bottom"))
+                spine.set_color(INK)
+        figure.patch.set_alpha(0)
+        figure.tight_layout()
+        save(figure, OVERVIEW, origin(answers, steps))
+
+
+def origin(*results: Data) -> str:
+    """What the picture says of its results: a test tells by it that they are not older than the files."""
+    return ", ".join(f"{data['benchmark']} of commit {data['commit']}" for data in results)
+
+
+def _answers(axis: Any, data: Data) -> None:
+    """Perplexity of a policy over that of `full`, and what it reads, at the longest prompt."""
+    length = max(row["length"] for row in data["rows"])
+    rows = {row["policy"]: row for row in data["rows"] if row["length"] == length}
+    whole = rows["full"]["score"]
+    at = {policy: (100 * row["read_fraction"], 100 * (row["score"] / whole - 1)) for policy, row in rows.items()}
+    curve = sorted(point for policy, point in at.items() if policy.startswith("sketch") and point[1] <= TOP)
+    axis.plot(*zip(*curve, strict=True), "o-", color=SKETCH, markersize=4)
+    axis.plot(*at["sketch"], "o", color=SKETCH, markersize=8)
+    axis.annotate("sketch (no training)", at["sketch"], (8, 18), textcoords="offset points", color=SKETCH)
+    above = []
+    for policy, point in at.items():
+        if policy.startswith("sketch"):
+            continue
+        if point[1] > TOP:
+            above.append(f"{policy} +{point[1]:.0f}%")
+            continue
+        full = policy == "full"
+        color, offset, side = (FULL, -8, "right") if full else (OTHERS, 7, "left")
+        axis.plot(*point, "o", color=color, markersize=8 if full else 5)
+        axis.annotate(policy, point, (offset, 6), textcoords="offset points", ha=side, color=color)
+    said = "\n".join(["off the top:", *above])
+    axis.text(0.98, 0.8, said, transform=axis.transAxes, ha="right", va="top", color=OTHERS)
+    axis.set(title=f"Perplexity over full, {length:,} tokens (%)", xlabel="KV in host memory that is read (%)")
+    axis.set(xlim=(0, 104), ylim=(-0.3, TOP))
+
+
+def _steps(axis: Any, data: Data) -> None:
+    """Time of a decode step against prompt length, at the largest batch."""
+    top, batch = 0.0, max(row["batch"] for row in data["rows"])
+    for policy, color in (("full", FULL), ("sketch", SKETCH)):
+        own = [row for row in data["rows"] if row["batch"] == batch and row["policy"] == policy]
+        x, y = line(axis, own, "length", "tpot_ms", color=color)
+        top = max(top, *y)
+        axis.annotate(policy, (x[-1], y[-1]), (-12, 6), textcoords="offset points", ha="right", color=color)
+    axis.set(title=f"Time of a decode step, batch {batch} (ms)", xlabel="prompt (1,024 tokens)")
+    axis.set(xlim=(0, None), ylim=(0, top * 1.15))
+
+
+def drawer(path: Path) -> Any:
+    """How a result file is drawn; None if it is not."""
+    if path.stem.endswith("_timeline"):
+        return draw_timeline
+    if path.stem.startswith("one_batch_"):
+        return draw_lengths
+    return {"attention": draw_lengths, "kernels": draw_roofline, "race": draw_race}.get(path.stem)
+
+
+def shown() -> list[Path]:
+    """The result files whose plots README.md and the documentation show."""
     pages = [common.ROOT / "README.md", *common.ROOT.glob("docs/*.md")]
     found = {path for page in pages for path in re.findall(r"benchmark/results/[\w./-]+\.svg", page.read_text())}
-    return {common.ROOT / path for path in found}
+    return [common.ROOT / path.removesuffix(".svg") for path in sorted(found)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files to draw; default: those that a page shows")
-    args = parser.parse_args()
-    wanted = {path.resolve().with_suffix(".svg") for path in args.files} or shown()
-    drawn = {**dict.fromkeys(FILES, draw), "kernels.json": draw_roofline, "race.json": draw_race}
-    for path, how in ((path, how) for name, how in drawn.items() for path in sorted(common.RESULTS.glob(f"*/{name}"))):
-        if path.with_suffix(".svg") not in wanted:
-            continue
-        data = common.load(path)
-        if data and data["rows"]:
-            how(data, path.with_suffix(".svg"))
-            print(path.with_suffix(".svg").relative_to(common.ROOT))
+    files = parser.parse_args().files
+    for path in (path.with_suffix(".json") for path in files or shown()):
+        draw, data = drawer(path), common.load(path)
+        if draw and data and data["rows"]:
+            draw(data, path.with_suffix(".svg"))
+            print(path.with_suffix(".svg"))
+    if not files:
+        draw_overview()
+        print(OVERVIEW)
 
 
 if __name__ == "__main__":

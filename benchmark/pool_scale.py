@@ -21,7 +21,6 @@ tree is filled with prompts of 32,000 tokens. Then operations that a scheduler d
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from statistics import median
@@ -172,17 +171,10 @@ def measure(tokens: int, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small pools; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "small pools").parse_args()
     sizes, turns = (QUICK_SIZES, QUICK_TURNS) if args.quick else (SIZES, TURNS)
-    rows = [measure(tokens, turns) for tokens in sizes]
-    for row in rows:
-        print("  ".join(f"{key} {value:,}" for key, value in row.items()))
-    path = common.RESULTS / args.machine / f"pool_scale{'_quick' if args.quick else ''}.json"
-    common.save(path, {**common.header("pool_scale"), "prompt": PROMPT, "turns": turns, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows. Now: python benchmark/tables.py")
+    rows = common.told(measure(tokens, turns) for tokens in sizes)
+    common.publish(args, "pool_scale", rows, prompt=PROMPT, turns=turns)
 
 
 if __name__ == "__main__":

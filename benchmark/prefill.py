@@ -11,7 +11,6 @@ benchmark/results/<machine>.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,6 @@ if __name__ == "__main__":
 import torch
 from roofline import error, interleave, ratio, workers
 from torch import Tensor
-from tqdm import tqdm
 
 from fluxion_sglang.executor.merge import attention_with_lse
 from fluxion_sglang.kv.placement import PAGE
@@ -146,25 +144,11 @@ def measure(prompt: Prompt, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="short prompts; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "short prompts", rounds=3).parse_args()
     torch.set_num_threads(workers(0).count)
-    rows = []
-    lengths = QUICK_LENGTHS if args.quick else LENGTHS
-    for tokens, dim in tqdm([(tokens, dim) for tokens in lengths for dim in HEAD_DIMS], unit="prompt"):
-        for row in measure(Prompt.random(tokens, dim), args.rounds):
-            rows.append(row)
-            tqdm.write(
-                f"{tokens:6} tokens, D {dim:3}: {row['peer']:12} {row['ms']:9.1f} ms, {row['gflop_per_s']:6.1f} GFLOP/s"
-                f", {row['of_matrix']:.0%} of a matrix product, {row['over_full']:.2f}x full"
-                + (f", error {row['error']:.1e}" if row["error"] else "")
-            )
-    path = common.RESULTS / args.machine / f"prefill{'_quick' if args.quick else ''}.json"
-    common.save(path, {**common.header("prefill"), "rounds": args.rounds, "rows": rows})
-    print(f"{path.relative_to(common.ROOT)}: {len(rows)} rows.")
+    prompts = [(tokens, dim) for tokens in (QUICK_LENGTHS if args.quick else LENGTHS) for dim in HEAD_DIMS]
+    rows = common.told(row for size in prompts for row in measure(Prompt.random(*size), args.rounds))
+    common.publish(args, "prefill", rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class Race:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.arguments(__doc__, "1K and 4K", fresh=True)
     parser.add_argument("--models", nargs="+", choices=tuple(checkpoints.CUTS))
     parser.add_argument("--only", nargs="+", choices=[entry.name for entry in ENTRIES], help="default: all of them")
     parser.add_argument("--depths", nargs="+", type=int, help="tokens of the prompts")
@@ -227,10 +227,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds for one depth of one implementation")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints and logs go")
     parser.add_argument("--peers", type=Path, help="where environments are made; default: peers in the cache")
-    parser.add_argument("--quick", action="store_true", help="1K and 4K; the result file is not a published one")
     parser.add_argument("--retry", action="store_true", help="run once more what failed before")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
     args = parser.parse_args()
     args.models = args.models or (["llama-111m"] if args.quick else list(checkpoints.CUTS))
     args.depths = args.depths or (QUICK_DEPTHS if args.quick else DEPTHS)

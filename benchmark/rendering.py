@@ -1,32 +1,139 @@
-"""How tables and the lines below them are written."""
+"""How tables of result files are written: columns are data, and below a table stands where its numbers come from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import common
 
-from fluxion_quality.table import where
+from fluxion_quality.table import grid, where
 
-__all__ = ["link", "nothing", "result_files", "table", "where"]
+Row = dict[str, Any]
+Data = dict[str, Any]
+"""What a result file has."""
+Cell = str | Callable[[Row], str]
+"""How a column shows a row: a format of the row's fields, or a function. Without such a field the cell is empty."""
+Columns = Mapping[str, Cell]
+"""By head; spaces at the end tell two of one name apart."""
 
 
-def table(head: list[str], rows: list[list[str]], align: str) -> str:
-    """A Markdown table; `align` has one of l, r a column."""
-    rule = [{"l": "---", "r": "---:"}[a] for a in align]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *rows])
+def columns_of(heads: str, row: str) -> dict[str, Cell]:
+    """Columns from two lines of text, in which they are apart by " | "."""
+    return dict(zip(heads.split(" | "), row.split(" | "), strict=True))
 
 
-def result_files(results: Path, name: str, part: str = "rows") -> list[tuple[Path, dict[str, Any]]]:
+def table(columns: Columns, rows: Iterable[Row], align: str = "l") -> str:
+    """A Markdown table; align: as of `grid`."""
+    lines = ([_shown(cell, row) for cell in columns.values()] for row in rows)
+    return grid([head.rstrip() for head in columns], lines, align)
+
+
+def _shown(cell: Cell, row: Row) -> str:
+    try:
+        return cell.format_map(row) if isinstance(cell, str) else cell(row)
+    except (KeyError, TypeError):
+        return ""
+
+
+def at(*path: Any, form: str = "") -> Callable[[Row], str]:
+    """Shows the value at this path of keys."""
+
+    def show(row: Row) -> str:
+        value: Any = row
+        for key in path:
+            value = value[key]
+        return form.format(value)
+
+    return show
+
+
+def over(one: Any, other: Any, form: str = "{:.1f}x") -> Callable[[Row], str]:
+    """Shows one value over another."""
+    return lambda row: form.format(row[one] / row[other])
+
+
+def pivot(rows: Iterable[Row], keys: Sequence[str], by: str) -> list[Row]:
+    """Rows that agree in `keys` become one, with each of them by its value of `by`."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        place = {key: row[key] for key in keys}
+        found.setdefault(tuple(place.values()), place)[row[by]] = row
+    return list(found.values())
+
+
+def medians(rows: Iterable[Row], keys: Sequence[str], by: str, value: str) -> list[Row]:
+    """As `pivot`, with medians of one value in the place of rows."""
+    found: dict[tuple[Any, ...], dict[Any, list[float]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), {}).setdefault(row[by], []).append(row[value])
+    return [
+        dict(zip(keys, place, strict=True)) | {name: median(values) for name, values in of.items()}
+        for place, of in found.items()
+    ]
+
+
+def result_files(results: Path, name: str, part: str = "rows") -> list[tuple[Path, Data]]:
+    """The result files of a name, a pattern, that have this part; not those of --quick."""
     files = [path for path in sorted(results.glob(f"*/{name}")) if not path.stem.endswith("_quick")]
     loaded = [(path, common.load(path)) for path in files]
     return [(path, data) for path, data in loaded if data is not None and data.get(part)]
 
 
-def link(path: Path) -> str:
-    return f"benchmark/results/{path.parent.name}/{path.name}"
+def link(path: Path, text: str = "Data") -> str:
+    return f"[{text}](benchmark/results/{path.parent.name}/{path.name})"
 
 
-def nothing(script: str) -> str:
-    return f"Not measured yet: `python benchmark/{script}`.\n"
+def source(path: Path, data: Data, note: str = "", command: str = "") -> str:
+    """The line below a table: `note`, where it was measured (in the place of "{where}", else behind), the file, and
+    the command that measures it."""
+    said = note if "{where}" in note else f"{note} {{where}}".strip()
+    return f"{said.replace('{where}', where(data))} {link(path)}{f', `{command}`' if command else ''}.\n"
+
+
+def per_file(
+    results: Path, files: str | Sequence[str], draw: Callable[[Path, Data], str], command: str, part: str = "rows"
+) -> str:
+    """What `draw` says of each of the files; of none, which command measures it."""
+    names = [files] if isinstance(files, str) else files
+    out = [draw(path, data) for name in names for path, data in result_files(results, name, part)]
+    return "\n".join(out) or f"Not measured yet: `{command}`.\n"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The same table for each result file of a name.
+
+    Attributes:
+        files: their name, a pattern, or several.
+        columns, note: of a file. A note is a format of the file's fields, or a function.
+        rows: of a file.
+        align: see `table`.
+        command: measures it; default: the program of the file's name. told: the line below says so.
+        part: what a file needs to have.
+    """
+
+    files: str | Sequence[str]
+    columns: Columns | Callable[[Data], Columns]
+    note: str | Callable[[Data], str] = ""
+    rows: Callable[[Data], Iterable[Row]] = lambda data: data["rows"]
+    align: str = "l"
+    command: str = ""
+    told: bool = False
+    part: str = "rows"
+
+    def __call__(self, results: Path) -> str:
+        return per_file(results, self.files, self._draw, self._command, self.part)
+
+    @property
+    def _command(self) -> str:
+        return self.command or f"python benchmark/{str(self.files).removesuffix('.json')}.py"
+
+    def _draw(self, path: Path, data: Data) -> str:
+        columns = self.columns(data) if callable(self.columns) else self.columns
+        note = self.note(data) if callable(self.note) else self.note.format_map({"where": "{where}", **data})
+        below = source(path, data, note, self._command if self.told else "")
+        return f"{table(columns, self.rows(data), self.align)}\n{below}"

@@ -12,7 +12,6 @@ says whether all gave the same tokens. Results go to restart.json in benchmark/r
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -144,16 +143,10 @@ def measure(lengths: Sequence[int], count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short prompt")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder of the results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "one short prompt").parse_args()
     lengths, count = (QUICK_LENGTHS, QUICK_PROMPTS) if args.quick else (LENGTHS, PROMPTS)
-    result = common.header("restart") | {"model": "needle", "new_tokens": NEW, "prompts": count, "flags": list(FLAGS)}
-    result["rows"] = measure(lengths, count)
-    common.save(common.RESULTS / args.machine / f"restart{'_quick' if args.quick else ''}.json", result)
-    for row in result["rows"]:
-        print(row)
+    rows = common.told(measure(lengths, count))
+    common.publish(args, "restart", rows, model="needle", new_tokens=NEW, prompts=count, flags=list(FLAGS))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ changed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -180,17 +179,12 @@ def measure(workload: str, span: tuple[int, int], turn: int, quick: bool) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, help="batches drawn of each workload; tables show medians")
-    parser.add_argument("--quick", action="store_true", help="short requests; the result file is not a published one")
-    parser.add_argument("--fresh", action="store_true", help="start over instead of continuing a result file")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "short requests", rounds=10, fresh=True).parse_args()
     workloads = QUICK_WORKLOADS if args.quick else WORKLOADS
     path = common.result_path(args, "schedulers")
     data = common.resume(path, common.header("schedulers"), common.SAME, args.fresh)
     done = {(row["round"], row["workload"]) for row in data["rows"]}
-    rounds = range(args.rounds or (1 if args.quick else 10))
+    rounds = range(1 if args.quick else args.rounds)
     cells = [cell for cell in itertools.product(rounds, workloads) if cell not in done]
     with tqdm(total=sum(workloads[w][1] for _, w in cells), bar_format="{l_bar}{bar}| {elapsed}<{remaining}") as bar:
         for turn, workload in cells:

@@ -13,25 +13,25 @@ import argparse
 import itertools
 import json
 import random
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import common
-import requests
 
-from fluxion_sglang.commands.serving import free_port
+from fluxion_sglang.commands.serving import Server, free_port, launch_command, running_server
 from fluxion_sglang.scoring.model_files import public
 
-ARMS = {"paced": {}, "before": {"prefill_pass_ms": 0}}
-START_S = 900
+ARMS: dict[str, dict[str, Any]] = {"paced": {}, "before": {"prefill_pass_ms": 0}}
+FLAGS = ("--device", "cpu", "--sleep-on-idle", "--log-level", "warning")
+WAIT_FOR_S = 900
+"""An answer, at most."""
 SETTLED = 40
 """Tokens of the stream before the long prompt comes; their gaps are idle steps."""
 WAIT_S = 0.4
@@ -41,72 +41,42 @@ WAIT_S = 0.4
 class Client:
     """Sends requests to one server. Prompts are random tokens, so that none is in the prefix cache."""
 
-    def __init__(self, url: str, vocabulary: int, seed: int) -> None:
-        self.url, self._vocabulary, self._random = url, vocabulary, random.Random(seed)
+    def __init__(self, server: Server, vocabulary: int, seed: int) -> None:
+        self.server, self._vocabulary, self._random = server, vocabulary, random.Random(seed)
 
     def prompt(self, length: int) -> list[int]:
         return [self._random.randrange(10, self._vocabulary) for _ in range(length)]
 
     def stream(self, length: int, new: int, left: Callable[[], bool] = lambda: False) -> list[float]:
         """Times of `time.perf_counter` at which tokens came. left: the client leaves when it says so."""
-        params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-        body = {"input_ids": self.prompt(length), "sampling_params": params, "stream": True}
         times: list[float] = []
-        with requests.post(self.url + "/generate", json=body, stream=True, timeout=START_S) as answer:
-            for line in answer.iter_lines():
-                if line.startswith(b"data: {"):
-                    times.append(time.perf_counter())
-                if left():
-                    break
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        for _ in self.server.stream([self.prompt(length)], sampling):
+            times.append(time.perf_counter())
+            if left():
+                break
         return times
-
-    def health(self) -> float:
-        began = time.perf_counter()
-        requests.get(self.url + "/health", timeout=START_S).raise_for_status()
-        return time.perf_counter() - began
-
-    def flush(self) -> None:
-        for _ in range(100):
-            if requests.post(self.url + "/flush_cache", timeout=60).status_code == 200:
-                return
-            time.sleep(0.1)
-        raise RuntimeError("the server is not idle")
-
-
-class Background(threading.Thread):
-    """A call in a thread, with its result."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._call, self.result = call, None
-        self.start()
-
-    def run(self) -> None:
-        self.result = self._call()
-
-    def wait(self) -> Any:
-        self.join(START_S)
-        assert self.result is not None, "a request failed"
-        return self.result
 
 
 def beside(client: Client, long: int) -> dict[str, float]:
     """A stream runs, a long prompt comes, then a short request and a question for health."""
-    client.flush()
+    client.server.flush()
     ended = threading.Event()
-    stream = Background(lambda: client.stream(500, 6000, ended.is_set))
-    time.sleep(2.0)
-    began = time.perf_counter()
-    prompt = Background(lambda: client.stream(long, 1))
-    time.sleep(WAIT_S)
-    asked = time.perf_counter()
-    short = Background(lambda: client.stream(64, 4))
-    time.sleep(WAIT_S)
-    health = client.health()
-    first = prompt.wait()[0]
-    short_first = short.wait()[0]
-    ended.set()
-    times = stream.wait()
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(client.stream, 500, 6000, ended.is_set)
+        time.sleep(2.0)
+        began = time.perf_counter()
+        prompt = pool.submit(client.stream, long, 1)
+        time.sleep(WAIT_S)
+        asked = time.perf_counter()
+        short = pool.submit(client.stream, 64, 4)
+        time.sleep(WAIT_S)
+        health = time.perf_counter()
+        client.server.get("/health", WAIT_FOR_S)
+        health = time.perf_counter() - health
+        first, short_first = (of.result(WAIT_FOR_S)[0] for of in (prompt, short))
+        ended.set()
+        times = stream.result(WAIT_FOR_S)
     gaps = [(at, after - at) for at, after in itertools.pairwise(times)]
     idle = median(gap for at, gap in gaps if at + gap < began)
     during = sorted(gap for at, gap in gaps if at + gap > began and at < first)
@@ -122,46 +92,21 @@ def beside(client: Client, long: int) -> dict[str, float]:
 
 
 def alone(client: Client, long: int) -> dict[str, float]:
-    client.flush()
+    client.server.flush()
     began = time.perf_counter()
     return {"lone_ttft_ms": 1e3 * (client.stream(long, 1)[0] - began)}
 
 
 def leaves(client: Client, long: int) -> dict[str, float]:
     """A client hangs up during its prefill; what a short request waits that comes then."""
-    client.flush()
-    params = {"temperature": 0, "max_new_tokens": 1}
-    body = {"input_ids": client.prompt(long), "sampling_params": params}
-    with suppress(requests.exceptions.ReadTimeout):
-        requests.post(client.url + "/generate", json=body, timeout=0.7)
+    client.server.flush()
+    body = {"input_ids": client.prompt(long), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+    request = urllib.request.Request(f"{client.server.url}/generate", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with suppress(TimeoutError):
+        urllib.request.urlopen(request, timeout=0.7).close()
     began = time.perf_counter()
     return {"after_hang_up_ttft_ms": 1e3 * (client.stream(64, 4)[0] - began)}
-
-
-@contextmanager
-def server(model: str, options: dict[str, Any], long: int, words: Sequence[str], log: Path) -> Iterator[str]:
-    port = free_port()
-    config = {"policy": "full", "host_tokens": 2 * long + 24_000, **options}
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
-    command += ["--device", "cpu", "--enable-fluxion", "--fluxion-config", json.dumps(config), "--sleep-on-idle"]
-    command += ["--log-level", "warning", *words]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-            while True:
-                try:
-                    if requests.get(url + "/health", timeout=30).status_code == 200:
-                        break
-                except requests.RequestException:
-                    pass
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server did not start:\n{log.read_text()[-2000:]}")
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def main() -> None:
@@ -170,18 +115,21 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=30_000, help="tokens of the long prompt")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--name", help="of the entry; by default the model's folder")
-    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one round of a short prompt, which is not saved")
     arguments, words = parser.parse_known_args()
     arguments.model = public(arguments.model)
+    if arguments.quick:
+        arguments.long, arguments.rounds = 2000, 1
     name = arguments.name or Path(arguments.model).name
     vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
         clients = {}
         for arm, options in ARMS.items():
-            url = stack.enter_context(server(arguments.model, options, arguments.long, words, folder / f"{arm}.log"))
-            clients[arm] = Client(url, vocabulary, seed=len(clients))
+            config = {"policy": "full", "host_tokens": 2 * arguments.long + 24_000, **options}
+            command = launch_command(arguments.model, port := free_port(), *FLAGS, *words, fluxion=config)
+            server = stack.enter_context(running_server(command, port, what=f"{name}, {arm}"))
+            clients[arm] = Client(server, vocabulary, seed=len(clients))
             alone(clients[arm], arguments.long // 8)  # what runs once, ran
         for count in range(arguments.rounds):
             for arm in list(ARMS)[:: 1 if count % 2 == 0 else -1]:
@@ -198,7 +146,7 @@ def main() -> None:
     for arm, found in medians.items():
         print(arm, {key: round(value, 1) for key, value in found.items()})
     print({key: [round(value, 3) for value in found] for key, found in ratios.items()})
-    if arguments.no_save:
+    if arguments.quick:
         return
     path = common.RESULTS / common.machine_name() / "stall.json"
     kept = json.loads(path.read_text())["models"] if path.exists() else {}

@@ -10,8 +10,6 @@ step_graphs.json in benchmark/results/<machine>.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -29,7 +27,6 @@ if __name__ == "__main__":
 
 import checkpoints
 from racers import driver
-from tqdm import tqdm
 
 MODELS, BATCHES, DEPTH = ("llama-111m", "qwen3-0.6b"), (4, 1), 1024
 TURNS, STEPS = 30, 8
@@ -95,24 +92,15 @@ def rows_of(start: Any, measure: Callable[..., None], *args: Any) -> Iterator[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.arguments(__doc__, "two turns")
     parser.add_argument("--models", nargs="+", choices=tuple(checkpoints.CUTS), default=MODELS)
     parser.add_argument("--turns", type=int, help="of each kind, for a batch")
     parser.add_argument("--depth", type=int, default=DEPTH, help="tokens of the prompts")
-    parser.add_argument("--quick", action="store_true", help="two turns; the result file is not a published one")
-    parser.add_argument("--machine", default=common.machine_name(), help="folder under benchmark/results")
-    parser.set_defaults(fresh=True)
     args = parser.parse_args()
     turns = args.turns or (2 if args.quick else TURNS)
-    data = {**common.header("step_graphs"), "turns": turns, "steps": STEPS - 1, "policy": POLICY, "rows": []}
     spawn = multiprocessing.get_context("spawn")
-    for model in tqdm(args.models):
-        for row in rows_of(spawn, turns_of, model, turns, args.depth):
-            data["rows"].append(row)
-            print(json.dumps(row))
-    path = common.result_path(args, "step_graphs")
-    common.save(path, data)
-    print(f"{path.relative_to(common.ROOT)}: now python benchmark/tables.py")
+    rows = common.told(row for model in args.models for row in rows_of(spawn, turns_of, model, turns, args.depth))
+    common.publish(args, "step_graphs", rows, turns=turns, steps=STEPS - 1, policy=POLICY)
 
 
 if __name__ == "__main__":

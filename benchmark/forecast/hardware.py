@@ -10,8 +10,6 @@ MACHINES = Path(__file__).with_name("machines.json")
 STREAMED, LINKED = 0.85, 0.7
 """Assumptions: of a memory's nominal rate, what a stream of reads gets on a server of many channels; of a link's, what
 reads of another node's memory get."""
-BOUND = 0.15
-"""How far the forecast of a step may be from the step, on the machine that was measured."""
 HOP_NS = 100.0
 """An assumption: an atomic operation on a word that another core of the node wrote last. Between nodes it takes three
 times as long, and on two nodes every other one is between them."""

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forecast.hardware import Domain
 
@@ -69,19 +70,11 @@ class _Open:
     at: set[int]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A layer's attention.
-
-    Attributes:
-        ns: until the last worker is done.
-        nbytes: read by all.
-        busy: share of the workers' time in which they had something to do, or waited for the queue to give it.
-    """
+class Outcome(NamedTuple):
+    """A layer's attention: nanoseconds until the last worker is done, and bytes that all read."""
 
     ns: float
     nbytes: float
-    busy: float
 
 
 class Layer:
@@ -106,7 +99,6 @@ class Layer:
         self._ends: dict[str, list[tuple[float, int, int]]] = {name: [] for name in self._clock}
         self._end = [0.0] * domain.workers
         self._version = [0] * domain.workers
-        self._busy = 0.0
 
     def run(self) -> Outcome:
         workers, self._idle = self._idle, []
@@ -115,7 +107,7 @@ class Layer:
         self._share()
         while any(self._active.values()):
             self._advance()
-        return Outcome(self._now, self._nbytes, self._busy / max(self._now * self._domain.workers, 1e-9))
+        return Outcome(self._now, self._nbytes)
 
     def _next(self, worker: int) -> None:
         """The next stage of the worker's task, or its next task, or none."""
@@ -161,7 +153,6 @@ class Layer:
             if (left := max(ends[0][0] - self._clock[name], 0.0) / rate) < step:
                 first, step = name, left
         self._now += step
-        self._busy += step * sum(self._active.values())
         for name, rate in rates.items():
             self._clock[name] += step * rate
         _, worker, _ = heapq.heappop(self._ends[first])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from forecast.hardware import Domain
@@ -38,24 +38,6 @@ class Rates:
     layer_us: tuple[float, float]
     reduce_us: tuple[float, float]
 
-    def at(self, memory: float, cores: float) -> Rates:
-        """Of the same machine while its memory and its cores are so many times as fast: a shared one drifts."""
-
-        def faster(kernel: Kernel) -> Kernel:
-            return replace(kernel, near=kernel.near * cores)
-
-        return replace(
-            self,
-            streamed=self.streamed * memory,
-            alone=self.alone * memory,
-            kernels={shape: {name: faster(k) for name, k in of.items()} for shape, of in self.kernels.items()},
-            select_ns=self.select_ns / cores,
-            linear={rows: faster(kernel) for rows, kernel in self.linear.items()},
-            launch_us=self.launch_us / cores,
-            step_us=(self.step_us[0] / cores, self.step_us[1] / cores),
-            layer_us=(self.layer_us[0] / cores, self.layer_us[1] / cores),
-        )
-
     @property
     def here(self) -> Domain:
         """The machine that it was measured on."""
@@ -83,9 +65,6 @@ class Rates:
         near = 1 / ((1 - part) / one.near + part / self.linear[above].near)
         return Kernel(near, one.overlap, one.scattered)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Rates:
         kernels = {
@@ -107,8 +86,6 @@ class Forecast:
 
     Attributes:
         gb_per_s: of memory, on average over the step, of all ranks.
-        busy: share of the workers' time in attention in which they had something to do, or waited to get it.
-        pool_gib: of the host pools, metadata and moments included.
     """
 
     ms: float
@@ -117,8 +94,6 @@ class Forecast:
     reduce_ms: float
     rest_ms: float
     gb_per_s: float
-    busy: float
-    pool_gib: float
 
 
 def forecast(
@@ -159,6 +134,4 @@ def forecast(
         reduce_ms=reduce / 1e6,
         rest_ms=rest / 1e6,
         gb_per_s=ranks * (weights + model.layers * layer.nbytes) / ns,
-        busy=layer.busy,
-        pool_gib=model.pool_bytes(batch * context) / 2**30,
     )

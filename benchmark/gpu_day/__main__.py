@@ -28,9 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python -m benchmark.gpu_day` as for the scripts beside it
 import common
 import psutil
-from rendering import table
 from tqdm import tqdm
 
+from fluxion_quality.table import grid
 from fluxion_sglang.commands import provenance
 from fluxion_sglang.commands.serving import exits_at_signals
 
@@ -276,7 +276,7 @@ def report(data: dict[str, Any], results: Path) -> str:
     out = ["# GPU day", ""]
     if data["simulated"]:
         out += ["**Simulated: everything ran on the CPU, and times mean nothing.**", ""]
-    out += [table(["step", "question", "found", "seconds", "commit"], rows, "lllrl"), ""]
+    out += [grid(["step", "question", "found", "seconds", "commit"], rows, "lllrl"), ""]
     for row in data["rows"]:
         if not row["passed"]:
             out += [f"## {row['step']}", "", f"`{row['command']}`", "", "```text", *row["says"], "```", ""]
@@ -287,7 +287,7 @@ def report(data: dict[str, Any], results: Path) -> str:
             columns = [column for column in shown.columns if any(column in row for row in measured)]
             cells = [[str(row.get(column, "")) for column in columns] for row in measured]
             if cells:
-                out += [f"## {shown.title}", "", table(columns, cells, "l" * len(columns)), ""]
+                out += [f"## {shown.title}", "", grid(columns, cells, "l" * len(columns)), ""]
     return "\n".join(out)
 
 

@@ -8,17 +8,17 @@ does not stop at a line break; its score reads the first line all the same.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from . import metrics
 from .base import Codec, Sample, Suite, Task
 from .files import find, read_rows
-from .longbench_prompts import PUBLISHED
 
 TASKS: Final = (
     "qasper", "multifieldqa_zh", "hotpotqa", "2wikimqa", "multi_news", "triviaqa", "samsum", "passage_count",
@@ -28,6 +28,33 @@ TASKS: Final = (
 are there, as the paper counts, 9 English tasks, 4 Chinese and 1 of code."""
 
 LONGER_THAN: Final = 8 * 1024
+
+
+class Published(NamedTuple):
+    """What LongBench publishes of a task.
+
+    Attributes:
+        metric: a key of `_METRICS`, or classification; with "_zh" that of Chinese text.
+        max_new_tokens: of an answer.
+        prompt: takes `context` and `input`.
+        plain: without the chat template. The benchmark found chat models better off so where they are to go on with
+            examples.
+        first_line: only this counts of an answer, because models go on with more examples.
+    """
+
+    metric: str
+    max_new_tokens: int
+    prompt: str
+    plain: bool = False
+    first_line: bool = False
+
+
+PUBLISHED: Final = {
+    name: Published(**task)
+    for name, task in json.loads(Path(__file__).with_name("longbench.json").read_text(encoding="utf-8")).items()
+}
+"""All 21 tasks (config/dataset2prompt.json, config/dataset2maxlen.json), to the letter: a space before a line break, a
+missing one. Another prompt is another benchmark."""
 
 _METRICS: Final[dict[str, metrics.Metric]] = {
     "f1": metrics.f1_english,
@@ -39,11 +66,6 @@ _METRICS: Final[dict[str, metrics.Metric]] = {
     "retrieval_zh": metrics.retrieval_chinese,
     "code": metrics.code_similarity,
 }
-
-# The benchmark found chat models better off without their template here: they are to go on with the examples.
-_PLAIN: Final = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
-# They go on with more examples after their answer.
-_FIRST_LINE: Final = frozenset({"trec", "triviaqa", "samsum", "lsht"})
 
 _WHERE: Final = (
     "unpack data.zip of the hub's dataset THUDM/LongBench (one JSONL file a task; every row has input, context, "
@@ -84,7 +106,7 @@ class LongBenchTask(Task):
         published = PUBLISHED[self.name]
         text = published.prompt.format(context=row["context"], input=row["input"])
         room = None if codec.positions is None else codec.positions - published.max_new_tokens
-        whole, prompt = _prompt(codec, text, self.name in _PLAIN, room)
+        whole, prompt = _prompt(codec, text, published.plain, room)
         return Sample(
             id=f"{self.name}-{row['_id']}",
             prompt=tuple(prompt),
@@ -96,13 +118,13 @@ class LongBenchTask(Task):
 
     def score(self, sample: Sample, output: str) -> float:
         """The highest of the task's metric over the references."""
-        if self.name in _FIRST_LINE:
+        published = PUBLISHED[self.name]
+        if published.first_line:
             output = output.lstrip("\n").split("\n")[0]
-        metric = PUBLISHED[self.name].metric
-        if metric == "classification":
+        if published.metric == "classification":
             classes = sample.meta["classes"]
             return metrics.best(lambda out, ref: metrics.classification(out, ref, classes), output, sample.references)
-        return metrics.best(_METRICS[metric], output, sample.references)
+        return metrics.best(_METRICS[published.metric], output, sample.references)
 
 
 def _prompt(codec: Codec, text: str, plain: bool, room: int | None) -> tuple[int, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,7 +72,7 @@ def scores(data: dict[str, Any], intervals: bool = True) -> str:
         found = [cells.get((task, length, policy)) for policy in policies]
         asked = max(_documents(row) for row in found if row)
         lines.append([task, _length(length), str(asked), *(_score(row, intervals) for row in found)])
-    return _table(["task", "prompt", "documents", *policies], lines, 1)
+    return grid(["task", "prompt", "documents", *policies], lines, "l")
 
 
 def averages(data: dict[str, Any]) -> str:
@@ -85,7 +85,7 @@ def averages(data: dict[str, Any]) -> str:
         line += [_number(row["kl"], ".3g"), _number(row["same"], ".1%")]
         lines.append(line)
     head = ["prompt", "policy", "score", "delta", "read", "MB a token", "error", "p99", "KL", "same"]
-    return f"{_table(head, lines, 2)}\n{_counted(counts)}\n"
+    return f"{grid(head, lines, 'll')}\n{_counted(counts)}\n"
 
 
 def _counted(counts: Mapping[int | None, tuple[int, int]]) -> str:
@@ -137,102 +137,12 @@ def pareto(data: dict[str, Any]) -> str:
         ]
         lines.append([policy, *(cell for three in shown for cell in three)])
     head = [cell for at in lengths for cell in (f"score at {_length(at)}", "delta", "read")]
-    return _table(["policy", *head], lines, 1)
+    return grid(["policy", *head], lines, "l")
 
 
 def family(policy: str) -> str:
     """What is left of a spec without the numbers that set how much it reads: "fixed:32" of "fixed:32:0.05"."""
     return ":".join(part for part in policy.split(":") if part in _BLOCKS or not part.lstrip(".")[:1].isdigit())
-
-
-def least_reads(data: dict[str, Any], share: float) -> str:
-    """What families of policies have to read to have this share of the score of `full`: a line a length and task; then
-    over the tasks where every family gets there, with a setting of each task's own, with one that is enough in each of
-    them, and with one that is enough in their mean; then with one that is enough in the mean of all tasks.
-
-    A family's setting is the member that reads least such that it, and all that read more, have enough: one that is
-    lucky with few samples says nothing. "none" where the one that reads most has less. *Less* is by how much a family
-    reads less than the first.
-    """
-    lines = []
-    kinds = list(dict.fromkeys(family(policy) for policy in _policies(data) if family(policy) != policy))
-    for length in sorted({row["length"] for row in data["rows"]}, key=lambda length: length or 0):
-        tasks: dict[str, _Rows] = {}
-        for row in data["rows"]:
-            if row["length"] == length:
-                tasks.setdefault(row["task"], {})[row["policy"]] = row
-        settings: dict[str, list[_Setting | None]] = {
-            task: [_setting([rows], kind, share) for kind in kinds] for task, rows in tasks.items()
-        }
-        good = [task for task, found in settings.items() if None not in found]
-        if good:
-            here, these = [tasks[task] for task in good], f"these {len(good)}"
-            reads = np.mean([[setting[1] for setting in settings[task] if setting] for task in good], axis=0)
-            settings[f"{these}: a setting each"] = [("", float(read)) for read in reads]
-            settings[f"{these}: one for each of them"] = [_setting(here, kind, share) for kind in kinds]
-            settings[f"{these}: one for their mean"] = [_setting([_mean(here)], kind, share) for kind in kinds]
-        everywhere = [_mean(list(tasks.values()))]
-        settings["one for the mean of all"] = [_setting(everywhere, kind, share) for kind in kinds]
-        for name, found in settings.items():
-            line, first = [_length(length), name], found[0]
-            for i, setting in enumerate(found):
-                line += [setting[0], f"{setting[1]:.1%}"] if setting else ["none", ""]
-                if i > 0:
-                    line.append(f"{first[1] / setting[1]:.2f}x" if first and setting else "")
-            lines.append(line)
-    head = ["prompt", "task", *(name for i, kind in enumerate(kinds) for name in (kind, "read", *["less"] * (i > 0)))]
-    return _table(head, lines, 2)
-
-
-_Rows = dict[str, Row]
-"""By policy."""
-_Setting = tuple[str, float]
-"""A policy, and what it reads."""
-
-
-def _setting(tasks: Sequence[_Rows], kind: str, share: float) -> _Setting | None:
-    """A family's member, and what it reads in the mean of `tasks`, by `least_reads`."""
-    reads = {policy: float(np.mean([rows[policy]["read_fraction"] for rows in tasks])) for policy in tasks[0]
-             if family(policy) == kind}  # fmt: skip
-    best = None
-    for policy in sorted(reads, key=lambda policy: -reads[policy]):
-        if any(rows[policy]["score"] < share * rows[FULL]["score"] for rows in tasks):
-            break
-        best = policy, reads[policy]
-    return best
-
-
-def _mean(tasks: Sequence[_Rows]) -> _Rows:
-    """Of the policies that all `tasks` have: mean scores and reads."""
-    return {
-        policy: {name: float(np.mean([rows[policy][name] for rows in tasks])) for name in ("score", "read_fraction")}
-        for policy in tasks[0]
-        if all(policy in rows for rows in tasks)
-    }
-
-
-def reads_at_equal_error(data: dict[str, Any]) -> str:
-    """A line a length and policy of the families after the first one: what it reads, and what the first family reads at
-    the same mean error, between its members by the logarithm of theirs; empty where none of them is near."""
-    lines = []
-    found = averaged(data)
-    for length in dict.fromkeys(length for length, _, _ in found):
-        rows = {
-            policy: (float(np.log(row["error_mean"])), float(row["read_fraction"]))
-            for at, policy, row in found
-            if at == length and family(policy) != policy and row["read_fraction"] and row["error_mean"]
-        }
-        first = family(next(iter(rows), ""))
-        errors, reads = zip(*sorted(point for policy, point in rows.items() if family(policy) == first), strict=True)
-        for policy, (error, read) in rows.items():
-            if family(policy) == first:
-                continue
-            line = [_length(length), policy, f"{np.exp(error):.4f}", f"{read:.1%}", "", ""]
-            if errors[0] <= error <= errors[-1]:
-                equal = float(np.interp(error, errors, reads))
-                line[4:] = [f"{equal:.1%}", f"{equal / read:.2f}x"]
-            lines.append(line)
-    return _table(["prompt", "policy", "error", "read", "first family, same error", "less by"], lines, 2)
 
 
 def averaged(data: dict[str, Any]) -> list[tuple[int | None, str, Row]]:
@@ -306,9 +216,9 @@ def _length(length: int | None) -> str:
     return "" if length is None else f"{length:,}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    """The first `words` columns to the left, numbers to the right."""
-    rule = ["---" if i < words else "---:" for i in range(len(head))]
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]], align: str) -> str:
+    """A Markdown table. align: l or r for each column; those beyond are to the right."""
+    rule = [{"l": "---", "r": "---:"}[side] for side in align.ljust(len(head), "r")]
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, rule, *lines])
 
 

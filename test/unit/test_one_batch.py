@@ -20,7 +20,7 @@ import common  # noqa: E402
 import decode_turns  # noqa: E402
 import drawn  # noqa: E402
 import one_batch  # noqa: E402
-import timeline  # noqa: E402
+import plot  # noqa: E402
 
 from fluxion_sglang.config import FluxionConfig  # noqa: E402
 from fluxion_sglang.device.timeline import LayerTimes  # noqa: E402
@@ -213,7 +213,7 @@ def test_what_a_device_waits_is_in_the_rows_and_drawn(tmp_path: Path, monkeypatc
 
 def test_a_timeline_begins_with_the_first_publication() -> None:
     steps = [[LayerTimes(1, 0, 1000, 3000, 9000, 501_000, 503_000, 508_000)]]
-    drawn, error = timeline.bars(steps)
+    drawn, error = plot.bars(steps)
     assert error == pytest.approx(0.5, abs=0.01), "between 499 and 500 us apart"
     start = 1.0 + 499.5
     assert drawn["queries, residents"] == [(0.0, 2.0)] and drawn["wait"] == [(2.0, 6.0)]

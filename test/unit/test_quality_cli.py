@@ -238,50 +238,6 @@ class TestRendering:
             "score95",
         ]
 
-    def test_reads_at_a_share_of_full_quality(self) -> None:
-        """By task, and over those where every family gets there; below a member that is not enough none counts."""
-        measured = {
-            "easy": {"full": (0.5, 1.0), "fixed:32:0.05": (0.49, 0.1), "fixed:32:0.25": (0.5, 0.4),
-                     "psa:0.90:32": (0.5, 0.15), "psa:0.95:32": (0.5, 0.2)},
-            "broad": {"full": (1.0, 1.0), "fixed:32:0.05": (0.9, 0.1), "fixed:32:0.25": (1.0, 0.4),
-                      "psa:0.90:32": (0.97, 0.3), "psa:0.95:32": (0.98, 0.4)},
-            "lucky": {"full": (1.0, 1.0), "fixed:32:0.05": (1.0, 0.1), "fixed:32:0.25": (1.0, 0.4),
-                      "psa:0.90:32": (1.0, 0.15), "psa:0.95:32": (0.9, 0.2)},
-        }  # fmt: skip
-        rows = [
-            {"task": task, "length": 64, "policy": policy, "score": score, "read_fraction": read}
-            for task, found in measured.items()
-            for policy, (score, read) in found.items()
-        ]
-        lines = table.least_reads({"rows": rows, "policies": list(measured["easy"])}, 0.98).splitlines()
-        assert lines == [
-            "| prompt | task | fixed:32 | read | psa:32 | read | less |",
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-            "| 64 | easy | fixed:32:0.05 | 10.0% | psa:0.90:32 | 15.0% | 0.67x |",
-            "| 64 | broad | fixed:32:0.25 | 40.0% | psa:0.95:32 | 40.0% | 1.00x |",
-            "| 64 | lucky | fixed:32:0.05 | 10.0% | none |  |  |",
-            "| 64 | these 2: a setting each |  | 25.0% |  | 27.5% | 0.91x |",
-            "| 64 | these 2: one for each of them | fixed:32:0.25 | 40.0% | psa:0.95:32 | 30.0% | 1.33x |",
-            "| 64 | these 2: one for their mean | fixed:32:0.25 | 40.0% | psa:0.90:32 | 22.5% | 1.78x |",
-            "| 64 | one for the mean of all | fixed:32:0.25 | 40.0% | none |  |  |",
-        ]
-
-    def test_reads_at_equal_error(self, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        def found(policy: str, read: float, error: float) -> tuple[int, str, dict[str, float]]:
-            return 64, policy, {"read_fraction": read, "error_mean": error}
-
-        rows = [found("full", 1.0, 0.0), found("streaming", 0.0, 0.9)]
-        rows += [found("fixed:32:0.05", 0.1, 0.1), found("fixed:32:0.25", 0.4, 0.001)]
-        rows += [found("fixed:32:0.50", 0.8, 0.0001), found("hgca:0.5", 0.2, 0.5)]
-        rows += [found("psa:0.90:32", 0.15, 0.01), found("psa:0.95:32", 0.2, 0.001)]
-        monkeypatch.setattr(table, "averaged", lambda _: rows)
-        lines = table.reads_at_equal_error(data).splitlines()[2:]
-        assert lines == [
-            "| 64 | hgca:0.5 | 0.5000 | 20.0% |  |  |",
-            "| 64 | psa:0.90:32 | 0.0100 | 15.0% | 25.0% | 1.67x |",
-            "| 64 | psa:0.95:32 | 0.0010 | 20.0% | 40.0% | 2.00x |",
-        ]
-
     def test_no_rows(self, data: dict[str, Any]) -> None:
         assert table.markdown({**data, "rows": []}) == "No cell is measured yet.\n"
 

@@ -11,8 +11,7 @@ import pytest
 from quality_characters import BOS, CharacterCodec
 
 from fluxion_quality import MissingData, suite_named
-from fluxion_quality.longbench import TASKS, LongBench, LongBenchTask
-from fluxion_quality.longbench_prompts import PUBLISHED
+from fluxion_quality.longbench import PUBLISHED, TASKS, LongBench, LongBenchTask
 from fluxion_sglang.commands.codec import SymbolicCodec
 
 CODEC = CharacterCodec()

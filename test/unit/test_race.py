@@ -22,33 +22,35 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import checkpoints  # noqa: E402
 import common  # noqa: E402
 import race  # noqa: E402
-import race_tables  # noqa: E402
+import speed_tables  # noqa: E402
 import step_graphs  # noqa: E402
 from racers.driver import Plan, timed_steps  # noqa: E402
 from racers.entries import ENTRIES, PEERS, Entry  # noqa: E402
+
+RACE_TABLES = [speed_tables.SPEED_TABLES[f"race_{name}"] for name in ("decode", "prefill", "systems")]
 
 
 @given(st.floats(0, 100), st.floats(0.001, 10), st.sets(st.integers(1, 128), min_size=2))
 def test_a_slope_is_the_cost_of_1024_tokens(base: float, each: float, depths: set[int]) -> None:
     points = {1024 * depth: base + each * depth for depth in depths}
-    assert race_tables.slope(points) == pytest.approx(each)
+    assert speed_tables.slope(points) == pytest.approx(each)
 
 
 def test_one_depth_has_no_slope_and_no_bytes_a_second() -> None:
-    assert race_tables.slope({4096: 1.0}) is None
-    assert race_tables.gb_per_s(None, 1, 4096) is None
-    assert race_tables.gb_per_s(-1.0, 1, 4096) is None
+    assert speed_tables.slope({4096: 1.0}) is None
+    assert speed_tables.gb_per_s(None, 1, 4096) is None
+    assert speed_tables.gb_per_s(-1.0, 1, 4096) is None
 
 
 def test_bytes_a_second_are_those_of_the_whole_batch() -> None:
     # 4 requests x 1,024 tokens x 4,096 bytes in 1 ms
-    assert race_tables.gb_per_s(1.0, 4, 4096) == pytest.approx(16.777216)
+    assert speed_tables.gb_per_s(1.0, 4, 4096) == pytest.approx(16.777216)
 
 
 def test_ratios_are_taken_within_rounds() -> None:
     ours = [{"round": 0, "decode_ms": 1.0}, {"round": 1, "decode_ms": 10.0}]
     theirs = [{"round": 0, "decode_ms": 2.0}, {"round": 1, "decode_ms": 20.0}, {"round": 2, "failed": "over the limit"}]
-    assert race_tables.ratio(theirs, ours, "decode_ms") == "2.00x"
+    assert speed_tables.ratio(theirs, ours, "decode_ms") == "2.00x"
 
 
 def test_slopes_are_taken_within_rounds() -> None:
@@ -59,9 +61,9 @@ def test_slopes_are_taken_within_rounds() -> None:
             for depth, ms in points.items()
         ]
 
-    assert race_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 18.0}, {4: 90.0})) == pytest.approx(1.5)
-    assert race_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 9.0})) is None, "up or down?"
-    assert race_tables.growth(rows({4: 1.0}, {8: 5.0})) is None, "no round has two"
+    assert speed_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 18.0}, {4: 90.0})) == pytest.approx(1.5)
+    assert speed_tables.growth(rows({4: 1.0, 8: 5.0}, {4: 10.0, 8: 9.0})) is None, "up or down?"
+    assert speed_tables.growth(rows({4: 1.0}, {8: 5.0})) is None, "no round has two"
 
 
 def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
         "models": {"llama-111m": {"cut": {}, "parameters": 10**8, "layers": 4, "kv_bytes": 4096}},
     }
     common.save(tmp_path / "box" / "race.json", data)
-    decode, prefill, systems = (table(tmp_path) for table in race_tables.RACE_TABLES.values())
+    decode, prefill, systems = (table(tmp_path) for table in RACE_TABLES)
     assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 10.0 | 1.000 | 4.2 |" in decode
     assert "| other | 4.0 | over the limit |  |  |  |  |" in decode
     assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x | 1.5 |" in prefill
@@ -92,7 +94,7 @@ def test_tables_show_who_failed_and_why(tmp_path: Path) -> None:
     for row in rows:
         row["rss_gb"], row["step_cpu_ms"] = row.pop("peak_gb", 0), row.pop("cpu_median_ms", 0)
     common.save(tmp_path / "box" / "race.json", data)
-    decode, prefill, _ = (table(tmp_path) for table in race_tables.RACE_TABLES.values())
+    decode, prefill, _ = (table(tmp_path) for table in RACE_TABLES)
     assert "| Fluxion `full` | 4.0 | 8.0 | 1.00x | 1.000 | 4.2 |" in decode
     assert "| Fluxion | 2,048 | 2,048 | 4.0 | 1.00x |\n" in prefill
 

@@ -50,7 +50,7 @@ def test_what_ran_is_recorded(build: Path) -> None:
     counts = {"passed": 3, "skipped": 1, "failed": 1, "reports": 2, "seconds": 125}
     assert second.items() >= counts.items() and second["tests"] == {"test_engine": 2, "test_queue": 1}
     assert data["effort"] == 1 and data["commit"]
-    assert "| ThreadSanitizer | 2 | 3 | 1 | 1 | 2 | 2 |" in tables.sanitizers(build)
+    assert "| ThreadSanitizer | 2 | 3 | 1 | 1 | 2 | 2 |" in tables.TABLES["sanitizers"](build)
 
 
 def test_a_run_of_other_code_takes_nothing_over(build: Path) -> None:

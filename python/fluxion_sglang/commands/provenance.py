@@ -24,7 +24,7 @@ PACKAGES = ("fluxion-sglang", "sglang", "torch", "transformers", "apache-tvm-ffi
 CODE = ("fluxion_sglang",)
 MEASURED = ("python", "csrc", "models", "CMakeLists.txt")
 _ENVIRONMENT = ("OMP_", "MKL_", "GOMP_", "FLUXION_ISA", "SGLANG_")
-_DRAWS = re.compile(r"^(.*tables|__main__|plot|overview|rendering)\.py$")
+_DRAWS = re.compile(r"^(.*tables|__main__|plot|registry|rendering)\.py$")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 

@@ -33,15 +33,15 @@ from fluxion_sglang.policy import Context, examples, parse_spec
 NEW = 24
 POOL = 3200
 """Tokens of the host pool: three of the prompts with their answers."""
+CONTEXT = 3072
 PROMPT = cases.filler(900, 71)
 RELATIVE = PROMPT[:640] + cases.filler(200, 72)
 TURN = cases.filler(150, 73)
 OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
 FOREIGN = "taper:0.3:0.05:8"
-MECHANISMS = ("fluxion", "hgca", "psa", "lfps", "sketch", FOREIGN)
-"""One policy of every way that the engine decides and remembers: by features, by what it saw while it was resident, by
-reading on, by tables of a prefill, by sketches of keys, and by another package's code. The others share their code
-paths with these."""
+MECHANISMS = ("fluxion", "lfps", "sketch", FOREIGN)
+"""The quick tests' policies: one decides by features, one by tables of a prefill, one by sketches of keys, and one is
+another package's code."""
 policies = pytest.mark.parametrize(
     "spec",
     [spec if spec in MECHANISMS else pytest.param(spec, marks=pytest.mark.full) for spec in [*examples(), FOREIGN]],
@@ -94,7 +94,7 @@ def asker(logs: Path) -> Iterator[Asker]:
     }
     foreign = policy_example.install(logs / "taper")
     with Server(
-        "--chunked-prefill-size", "256", model=model, fluxion=json.dumps(options),
+        "--chunked-prefill-size", "256", "--context-length", str(CONTEXT), model=model, fluxion=json.dumps(options),
         env={"SGLANG_TEST_RETRACT": "1", "PYTHONPATH": policy_example.search_path(foreign)},
         log=logs / "life-cycle.log",
     ) as server:  # fmt: skip
@@ -158,6 +158,12 @@ def test_flush(asker: Asker, spec: str) -> None:
     asker.server.flush()
     again = asker.ask(PROMPT, spec)
     assert again.cached == 0 and answers(again, want, spec)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_an_answer_fills_the_context(asker: Asker, short: int) -> None:
+    ids = cases.filler(CONTEXT - NEW - short, 74)
+    assert len(asker.alone(ids, "full")) == NEW
 
 
 def test_the_servers_policy(asker: Asker) -> None:

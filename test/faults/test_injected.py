@@ -128,8 +128,7 @@ def sites(*names: str) -> list[Any]:
 
 QUICK = {
     ("prepare_for_extend", "together"), ("forward_batch_generation", "beside"), ("sample", "streaming"),
-    ("update_finish_state", "beside"), ("accept", "beside"), ("to_payload", "together"),
-    ("release_kv_cache", "session"), ("on_idle", "beside"),
+    ("accept", "beside"), ("release_kv_cache", "session"), ("on_idle", "beside"),
 }  # fmt: skip
 
 

@@ -110,8 +110,15 @@ def test_every_policy(spec: str) -> None:
     assert counts(cpu) == counts(other)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("guard", [None, 0.05])
+@pytest.mark.parametrize(
+    ("spec", "guard"),
+    [
+        ("full", None),
+        ("fixed:32:0.1", 0.05),
+        ("anchor", None),
+        *[pytest.param(spec, 0.05, marks=pytest.mark.full) for spec in SPECS],
+    ],
+)
 def test_an_audit_finds_what_it_finds_on_the_cpu(spec: str, guard: float | None, tmp_path: Path) -> None:
     logs = [tmp_path / "cpu.npy", tmp_path / "device.npy"]
     cpu, other = (with_requests(policy=spec, guard=guard, audit=log) for log in logs)

@@ -109,21 +109,24 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
 
 
+SHORT = (NEEDLE, "--lengths", "1k,3k")
+
+
 def trial(folder: Path, machine: Machine, *words: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, numbers and page of a run."""
+    """Exit code, numbers and page of a run; without `words`, on short prompts."""
     parser = argparse.ArgumentParser()
     from fluxion_sglang.commands.trial import add_arguments
 
     add_arguments(parser)
     out, numbers = folder / "report.html", folder / "numbers.json"
-    arguments = parser.parse_args([*(words or (NEEDLE,)), "--out", str(out), "--json", str(numbers)])
+    arguments = parser.parse_args([*(words or SHORT), "--out", str(out), "--json", str(numbers)])
     code = command.main(arguments, machine.start)
     return code, json.loads(numbers.read_text()), out.read_text()
 
 
 def test_a_whole_trial_measures_everything_and_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = Machine()
-    code, numbers, _ = trial(tmp_path, machine)
+    code, numbers, _ = trial(tmp_path, machine, NEEDLE)
     assert code == 0
     lengths = numbers["plan"]["lengths"]
     assert numbers["plan"]["policies"] == ["full", "fluxion"]
@@ -147,7 +150,7 @@ def test_a_whole_trial_measures_everything_and_recommends(tmp_path: Path, capsys
 
 def test_the_servers_differ_by_the_flag_and_hold_every_prompt(tmp_path: Path) -> None:
     machine = Machine()
-    _, numbers, _ = trial(tmp_path, machine, NEEDLE, "--server-args", "--tp 2")
+    _, numbers, _ = trial(tmp_path, machine, *SHORT, "--server-args", "--tp 2")
     with_flag, without = machine.commands
     config = json.loads(with_flag[with_flag.index("--fluxion-config") + 1])
     assert config["policy"] == "full"

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from faults import scenes
+from faults.child import Child
 from faults.conftest import Serve
-from faults.inprocess import Answer, Call, Child, InProcess
+from faults.inprocess import InProcess
+from faults.wire import Answer, Call
 
 from fluxion_sglang.sglang.pacing import pacer as pacer_module
 

@@ -241,7 +241,7 @@ print("ok")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
+@pytest.mark.full
 def test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole() -> None:
     """Sizes that were raised before there was room for them would have the next layer write past its arrays."""
     # A fixed threshold: large blocks come from the system and go back to it, so that the limit is felt.

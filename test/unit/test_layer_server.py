@@ -331,7 +331,7 @@ def test_closing_takes_no_more_steps_and_ends_what_runs() -> None:
         device.begin([1])
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_the_interpreter_ends_with_a_server_at_work(steps: int) -> None:
     code = (
         "from world import World; from python_device import DeviceWorld\n"

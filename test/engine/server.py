@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from places import NEEDLE, ROOT
 
 from fluxion_sglang.commands.serving import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-NEEDLE = str(ROOT / "models" / "needle")
 PLUGINS = ROOT / "test" / "plugins"
 """Packages that a server finds if this is on its PYTHONPATH: policies that fail."""
 

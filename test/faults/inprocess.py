@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.wire import Answer, Call, Client, Died, Door, Inbox, Ledger, Pipe, Spoiled, Stuck, trace
-
-ROOT = Path(__file__).resolve().parents[2]
-NEEDLE = str(ROOT / "models" / "needle")
+from places import NEEDLE
 
 CHAT = str(Path(__file__).with_name("chat.jinja"))
 """A chat template for the bundled model, which has none: without one SGLang refuses every chat."""

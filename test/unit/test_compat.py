@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from refusals import NEEDLE, one_sentence
+from places import NEEDLE
+from refusals import one_sentence
 
 from fluxion_sglang.sglang import compat, plugin
 from fluxion_sglang.sglang.compat import CompatError, Need

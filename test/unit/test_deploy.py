@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from places import ROOT
 
 from fluxion_sglang.executor.metrics import RINGS, described
 
-ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus-rules.yml"
 DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
 RUNBOOK = ROOT / "docs" / "operations.md"

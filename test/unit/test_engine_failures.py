@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from native_world import NativeWorld, Plan, layer_begin
+from places import python
 from test_engine import run_full
 
 
@@ -71,71 +67,26 @@ def test_bad_lengths_rows_and_blocks() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
+    """Single arguments that cannot be are test_arguments.py's; these do not go together."""
     world = NativeWorld()
     requests = [world.add(100), world.add(90)]
     world.begin_step(requests)
     plan = world.plan(requests)
-    q, k, v = (
-        world.randn(2, world.q_heads, 32),
-        world.randn(2, world.heads, 32),
-        world.randn(2, world.heads, 32),
-    )
-    good = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "w": world.windows[0],
-        "blk": plan.blk,
-        "budget": plan.budget,
-        "out": q.clone(),
-    }
-    for name, wrong, sentence in [
-        ("q", q[:1], r"q has the shape \[1, 4, 32\] and must have \[2, 4, 32\]"),
-        ("q", q.bfloat16(), "q has the dtype bfloat16 and must have float32"),
-        ("q", q.transpose(0, 1).contiguous().transpose(0, 1), "q must be contiguous in its last 2"),
-        ("v", v[:, :1], "v has the shape"),
-        ("w", world.windows[0][:, :-1], "no multiple of the 6 pages of a row"),
-        ("blk", plan.blk.long(), "blk has the dtype int64"),
-        ("budget", plan.budget[:, :-1].contiguous(), "budget has 3 heads and blk has 2"),
-        ("budget", plan.budget[:1], "budget has the shape"),
-        ("out", q[:, :, :-1], "out has the shape"),
-    ]:
-        args = {**good, name: wrong}
+    q, k, v = (world.randn(2, heads, 32) for heads in (world.q_heads, world.heads, world.heads))
+    window, few = world.windows[0], plan.budget[:, :-1].contiguous()
+    for layer, windows, budget, sentence in (
+        (0, window[:, :-1], plan.budget, "no multiple of the 6 pages of a row"),
+        (0, window, few, "budget has 3 heads and blk has 2"),
+        (1, window, plan.budget, "no layer 1"),
+    ):
         with pytest.raises(ValueError, match=sentence):
-            layer_begin(
-                world.engine,
-                0,
-                args["q"],
-                args["k"],
-                args["v"],
-                args["w"],
-                args["blk"],
-                args["budget"],
-                plan.value,
-                1.0,
-                args["out"],
-            )
-    with pytest.raises(ValueError, match="no layer 1"):
-        layer_begin(world.engine, 1, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
+            layer_begin(world.engine, layer, q, k, v, windows, plan.blk, budget, plan.value, 1.0, q.clone())
     with pytest.raises(RuntimeError, match="without layer_begin"):
         world.engine.layer_finish()
-    for sinks, window, sentence in [
-        (16, 48, "sinks is 16"),
-        (32, 40, "window is 40"),
-        (32, 0, "window is 0"),
-    ]:
+    sizes = {"q_heads": 4, "max_requests": 1, "max_pages": 1, "attend_union": True, "share_prefixes": False}
+    for sinks, window, sentence in ((16, 48, "sinks is 16"), (32, 40, "window is 40"), (32, 0, "window is 0")):
         with pytest.raises(ValueError, match=sentence):
-            type(world.engine)(
-                world.pool.workers,
-                world.pool,
-                q_heads=4,
-                sinks=sinks,
-                window=window,
-                max_requests=1,
-                max_pages=1,
-                attend_union=True,
-                share_prefixes=False,
-            )
+            type(world.engine)(world.pool.workers, world.pool, sinks=sinks, window=window, **sizes)
 
 
 def test_an_abandoned_layer_does_no_harm() -> None:
@@ -245,12 +196,5 @@ print("ok")
 def test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole() -> None:
     """Sizes that were raised before there was room for them would have the next layer write past its arrays."""
     # A fixed threshold: large blocks come from the system and go back to it, so that the limit is felt.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_RUNS_OUT],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", MEMORY_RUNS_OUT, env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"})
     assert done.stdout.strip() == "ok", done.stderr

@@ -10,10 +10,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from places import CSRC, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "fluxion_sglang"
-CSRC = ROOT / "csrc"
 
 RINGS: dict[str, set[str]] = {
     "core": set(),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import python
 from python_device import DeviceWorld, GaveUp
 from world import World, counts
 
@@ -339,7 +337,5 @@ def test_the_interpreter_ends_with_a_server_at_work(steps: int) -> None:
         f"[device.begin([1]) for _ in range({steps})]\n"
         "import time; time.sleep(0.2); print('end')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=900
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "end", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -308,18 +307,6 @@ def test_a_failing_layer_fails_the_pass_and_no_other(passes: Any) -> None:
         with pytest.raises(RuntimeError, match="the plan went wrong"):
             one.device.finish()
         check_that_it_goes_on(one, [1, 2])
-
-
-@pytest.mark.full
-def test_a_device_that_waits_too_long_gives_up(passes: Any) -> None:
-    one = passes(seed=9, layers=3, timeout_s=5)  # long enough for a device on a busy machine, and for sanitizers
-    one.extend({1: 800, 2: 400})
-    one.begin_decode([1, 2], [Broken(lambda: time.sleep(8)), parse_spec("full")])
-    for layer in range(3):
-        one.layer(layer, [1, 2])
-    with pytest.raises(RuntimeError, match="waited too long"):
-        one.device.finish()
-    check_that_it_goes_on(one, [1, 2])
 
 
 @pytest.mark.parametrize("layers", [0, 2])

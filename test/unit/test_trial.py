@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import NEEDLE
 
 from fluxion_sglang import cli
 from fluxion_sglang.commands import needle
@@ -20,7 +21,6 @@ from fluxion_sglang.commands.serving import Piece, RequestRefused, Server, Serve
 from fluxion_sglang.commands.trial import command
 from fluxion_sglang.scoring.forced import NOTES
 
-NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "sketch": 0.01}
 
 

@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from refusals import NEEDLE, one_sentence
+from places import NEEDLE
+from refusals import one_sentence
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import library, maker

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from page_commands import PAGES, ROOT, Command, blocks, commands, lines
+from page_commands import PAGES, Command, blocks, commands, lines
+from places import ROOT
 
 from fluxion_sglang import cli
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import requests
-from server import NEEDLE, PATIENCE_S, START_TIMEOUT_S, await_health
+from places import NEEDLE
+from server import PATIENCE_S, START_TIMEOUT_S, await_health
 
 from fluxion_sglang import cli
 from fluxion_sglang.commands.serving import free_port

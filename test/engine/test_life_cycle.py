@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any
 import cases
 import policy_example
 import pytest
-import requests
 import tiny_model
 import tiny_predictor
 import torch
-from server import PATIENCE_S, Completion, Server
+from server import Completion, Server
 
 from fluxion_sglang.kv.placement import BLOCKS
 from fluxion_sglang.lab.granularity import select_granularity
@@ -66,9 +64,7 @@ class Asker:
 
     def ask(self, ids: list[int], spec: str | None, new: int = NEW, **extra: Any) -> Completion:
         """spec: None: the server's policy."""
-        params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-        params["custom_params"] = {"fluxion_policy": spec}
-        return self.server.generate(ids, new, sampling_params=params, **extra)
+        return self.server.generate(ids, new, spec, **extra)
 
     def alone(self, ids: list[int], spec: str) -> list[int]:
         """The answer of an empty server. Empties it."""
@@ -107,14 +103,7 @@ def asker(logs: Path) -> Iterator[Asker]:
 @policies
 def test_abort(asker: Asker, spec: str) -> None:
     want = asker.alone(PROMPT, spec)
-    before, done = len(asker.server.log()), []
-    rid = f"abort-{spec}"
-    thread = threading.Thread(target=lambda: done.append(asker.ask(PROMPT[:700], spec, 2000, rid=rid)))
-    thread.start()
-    asker.server.wait_for_log("Decode batch", before)
-    requests.post(asker.server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
-    thread.join(timeout=PATIENCE_S)
-    assert done and done[0].finish.get("type") == "abort", done
+    asker.server.aborted(PROMPT[:700], 2000, "Decode batch", f"abort-{spec}", policy=spec)
     assert answers(asker.ask(PROMPT, spec), want, spec)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults.inprocess import PATIENCE_S, ROOT, InProcess
+from faults.inprocess import PATIENCE_S, InProcess
 from faults.wire import Died, Spoiled, Stuck, trace
+from places import ROOT
 
 START_S = 600.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from faults import scenes
 from faults.child import Child
-from faults.inprocess import NEEDLE, InProcess
+from faults.inprocess import InProcess
 from faults.rows import (
     ANSWERED,
     CHAT,
@@ -29,6 +29,7 @@ from faults.rows import (
     raw,
 )
 from faults.wire import Answer, Call
+from places import NEEDLE
 
 
 def assert_row(server: InProcess, calls: Sequence[Call], codes: frozenset[int]) -> None:

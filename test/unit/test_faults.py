@@ -189,7 +189,7 @@ def passes(workers: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_every_allocation_that_can_fail(workers: int) -> None:
     """One pass after another of which the first, the second, ... allocation fails: none ends the process, and the pass
     after it is right."""

@@ -66,11 +66,16 @@ def counts(one: Passes) -> tuple[int, int, int]:
     [
         ("fixed:16:0.1", 60, True),
         ("fixed:16:0.1", 4000, True),
-        ("fixed:128:0.5", 60, False),
-        pytest.param("fixed:16:0.1", 60, False, marks=pytest.mark.full),
-        pytest.param("fixed:64:0.2", 3, True, marks=pytest.mark.full),
-        pytest.param("full", 60, True, marks=pytest.mark.full),
-        pytest.param("streaming", 60, True, marks=pytest.mark.full),
+        *[
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("fixed:16:0.1", 60, False),
+                ("fixed:64:0.2", 3, True),
+                ("fixed:128:0.5", 60, False),
+                ("full", 60, True),
+                ("streaming", 60, True),
+            )
+        ],
     ],
 )
 def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union: bool) -> None:
@@ -214,7 +219,7 @@ def test_after_a_pass_that_failed(passes: Make) -> None:
     assert counts(one)[0] > 0
 
 
-@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.full), 1], ids=["key", "value"])
 def test_a_nan_reaches_exactly_the_heads_that_read_it(passes: Make, part: int) -> None:
     """In a tile that has a copy, as in one that the CPU reads."""
     kw: dict[str, Any] = {"seed": 9, "policy": "fixed:16:0.3", "attend_union": False, "layers": 1}

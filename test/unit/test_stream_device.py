@@ -178,7 +178,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("dtype", "group"),
-    [(torch.float32, 4), (torch.bfloat16, 7), pytest.param(torch.bfloat16, 1, marks=pytest.mark.full)],
+    [
+        (torch.bfloat16, 7),
+        *(pytest.param(*shape, marks=pytest.mark.full) for shape in ((torch.float32, 4), (torch.bfloat16, 1))),
+    ],
 )
 def test_chunks_then_decode(passes: Any, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that end in and on pages, mixed lengths, prefixes of none, one and several stages."""

@@ -235,7 +235,7 @@ def test_a_server_that_just_breaks_ends_the_trial_with_its_log(tmp_path: Path) -
 
 
 def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
-    code, numbers, page = trial(tmp_path, Machine(breaks=30))
+    code, numbers, page = trial(tmp_path, Machine(breaks=20))
     assert code == 130
     assert numbers["decode"]
     assert "Interrupted" in numbers["stopped"]
@@ -245,7 +245,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_signal_that_ends_the_command_leaves_a_report_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):  # what serving.exits_at_signals makes of it
-        trial(tmp_path, Machine(breaks=30, end=SystemExit))
+        trial(tmp_path, Machine(breaks=20, end=SystemExit))
     assert "Interrupted" in json.loads((tmp_path / "numbers.json").read_text())["stopped"]
     assert "Interrupted" in (tmp_path / "report.html").read_text()
 

@@ -13,21 +13,7 @@ import pytest
 from faults import scenes
 from faults.child import Child
 from faults.inprocess import InProcess
-from faults.rows import (
-    ANSWERED,
-    CHAT,
-    FAILED,
-    FINE,
-    IDS,
-    PATIENCE_S,
-    QUICK,
-    REFUSED,
-    ROWS,
-    Row,
-    body,
-    generate,
-    raw,
-)
+from faults.rows import ANSWERED, CHAT, FAILED, FINE, IDS, PATIENCE_S, QUICK, REFUSED, ROWS, Row, body, generate, raw
 from faults.wire import Answer, Call
 from places import NEEDLE
 

@@ -51,10 +51,7 @@ def test_the_installed_sglang_has_every_name() -> None:
     ("need", "words"),
     [
         (Need("sglang.no_such_module", "x"), "sglang.no_such_module does not import"),
-        (
-            Need(compat.RESOLVE_POOL.module, "KVCacheConfigurator.gone"),
-            "KVCacheConfigurator.gone does not exist",
-        ),
+        (Need(compat.RESOLVE_POOL.module, "KVCacheConfigurator.gone"), "KVCacheConfigurator.gone does not exist"),
         (Need(compat.RESOLVE_POOL.module, "Gone.method"), "Gone.method does not exist"),
         (Need(*compat.FUSED_KV_WRITE.path.rsplit(".", 1), ("pool",)), "takes (forward_batch) and not (pool)"),
     ],

@@ -36,11 +36,7 @@ def test_bad_lengths_rows_and_blocks() -> None:
     requests = [world.add(100), world.add(90)]
     table = world.table(requests)
     plan = world.plan(requests)
-    q, k, v = (
-        world.randn(2, world.q_heads, 32),
-        world.randn(2, world.heads, 32),
-        world.randn(2, world.heads, 32),
-    )
+    q, k, v = (world.randn(2, world.q_heads, 32), world.randn(2, world.heads, 32), world.randn(2, world.heads, 32))
     out = torch.empty_like(q)
 
     def layer(rows: list[int], lengths: list[int], plan: Plan) -> None:

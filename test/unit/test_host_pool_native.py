@@ -31,13 +31,7 @@ def make_pool(
     sink_pages: int = 4,
 ) -> NativePool:
     return NativePool(
-        Workers(workers),
-        layers=layers,
-        kv_heads=heads,
-        pages=pages,
-        head_dim=dim,
-        dtype=dtype,
-        sink_pages=sink_pages,
+        Workers(workers), layers=layers, kv_heads=heads, pages=pages, head_dim=dim, dtype=dtype, sink_pages=sink_pages
     )
 
 
@@ -81,13 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.layers, self.heads, self.dim, self.dtype, self.sink_pages = 2, heads, 32, dtype, sink_pages
         self.random = torch.Generator().manual_seed(seed)
         self.pool = make_pool(
-            workers,
-            layers=self.layers,
-            heads=heads,
-            pages=70,
-            dim=self.dim,
-            dtype=dtype,
-            sink_pages=sink_pages,
+            workers, layers=self.layers, heads=heads, pages=70, dim=self.dim, dtype=dtype, sink_pages=sink_pages
         )
         self.free = (torch.randperm(69, generator=self.random) + 1).tolist()
         self.uses: dict[int, int] = {}
@@ -170,9 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
         parent = parents[self.pick(len(parents))]
         full = min(full, parent.length // PAGE)
         child = Path(
-            parent.pages[:full],
-            [k[: full * PAGE] for k in parent.keys],
-            [v[: full * PAGE] for v in parent.values],
+            parent.pages[:full], [k[: full * PAGE] for k in parent.keys], [v[: full * PAGE] for v in parent.values]
         )
         if not self.free:
             return

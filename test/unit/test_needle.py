@@ -18,10 +18,7 @@ from fluxion_sglang.commands.needle import TASKS, Task, needle_prompt, score
 MODEL = Path(NEEDLE)
 
 prompts = st.builds(
-    needle_prompt,
-    length=st.integers(needle.MIN_LENGTH, 6000),
-    seed=st.integers(0, 2**32),
-    task=st.sampled_from(TASKS),
+    needle_prompt, length=st.integers(needle.MIN_LENGTH, 6000), seed=st.integers(0, 2**32), task=st.sampled_from(TASKS)
 )
 
 

@@ -13,7 +13,6 @@ from places import python
 from python_device import DeviceWorld, GaveUp
 from world import World, counts
 
-from fluxion_sglang.device.mailbox import Word
 from fluxion_sglang.policy import LayerPlan, Observed, Policy, parse_spec
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Needs
 
@@ -179,23 +178,6 @@ def test_more_requests_than_there_is_room_for() -> None:
         device.server.begin(rows, rows, torch.zeros(5, 1, dtype=torch.int32), 1.0)
 
 
-def test_steps_may_be_given_ahead() -> None:
-    """The launching thread runs ahead of the device, which runs ahead of the answers."""
-    world = with_requests()
-    with DeviceWorld(world) as device:
-        grown = {1: [5, 6, 7]}
-        for extra in grown[1]:
-            length = 1200 + extra - 4
-            pages = world.page_list(1, length)
-            device.server.begin(torch.tensor([1]), torch.tensor([length]), pages.unsqueeze(0), world.scale)
-        for _ in grown[1]:
-            device.device.step([1], [world.length(1) + 1])
-            for layer in range(world.layers):
-                got, exact = device.layer(layer)
-                torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
-        device.server.finish()
-
-
 class Slow(Policy):
     """Plans when it is told to."""
 
@@ -209,31 +191,6 @@ class Slow(Policy):
         self.asked.set()
         assert self.go.wait(20)
         return self.full.plan(layer, q)
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_a_device_that_waited_too_long_ends_the_step_and_a_reset_heals(last: bool) -> None:
-    world = with_requests()
-    with DeviceWorld(world) as device:
-        device.decode([1])
-        slow = Slow()
-        device.begin([1], [slow])
-        if last:
-            slow.go.set()
-            device.layer(0)
-            slow.go.clear(), slow.asked.clear()
-        device.device.timeout_s = 0.05
-        with pytest.raises(GaveUp):
-            device.layer(int(last))
-        # From now on it says nothing, and takes nothing.
-        published = device.mailbox.load(Word.PUBLISHED)
-        with pytest.raises(GaveUp):
-            device.layer(1)
-        assert device.mailbox.load(Word.PUBLISHED) == published
-        slow.go.set()
-        with pytest.raises(RuntimeError, match="The device waited too long for the CPU's part of a layer"):
-            device.server.finish()
-        heal_and_decode(device)
 
 
 def heal_and_decode(device: DeviceWorld) -> None:

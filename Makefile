@@ -13,9 +13,9 @@ TESTS := test/engine test/soak test/faults test/models test/unit test/gpu test/d
 # the run: with another in its place pytest would wait for tests that nobody has.
 PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # What sanitizers watch: the unit tests of the native library. They reserve terabytes of addresses, which one test forbids.
-SANITIZED := arguments operations canary prefill linear mailbox layer_server helping listed sketch hgca lfps lfps_tables sharing families queue engine resident guard native attend kernels int8 host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device near offload
+SANITIZED := arguments operations canary prefill linear mailbox layer_server helping listed sketch hgca lfps lfps_tables sharing families queue engine engine_failures resident guard native attend kernels int8 host_pool_native progressive executors measure features predictor_network probe device_kernels device_mailbox stream_device near offload
 SANITIZED_TESTS := $(SANITIZED:%=test/unit/test_%.py) --deselect \
-  test/unit/test_engine.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
+  test/unit/test_engine_failures.py::test_memory_that_runs_out_fails_a_layer_and_leaves_the_engine_whole
 # Where the run of a sanitizer is recorded: the results of this machine, if all of those files ran and nothing is said here.
 RECORD ?=
 # Arguments for the program behind a target: make demo ARGS="--help", make test ARGS="-k config".
@@ -38,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make lab       install the policies that Fluxion is compared with (fluxion-lab) beside it"
-	@echo "make test      style, types and the quick tests (12 minutes on 2 cores)"
+	@echo "make test      style, types and the quick tests (6 minutes on 2 cores)"
 	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (two hours)"
 	@echo "make test-sglang VERSION=0.5.24  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
 	@echo "make lint      style and types, C++ included"

@@ -7,7 +7,9 @@ import re
 import tomllib
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "policy.md"
+from places import ROOT
+
+PAGE = ROOT / "docs" / "policy.md"
 EXAMPLES = dict(re.findall(r"<!-- example:(\S+) -->\n```\w+\n(.*?)```", PAGE.read_text(), re.S))
 
 

@@ -32,7 +32,7 @@ def row(sanitizer: str, folder: Path) -> dict[str, Any]:
     suite = ElementTree.parse(folder / "tests.xml").getroot().find("testsuite")
     files: dict[str, Counter[str]] = {}
     for case in suite.iter("testcase") if suite is not None else ():
-        file = case.get("classname", "").removeprefix("test.unit.").partition(".")[0]
+        file = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
         ends = {part.tag for part in case} & {"failure", "error", "skipped"}
         files.setdefault(file, Counter())[next(iter(ends), "passed")] += 1
     if suite is None or not files:

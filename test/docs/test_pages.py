@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from page_commands import PAGES, ROOT, Command, blocks, commands, lines
+from page_commands import PAGES, Command, blocks, commands, lines
+from places import ROOT
 
 from fluxion_sglang import cli
 
@@ -60,9 +61,9 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.fixture(params=PAGES, ids=page_id)
-def page(request: pytest.FixtureRequest) -> Path:
-    return Path(request.param)
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCED.sub("", page.read_text())
 
 
 def test_the_readme_is_short() -> None:
@@ -90,25 +91,27 @@ def test_the_tests_that_the_faults_name_are_there() -> None:
 def anchors(page: Path) -> set[str]:
     """What links to sections may name, as GitHub and the site make it of headings."""
     found: set[str] = set()
-    for heading in _HEADING.findall(_FENCED.sub("", page.read_text())):
+    for heading in _HEADING.findall(prose(page)):
         text = _LINK.sub(lambda match: match[0][1 : match[0].index("]")], heading)
         slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
         found.add(slug if slug not in found else f"{slug}-1")
     return found
 
 
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve() -> None:
     """Local links name files that exist, and sections that these have."""
     wrong = []
-    for link in _LINK.findall(_FENCED.sub("", page.read_text())):
-        if "://" in link or link.startswith("mailto:"):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not target.exists():
-            wrong.append(f"{link}: there is no such file")
-        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
-            wrong.append(f"{link}: {target.name} has no such section; it has {', '.join(sorted(anchors(target)))}")
+    for page in PAGES:
+        for link in _LINK.findall(prose(page)):
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists():
+                wrong.append(f"{page_id(page)}: {link}: there is no such file")
+            elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+                has = ", ".join(sorted(anchors(target)))
+                wrong.append(f"{page_id(page)}: {link}: {target.name} has no such section; it has {has}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -133,36 +136,27 @@ def missing_path(text: str) -> bool:
     return not any((ROOT / base / text).exists() for base in _BASES)
 
 
-def test_file_names_exist(page: Path) -> None:
-    wrong = [text for text in _CODE.findall(_FENCED.sub("", page.read_text())) if missing_path(text)]
-    assert not wrong, f"these look like files of the repository and are none: {', '.join(wrong)}"
+def test_file_names_exist() -> None:
+    wrong = [f"{page_id(page)}: {text}" for page in PAGES for text in _CODE.findall(prose(page)) if missing_path(text)]
+    assert not wrong, "these look like files of the repository and are none:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("text", "missing"),
-    [
-        ("csrc/engine/engine.h", False),
-        ("engine/engine.h", False),
-        ("engine.h", False),
-        ("csrc/runtime/no_such.h", True),
-        ("no_such.py", True),
-        ("docs/no_such", True),
-        ("MODEL/fluxion", False),
-        ("fluxion doctor", False),
-        ("test/unit/test_cli.py::test_x", False),
-    ],
-)
-def test_what_counts_as_a_missing_file(text: str, missing: bool) -> None:
-    assert missing_path(text) is missing
+def test_what_counts_as_a_missing_file() -> None:
+    there = ["csrc/engine/engine.h", "engine/engine.h", "engine.h", "test/unit/test_house.py::test_x"]
+    other = ["MODEL/fluxion", "fluxion doctor"]
+    missing = ["csrc/runtime/no_such.h", "no_such.py", "docs/no_such"]
+    assert [text for text in [*there, *other, *missing] if missing_path(text)] == missing
 
 
-def test_lists_begin_after_an_empty_line(page: Path) -> None:
+def test_lists_begin_after_an_empty_line() -> None:
     """Without one the site shows the items as running text."""
-    wrong, before = [], ""
-    for line in _FENCED.sub("", page.read_text()).splitlines():
-        if re.match(r"([-*]|\d+\.) ", line) and before.strip() and not re.match(r"([-*]|\d+\.) |\s", before):
-            wrong.append(line)
-        before = line
+    wrong = []
+    for page in PAGES:
+        before = ""
+        for line in prose(page).splitlines():
+            if re.match(r"([-*]|\d+\.) ", line) and before.strip() and not re.match(r"([-*]|\d+\.) |\s", before):
+                wrong.append(f"{page_id(page)}: {line}")
+            before = line
     assert not wrong, "put an empty line before:\n" + "\n".join(wrong)
 
 
@@ -226,38 +220,40 @@ def test_every_command_is_known() -> None:
     )
 
 
-@pytest.mark.parametrize("pattern", RUN_ELSEWHERE)
-def test_the_tests_that_run_commands_exist(pattern: str) -> None:
-    file, _, name = RUN_ELSEWHERE[pattern].partition("::")
-    path = ROOT / file
-    assert path.is_file(), f"{file}, which is to run {pattern!r}, does not exist"
-    assert not name or re.search(rf"^(def|class) {name}\b", path.read_text(), re.M), f"{file} has no {name}"
-    used = [command for command in all_commands() if re.match(pattern, str(command))]
-    assert used, f"no page has a command like {pattern!r} any more; take it out of RUN_ELSEWHERE"
+def test_the_tests_that_run_commands_exist() -> None:
+    wrong = []
+    for pattern, test in RUN_ELSEWHERE.items():
+        file, _, name = test.partition("::")
+        path = ROOT / file
+        if not path.is_file() or (name and not re.search(rf"^(def|class) {name}\b", path.read_text(), re.M)):
+            wrong.append(f"{test}, which is to run {pattern!r}, does not exist")
+        if not any(re.match(pattern, str(command)) for command in all_commands()):
+            wrong.append(f"no page has a command like {pattern!r}; take it out of RUN_ELSEWHERE")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("command", dict.fromkeys(of("make")), ids=str)
-def test_make_targets(command: Command) -> None:
-    run = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+def test_make_targets() -> None:
+    for command in set(of("make")):
+        run = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, f"{command.page}: {command}: {run.stderr}"
 
 
-@pytest.mark.parametrize("command", dict.fromkeys(of("fluxion")), ids=str)
-def test_fluxion_commands_parse(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fluxion_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
     """Subcommand, options and values are legal; words in capitals stand for the reader's own."""
-    try:
-        arguments = cli._parser().parse_args(command.words[1:])
-    except SystemExit as end:
-        assert end.code == 0, capsys.readouterr().err
-    else:
-        assert callable(arguments.run)
+    for command in of("fluxion"):
+        try:
+            arguments = cli._parser().parse_args(command.words[1:])
+        except SystemExit as end:
+            assert end.code == 0, f"{command.page}: {command}: {capsys.readouterr().err}"
+        else:
+            assert callable(arguments.run), f"{command.page}: {command}"
 
 
 def test_fluxion_options_in_running_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """`fluxion train --spread` in a sentence: the option is one of the subcommand's."""
     found = set()
     for page in PAGES:
-        for code in _CODE.findall(_FENCED.sub("", page.read_text())):
+        for code in _CODE.findall(prose(page)):
             if match := re.match(r"fluxion (bench quality|\w+) ", code):
                 found |= {(page_id(page), match[1], option) for option in re.findall(r"(?<= )--[\w-]+", code)}
     assert found
@@ -268,13 +264,13 @@ def test_fluxion_options_in_running_text_exist(capsys: pytest.CaptureFixture[str
         assert re.search(rf"{option}\b", capsys.readouterr().out), f"{name}: fluxion {command} has no {option}"
 
 
-@pytest.mark.parametrize("words", [["options"], ["--help"], ["--version"], ["bench", "--help"]], ids=" ".join)
-def test_cheap_fluxion_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = cli.main(words)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    assert code == 0 and capsys.readouterr().out.strip()
+def test_cheap_fluxion_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["options"], ["--help"], ["--version"], ["bench", "--help"]):
+        try:
+            code = cli.main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        assert code == 0 and capsys.readouterr().out.strip(), words
 
 
 @pytest.mark.full

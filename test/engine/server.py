@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from places import NEEDLE, ROOT
 
 from fluxion_sglang.commands.serving import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-NEEDLE = str(ROOT / "models" / "needle")
 PLUGINS = ROOT / "test" / "plugins"
 """Packages that a server finds if this is on its PYTHONPATH: policies that fail."""
 
@@ -147,20 +146,32 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def generate(self, ids: list[int], new: int, **extra: Any) -> Completion:
-        """Greedy continuation of a prompt of token ids, exactly `new` tokens long."""
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
-            "return_logprob": True,
-            **extra,
-        }
+    def generate(self, ids: list[int], new: int, policy: str | None = None, **extra: Any) -> Completion:
+        """Greedy continuation of a prompt of token ids, exactly `new` tokens long; without `policy` the server's."""
+        params: dict[str, Any] = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        if policy is not None:
+            params["custom_params"] = {"fluxion_policy": policy}
+        body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, **extra}
         return Completion.of(requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S).json())
 
     def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
         """The same, concurrently."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda p: self.generate(*p), prompts))
+
+    def aborted(self, ids: list[int], new: int, when: str, rid: str, **extra: Any) -> Completion:
+        """The answer to a request that is aborted when the log says `when`, a pattern."""
+        before = len(self.log())
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self.generate, ids, new, rid=rid, **extra)
+            self.wait_for_log(when, before)
+            self.abort(rid)
+            got = asked.result(PATIENCE_S)
+        assert got.finish.get("type") == "abort", got
+        return got
+
+    def abort(self, rid: str) -> None:
+        requests.post(self.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
 
     def flush(self) -> None:
         for _ in range(100):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from server import NEEDLE
+from places import NEEDLE
 
 from fluxion_sglang.commands.needle import needle_prompt, to_text
 

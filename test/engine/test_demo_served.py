@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from server import PATIENCE_S, ROOT
+from places import ROOT
+from server import PATIENCE_S
 
 pytestmark = pytest.mark.full
 

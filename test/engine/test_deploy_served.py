@@ -20,7 +20,8 @@ import pytest
 import requests
 import tiny_model
 import yaml
-from server import PATIENCE_S, ROOT, Server, free_port
+from places import ROOT
+from server import PATIENCE_S, Server, free_port
 
 pytestmark = pytest.mark.full
 

@@ -8,17 +8,16 @@ server's policy reads everything, so tokens are those of plain SGLang all the sa
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
-import requests
 from policy_example import search_path
-from server import PATIENCE_S, PLUGINS, Completion, Server
-from test_exact import assert_same, check_group
+from server import PLUGINS, Completion, Server
+from test_exact import PASSES, assert_same, check_group
 
 ALL = cases.all_cases()
 CHUNK, POOL = 256, 6400
@@ -103,23 +102,9 @@ def test_eviction_and_retraction(server: Server, reference: dict[str, Completion
 def test_abort(server: Server, reference: dict[str, Completion], when: str) -> None:
     server.flush()
     ids = cases.prompt(6000, 77) if when == "prefill" else ALL["length-2000"][0]
-    done: list[Completion] = []
-    rid, before = f"abort-{when}", len(server.log())
-    thread = threading.Thread(
-        target=lambda: done.append(server.generate(ids, 20 if when == "prefill" else 3000, rid=rid))
-    )
-    thread.start()
-    server.wait_for_log(r"Prefill batch.*#pending-token: [1-9]" if when == "prefill" else "Decode batch", before)
-    requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
-    thread.join(timeout=PATIENCE_S)
-    assert done and done[0].finish.get("type") == "abort", done
-    assert bool(done[0].tokens) == (when == "decode")
+    got = server.aborted(ids, 3000 if when == "decode" else 20, PASSES[when], f"abort-{when}")
+    assert bool(got.tokens) == (when == "decode")
     assert_same(server.generate(*ALL["length-300"]), reference["length-300"])
-
-
-def ask(server: Server, ids: list[int], new: int, policy: str) -> Completion:
-    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": {"fluxion_policy": policy}}
-    return server.generate(ids, new, sampling_params=params)
 
 
 @pytest.mark.full
@@ -129,14 +114,8 @@ def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, 
     ids, new = ALL["length-2000"]
     before = server.metrics()
     specs = ["fixed:16:0.05", "full", "anchor", "psa", "streaming", "fixed:16:1.0"]
-    got: dict[str, Completion] = {}
-    threads = [
-        threading.Thread(target=lambda spec=spec: got.update({spec: ask(server, ids, new, spec)})) for spec in specs
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=PATIENCE_S)
+    with ThreadPoolExecutor(len(specs)) as pool:
+        got = dict(zip(specs, pool.map(lambda spec: server.generate(ids, new, spec), specs), strict=True))
     assert all(len(got[spec].tokens) == new for spec in specs), got
     for spec in ("full", "fixed:16:1.0"):
         assert_same(got[spec], reference["length-2000"])
@@ -147,7 +126,7 @@ def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, 
 
 def test_a_cpu_that_keeps_the_device_waiting(server: Server, reference: dict[str, Completion]) -> None:
     ids, new = ALL["length-300"][0] * 2, 8
-    late = ask(server, ids, new, f"sleeper:{TIMEOUT_S + 4}")
+    late = server.generate(ids, new, f"sleeper:{TIMEOUT_S + 4}")
     assert "waited too long" in str(late.finish), late.finish
     for _ in range(2):
         assert_same(server.generate(*ALL["length-2000"]), reference["length-2000"])

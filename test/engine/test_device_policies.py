@@ -35,8 +35,7 @@ specs = pytest.mark.parametrize("spec", [None, *examples()])
 
 
 def ask(server: Server, ids: list[int], spec: str | None, new: int = NEW) -> Completion:
-    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    return server.generate(ids, new, sampling_params={**params, "custom_params": {"fluxion_policy": spec}})
+    return server.generate(ids, new, spec)
 
 
 @dataclass

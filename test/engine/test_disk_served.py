@@ -27,8 +27,7 @@ def start(folder: Path, log: Path, *flags: str, **options: Any) -> Server:
 
 
 def ask(server: Server, ids: list[int], policy: str = "full", **extra: Any) -> Completion:
-    params = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": {"fluxion_policy": policy}}
-    return server.generate(ids, NEW, sampling_params=params, **extra)
+    return server.generate(ids, NEW, policy, **extra)
 
 
 def counted(server: Server, name: str) -> float:

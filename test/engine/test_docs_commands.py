@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import requests
 from page_commands import Block, blocks, lines
-from server import NEEDLE, PATIENCE_S, Server
+from places import NEEDLE
+from server import PATIENCE_S, Server
 
 from fluxion_sglang.commands.needle import needle_prompt
 

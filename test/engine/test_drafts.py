@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cases
 import pytest
-import requests
 import torch
-from server import NEEDLE, PATIENCE_S, Completion, Server
+from places import NEEDLE
+from server import Completion, Server
 from test_exact import ALL, Reference, assert_same, check_group
 
 from fluxion_sglang.kv.host_pool import KVShape
@@ -70,11 +69,7 @@ class TestDrafts:
 
     def test_any_policy_gives_the_exact_tokens(self, server: Server, reference: Reference) -> None:
         ids, new = ALL["length-2000"]
-        params = {
-            "temperature": 0, "max_new_tokens": new, "ignore_eos": True,
-            "custom_params": {"fluxion_policy": "streaming"},
-        }  # fmt: skip
-        assert_same(server.generate(ids, new, sampling_params=params), reference["length-2000"])
+        assert_same(server.generate(ids, new, "streaming"), reference["length-2000"])
 
     def test_sampling(self, server: Server) -> None:
         """top_k of one is greedy whatever the temperature; without it, such a temperature says anything."""
@@ -87,12 +82,7 @@ class TestDrafts:
         assert len(free.tokens) == new and free.tokens != greedy.tokens
 
     def test_abort(self, server: Server, reference: Reference) -> None:
-        ids, before = ALL["length-2000"][0], len(server.log())
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.generate, ids, 8000, rid="abort-ngram")
-            server.wait_for_log("Decode batch", before)
-            requests.post(server.url + "/abort_request", json={"rid": "abort-ngram"}, timeout=PATIENCE_S)
-            assert asked.result().finish.get("type") == "abort"
+        server.aborted(ALL["length-2000"][0], 8000, "Decode batch", "abort-ngram")
         ids, new = ALL["length-300"]
         assert_same(server.generate(ids, new), reference["length-300"])
 

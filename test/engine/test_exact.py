@@ -6,18 +6,19 @@ SGLang's strict idle leak check stays on in every server; `assert_clean` fails o
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import cases
 import pytest
-import requests
+from places import NEEDLE
 from policy_example import search_path
-from server import NEEDLE, PATIENCE_S, PLUGINS, Completion, Server
+from server import PLUGINS, Completion, Server
 
 Reference = dict[str, Completion]
 ALL = cases.all_cases()
+PASSES = {"prefill": r"Prefill batch.*#pending-token: [1-9]", "decode": "Decode batch"}
+"""What a log says in the middle of a prompt, and of an answer."""
 
 
 def assert_same(got: Completion, want: Completion) -> None:
@@ -121,17 +122,8 @@ class TestTheFlagAlone:
     def test_abort(self, server: Server, reference: Reference, when: str) -> None:
         server.flush()
         ids = cases.prompt(30000, 77) if when == "prefill" else ALL["length-2000"][0]
-        done: list[Completion] = []
-        rid, before = f"abort-{when}", len(server.log())
-        thread = threading.Thread(
-            target=lambda: done.append(server.generate(ids, 20 if when == "prefill" else 8000, rid=rid))
-        )
-        thread.start()
-        server.wait_for_log(r"Prefill batch.*#pending-token: [1-9]" if when == "prefill" else "Decode batch", before)
-        requests.post(server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
-        thread.join(timeout=PATIENCE_S)
-        assert done and done[0].finish.get("type") == "abort", done
-        assert bool(done[0].tokens) == (when == "decode")
+        got = server.aborted(ids, 8000 if when == "decode" else 20, PASSES[when], f"abort-{when}")
+        assert bool(got.tokens) == (when == "decode")
         ids, new = ALL["length-300"]
         assert_same(server.generate(ids, new), reference["length-300"])
 

@@ -1,5 +1,5 @@
-"""What a server meets on its first day: a proxy in the environment, `sglang serve`, a key, the profiler, a request that
-fills the context; and a start that the scheduler's process refuses."""
+"""What a server meets on its first day: a proxy in the environment, `sglang serve`, a key, the profiler; and
+a start that the scheduler's process refuses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 import requests
-from server import NEEDLE, PATIENCE_S, START_TIMEOUT_S, await_health
+from places import NEEDLE
+from server import PATIENCE_S, START_TIMEOUT_S, await_health
 
 from fluxion_sglang import cli
 from fluxion_sglang.commands.serving import free_port
 
+pytestmark = pytest.mark.full
+
 KEY = "the key"
 SERVE = [sys.executable, "-W", "ignore", "-c", "from sglang.cli.main import main; main()", "serve", NEEDLE]
 SMALL = ["--device", "cpu", "--max-running-requests", "4", "--mem-fraction-static", "0.4", "--enable-fluxion"]
-CONTEXT = 512
 BROKEN = "http://127.0.0.1:1"
 """A proxy that does not answer."""
 
@@ -33,7 +35,7 @@ def url(logs: Path) -> Iterator[str]:
     """A server that warms itself up, as it does unless told otherwise."""
     url, log = f"http://127.0.0.1:{(port := free_port())}", logs / "first_day.log"
     command = [*SERVE, *SMALL, "--port", str(port), "--api-key", KEY, "--enable-metrics"]
-    command += ["--context-length", str(CONTEXT), "--fluxion-config", '{"host_tokens": 8192}']
+    command += ["--context-length", "512", "--fluxion-config", '{"host_tokens": 8192}']
     changes = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "ALL_PROXY"), BROKEN)
     changes["SGLANG_TORCH_PROFILER_DIR"] = str(logs / "profiles")
     with log.open("w") as out:
@@ -69,13 +71,6 @@ def post(url: str, body: dict[str, Any] | None = None) -> requests.Response:
     reply = requests.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     return reply
-
-
-@pytest.mark.parametrize("short", [0, 1])
-def test_an_answer_fills_the_context(url: str, short: int) -> None:
-    params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": [300] * (CONTEXT - 16 - short), "sampling_params": params}
-    assert len(post(url + "/generate", body).json()["output_ids"]) == 16
 
 
 def test_the_profiler(url: str, logs: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-import gpu_day.__main__ as day  # noqa: E402
+import gpu_day.__main__ as day
 
 pytestmark = pytest.mark.full
 

@@ -7,18 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server import Completion, Server
+from server import Server
 
 from fluxion_sglang.commands.needle import needle_prompt, score
 
 pytestmark = pytest.mark.full
-
-
-def ask(server: Server, ids: list[int], new: int, spec: str | None) -> Completion:
-    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    if spec is not None:
-        params["custom_params"] = {"fluxion_policy": spec}
-    return server.generate(ids, new, sampling_params=params)
 
 
 class TestDefault:
@@ -55,7 +48,7 @@ class TestDefault:
         def right_under(case: tuple[int, str | None]) -> bool:
             number, spec = case
             question = document.questions[number % 6]
-            got = ask(server, document.token_ids(number % 6), len(question.answer_ids), spec)
+            got = server.generate(document.token_ids(number % 6), len(question.answer_ids), spec)
             assert len(got.tokens) == len(question.answer_ids)
             return score(question.answer_ids, got.tokens)
 
@@ -76,7 +69,7 @@ class TestDefault:
         assert len(server.generate(turn, len(question.answer_ids)).tokens) == len(question.answer_ids)
 
     def test_a_tau_that_was_not_trained_is_refused(self, server: Server) -> None:
-        got = ask(server, [1, *range(420, 480)], 4, "fluxion:0.07")
+        got = server.generate([1, *range(420, 480)], 4, "fluxion:0.07")
         assert "has no tau 0.07, only 0.05, 0.10, 0.20; choose one" in str(got.raw)
 
 

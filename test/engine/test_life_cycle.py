@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any
 import cases
 import policy_example
 import pytest
-import requests
 import tiny_model
 import tiny_predictor
 import torch
-from server import PATIENCE_S, Completion, Server
+from server import Completion, Server
 
 from fluxion_lab.granularity import select_granularity
 from fluxion_sglang.kv.placement import BLOCKS
@@ -33,15 +31,15 @@ from fluxion_sglang.policy import examples
 NEW = 24
 POOL = 3200
 """Tokens of the host pool: three of the prompts with their answers."""
+CONTEXT = 3072
 PROMPT = cases.filler(900, 71)
 RELATIVE = PROMPT[:640] + cases.filler(200, 72)
 TURN = cases.filler(150, 73)
 OTHERS = [cases.filler(700, 80 + i) for i in range(4)]
 FOREIGN = "taper:0.3:0.05:8"
-MECHANISMS = ("fluxion", "hgca", "psa", "lfps", "sketch", FOREIGN)
-"""One policy of every way that the engine decides and remembers: by features, by what it saw while it was resident, by
-reading on, by tables of a prefill, by sketches of keys, and by another package's code. The others share their code
-paths with these."""
+MECHANISMS = ("fluxion", "lfps", "sketch", FOREIGN)
+"""The quick tests' policies: one decides by features, one by tables of a prefill, one by sketches of keys, and one is
+another package's code."""
 policies = pytest.mark.parametrize(
     "spec",
     [spec if spec in MECHANISMS else pytest.param(spec, marks=pytest.mark.full) for spec in [*examples(), FOREIGN]],
@@ -65,9 +63,7 @@ class Asker:
 
     def ask(self, ids: list[int], spec: str | None, new: int = NEW, **extra: Any) -> Completion:
         """spec: None: the server's policy."""
-        params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-        params["custom_params"] = {"fluxion_policy": spec}
-        return self.server.generate(ids, new, sampling_params=params, **extra)
+        return self.server.generate(ids, new, spec, **extra)
 
     def alone(self, ids: list[int], spec: str) -> list[int]:
         """The answer of an empty server. Empties it."""
@@ -92,7 +88,7 @@ def asker(logs: Path) -> Iterator[Asker]:
     }
     foreign = policy_example.install(logs / "taper")
     with Server(
-        "--chunked-prefill-size", "256", model=model, fluxion=json.dumps(options),
+        "--chunked-prefill-size", "256", "--context-length", str(CONTEXT), model=model, fluxion=json.dumps(options),
         env={"SGLANG_TEST_RETRACT": "1", "PYTHONPATH": policy_example.search_path(foreign)},
         log=logs / "life-cycle.log",
     ) as server:  # fmt: skip
@@ -105,14 +101,7 @@ def asker(logs: Path) -> Iterator[Asker]:
 @policies
 def test_abort(asker: Asker, spec: str) -> None:
     want = asker.alone(PROMPT, spec)
-    before, done = len(asker.server.log()), []
-    rid = f"abort-{spec}"
-    thread = threading.Thread(target=lambda: done.append(asker.ask(PROMPT[:700], spec, 2000, rid=rid)))
-    thread.start()
-    asker.server.wait_for_log("Decode batch", before)
-    requests.post(asker.server.url + "/abort_request", json={"rid": rid}, timeout=PATIENCE_S).raise_for_status()
-    thread.join(timeout=PATIENCE_S)
-    assert done and done[0].finish.get("type") == "abort", done
+    asker.server.aborted(PROMPT[:700], 2000, "Decode batch", f"abort-{spec}", policy=spec)
     assert answers(asker.ask(PROMPT, spec), want, spec)
 
 
@@ -156,6 +145,12 @@ def test_flush(asker: Asker, spec: str) -> None:
     asker.server.flush()
     again = asker.ask(PROMPT, spec)
     assert again.cached == 0 and answers(again, want, spec)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_an_answer_fills_the_context(asker: Asker, short: int) -> None:
+    ids = cases.filler(CONTEXT - NEW - short, 74)
+    assert len(asker.alone(ids, "full")) == NEW
 
 
 def test_the_servers_policy(asker: Asker) -> None:

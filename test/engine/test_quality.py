@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import ROOT
 from server import PATIENCE_S
 
 from fluxion_quality import session
@@ -65,7 +66,6 @@ if __name__ == "__main__":
     main()
 """
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"
 TASKS = ("niah_single_2", "niah_multikey_1")
 

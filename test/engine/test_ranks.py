@@ -13,9 +13,10 @@ from pathlib import Path
 import cases
 import pytest
 import requests
+from places import NEEDLE
 from policy_example import search_path
 from safetensors.torch import load_file, save_file
-from server import LEAK_WORDS, NEEDLE, PLUGINS, Completion, Server, free_port
+from server import LEAK_WORDS, PLUGINS, Completion, Server, free_port
 from test_exact import ALL, Reference, assert_same, check_group
 
 pytestmark = pytest.mark.full
@@ -71,16 +72,11 @@ def serving(way: str, model: str, logs: Path, fluxion: str, **env: str) -> Itera
             assert not any(LEAK_WORDS.search(node.log()) for node in nodes)
 
 
-def ask(server: Server, ids: list[int], new: int, policy: str) -> Completion:
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new, "custom_params": {"fluxion_policy": policy}}
-    return server.generate(ids, new, sampling_params=params)
-
-
 @pytest.fixture(scope="module")
 def learned(model: str, logs: Path) -> Completion:
     """What one process answers under the bundled predictor."""
     with Server("--chunked-prefill-size", "1024", model=model, log=logs / "one-process.log") as server:
-        return ask(server, *LEARNED, "fluxion")
+        return server.generate(*LEARNED, "fluxion")
 
 
 @pytest.mark.parametrize("way", WAYS, scope="class")
@@ -94,12 +90,12 @@ class TestRanks:
 
     @pytest.mark.parametrize("length", [50, 300, 2000, 5000])
     def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
-        assert_same(ask(server, *ALL[f"length-{length}"], "full"), reference[f"length-{length}"])
+        assert_same(server.generate(*ALL[f"length-{length}"], "full"), reference[f"length-{length}"])
 
     def test_requests_together(self, server: Server, reference: Reference) -> None:
         names = [name for name in ALL if name.startswith("family-")]
         with ThreadPoolExecutor(len(names)) as pool:
-            found = list(pool.map(lambda name: ask(server, *ALL[name], "full"), names))
+            found = list(pool.map(lambda name: server.generate(*ALL[name], "full"), names))
         for name, got in zip(names, found, strict=True):
             assert_same(got, reference[name])
 
@@ -108,21 +104,21 @@ class TestRanks:
         server.flush()
         names = ["length-5000", "length-50", "length-300", "length-2000"]
         with ThreadPoolExecutor(len(names)) as pool:
-            found = list(pool.map(lambda name: ask(server, *ALL[name], "full"), names))
+            found = list(pool.map(lambda name: server.generate(*ALL[name], "full"), names))
         for name, got in zip(names, found, strict=True):
             assert_same(got, reference[name])
 
     def test_the_predictor_decides(self, server: Server, way: str, learned: Completion) -> None:
         assert "Fluxion: policy fluxion, tau" in server.log()
         before = server.metrics()
-        got = ask(server, *LEARNED, "fluxion")
+        got = server.generate(*LEARNED, "fluxion")
         after = server.metrics()
         names = ("fluxion_read_tokens_total", "fluxion_middle_tokens_total")
         read, middle = (after[name] - before[name] for name in names)
         assert 0 < read / middle < 0.4
         if "--tp" not in WAYS[way]:  # a rank with some of the heads knows the greatest output of these alone
             assert_same(got, learned)
-            assert got.logprobs != ask(server, *LEARNED, "full").logprobs
+            assert got.logprobs != server.generate(*LEARNED, "full").logprobs
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -168,10 +168,7 @@ def lose_one(deployment: Deployment, documents: list[NeedlePrompt]) -> None:
 def test_servers_share_files(documents: list[NeedlePrompt], logs: Path, tmp_path: Path) -> None:
     """Each reads what the other has computed."""
     config = json.dumps({"disk": str(tmp_path), "host_tokens": 30000, "workers": 1})
-    with (
-        Server(fluxion=config, log=logs / "1.log") as first,
-        Server(fluxion=config, log=logs / "2.log") as second,
-    ):
+    with Server(fluxion=config, log=logs / "1.log") as first, Server(fluxion=config, log=logs / "2.log") as second:
         for writer, reader, document in ((first, second, documents[0]), (second, first, documents[1])):
             new = len(document.questions[1].answer_ids)
             assert writer.generate(document.token_ids(0), 1).cached < TOKENS / 2

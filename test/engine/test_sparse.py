@@ -97,15 +97,10 @@ class TestSketch(TestFixed):
 
     def test_requests_have_shares_of_their_own(self, server: Server) -> None:
         """In one batch, with exact ones between them; a small share answers as full attention does."""
-
-        def named(spec: str | None) -> dict[str, object]:
-            params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-            return {**params, "custom_params": {"fluxion_policy": spec}}
-
         ids = needle_prompt(4096, 1, seed=6).token_ids(0)
         specs = ["sketch:0.000001", "full", "sketch:0.5", None]
         with ThreadPoolExecutor(len(specs)) as pool:
-            got = list(pool.map(lambda spec: server.generate(ids, 12, sampling_params=named(spec)), specs))
+            got = list(pool.map(lambda spec: server.generate(ids, 12, spec), specs))
         assert got[0].tokens == got[1].tokens
 
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from server import NEEDLE, PATIENCE_S
+from places import NEEDLE
+from server import PATIENCE_S
 
 from fluxion_sglang.commands.needle import needle_prompt
 

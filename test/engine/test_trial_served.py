@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from server import NEEDLE
+from places import NEEDLE
 
 from fluxion_sglang import cli
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from faults.inprocess import Call
+from faults.wire import Call
 
 SESSION = "@session"
 """Stands for the name of an open session."""

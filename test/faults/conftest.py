@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.inprocess import Child
+from faults.child import Child
 
 Serve = Callable[..., Child]
 

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from faults import bodies, scenes
-from faults.inprocess import Call, Child, InProcess, resident_gib
+from faults.child import Child, resident_gib
+from faults.inprocess import InProcess
+from faults.wire import Call
 
 SERVERS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "plain": (["--context-length", "512"], {}),

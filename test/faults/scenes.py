@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from faults.inprocess import Answer, Call, InProcess, Spoiled
+from faults.inprocess import InProcess
+from faults.wire import Answer, Call, Spoiled
 
 LENGTH = 40
 """Tokens of a neighbour's prompt, and of its answer."""

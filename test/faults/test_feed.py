@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from effort import examples
 from faults import bodies, feed, scenes
-from faults.inprocess import Call, InProcess
+from faults.inprocess import InProcess
+from faults.wire import Call
 
 pytestmark = pytest.mark.full
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from effort import examples
 from faults import scenes
+from faults.child import Child
 from faults.conftest import Serve
 from faults.injection import GUILTY, SITES, Fault, injected
-from faults.inprocess import Call, Child, InProcess, Spoiled
+from faults.inprocess import InProcess
+from faults.wire import Call, Spoiled
 
 NEW = 12
 OFTEN = 10**6
@@ -128,8 +130,7 @@ def sites(*names: str) -> list[Any]:
 
 QUICK = {
     ("prepare_for_extend", "together"), ("forward_batch_generation", "beside"), ("sample", "streaming"),
-    ("update_finish_state", "beside"), ("accept", "beside"), ("to_payload", "together"),
-    ("release_kv_cache", "session"), ("on_idle", "beside"),
+    ("accept", "beside"), ("release_kv_cache", "session"), ("on_idle", "beside"),
 }  # fmt: skip
 
 

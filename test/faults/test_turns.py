@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from faults import scenes
+from faults.child import Child
 from faults.conftest import Serve
-from faults.inprocess import Answer, Call, Child, InProcess
+from faults.inprocess import InProcess
+from faults.wire import Answer, Call
 
 from fluxion_sglang.sglang.pacing import pacer as pacer_module
 
@@ -159,6 +161,7 @@ def a_crowd_beside_a_long_one(server: InProcess) -> None:
 def answers_that_take_the_room(server: InProcess) -> None:
     """The answers of others get longer than SGLang reserved for them while a long prompt is computed."""
     tracker = server.scheduler.new_token_ratio_tracker
+    before = tracker.init, tracker.min, tracker.current
     tracker.init = tracker.min = tracker.current = 0.01
     bodies = [prompt(140 + i, 455, 300) for i in range(6)] + [prompt(148, 9000, 8)]
     for body in bodies:
@@ -167,6 +170,7 @@ def answers_that_take_the_room(server: InProcess) -> None:
     server.flush()
     with watched(server, 256) as passes:
         answers = server.together([Call(body, at=20 * (i == 6)) for i, body in enumerate(bodies)], patience=500)
+    tracker.init, tracker.min, tracker.current = before
     server.idle_check()
     server.flush()
     assert [answer.code for answer in answers] == [200] * 7, [answer.message for answer in answers]
@@ -245,6 +249,9 @@ class Cases:
 class TestOverlapped(Cases):
     """SGLang's default: the result of a pass is looked at when the next one has begun."""
 
+    def test_answers_take_the_room_of_a_long_prompt(self, server: Child) -> None:
+        server.run(answers_that_take_the_room, patience=600)
+
     @pytest.mark.full
     def test_a_prompt_that_needs_room_gets_it(self, server: Child) -> None:
         server.run(no_room, patience=600)
@@ -259,34 +266,20 @@ class TestSerial(Cases):
     FLAGS = ("--disable-overlap-schedule",)
 
 
-class TestManySlots:
-    FLAGS = ("--max-running-requests", "32")
+@pytest.mark.full
+class TestOtherFlags:
+    """A server for each."""
 
     def test_others_leave_room_for_the_rest_of_a_long_prompt(self, serve: Serve) -> None:
-        serve(*self.FLAGS, config=CONFIG).run(a_crowd_beside_a_long_one, patience=600)
-
-    def test_answers_take_the_room_of_a_long_prompt(self, serve: Serve) -> None:
-        serve(*self.FLAGS, config=CONFIG).run(answers_that_take_the_room, patience=600)
-
-
-class TestFewSlots:
-    FLAGS = ("--max-running-requests", "4")
+        serve("--max-running-requests", "32", config=CONFIG).run(a_crowd_beside_a_long_one, patience=600)
 
     def test_the_oldest_prompt_keeps_its_place(self, serve: Serve) -> None:
-        serve(*self.FLAGS, config=CONFIG).run(few_slots, patience=300)
+        serve("--max-running-requests", "4", config=CONFIG).run(few_slots, patience=300)
 
+    def test_priorities_are_honoured(self, serve: Serve) -> None:
+        serve("--enable-priority-scheduling", config=CONFIG).run(those_in_one_order, patience=300)
 
-class TestPriorities:
-    FLAGS = ("--enable-priority-scheduling",)
-
-    def test_are_honoured(self, serve: Serve) -> None:
-        serve(*self.FLAGS, config=CONFIG).run(those_in_one_order, patience=300)
-
-
-@pytest.mark.full
-class TestDrafts:
-    """SGLang does not mix drafts into prefills: a step follows each pass."""
-
-    def test_nobody_gets_other_tokens(self, serve: Serve) -> None:
+    def test_drafts_change_no_tokens(self, serve: Serve) -> None:
+        """SGLang does not mix drafts into prefills: a step follows each pass."""
         flags = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
         serve(*flags, config=CONFIG).run(all_lengths, patience=300)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import ROOT
 from soak.watch import grown, slope
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = np.arange(0, 600, 25.0)
 
 

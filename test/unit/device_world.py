@@ -82,11 +82,7 @@ class Mail:
         weakref.finalize(self, library.host_unregister, self.arena)
         place = shape.placement
         self.port: Port = library.port_create(
-            self.arena,
-            **self._sizes,
-            sinks=place.sinks,
-            window=place.window,
-            timeout_s=timeout_s,
+            self.arena, **self._sizes, sinks=place.sinks, window=place.window, timeout_s=timeout_s
         )
         library.port_reset(self.port, 0)
         pages = (shape.max_requests + 1) * place.slot_pages

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
-
 
 def one_sentence(message: str) -> None:
     """What is wrong, why, and what to do instead, on one line."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import runpy
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
-audit = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "audit.py"))
+audit = runpy.run_path(str(ROOT / "tools" / "audit.py"))
 
 CLEAN = {"name": "torch", "version": "2.14.1", "vulns": []}
 KNOWN = {"name": "sglang", "version": "0.5.23", "vulns": [{"id": "PYSEC-1"}, {"id": "PYSEC-2"}]}

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import CSRC
 
 from fluxion_lab import native as lab
 from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers, loading
 from fluxion_sglang.predictor.features import COUNT, PARTS
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 LAYERS, HEADS, HQ, DIM, PAGES = 2, 2, 4, 32, 40
 SINKS, WINDOW, ROWS = 64, 64, 3
 SLOT_PAGES = (SINKS + WINDOW + 16) // 16

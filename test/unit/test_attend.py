@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import reference
 import torch
+from effort import case
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import (
@@ -126,72 +128,70 @@ def test_capped_logits_of_what_is_no_number(isa: str, dtype: torch.dtype) -> Non
 
 @isas
 @dtypes
-@pytest.mark.parametrize("D", range(32, 257, 16))
-def test_attend_has_every_shape(isa: str, dtype: torch.dtype, D: int) -> None:
-    torch.manual_seed(D)
-    tiles = random_tiles(5, D, dtype)
-    pages = torch.tensor([4, 1, 2], dtype=torch.int32)
-    for G in range(1, 17):
-        q = torch.randn(G, D).to(dtype)
-        o, lse = attend(isa, q, 0.1, tiles, pages)
-        want_o, want_lse = reference.attend(q, 0.1, tiles, pages)
-        assert error(o, want_o) < 1e-5
-        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+def test_attend_has_every_shape(isa: str, dtype: torch.dtype) -> None:
+    for D in range(32, 257, 16):
+        with case(D=D):
+            torch.manual_seed(D)
+            tiles = random_tiles(5, D, dtype)
+            pages = torch.tensor([4, 1, 2], dtype=torch.int32)
+            for G in range(1, 17):
+                q = torch.randn(G, D).to(dtype)
+                o, lse = attend(isa, q, 0.1, tiles, pages)
+                want_o, want_lse = reference.attend(q, 0.1, tiles, pages)
+                assert error(o, want_o) < 1e-5
+                torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
 @isas
 @dtypes
-@pytest.mark.parametrize("D", HEAD_DIMS)
-def test_attend_to_nothing(isa: str, dtype: torch.dtype, D: int) -> None:
-    q, tiles = torch.randn(3, D).to(dtype), torch.full((4, 2, 16, D), NAN, dtype=dtype)
-    for n in (0, 1, 3):
-        pages, masks = torch.arange(1, n + 1, dtype=torch.int32), torch.zeros(n, 3, dtype=torch.uint16)
-        o, lse = attend(isa, q, 1.0, tiles, pages, masks)
-        assert (o == 0).all()
-        assert (lse == -INF).all()
+def test_attend_to_nothing(isa: str, dtype: torch.dtype) -> None:
+    for D in HEAD_DIMS:
+        with case(D=D):
+            q, tiles = torch.randn(3, D).to(dtype), torch.full((4, 2, 16, D), NAN, dtype=dtype)
+            for n in (0, 1, 3):
+                pages, masks = torch.arange(1, n + 1, dtype=torch.int32), torch.zeros(n, 3, dtype=torch.uint16)
+                o, lse = attend(isa, q, 1.0, tiles, pages, masks)
+                assert (o == 0).all()
+                assert (lse == -INF).all()
 
 
 @isas
 @dtypes
-@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("bits", [0x0010, 0x00FF, 0xFFFF], ids=["sparse", "part", "whole"])
-@pytest.mark.parametrize("times", [1, 8])
-def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(
-    isa: str, dtype: torch.dtype, part: int, bits: int, times: int
-) -> None:
-    tiles = random_tiles(3, 64, dtype)
-    tiles[1, part, 4] = NAN
-    masks = torch.full((2, 5 * times), 0xFFFF)
-    masks[1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits]).repeat(times)
-    pages = torch.tensor([2, 1], dtype=torch.int32)
-    o, _ = attend(isa, torch.randn(5 * times, 64).to(dtype), 0.1, tiles, pages, masks.to(torch.uint16))
-    assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True] * times
+def test_a_nan_reaches_exactly_the_heads_that_attend_to_it(isa: str, dtype: torch.dtype) -> None:
+    for part, bits, times in product([0, 1], [0x0010, 0x00FF, 0xFFFF], [1, 8]):
+        with case(part=part, bits=bits, times=times):
+            tiles = random_tiles(3, 64, dtype)
+            tiles[1, part, 4] = NAN
+            masks = torch.full((2, 5 * times), 0xFFFF)
+            masks[1] = torch.tensor([bits, 0xFFEF, 0, 0x0001, bits]).repeat(times)
+            pages = torch.tensor([2, 1], dtype=torch.int32)
+            o, _ = attend(isa, torch.randn(5 * times, 64).to(dtype), 0.1, tiles, pages, masks.to(torch.uint16))
+            assert o.isnan().any(dim=1).tolist() == [True, False, False, False, True] * times
 
 
 @isas
 @dtypes
-@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("number", [NAN, INF], ids=["nan", "inf"])
-def test_what_is_no_number_reaches_only_heads_that_read_its_page(
-    isa: str, dtype: torch.dtype, part: int, number: float
-) -> None:
+def test_what_is_no_number_reaches_only_heads_that_read_its_page(isa: str, dtype: torch.dtype) -> None:
     """Of many heads that want whole pages, where heads that do not may be multiplied with them all the same."""
-    tiles = random_tiles(3, 64, dtype)
-    wanted = torch.arange(40) % 3 == 0
-    q = torch.randn(40, 64).to(dtype)
-    pages = torch.tensor([2, 1, 0], dtype=torch.int32)
-    masks = torch.full((3, 40), 0xFFFF)
-    masks[1] = torch.where(wanted, 0xFFFF, 0)
-    want, want_lse = attend(isa, q, 0.1, tiles, pages, masks.to(torch.uint16))
-    assert want.isfinite().all()
-    tiles[1, part, 4] = number
-    o, lse = attend(isa, q, 0.1, tiles, pages, masks.to(torch.uint16))
-    assert not o[wanted].isfinite().all(dim=1).any()
-    o, lse, want, want_lse = o[~wanted], lse[~wanted], want[~wanted], want_lse[~wanted]
-    assert error(o, want) < 2 * accuracy(isa, dtype, 40)
-    torch.testing.assert_close(lse, want_lse)
-    # Where the ISA has a way of its own for many heads, it cannot go that way now: rounding tells which one was gone.
-    assert torch.equal(o, want) != (dtype == torch.bfloat16 and isa in ("avx512bf16", "amx"))
+    for part, number in product([0, 1], [NAN, INF]):
+        with case(part=part, number=number):
+            tiles = random_tiles(3, 64, dtype)
+            wanted = torch.arange(40) % 3 == 0
+            q = torch.randn(40, 64).to(dtype)
+            pages = torch.tensor([2, 1, 0], dtype=torch.int32)
+            masks = torch.full((3, 40), 0xFFFF)
+            masks[1] = torch.where(wanted, 0xFFFF, 0)
+            want, want_lse = attend(isa, q, 0.1, tiles, pages, masks.to(torch.uint16))
+            assert want.isfinite().all()
+            tiles[1, part, 4] = number
+            o, lse = attend(isa, q, 0.1, tiles, pages, masks.to(torch.uint16))
+            assert not o[wanted].isfinite().all(dim=1).any()
+            o, lse, want, want_lse = o[~wanted], lse[~wanted], want[~wanted], want_lse[~wanted]
+            assert error(o, want) < 2 * accuracy(isa, dtype, 40)
+            torch.testing.assert_close(lse, want_lse)
+            # Where the ISA has a way of its own for many heads, it cannot go that way now:
+            # rounding tells which one was gone.
+            assert torch.equal(o, want) != (dtype == torch.bfloat16 and isa in ("avx512bf16", "amx"))
 
 
 @isas
@@ -235,21 +235,21 @@ def test_weights_sum_to_one(
 
 @isas
 @dtypes
-@pytest.mark.parametrize("size", [1e2, 1e4, 1e10, 1e19, 3e38])
-@pytest.mark.parametrize("heads", [2, 40])
-def test_huge_scores(isa: str, dtype: torch.dtype, size: float, heads: int) -> None:
+def test_huge_scores(isa: str, dtype: torch.dtype) -> None:
     """The largest score takes all, in whatever order the pages come, also when it overflows float32."""
-    for order in ([1, 2, 3], [3, 2, 1]):
-        tiles = torch.zeros(4, 2, 16, 64).to(dtype)
-        tiles[:, 1] = torch.randn(4, 16, 64).to(dtype)
-        tiles[1:, 0, :, 0] = -size
-        tiles[2, 0, 7, 0] = size
-        q = torch.zeros(heads, 64).to(dtype)
-        q[:, 0] = size
-        o, lse = attend(isa, q, 1.0, tiles, torch.tensor(order, dtype=torch.int32))
-        assert (o == tiles[2, 1, 7].float()).all()
-        want = min(float(q[0, 0]) * float(tiles[2, 0, 7, 0]), torch.finfo(torch.float32).max)
-        torch.testing.assert_close(lse, torch.full((heads,), want), rtol=1e-6, atol=0)
+    for size, heads in product([1e2, 1e4, 1e10, 1e19, 3e38], [2, 40]):
+        with case(size=size, heads=heads):
+            for order in ([1, 2, 3], [3, 2, 1]):
+                tiles = torch.zeros(4, 2, 16, 64).to(dtype)
+                tiles[:, 1] = torch.randn(4, 16, 64).to(dtype)
+                tiles[1:, 0, :, 0] = -size
+                tiles[2, 0, 7, 0] = size
+                q = torch.zeros(heads, 64).to(dtype)
+                q[:, 0] = size
+                o, lse = attend(isa, q, 1.0, tiles, torch.tensor(order, dtype=torch.int32))
+                assert (o == tiles[2, 1, 7].float()).all()
+                want = min(float(q[0, 0]) * float(tiles[2, 0, 7, 0]), torch.finfo(torch.float32).max)
+                torch.testing.assert_close(lse, torch.full((heads,), want), rtol=1e-6, atol=0)
 
 
 @isas

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from places import python
 from world import World, counts
 
 from fluxion_sglang.policy import parse_spec
@@ -200,10 +199,7 @@ except OSError:
 
 
 def test_an_array_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PART_OF_IT, str(tmp_path / "a.npy")],
-        cwd=Path(__file__).parent, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python("-c", PART_OF_IT, str(tmp_path / "a.npy"))
     assert done.stdout.strip() == "[1, 2]", done.stderr
 
 

@@ -217,9 +217,10 @@ def test_a_spawned_process_gets_options_and_hooks(found: dict[str, Any]) -> None
     assert spawned["modules"] == []  # pools and backend are imported when a pool is built, not before
 
 
-@pytest.mark.parametrize(
-    "program", [["-m", "sglang.launch_server"], ["-c", "from sglang.cli.main import main; main()", "serve"]]
-)
+SERVE = ["-c", "from sglang.cli.main import main; main()", "serve"]
+
+
+@pytest.mark.parametrize("program", [["-m", "sglang.launch_server"], pytest.param(SERVE, marks=pytest.mark.full)])
 def test_a_refusal_is_one_line_at_a_terminal(program: list[str]) -> None:
     command = [sys.executable, "-W", "ignore", *program, "--model-path", NEEDLE]
     command += ["--device", "cpu", "--enable-fluxion", "--fluxion-config", '{"windw": 512}']

@@ -19,14 +19,7 @@ from fluxion_sglang.sglang.options import options_of, rank_options
 
 
 def args(**changes: Any) -> Any:
-    defaults = {
-        "tp_size": 1,
-        "pp_size": 1,
-        "dp_size": 1,
-        "nnodes": 1,
-        "fluxion_config": None,
-        "max_total_tokens": None,
-    }
+    defaults = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1, "fluxion_config": None, "max_total_tokens": None}
     return SimpleNamespace(**{**defaults, **changes})
 
 

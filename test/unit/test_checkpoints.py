@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
 from fluxion_sglang.scoring.model_files import public
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "usr/share/doc/book/b.html": "<head>no</head><body><nav>no</nav><p>The  second\npage.</p></body>",
     "usr/share/doc/book/a.html": "<body><script>no()</script><h1>First</h1><pre>a  b\n c</pre><p>x &amp; y</p></body>",

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from places import ROOT
 from rich.console import Console
 
 from fluxion_sglang import __version__, cli, environment
@@ -224,14 +225,13 @@ def test_the_commands_of_a_machine_without_a_gpu(healthy: pytest.MonkeyPatch, tm
     """Both name the bundled model, from wherever one stands."""
     healthy.setattr(doctor, "_gpu", lambda: iter([Check("gpu", OK, doctor._NO_GPU)]))
     checks = doctor.run_checks()
-    root = Path(__file__).resolve().parents[2]
-    healthy.chdir(root)
+    healthy.chdir(ROOT)
     assert doctor.next_command(checks).endswith("try models/needle")
     serve = shlex.split(doctor.serve_command(checks))
     assert serve[1:5] == ["-m", "sglang.launch_server", "--model-path", "models/needle"]
     assert serve[5:8] == ["--enable-fluxion", "--device", "cpu"]
     healthy.chdir(tmp_path)
-    assert doctor.next_command(checks).endswith(f"try {root}/models/needle")
+    assert doctor.next_command(checks).endswith(f"try {ROOT}/models/needle")
     words = shlex.split(doctor.next_command(checks))
     assert Path(shutil.which(words[0]) or words[0]).exists()
     healthy.setattr(needle, "MODEL", tmp_path / "nowhere")

@@ -61,9 +61,7 @@ def test_a_server_that_never_used_fluxion_is_an_error() -> None:
         demo._report({}, 16800)
 
 
-def test_the_pool_of_the_command_line_holds_the_document_and_every_question(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_pool_of_the_command_line_holds_the_document_and_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(demo, "run", lambda args: bool(seen.append(args)) or True)
     assert demo.main(["--length", "5000", "--questions", "8", "--policy", "full"]) == 0

@@ -149,7 +149,7 @@ def test_features_are_the_cpus(twins: Twins) -> None:
     """After chunks, a radix hit, decoded tokens that leave the window, an appended turn, and without a prefill."""
     twins.extend({1: 700, 2: 60})
     twins.extend({1: 413, 3: 900})
-    twins.check([1, 2, 3], 20)
+    twins.check([1, 2, 3], 17)
     twins.share(4, 1, 900 // PAGE)
     twins.extend({4: 30})
     twins.check([4, 1], 3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 import tvm_ffi
 from native_world import NativeWorld
+from places import python
 
 from fluxion_sglang.native import NativePlan, library
 
@@ -190,19 +189,13 @@ def passes(workers: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_every_allocation_that_can_fail(workers: int) -> None:
     """One pass after another of which the first, the second, ... allocation fails: none ends the process, and the pass
     after it is right."""
     hostile = LIBRARIES / "libfluxion_hostile.so"
-    environment = {**os.environ, "LD_PRELOAD": str(hostile), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", NO_MEMORY, str(workers), str(hostile)],
-        cwd=Path(__file__).parent,
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {"LD_PRELOAD": str(hostile), "OMP_NUM_THREADS": "1"}
+    done = python("-c", NO_MEMORY, str(workers), str(hostile), env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     lines = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
     assert len(lines) == 6

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from effort import examples
 from features_reference import decode_features
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import CSRC, python
 
 from benchmark.probe import library
 from fluxion_sglang.predictor.features import ANCHOR, EMPTY_LSE, FEATURES, INDEX, PARTS
@@ -23,7 +21,6 @@ from fluxion_sglang.predictor.kernel import features
 ISAS = str(library().isas()).split(",")
 DTYPES = [torch.float32, torch.bfloat16]
 NAN, INF = math.nan, math.inf
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def make(seed: int, B: int, H: int, G: int, D: int, dtype: torch.dtype, lengths: list[int]) -> dict[str, Any]:
@@ -209,19 +206,12 @@ def test_the_table() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "sentence"),
     [
-        ("q", lambda t: t.half(), "q has the dtype float16"),
-        ("q", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), "q must be contiguous"),
         ("q", lambda t: t[:, :3], "q has 3 heads of 32 numbers and mean_k has 2"),
-        ("parts", lambda t: t[..., :4], "parts has the shape"),
         ("rows", lambda t: t + 5, "has the row"),
-        ("rows", lambda t: t[:1], "rows has the shape"),
         ("seq_lens", lambda t: t * 0, "Request 0 has the row 1 and 0 tokens"),
         ("anchor", lambda t: t[:-1], "anchor has the shape"),
-        ("anchor_q", lambda t: t.bfloat16(), "anchor_q has the dtype"),
-        ("mean_k", lambda t: t[:, :, :16], "mean_k has the shape"),
         ("sinks", lambda n: n + 1, "sinks is 65"),
         ("window", lambda n: -n, "window is -256"),
-        ("out", lambda t: t[..., :40], "out has the shape"),
     ],
 )
 def test_wrong_arguments_are_refused(name: str, wrong: Any, sentence: str) -> None:
@@ -234,4 +224,4 @@ def test_wrong_arguments_are_refused(name: str, wrong: Any, sentence: str) -> No
 
 def test_the_predictor_does_not_import_sglang() -> None:
     code = "import sys, fluxion_sglang.predictor.kernel; sys.exit('sglang' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0

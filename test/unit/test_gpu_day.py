@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-import gpu_day.__main__ as day  # noqa: E402
+import gpu_day.__main__ as day
 
 WORKS, FAILS = ("-c", "print('so it is')"), ("-c", "print('it broke'); raise SystemExit(3)")
 FOR_EVER = (

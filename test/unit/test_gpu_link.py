@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-import common  # noqa: E402
-import gpu_link  # noqa: E402
+import common
+import gpu_link
 
 
 def test_it_runs_on_the_simulated_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from places import CSRC, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "fluxion_sglang"
 LAB = ROOT / "python" / "fluxion_lab"
-CSRC = ROOT / "csrc"
 
 RINGS: dict[str, set[str]] = {
     "core": set(),
@@ -93,17 +92,19 @@ def ring(module: str) -> str:
     return first if first in RINGS else "core"
 
 
-@pytest.mark.parametrize("module", sources())
-def test_imports_go_inwards(module: str) -> None:
-    path = sources()[module]
-    if module in OUTSIDE:
-        return
-    own = ring(module)
-    wrong = {other for other in modules(path) if ring(other) not in {own, *RINGS[own]}}
-    assert not wrong, f"{module} is of the ring {own}"
-    others = {name.partition(".")[0] for name in imports(path, later=True)}
-    assert not others & {"fluxion_quality", "fluxion_lab"}, "the product imports neither benchmarks nor lab"
-    assert "sglang" not in others or module.startswith("sglang.") or module in OUTSIDE, "only sglang/ imports SGLang"
+def test_imports_go_inwards() -> None:
+    wrong = []
+    for module, path in sources().items():
+        if module in OUTSIDE:
+            continue
+        allowed = {ring(module), *RINGS[ring(module)]}
+        wrong += [f"{module}, of {ring(module)}: {other}" for other in modules(path) if ring(other) not in allowed]
+        others = {name.partition(".")[0] for name in imports(path, later=True)}
+        if others & {"fluxion_quality", "fluxion_lab"}:
+            wrong.append(f"{module}: the product imports neither benchmarks nor lab")
+        if "sglang" in others and not module.startswith("sglang."):
+            wrong.append(f"{module}: only sglang/ imports SGLang")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_lab_is_another_package() -> None:
@@ -114,12 +115,13 @@ def test_the_lab_is_another_package() -> None:
         assert seen <= folders, f"{path.name} imports {seen - folders}"
 
 
-@pytest.mark.parametrize("module", [module for module in sources() if module.partition(".")[0] in CORE])
-def test_the_core_has_an_order(module: str) -> None:
-    if module == "policy.testing":
-        return
-    before = CORE[: CORE.index(module.partition(".")[0])]
-    assert not {other for other in modules(sources()[module]) if other.partition(".")[0] in before}
+def test_the_core_has_an_order() -> None:
+    wrong = []
+    for module, path in sources().items():
+        if (own := module.partition(".")[0]) in CORE and module != "policy.testing":
+            before = CORE[: CORE.index(own)]
+            wrong += [f"{module}: {other}" for other in modules(path) if other.partition(".")[0] in before]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_circles() -> None:
@@ -134,13 +136,13 @@ def test_no_circles() -> None:
             pytest.fail(f"{'Also within functions: ' if later else ''}{' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize(
-    "path", sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cc", ".cu", ".cuh"}), ids=lambda p: p.name
-)
-def test_includes_go_inwards(path: Path) -> None:
-    own = path.relative_to(CSRC).parts[0]
-    others = set(re.findall(r'#include "(\w+)/', path.read_text()))
-    assert others - {"emulate"} <= {own, *NATIVE[own]}
+def test_includes_go_inwards() -> None:
+    wrong = []
+    for path in NATIVE_FILES:
+        own = path.relative_to(CSRC).parts[0]
+        others = set(re.findall(r'#include "(\w+)/', path.read_text())) - {"emulate", own, *NATIVE[own]}
+        wrong += [f"{path.relative_to(CSRC)}: {other}/" for other in others]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_names_are_told_apart() -> None:
@@ -155,34 +157,31 @@ def test_tests_are_told_apart() -> None:
     assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py", "conftest.py"}
 
 
-def too_long(tree: ast.AST) -> list[str]:
+def test_nothing_is_too_long_to_read() -> None:
     limits = {ast.ClassDef: 600, ast.FunctionDef: 80}
-    found = []
-    for node in ast.walk(tree):
-        limit = limits.get(type(node))
-        if limit and isinstance(node, ast.ClassDef | ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= limit:
-            found.append(node.name)
-    return found
+    wrong = []
+    for module, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > limits[type(node)]:
+                    wrong.append(f"{module}: {node.name} has {lines} lines")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", sources())
-def test_nothing_is_too_long_to_read(module: str) -> None:
-    assert not too_long(ast.parse(sources()[module].read_text()))
-
-
-@pytest.mark.parametrize(
-    "path", sorted(p for p in CSRC.rglob("*") if p.suffix in {".cc", ".cu", ".h", ".cuh"}), ids=lambda p: p.name
-)
-def test_native_functions_are_short(path: Path) -> None:
+def test_native_functions_are_short() -> None:
     """As clang-format leaves them, a function or class at namespace level ends with a brace in the first column."""
-    begin = 0
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if re.match(r"[A-Za-z\[].*\{$", line) and not line.startswith(("namespace", "extern")):
-            begin = number
-        if line.startswith("}") and begin:
-            limit = 600 if re.match(r"};", line) else 80
-            assert number - begin < limit, f"{path.name}:{begin} has {number - begin + 1} lines"
-            begin = 0
+    wrong = []
+    for path in NATIVE_FILES:
+        begin = 0
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.match(r"[A-Za-z\[].*\{$", line) and not line.startswith(("namespace", "extern")):
+                begin = number
+            if line.startswith("}") and begin:
+                if number - begin >= (600 if line.startswith("};") else 80):
+                    wrong.append(f"{path.name}:{begin} has {number - begin + 1} lines")
+                begin = 0
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_tour_walks_a_decode_layer() -> None:

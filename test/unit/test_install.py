@@ -7,8 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from places import ROOT
 
-SOURCE = Path(__file__).resolve().parents[2] / "tools" / "install.py"
+SOURCE = ROOT / "tools" / "install.py"
 
 
 @pytest.fixture

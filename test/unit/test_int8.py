@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
+from effort import case
 from hypothesis import given
 from hypothesis import strategies as st
 from int8 import INT8, bytes_of_rows, multiplied_queries, pack_tiles, stored, unpack_tiles
@@ -177,34 +179,35 @@ def test_attend_for_many_heads(isa: str, seed: int, D: int, G: int, n: int) -> N
 
 
 @isas
-@pytest.mark.parametrize("D", range(32, 257, 16))
-def test_attend_has_every_shape(isa: str, D: int) -> None:
-    torch.manual_seed(D)
-    packed = tiles_of(7, D)
-    tiles, pages = unpack_tiles(packed, D), torch.tensor([4, 1, 2, 6, 0], dtype=torch.int32)
-    for G in range(1, 17):
-        q = torch.randn(G, D).to(BF16)
-        o, lse = attend(isa, q, 0.02, packed, pages)
-        check(o, lse, q, 0.02, tiles, pages, None, accuracy(isa, BF16, G))
+def test_attend_has_every_shape(isa: str) -> None:
+    for D in range(32, 257, 16):
+        with case(D=D):
+            torch.manual_seed(D)
+            packed = tiles_of(7, D)
+            tiles, pages = unpack_tiles(packed, D), torch.tensor([4, 1, 2, 6, 0], dtype=torch.int32)
+            for G in range(1, 17):
+                q = torch.randn(G, D).to(BF16)
+                o, lse = attend(isa, q, 0.02, packed, pages)
+                check(o, lse, q, 0.02, tiles, pages, None, accuracy(isa, BF16, G))
 
 
 @isas
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 40, 700])
-@pytest.mark.parametrize("G", [1, 2, 4, 5, 16, 40])
-def test_pages_that_are_near_and_pages_alone_change_no_bit(isa: str, n: int, G: int) -> None:
-    torch.manual_seed(n)
-    packed, q = tiles_of(50, 64), torch.randn(G, 64).to(BF16)
-    pages, masks = torch.randint(0, 50, (n,), dtype=torch.int32), draw_masks("mixed", n, G)
-    for wanted in (EVERY, masks):
-        o, lse = attend(isa, q, 0.05, packed, pages, wanted)
-        near, near_lse = torch.full((G, 64), NAN), torch.full((G,), NAN)
-        k("attend_near")(isa, q, 0.05, packed, pages, wanted, near, near_lse)
-        assert torch.equal(near, o) and torch.equal(near_lse, lse)
-        alone = torch.full((n, G), NAN)
-        k("attend_pages")(isa, q, 0.05, packed, pages, wanted, near, near_lse, alone)
-        assert torch.equal(near, o) and torch.equal(near_lse, lse)
-        total = alone.double().logsumexp(0)
-        torch.testing.assert_close(total, lse.double(), atol=1e-4, rtol=1e-5)
+def test_pages_that_are_near_and_pages_alone_change_no_bit(isa: str) -> None:
+    for n, G in product([1, 2, 3, 7, 40, 700], [1, 2, 4, 5, 16, 40]):
+        with case(n=n, G=G):
+            torch.manual_seed(n)
+            packed, q = tiles_of(50, 64), torch.randn(G, 64).to(BF16)
+            pages, masks = torch.randint(0, 50, (n,), dtype=torch.int32), draw_masks("mixed", n, G)
+            for wanted in (EVERY, masks):
+                o, lse = attend(isa, q, 0.05, packed, pages, wanted)
+                near, near_lse = torch.full((G, 64), NAN), torch.full((G,), NAN)
+                k("attend_near")(isa, q, 0.05, packed, pages, wanted, near, near_lse)
+                assert torch.equal(near, o) and torch.equal(near_lse, lse)
+                alone = torch.full((n, G), NAN)
+                k("attend_pages")(isa, q, 0.05, packed, pages, wanted, near, near_lse, alone)
+                assert torch.equal(near, o) and torch.equal(near_lse, lse)
+                total = alone.double().logsumexp(0)
+                torch.testing.assert_close(total, lse.double(), atol=1e-4, rtol=1e-5)
 
 
 @isas
@@ -232,14 +235,15 @@ def test_a_value_of_no_numbers_counts_where_its_weight_is_nothing(isa: str) -> N
 
 
 @isas
-@pytest.mark.parametrize("size", [1e-36, 1e-33, 1e-25, 1.0, 1e20])
-def test_values_of_any_size(isa: str, size: float) -> None:
-    tiles = torch.zeros(3, 2, 16, 64)
-    tiles[:, 1] = size * (1 + torch.rand(3, 16, 64))
-    packed, pages = pack_tiles(tiles.to(BF16)), torch.tensor([2, 0, 1], dtype=torch.int32)
-    o, _ = attend(isa, torch.ones(2, 64).to(BF16), 1.0, packed, pages)
-    want = unpack_tiles(packed, 64)[:, 1].double().mean((0, 1))
-    assert ((o.double() - want).abs() <= want / 255 + 1e-36).all()
+def test_values_of_any_size(isa: str) -> None:
+    for size in [1e-36, 1e-33, 1e-25, 1.0, 1e20]:
+        with case(size=size):
+            tiles = torch.zeros(3, 2, 16, 64)
+            tiles[:, 1] = size * (1 + torch.rand(3, 16, 64))
+            packed, pages = pack_tiles(tiles.to(BF16)), torch.tensor([2, 0, 1], dtype=torch.int32)
+            o, _ = attend(isa, torch.ones(2, 64).to(BF16), 1.0, packed, pages)
+            want = unpack_tiles(packed, 64)[:, 1].double().mean((0, 1))
+            assert ((o.double() - want).abs() <= want / 255 + 1e-36).all()
 
 
 @isas

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from effort import case
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import (
@@ -90,21 +91,22 @@ def test_a_score_depends_on_its_head_and_entry_alone(
 
 @isas
 @dtypes
-@pytest.mark.parametrize("G", [1, 4, 8])
-def test_how_entries_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype, G: int) -> None:
+def test_how_entries_are_fetched_changes_no_bit(isa: str, dtype: torch.dtype) -> None:
     """A list of several turns, in which the kernel tries every pace on an ISA that has some (throttle.h)."""
-    n = 3000
-    entries, q = torch.randn(n, 2, 128).to(dtype), torch.randn(G, 128).to(dtype)
-    index = torch.randperm(n).to(torch.int32)
-    want = torch.full((G, n), NAN)
-    for part in range(0, n, 10):  # too few for a pace
-        some = torch.full((G, 10), NAN)
-        k("score")(isa, q, entries, index[part : part + 10].contiguous(), 0.5, some)
-        want[:, part : part + 10] = some
-    for _ in range(30):
-        out = torch.full((G, n), NAN)
-        k("score")(isa, q, entries, index, 0.5, out)
-        assert torch.equal(out, want)
+    for G in [1, 4, 8]:
+        with case(G=G):
+            n = 3000
+            entries, q = torch.randn(n, 2, 128).to(dtype), torch.randn(G, 128).to(dtype)
+            index = torch.randperm(n).to(torch.int32)
+            want = torch.full((G, n), NAN)
+            for part in range(0, n, 10):  # too few for a pace
+                some = torch.full((G, 10), NAN)
+                k("score")(isa, q, entries, index[part : part + 10].contiguous(), 0.5, some)
+                want[:, part : part + 10] = some
+            for _ in range(30):
+                out = torch.full((G, n), NAN)
+                k("score")(isa, q, entries, index, 0.5, out)
+                assert torch.equal(out, want)
 
 
 @isas
@@ -151,26 +153,30 @@ def test_select(isa: str, scores: list[float], data: st.DataObject) -> None:
     check_select(isa, torch.tensor(scores, dtype=torch.float32), count)
 
 
-@isas
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 255, 256, 1000, 4099])
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "bits", "nothing", "one", "narrow", "sorted", "infinite"])
-def test_select_of_many(isa: str, n: int, kind: str) -> None:
-    torch.manual_seed(n)
-    scores = {
-        "normal": lambda: torch.randn(n),
-        "ties": lambda: torch.randint(-3, 3, (n,)).float(),
-        "equal": lambda: torch.full((n,), 7.5),
+def scores_of(n: int) -> dict[str, Tensor]:
+    return {
+        "normal": torch.randn(n),
+        "ties": torch.randint(-3, 3, (n,)).float(),
+        "equal": torch.full((n,), 7.5),
         # Any bit pattern: denormals, infinities and NaN of both signs.
-        "bits": lambda: torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(torch.float32),
-        "nothing": lambda: torch.where(torch.rand(n) < 0.5, NAN, -INF),
-        "one": lambda: torch.full((n,), -INF).index_fill(0, torch.tensor([n // 2]), 1.0),
-        "narrow": lambda: (torch.randint(0, 5000, (n,)).to(torch.int32) + 0x3F800000).view(torch.float32),
+        "bits": torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(torch.float32),
+        "nothing": torch.where(torch.rand(n) < 0.5, NAN, -INF),
+        "one": torch.full((n,), -INF).index_fill(0, torch.tensor([n // 2]), 1.0),
+        "narrow": (torch.randint(0, 5000, (n,)).to(torch.int32) + 0x3F800000).view(torch.float32),
         # Neighbours are alike, so the largest may share few groups; ties at the largest number there is.
-        "sorted": lambda: torch.randn(n).sort().values,
-        "infinite": lambda: torch.tensor([INF, NAN, 0.0, -0.0, -INF])[torch.randint(0, 5, (n,))],
-    }[kind]()
-    for count in sorted({1, (n + 1) // 2, max(1, n // 20), max(1, n // 16), max(1, n - 1), n}):
-        check_select(isa, scores, count, bit=0x4000)
+        "sorted": torch.randn(n).sort().values,
+        "infinite": torch.tensor([INF, NAN, 0.0, -0.0, -INF])[torch.randint(0, 5, (n,))],
+    }
+
+
+@isas
+def test_select_of_many(isa: str) -> None:
+    for n in (1, 2, 15, 16, 17, 255, 256, 1000, 4099):
+        torch.manual_seed(n)
+        for kind, scores in scores_of(n).items():
+            with case(n=n, kind=kind):
+                for count in sorted({1, (n + 1) // 2, max(1, n // 20), max(1, n // 16), max(1, n - 1), n}):
+                    check_select(isa, scores, count, bit=0x4000)
 
 
 # ---- patterns: score_rows, compare_codes, weights
@@ -249,12 +255,13 @@ def test_block_mass(isa: str, data: st.DataObject, seed: int, n: int, size: floa
 
 
 @isas
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 32, 33, 4099])
-def test_block_mass_of_many_and_of_nothing(isa: str, n: int) -> None:
-    torch.manual_seed(n)
-    for scores in (3 * torch.randn(n), torch.full((n,), -INF), torch.full((n,), NAN), torch.full((n,), 7.0)):
-        for chosen in (torch.rand(n) < 0.1, torch.zeros(n).bool(), torch.ones(n).bool()):
-            check_block_mass(isa, scores, chosen, 0.5, 32, 16, 32)
+def test_block_mass_of_many_and_of_nothing(isa: str) -> None:
+    for n in [1, 15, 16, 17, 32, 33, 4099]:
+        with case(n=n):
+            torch.manual_seed(n)
+            for scores in (3 * torch.randn(n), torch.full((n,), -INF), torch.full((n,), NAN), torch.full((n,), 7.0)):
+                for chosen in (torch.rand(n) < 0.1, torch.zeros(n).bool(), torch.ones(n).bool()):
+                    check_block_mass(isa, scores, chosen, 0.5, 32, 16, 32)
 
 
 @isas

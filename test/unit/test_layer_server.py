@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import python
 from python_device import DeviceWorld, GaveUp
 from world import World, counts
 
-from fluxion_sglang.device.mailbox import Word
 from fluxion_sglang.policy import LayerPlan, Observed, Policy, parse_spec
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Needs
 
@@ -34,7 +31,7 @@ def with_requests(**options: Any) -> World:
 def test_every_policy_decides_as_it_does_where_the_windows_are_the_cpus(spec: str) -> None:
     cpu, other = (with_requests(policy=spec) for _ in range(2))
     with DeviceWorld(other) as device:
-        for _ in range(20):  # over the end of a page
+        for _ in range(17):  # over the end of a page
             for (want, exact), (got, _) in zip(cpu.decode([1, 2, 3]), device.decode([1, 2, 3]), strict=True):
                 torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
                 if spec == "full":
@@ -181,23 +178,6 @@ def test_more_requests_than_there_is_room_for() -> None:
         device.server.begin(rows, rows, torch.zeros(5, 1, dtype=torch.int32), 1.0)
 
 
-def test_steps_may_be_given_ahead() -> None:
-    """The launching thread runs ahead of the device, which runs ahead of the answers."""
-    world = with_requests()
-    with DeviceWorld(world) as device:
-        grown = {1: [5, 6, 7]}
-        for extra in grown[1]:
-            length = 1200 + extra - 4
-            pages = world.page_list(1, length)
-            device.server.begin(torch.tensor([1]), torch.tensor([length]), pages.unsqueeze(0), world.scale)
-        for _ in grown[1]:
-            device.device.step([1], [world.length(1) + 1])
-            for layer in range(world.layers):
-                got, exact = device.layer(layer)
-                torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
-        device.server.finish()
-
-
 class Slow(Policy):
     """Plans when it is told to."""
 
@@ -211,31 +191,6 @@ class Slow(Policy):
         self.asked.set()
         assert self.go.wait(20)
         return self.full.plan(layer, q)
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_a_device_that_waited_too_long_ends_the_step_and_a_reset_heals(last: bool) -> None:
-    world = with_requests()
-    with DeviceWorld(world) as device:
-        device.decode([1])
-        slow = Slow()
-        device.begin([1], [slow])
-        if last:
-            slow.go.set()
-            device.layer(0)
-            slow.go.clear(), slow.asked.clear()
-        device.device.timeout_s = 0.05
-        with pytest.raises(GaveUp):
-            device.layer(int(last))
-        # From now on it says nothing, and takes nothing.
-        published = device.mailbox.load(Word.PUBLISHED)
-        with pytest.raises(GaveUp):
-            device.layer(1)
-        assert device.mailbox.load(Word.PUBLISHED) == published
-        slow.go.set()
-        with pytest.raises(RuntimeError, match="The device waited too long for the CPU's part of a layer"):
-            device.server.finish()
-        heal_and_decode(device)
 
 
 def heal_and_decode(device: DeviceWorld) -> None:
@@ -331,7 +286,7 @@ def test_closing_takes_no_more_steps_and_ends_what_runs() -> None:
         device.begin([1])
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_the_interpreter_ends_with_a_server_at_work(steps: int) -> None:
     code = (
         "from world import World; from python_device import DeviceWorld\n"
@@ -339,7 +294,5 @@ def test_the_interpreter_ends_with_a_server_at_work(steps: int) -> None:
         f"[device.begin([1]) for _ in range({steps})]\n"
         "import time; time.sleep(0.2); print('end')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=900
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "end", "")

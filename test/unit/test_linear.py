@@ -297,46 +297,27 @@ def test_bad_arguments_of_packing(isa: str) -> None:
         with pytest.raises(ValueError, match="No weights of this dtype are packed"):
             layers.linear(x, w, order=order)
         return
-    with pytest.raises(ValueError, match="weights has 48 columns; packed ones have a multiple of 32"):
-        layers.repack(torch.zeros(48, 48, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="columns"):
-        layers.repack(w[:, :0].contiguous())
-    with pytest.raises(ValueError, match="must be contiguous"):
-        layers.repack(torch.zeros(48, 96, dtype=torch.bfloat16)[:, :64])
-    with pytest.raises(ValueError, match="must be contiguous"):
-        layers.linear(x, torch.zeros(48, 96, dtype=torch.bfloat16)[:, :64], order=order)
-    with pytest.raises(ValueError, match="out has the shape"):
-        layers.repack(w, w[1:])
-    with pytest.raises(ValueError, match="out overlaps"):
-        layers.repack(w[1:], w[:-1])
-    with pytest.raises(ValueError, match="order has the dtype"):
-        layers.linear(x, w, order=order.long())
-    with pytest.raises(ValueError, match="order has the shape"):
-        layers.linear(x, w, order=torch.zeros(2, dtype=torch.int32))
+    wide = torch.zeros(48, 96, dtype=torch.bfloat16)
+    for call, sentence in (
+        (lambda: layers.repack(wide[:, :48].contiguous()), "weights has 48 columns; packed ones have a multiple of 32"),
+        (lambda: layers.repack(w[:, :0].contiguous()), "columns"),
+        (lambda: layers.linear(x, wide[:, :64], order=order), "must be contiguous"),
+        (lambda: layers.repack(w[1:], w[:-1]), "out overlaps"),
+        (lambda: layers.linear(x, w, order=order.long()), "order has the dtype"),
+        (lambda: layers.linear(x, w, order=torch.zeros(2, dtype=torch.int32)), "order has the shape"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
     layers.repack(w[:0])
 
 
 def test_bad_arguments() -> None:
+    """Those that do not go together; others are test_arguments.py's."""
     layers = NativeLayers(WORKERS)
-    x, w = torch.zeros(2, 16), torch.zeros(4, 16)
+    x, w, table = torch.zeros(2, 16), torch.zeros(4, 16), torch.ones(4, 8)
     assert layers.linear(x[:0], w).shape == (0, 4)
-    with pytest.raises(ValueError, match="weights has the shape"):
-        layers.linear(x, torch.zeros(4, 8))
-    with pytest.raises(ValueError, match="weights has the dtype"):
-        layers.linear(x, w.bfloat16())
     with pytest.raises(ValueError, match="x has the dtype float16"):
         layers.linear(x.half(), w.half())
-    with pytest.raises(ValueError, match="must be contiguous in its last 1"):
-        layers.linear(x, torch.zeros(16, 4).T)
-    with pytest.raises(ValueError, match="bias has the shape"):
-        layers.linear(x, w, torch.zeros(3))
-    with pytest.raises(ValueError, match="weight has the shape"):
-        layers.norm(x, torch.ones(8), 1e-5)
-    with pytest.raises(ValueError, match="residual has the shape"):
-        layers.add_norm(x, torch.ones(3, 16), torch.ones(16), 1e-5)
-    with pytest.raises(ValueError, match="x has the shape"):
-        layers.silu_mul(torch.ones(2, 7))
-    table = torch.ones(4, 8)
     with pytest.raises(IndexError, match="Position 4 is not among the 4"):
         layers.rope(torch.tensor([0, 4]), x, x, table, 8, True)
     with pytest.raises(ValueError, match="q has 16 columns"):

@@ -255,29 +255,14 @@ def test_a_core_that_is_not_ours() -> None:
     ],
 )
 def test_pools_that_cannot_be(field: str, value: object, sentence: str) -> None:
-    shape = {
-        "layers": 1,
-        "kv_heads": 1,
-        "pages": 4,
-        "head_dim": 64,
-        "dtype": torch.bfloat16,
-        "sink_pages": 0,
-    }
+    shape = {"layers": 1, "kv_heads": 1, "pages": 4, "head_dim": 64, "dtype": torch.bfloat16, "sink_pages": 0}
     with pytest.raises(ValueError, match=sentence):
         NativePool(Workers(1), **{**shape, field: value})
 
 
 def test_a_pool_too_large_for_the_machine_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"needs .* GiB and .* GiB of memory are available; lower host_tokens"):
-        NativePool(
-            Workers(1),
-            layers=64,
-            kv_heads=64,
-            pages=1 << 24,
-            head_dim=128,
-            dtype=torch.bfloat16,
-            sink_pages=4,
-        )
+        NativePool(Workers(1), layers=64, kv_heads=64, pages=1 << 24, head_dim=128, dtype=torch.bfloat16, sink_pages=4)
 
 
 def test_handles_of_another_kind_are_refused() -> None:

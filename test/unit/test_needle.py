@@ -10,17 +10,15 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import NEEDLE
 
 from fluxion_sglang.commands import needle
 from fluxion_sglang.commands.needle import TASKS, Task, needle_prompt, score
 
-MODEL = Path(__file__).parents[2] / "models" / "needle"
+MODEL = Path(NEEDLE)
 
 prompts = st.builds(
-    needle_prompt,
-    length=st.integers(needle.MIN_LENGTH, 6000),
-    seed=st.integers(0, 2**32),
-    task=st.sampled_from(TASKS),
+    needle_prompt, length=st.integers(needle.MIN_LENGTH, 6000), seed=st.integers(0, 2**32), task=st.sampled_from(TASKS)
 )
 
 

@@ -14,16 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmark.needle_model import export, heads, train
-from benchmark.needle_model.data import (
-    CHAIN,
-    COMMON,
-    FACT_VALUE,
-    FREQUENT,
-    MULTI,
-    NONE,
-    Generator,
-    Mix,
-)
+from benchmark.needle_model.data import CHAIN, COMMON, FACT_VALUE, FREQUENT, MULTI, NONE, Generator, Mix
 from benchmark.needle_model.feed import Feed
 from benchmark.needle_model.model import SINKS, WINDOW, NeedleModel, Shape
 from benchmark.needle_model.muon import Muon

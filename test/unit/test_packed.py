@@ -10,11 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from effort import case
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers import linear
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
@@ -195,20 +197,22 @@ METHODS = pytest.mark.parametrize("build", [weighted, head])
 
 
 @METHODS
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (8,), (layers.MAX_ROWS,), (layers.MAX_PACKED_ROWS + 1,), (2, 3), ()])
-def test_a_packed_layer_gives_what_it_gave(build: Callable[[], nn.Module], bias: bool, shape: tuple[int, ...]) -> None:
-    module = build()
-    install(module, pack=False)
-    x, b = random(*shape, IN), random(OUT) if bias else None
-    want = module.quant_method.apply(module, x, b)
-    again = weighted(
-        module.weight.data.clone(), head() if build is head else None, type(module.quant_method).__base__()
-    )
-    install(again)
-    assert packs(again)
-    assert torch.equal(again.quant_method.apply(again, x, b), want)
-    assert packs(again)
+def test_a_packed_layer_gives_what_it_gave(build: Callable[[], nn.Module]) -> None:
+    for bias, shape in product(
+        [False, True], [(1,), (8,), (layers.MAX_ROWS,), (layers.MAX_PACKED_ROWS + 1,), (2, 3), ()]
+    ):
+        with case(bias=bias, shape=shape):
+            module = build()
+            install(module, pack=False)
+            x, b = random(*shape, IN), random(OUT) if bias else None
+            want = module.quant_method.apply(module, x, b)
+            again = weighted(
+                module.weight.data.clone(), head() if build is head else None, type(module.quant_method).__base__()
+            )
+            install(again)
+            assert packs(again)
+            assert torch.equal(again.quant_method.apply(again, x, b), want)
+            assert packs(again)
 
 
 @METHODS
@@ -296,16 +300,17 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_every_operation_gets_rows(name: str, mode: Any) -> None:
-    module, rows = made()
-    with mode():
-        got, want = OPERATIONS[name](module.weight), OPERATIONS[name](rows)
-    assert not packs(module) and torch.equal(module.weight.memory.inner, rows)
-    if isinstance(want, torch.Tensor):
-        assert not isinstance(got, PackedWeight) and torch.equal(got, want)
-    else:
-        assert (got == want).all() if name == "array" else got == want
+def test_every_operation_gets_rows(name: str) -> None:
+    for mode in [torch.inference_mode, torch.no_grad, torch.enable_grad]:
+        with case(mode=mode):
+            module, rows = made()
+            with mode():
+                got, want = OPERATIONS[name](module.weight), OPERATIONS[name](rows)
+            assert not packs(module) and torch.equal(module.weight.memory.inner, rows)
+            if isinstance(want, torch.Tensor):
+                assert not isinstance(got, PackedWeight) and torch.equal(got, want)
+            else:
+                assert (got == want).all() if name == "array" else got == want
 
 
 def test_its_address_is_that_of_rows() -> None:
@@ -388,19 +393,19 @@ UPDATES = [_data_copy, _parts, _loader, _state, _other_memory, _other_parameter]
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("rows", [4, 50])
-def test_a_weight_that_is_updated(update: Callable[..., None], mode: Any, rows: int) -> None:
-    module, _ = made()
-    x, new = random(rows, IN), random(OUT, IN)
-    with mode():
-        module.quant_method.apply(module, x)
-        update(module, new.clone())
-        assert torch.equal(module.weight, new)
-        plain = weighted(new)
-        install(plain, pack=False)
-        for _ in range(2):
-            assert torch.equal(module.quant_method.apply(module, x), plain.quant_method.apply(plain, x))
+def test_a_weight_that_is_updated(update: Callable[..., None]) -> None:
+    for mode, rows in product([torch.inference_mode, torch.no_grad, torch.enable_grad], [4, 50]):
+        with case(mode=mode, rows=rows):
+            module, _ = made()
+            x, new = random(rows, IN), random(OUT, IN)
+            with mode():
+                module.quant_method.apply(module, x)
+                update(module, new.clone())
+                assert torch.equal(module.weight, new)
+                plain = weighted(new)
+                install(plain, pack=False)
+                for _ in range(2):
+                    assert torch.equal(module.quant_method.apply(module, x), plain.quant_method.apply(plain, x))
 
 
 def test_two_loaders_put_a_weight_into_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:

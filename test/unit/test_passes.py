@@ -145,7 +145,7 @@ def agree(rank: int, folder: str, out: Any) -> None:
 
 
 def test_ranks_agree_on_what_failed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # SGLang is imported already
     out = context.SimpleQueue()
     ranks = [context.Process(target=agree, args=(rank, str(tmp_path), out)) for rank in range(2)]
     for process in ranks:

@@ -26,8 +26,13 @@ def make(spec: str) -> Policy:
     return parse_spec(spec, Context(predictor=predictor))
 
 
+QUICK = {"full", "streaming", "fixed:16:0.10", "fluxion", "sketch", "anchor", "hgca", "lfps", "psa"}
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-@pytest.mark.parametrize("spec", examples())
+@pytest.mark.parametrize(
+    "spec", [spec if spec in QUICK else pytest.param(spec, marks=pytest.mark.full) for spec in examples()]
+)
 def test_every_policy(spec: str, check: Callable[[Make], None]) -> None:
     check(partial(make, spec))
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from places import NEEDLE
 
 from fluxion_sglang.scoring.audit_file import record_dtype
 from fluxion_sglang.scoring.kl import Distribution
@@ -17,7 +18,7 @@ from fluxion_sglang.scoring.serve import Reply, Request, RequestFailed
 from fluxion_sglang.training.dataset import TokenSequence
 from fluxion_sglang.training.tau import FORCED, NAME, ends, measure, outcome, verdict
 
-PREDICTOR = Path(__file__).resolve().parents[2] / "models" / "needle" / "fluxion"
+PREDICTOR = Path(NEEDLE) / "fluxion"
 VOCABULARY = 16
 
 

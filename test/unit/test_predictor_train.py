@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 from fluxion_sglang.predictor.inference import NativePredictor
 from fluxion_sglang.training import report
 from fluxion_sglang.training.artifact_writer import Trained
-from fluxion_sglang.training.fit import (
-    Samples,
-    Settings,
-    fit,
-    pinball,
-    split_sequences,
-    streaming_threshold,
-)
+from fluxion_sglang.training.fit import Samples, Settings, fit, pinball, split_sequences, streaming_threshold
 
 pytest.importorskip("sklearn", reason="scikit-learn comes with the extra `train`")
 LOG2 = torch.tensor([4.0, 5.0, 6.0, 7.0])

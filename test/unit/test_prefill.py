@@ -237,10 +237,6 @@ def test_wrong_chunks_are_refused() -> None:
             pool.attend_chunk(layer, ids, start, q, 1.0, out)
     with pytest.raises(ValueError, match="3 heads"):
         pool.attend_chunk(1, pages, 0, q[:, :3].contiguous(), 1.0, out[:, :3].contiguous())
-    with pytest.raises(ValueError, match="out has the shape"):
-        pool.attend_chunk(1, pages, 0, q, 1.0, out[:7])
-    with pytest.raises(ValueError, match="q has the dtype"):
-        pool.attend_chunk(1, pages, 0, q.bfloat16(), 1.0, out)
     assert out.isnan().all()
 
 

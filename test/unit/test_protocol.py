@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "fuzz"
 # Minutes: the programs are compiled first, with every mistake that the fuzzer must find.
 full = pytest.mark.full

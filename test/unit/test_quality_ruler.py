@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import python
 from quality_tokenizer import TextCodec
 
 from fluxion_quality import suite_named
@@ -63,20 +60,7 @@ def test_equal_arguments_give_equal_samples_and_others_give_others(
 
 def test_another_process_makes_the_same_samples() -> None:
     code = "import test_quality_ruler as t; print(t.fingerprint())"
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": "12345",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert there.stdout.strip() == fingerprint()
+    assert python("-c", code, env={"PYTHONHASHSEED": "12345"}).stdout.strip() == fingerprint()
 
 
 def test_facts_about_a_sample_are_json() -> None:

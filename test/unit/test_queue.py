@@ -289,10 +289,7 @@ def test_a_task_nobody_delivers_is_an_error_and_comes_too_late_for_ever(
         if late:
             b, h = divmod(world.engine.task(late[0]), world.heads)
             where = f"request {b}, KV head {h}"
-            with pytest.raises(
-                RuntimeError,
-                match=rf'{where}\).* "torch" .* within 0.05 s.*FLUXION_TASK_TIMEOUT_S',
-            ):
+            with pytest.raises(RuntimeError, match=rf'{where}\).* "torch" .* within 0.05 s.*FLUXION_TASK_TIMEOUT_S'):
                 world.engine.layer_finish()
             assert 0.05 <= time.monotonic() - start < 30
         else:

@@ -19,7 +19,7 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang import refusals
 
 SENTENCE = "the pool does not fit; free memory."
-CONTEXT = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("fork")  # SGLang is imported already
 
 
 def refuse() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-import tables  # noqa: E402
+import tables
 
 TESTS = """<testsuites><testsuite name="pytest" time="125.4">
 <testcase classname="test.unit.test_queue" name="a"/>

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import NEEDLE, one_sentence
+from places import NEEDLE
+from refusals import one_sentence
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import maker

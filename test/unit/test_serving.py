@@ -57,7 +57,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT], [signal.SIGINT] * 2])
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT] * 2])
 def test_however_a_command_ends_its_server_ends_with_it(signals: list[signal.Signals], tmp_path: Path) -> None:
     """Two interrupts: the second comes while the server is asked to end and does not."""
     pids = tmp_path / "pids"

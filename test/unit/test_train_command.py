@@ -85,14 +85,8 @@ def test_options_are_checked_first(
     [
         ([SEQUENCE] * 2, "has 2 sequences that are longer than sinks and window together, but training, validation"),
         ([SEQUENCE, SEQUENCE, {"input_ids": [1] * 300}], "has 2 sequences that are longer"),
-        (
-            [{**SEQUENCE, "answer_ids": [1]}] * 3,
-            "Every sequence that is held out for calibration has an answer of",
-        ),
-        (
-            [*[SEQUENCE] * 3, {"input_ids": [1] * 500, "answer_ids": [2]}],
-            "data.jsonl:4 has 501 tokens, its",
-        ),
+        ([{**SEQUENCE, "answer_ids": [1]}] * 3, "Every sequence that is held out for calibration has an answer of"),
+        ([*[SEQUENCE] * 3, {"input_ids": [1] * 500, "answer_ids": [2]}], "data.jsonl:4 has 501 tokens, its"),
     ],
 )
 def test_sequences_are_checked_first(

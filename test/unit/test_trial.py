@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import NEEDLE
 
 from fluxion_sglang import cli
 from fluxion_sglang.commands import needle
@@ -20,7 +21,6 @@ from fluxion_sglang.commands.serving import Piece, RequestRefused, Server, Serve
 from fluxion_sglang.commands.trial import command
 from fluxion_sglang.scoring.forced import NOTES
 
-NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
 STEP_S = {"off": 0.05, "full": 0.02, "fluxion": 0.01, "sketch": 0.01}
 
 
@@ -109,21 +109,24 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
 
 
+SHORT = (NEEDLE, "--lengths", "1k,3k")
+
+
 def trial(folder: Path, machine: Machine, *words: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, numbers and page of a run."""
+    """Exit code, numbers and page of a run; without `words`, on short prompts."""
     parser = argparse.ArgumentParser()
     from fluxion_sglang.commands.trial import add_arguments
 
     add_arguments(parser)
     out, numbers = folder / "report.html", folder / "numbers.json"
-    arguments = parser.parse_args([*(words or (NEEDLE,)), "--out", str(out), "--json", str(numbers)])
+    arguments = parser.parse_args([*(words or SHORT), "--out", str(out), "--json", str(numbers)])
     code = command.main(arguments, machine.start)
     return code, json.loads(numbers.read_text()), out.read_text()
 
 
 def test_a_whole_trial_measures_everything_and_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = Machine()
-    code, numbers, _ = trial(tmp_path, machine)
+    code, numbers, _ = trial(tmp_path, machine, NEEDLE)
     assert code == 0
     lengths = numbers["plan"]["lengths"]
     assert numbers["plan"]["policies"] == ["full", "fluxion"]
@@ -147,7 +150,7 @@ def test_a_whole_trial_measures_everything_and_recommends(tmp_path: Path, capsys
 
 def test_the_servers_differ_by_the_flag_and_hold_every_prompt(tmp_path: Path) -> None:
     machine = Machine()
-    _, numbers, _ = trial(tmp_path, machine, NEEDLE, "--server-args", "--tp 2")
+    _, numbers, _ = trial(tmp_path, machine, *SHORT, "--server-args", "--tp 2")
     with_flag, without = machine.commands
     config = json.loads(with_flag[with_flag.index("--fluxion-config") + 1])
     assert config["policy"] == "full"
@@ -232,7 +235,7 @@ def test_a_server_that_just_breaks_ends_the_trial_with_its_log(tmp_path: Path) -
 
 
 def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
-    code, numbers, page = trial(tmp_path, Machine(breaks=30))
+    code, numbers, page = trial(tmp_path, Machine(breaks=20))
     assert code == 130
     assert numbers["decode"]
     assert "Interrupted" in numbers["stopped"]
@@ -242,7 +245,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_signal_that_ends_the_command_leaves_a_report_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):  # what serving.exits_at_signals makes of it
-        trial(tmp_path, Machine(breaks=30, end=SystemExit))
+        trial(tmp_path, Machine(breaks=20, end=SystemExit))
     assert "Interrupted" in json.loads((tmp_path / "numbers.json").read_text())["stopped"]
     assert "Interrupted" in (tmp_path / "report.html").read_text()
 

@@ -175,7 +175,6 @@ QUALITY: Sequence[Benchmark] = tuple(
         ),
     )
 )
-_GUARD = ("--fluxion-config", '{"guard": 0.03}')
 _LONG, _YARDSTICKS = "full,sketch,sketch:0.10", "full,labels,oracle:0.05,anchor"
 
 
@@ -195,8 +194,6 @@ PUBLIC: Sequence[Benchmark] = tuple(
         ("gemma3_long", "long", "21845", 2, _LONG),
         ("smollm2_yardsticks", "perplexity", "8190", 8, _YARDSTICKS),
         ("gemma3_yardsticks", "perplexity", "8192", 8, _YARDSTICKS),
-        ("smollm2_guard", "perplexity", "8190", 8, "full,fixed:16:0.05", *_GUARD),
-        ("gemma3_guard", "perplexity", "8192", 8, "full,fixed:16:0.05", *_GUARD),
     )
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in (*SPEED, *QUALITY, *PUBLIC)}

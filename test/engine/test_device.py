@@ -66,7 +66,9 @@ def test_a_pass_that_fails_ends_its_request_and_no_other(
     assert_same(server.generate(ids, new), reference["length-2000"])
 
 
-@pytest.mark.parametrize("length", [50, 300, 2000, 5000])
+@pytest.mark.parametrize(
+    "length", [300, 2000, pytest.param(50, marks=pytest.mark.full), pytest.param(5000, marks=pytest.mark.full)]
+)
 def test_lengths(server: Server, reference: dict[str, Completion], length: int) -> None:
     server.flush()
     got = server.generate(*ALL[f"length-{length}"])
@@ -98,7 +100,7 @@ def test_eviction_and_retraction(server: Server, reference: dict[str, Completion
     assert sum(evicted) > 0, "nothing was evicted"
 
 
-@pytest.mark.parametrize("when", ["prefill", "decode"])
+@pytest.mark.parametrize("when", [pytest.param("prefill", marks=pytest.mark.full), "decode"])
 def test_abort(server: Server, reference: dict[str, Completion], when: str) -> None:
     server.flush()
     ids = cases.prompt(6000, 77) if when == "prefill" else ALL["length-2000"][0]

@@ -71,7 +71,7 @@ class TestTheFlagAlone:
         assert "'disable_overlap_schedule': False" in server.log()
 
     @pytest.mark.parametrize(
-        "length", [pytest.param(n, marks=pytest.mark.full) if n > 5000 else n for n in cases.LENGTHS]
+        "length", [n if n <= 2000 else pytest.param(n, marks=pytest.mark.full) for n in cases.LENGTHS]
     )
     def test_lengths(self, server: Server, reference: Reference, length: int) -> None:
         server.flush()

@@ -99,14 +99,14 @@ def asker(logs: Path) -> Iterator[Asker]:
 
 
 @policies
-def test_abort(asker: Asker, spec: str) -> None:
+def test_answers_after_an_abort_are_the_same(asker: Asker, spec: str) -> None:
     want = asker.alone(PROMPT, spec)
     asker.server.aborted(PROMPT[:700], 2000, "Decode batch", f"abort-{spec}", policy=spec)
     assert answers(asker.ask(PROMPT, spec), want, spec)
 
 
 @policies
-def test_retract_and_evict(asker: Asker, spec: str) -> None:
+def test_answers_after_retraction_and_eviction_are_the_same(asker: Asker, spec: str) -> None:
     want = asker.alone(PROMPT, spec)
     before = len(asker.server.log())
     with ThreadPoolExecutor(len(OTHERS) + 1) as pool:
@@ -117,7 +117,7 @@ def test_retract_and_evict(asker: Asker, spec: str) -> None:
 
 
 @policies
-def test_share(asker: Asker, spec: str) -> None:
+def test_a_shared_beginning_changes_no_answer(asker: Asker, spec: str) -> None:
     """A prompt that begins like another finds it in the tree, while that one is decoded and after it."""
     want, relative = asker.alone(PROMPT, spec), asker.alone(RELATIVE, spec)
     with ThreadPoolExecutor(2) as pool:
@@ -128,7 +128,7 @@ def test_share(asker: Asker, spec: str) -> None:
 
 
 @policies
-def test_append(asker: Asker, spec: str) -> None:
+def test_the_next_turn_answers_as_from_nothing(asker: Asker, spec: str) -> None:
     """The next turn of a conversation, on what is left of the last one."""
     turn = PROMPT + asker.alone(PROMPT, spec) + TURN
     want = asker.alone(turn, spec)
@@ -139,7 +139,7 @@ def test_append(asker: Asker, spec: str) -> None:
 
 
 @policies
-def test_flush(asker: Asker, spec: str) -> None:
+def test_a_flushed_server_answers_the_same(asker: Asker, spec: str) -> None:
     want = asker.alone(PROMPT, spec)
     asker.ask(OTHERS[0], spec)
     asker.server.flush()

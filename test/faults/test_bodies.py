@@ -38,7 +38,7 @@ def test_the_rows_have_names_of_their_own() -> None:
 
 class TestOneRequest:
     @rows(*ROWS)
-    def test_row(self, server: Child, row: Row) -> None:
+    def test_a_request_costs_its_sender_alone(self, server: Child, row: Row) -> None:
         server.run(assert_row, row.calls, row.codes)
 
     def test_nothing_is_compiled_for_a_penalty(self, server: Child) -> None:
@@ -164,7 +164,7 @@ class TestSessions:
     @pytest.mark.parametrize(
         "story", [replace_without_rid, odd_turns, embeds_in_a_session], ids=lambda story: story.__name__
     )
-    def test_story(self, server: Child, story: Any) -> None:
+    def test_a_session_costs_its_owner_alone(self, server: Child, story: Any) -> None:
         server.run(story)
 
     def test_a_chain_that_is_replaced_at_its_root(self, server: Child) -> None:
@@ -220,7 +220,7 @@ class TestStreamingSessions:
         "story", [refused_beside_running, as_many_as_rows, replace_without_rid, odd_turns, embeds_in_a_session],
         ids=lambda story: story.__name__,
     )  # fmt: skip
-    def test_story(self, server: Child, story: Any) -> None:
+    def test_a_session_costs_its_owner_alone(self, server: Child, story: Any) -> None:
         server.run(story)
 
 
@@ -252,7 +252,7 @@ class TestWithoutRadixCache:
             FINE,
         ),
     )
-    def test_row(self, server: Child, row: Row) -> None:
+    def test_a_request_costs_its_sender_alone(self, server: Child, row: Row) -> None:
         server.run(assert_row, row.calls, row.codes)
 
     def test_embeds_in_a_session(self, server: Child) -> None:
@@ -267,7 +267,7 @@ class TestLora:
     )
 
     @rows(generate("lora_id", lora_id="zzz", codes=ANSWERED), generate("lora_path", lora_path="zzz", codes=FAILED))
-    def test_row(self, server: Child, row: Row) -> None:
+    def test_a_request_costs_its_sender_alone(self, server: Child, row: Row) -> None:
         server.run(assert_row, row.calls, row.codes)
 
 
@@ -283,7 +283,7 @@ class TestChunked:
     FLAGS = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--disable-overlap-schedule")
 
     @rows(*BRIEF)
-    def test_row(self, server: Child, row: Row) -> None:
+    def test_a_request_costs_its_sender_alone(self, server: Child, row: Row) -> None:
         server.run(assert_row, row.calls, row.codes)
 
 
@@ -292,7 +292,7 @@ class TestDrafts:
     FLAGS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 
     @rows(*BRIEF)
-    def test_row(self, server: Child, row: Row) -> None:
+    def test_a_request_costs_its_sender_alone(self, server: Child, row: Row) -> None:
         server.run(assert_row, row.calls, row.codes)
 
 
@@ -332,7 +332,7 @@ class TestOperators:
         Row("abort nobody", (post("/abort_request", {"rid": "nobody"}),), FINE),
         Row("abort by a list", (post("/abort_request", {"rid": [1]}),), REFUSED),
     )  # fmt: skip
-    def test_call(self, server: Child, row: Row) -> None:
+    def test_a_call_of_an_operator_costs_nobody(self, server: Child, row: Row) -> None:
         server.run(assert_call, row.calls, row.codes)
 
 

@@ -138,7 +138,7 @@ class TestDefaults:
     FLAGS = ("--enable-streaming-session",)
 
     @pytest.mark.parametrize(("site", "name"), sites("alone", "beside", "together", "streaming", "session"))
-    def test_site(self, server: Child, site: str, name: str) -> None:
+    def test_a_fault_costs_its_request_alone(self, server: Child, site: str, name: str) -> None:
         server.run(play_all, site, name)
 
 
@@ -147,7 +147,7 @@ class TestChunkedAndSerial:
     FLAGS = ("--chunked-prefill-size", "32", "--enable-mixed-chunk", "--disable-overlap-schedule")
 
     @pytest.mark.parametrize(("site", "name"), sites("chunked", "session", "streaming"))
-    def test_site(self, server: Child, site: str, name: str) -> None:
+    def test_a_fault_costs_its_request_alone(self, server: Child, site: str, name: str) -> None:
         server.run(play_all, site, name)
 
 
@@ -156,7 +156,7 @@ class TestChunked:
     FLAGS = ("--chunked-prefill-size", "32", "--enable-streaming-session")
 
     @pytest.mark.parametrize(("site", "name"), sites("chunked", "session"))
-    def test_site(self, server: Child, site: str, name: str) -> None:
+    def test_a_fault_costs_its_request_alone(self, server: Child, site: str, name: str) -> None:
         server.run(play_all, site, name)
 
 
@@ -165,7 +165,7 @@ class TestDrafts:
     FLAGS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 
     @pytest.mark.parametrize(("site", "name"), sites("beside", "streaming"))
-    def test_site(self, server: Child, site: str, name: str) -> None:
+    def test_a_fault_costs_its_request_alone(self, server: Child, site: str, name: str) -> None:
         server.run(play_all, site, name)
 
 
@@ -178,5 +178,5 @@ class TestDisk:
         return serve(config={"disk": str(tmp_path_factory.mktemp("disk"))})
 
     @pytest.mark.parametrize(("site", "name"), sites("beside", "together"))
-    def test_site(self, server: Child, site: str, name: str) -> None:
+    def test_a_fault_costs_its_request_alone(self, server: Child, site: str, name: str) -> None:
         server.run(play_all, site, name)

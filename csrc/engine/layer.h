@@ -98,11 +98,6 @@ struct Layer {
   const int32_t* pages(const Task& task) const { return step.pages(task.request); }
   int blk(const Task& task) const { return plan->blk[index(task)]; }
   const float* budget(const Task& task) const { return plan->budget + state(task); }
-  // Whether a head of the group does not want everything, so that scores decide what it gets.
-  bool ranked(const Task& task) const {
-    const float* part = budget(task);
-    return std::any_of(part, part + group, [](float share) { return share < 1; });
-  }
   const char* tiles(const Task& task) const { return pool.tiles(in.layer, task.head); }
 
   // Merges a second part of `heads` heads into o and lse.

@@ -78,7 +78,9 @@ int64_t ListedTokens::bytes(const Layer& layer, const Task& task) const {
 }
 
 int ListedTokens::ranked_tokens(const Layer& layer, const Task& task) const {
-  return layer.ranked(task) ? count(layer, task) * kPage : 0;
+  const float* part = layer.budget(task);
+  const bool ranked = std::any_of(part, part + layer.group, [](float share) { return share < 1; });
+  return ranked ? count(layer, task) * kPage : 0;
 }
 
 Selection ListedTokens::select(const Layer& layer, const Task& task, Scratch* s) const {

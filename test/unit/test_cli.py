@@ -24,6 +24,7 @@ from fluxion_sglang.commands import doctor, needle
 from fluxion_sglang.commands.doctor import FAIL, OK, WARN, Check
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.device import flashinfer, library
+from fluxion_sglang.native import without_best_isa
 
 MACHINE: dict[str, Any] = {
     "cores": [0, 2, 1, 3],
@@ -46,6 +47,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.library = lambda: object()
     module.library_path = lambda: "/somewhere/libfluxion.so"
     module.topology = lambda: dict(MACHINE)
+    module.without_best_isa = without_best_isa
     monkeypatch.setitem(sys.modules, "fluxion_sglang.native", module)
     monkeypatch.setattr("fluxion_sglang.native", module, raising=False)
     return module

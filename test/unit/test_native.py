@@ -46,6 +46,23 @@ def test_a_missing_library(load: Load, tmp_path: Path) -> None:
     one_sentence(error, tmp_path / "libfluxion.so")
 
 
+@pytest.mark.parametrize("content", [None, b"", b"no library"], ids=["missing", "empty", "text"])
+def test_a_library_beside_it_that_cannot_be_loaded(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "libfluxion_lab.so"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(NativeLibraryError, match=r"cannot be loaded.*; build it with `make lab`\.$"):
+        native.companion(path, "build it with `make lab`")
+
+
+def test_a_library_beside_it_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(os.environ["FLUXION_DEVICE_LIBRARIES"]) / "libfluxion_probe.so"
+    monkeypatch.setattr(loading, "ABI_VERSION", 3)
+    monkeypatch.setattr(loading, "library", lambda: None)
+    with pytest.raises(NativeLibraryError, match=r"and Fluxion has 3; build it\.$"):
+        native.companion(path, "build it")
+
+
 @pytest.mark.parametrize("content", [b"", b"no library", None], ids=["empty", "text", "truncated"])
 def test_a_corrupted_library(load: Load, tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "libfluxion.so"

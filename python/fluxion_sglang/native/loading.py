@@ -85,6 +85,10 @@ def check_complete(path: Path) -> None:
             raise OSError("it is truncated")
 
 
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 @cache
 def library() -> tvm_ffi.Module:
     """The loaded library.
@@ -103,9 +107,8 @@ def library() -> tvm_ffi.Module:
         module = tvm_ffi.load_module(path)
         version = int(module.get_function("abi_version")())
     except Exception as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise NativeLibraryError(
-            f"The native library {path} cannot be loaded ({reason}); reinstall fluxion-sglang on this "
+            f"The native library {path} cannot be loaded ({_reason(error)}); reinstall fluxion-sglang on this "
             "machine, or unset FLUXION_LIBRARY."
         ) from error
     if version != ABI_VERSION:
@@ -127,11 +130,11 @@ def companion(path: Path, mend: str) -> tvm_ffi.Module:
     """
     library()  # The loader finds it by its name.
     try:
+        check_complete(path)
         module = tvm_ffi.load_module(path)
         version = int(module.get_function("companion_abi_version")())
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise NativeLibraryError(f"The native library {path} cannot be loaded ({reason}); {mend}.") from error
+        raise NativeLibraryError(f"The native library {path} cannot be loaded ({_reason(error)}); {mend}.") from error
     if version != ABI_VERSION:
         raise NativeLibraryError(
             f"The native library {path} is for ABI version {version} and Fluxion has {ABI_VERSION}; {mend}."

@@ -1,17 +1,8 @@
 """Reading until it is enough: PSA's Algorithm 1 (arXiv 2503.00392), for the query heads of a group, from the
 definitions.
 
-The native form is `csrc/lab/early_stop.cc`. The paper's algorithm is for one query and a list of blocks
-that has all of a request's; what it leaves open is decided here:
-
-- Residents (sinks, window) are blocks that are computed before the first microbatch: their weight is in AS_acc. They do
-  not come in the order of criticality, so they do not lower AS_min.
-- Every query head of a group has its own order, its own AS_acc, AS_min and N_left, and stops for itself; the heads go
-  in step, so that a block which several of them choose in one microbatch is read once. (One order for a group would
-  break the bound: a block that another head wanted says nothing of the blocks that this head would choose next.)
-- Where what one head chose is attended to by all (`attend_union`), it counts in every head's AS_acc and N_left, and in
-  AS_min of those that chose it.
-- AS_min and N_left are per token: the first and the last block of a middle may be cut. Where none is, it is the same.
+The native form is `csrc/lab/early_stop.cc`, whose header says what the paper leaves open and how it is decided here.
+Where what one head chose is attended to by all (`attend_union`), it counts in AS_min of those that chose it.
 """
 
 from __future__ import annotations

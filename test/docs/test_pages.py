@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from page_commands import PAGES, Command, blocks, commands, lines
-from places import ROOT
+from places import ROOT, python
 
 from fluxion_sglang import cli
 
@@ -161,9 +161,7 @@ def test_lists_begin_after_an_empty_line() -> None:
 
 
 def test_tables_are_up_to_date() -> None:
-    run = subprocess.run(
-        [sys.executable, "benchmark/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = python("benchmark/tables.py", "--check", cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -303,9 +301,7 @@ for words in json.load(sys.stdin):
 """
     launched = [list(command.words[3:]) for command in of("python", "-m", "sglang.launch_server")]
     assert launched
-    run = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(launched), capture_output=True, text=True, check=False
-    )
+    run = python("-c", code, input=json.dumps(launched))
     assert run.returncode == 0, run.stderr[-2000:]
 
 
@@ -358,14 +354,7 @@ def test_the_package_installs(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     check = "import fluxion_sglang.native as n; print(n.library_path()); n.library()"
-    run = subprocess.run(
-        [sys.executable, "-c", check],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = python("-c", check, cwd=tmp_path, env={"PYTHONPATH": str(site)})
     assert run.returncode == 0 and str(site) in run.stdout, run.stdout + run.stderr
 
 
@@ -388,14 +377,8 @@ def test_python_blocks_are_run_by_a_test() -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     """The strict build fails on links and sections that do not exist."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed; `make docs` does that")
-    run = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
+    run = python("-m", *words, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
     assert run.returncode == 0, run.stderr[-3000:]
     foreign = [
         page.name

@@ -220,7 +220,8 @@ def test_a_spawned_process_gets_options_and_hooks(found: dict[str, Any]) -> None
 SERVE = ["-c", "from sglang.cli.main import main; main()", "serve"]
 
 
-@pytest.mark.parametrize("program", [["-m", "sglang.launch_server"], pytest.param(SERVE, marks=pytest.mark.full)])
+@needs_processes
+@pytest.mark.parametrize("program", [["-m", "sglang.launch_server"], SERVE])
 def test_a_refusal_is_one_line_at_a_terminal(program: list[str]) -> None:
     command = [sys.executable, "-W", "ignore", *program, "--model-path", NEEDLE]
     command += ["--device", "cpu", "--enable-fluxion", "--fluxion-config", '{"windw": 512}']

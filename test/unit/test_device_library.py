@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import python
 
 from fluxion_sglang.device import library
 from fluxion_sglang.device.library import DeviceError, device_library_path, load
@@ -75,9 +75,7 @@ def test_without_a_gpu_the_cuda_library_loads_and_says_so() -> None:
         "for ask in (library.info, library.stream_create):\n"
         "    try:\n        ask()\n    except DeviceError as error:\n        print(error)"
     )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    sentences = done.stdout.splitlines()
+    sentences = python("-c", code, env={"CUDA_VISIBLE_DEVICES": ""}).stdout.splitlines()
     assert len(sentences) == 2 and all("no NVIDIA GPU" in s and s.endswith(".") for s in sentences)
 
 

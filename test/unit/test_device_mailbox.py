@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from device_world import Mail, Shape, Stream, merged, pinned, poison, sim, tolerance
+from places import python
 
 from fluxion_sglang.device.library import DeviceError
 
@@ -298,9 +296,7 @@ def test_environment_injects() -> None:
         "from fluxion_sglang.device.library import load, DeviceError\n"
         "try:\n    load('sim').pinned_empty(4096)\nexcept DeviceError as error:\n    print(error)"
     )
-    environment = {**os.environ, "FLUXION_SIM_FAIL": "memory:1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "out of memory" in done.stdout
+    assert "out of memory" in python("-c", code, env={"FLUXION_SIM_FAIL": "memory:1"}).stdout
 
 
 def test_registered_memory_is_pinned_until_it_is_not() -> None:

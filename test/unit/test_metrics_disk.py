@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import python
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.executor import metrics
@@ -33,7 +33,7 @@ print("counted", flush=True)
 
 
 def run(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, timeout=300)
+    return python("-c", PROGRAM, str(folder))
 
 
 @pytest.fixture

@@ -372,35 +372,27 @@ def test_kv_from_another_server_needs_the_cpu_and_a_version(monkeypatch: pytest.
         validation.check_transfer(receiving(), FluxionConfig())
 
 
-@pytest.mark.parametrize("option", ["tp_size", "pp_size", "dp_size"])
-def test_an_audit_is_one_process_own(option: str) -> None:
-    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1)
-    audited = FluxionConfig(audit="/tmp/audit.npy")
-    validation.check_config(audited, args)
-    setattr(args, option, 2)
-    validation.check_config(FluxionConfig(), args)
-    with pytest.raises(ConfigError, match=f"audit does not work with --{option.replace('_', '-')} 2, because .*; use"):
-        validation.check_config(audited, args)
+def processes(**changes: Any) -> SimpleNamespace:
+    one = dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes"), 1)
+    return SimpleNamespace(**{**one, "disable_radix_cache": False, "enable_lora": None, "lora_paths": None, **changes})
 
 
-def test_a_canary_is_for_servers_without_stages() -> None:
-    args = SimpleNamespace(tp_size=2, pp_size=1, dp_size=2, nnodes=1)
-    validation.check_config(FluxionConfig(canary=0.1), args)
-    args.pp_size = 2
-    validation.check_config(FluxionConfig(), args)
-    with pytest.raises(ConfigError, match="canary does not work with --pp-size 2, because"):
-        validation.check_config(FluxionConfig(canary=0.1), args)
+@pytest.mark.parametrize(
+    ("key", "value", "option"),
+    [("audit", "/tmp/audit.npy", option) for option in ("tp_size", "pp_size", "dp_size")]
+    + [("canary", 0.1, "pp_size")],
+)
+def test_what_does_not_go_with_several_processes(key: str, value: Any, option: str) -> None:
+    config, more = FluxionConfig(**{key: value}), {} if key == "audit" else {"tp_size": 2, "dp_size": 2}
+    validation.check_config(config, processes(**more))
+    validation.check_config(FluxionConfig(), processes(**{option: 2}))
+    with pytest.raises(ConfigError, match=f"{key} does not work with --{option.replace('_', '-')} 2, because .*; "):
+        validation.check_config(config, processes(**{**more, option: 2}))
 
 
 def test_what_does_not_go_with_kv_in_files(tmp_path: Path) -> None:
-    def args(**changed: Any) -> SimpleNamespace:
-        usual = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}
-        return SimpleNamespace(
-            **{**usual, "disable_radix_cache": False, "enable_lora": None, "lora_paths": None, **changed}
-        )
-
     kept = FluxionConfig(disk=str(tmp_path / "new" / "folder"))
-    validation.check_config(kept, args(dp_size=2, tp_size=2))
+    validation.check_config(kept, processes(dp_size=2, tp_size=2))
     assert (tmp_path / "new" / "folder").is_dir()
     for changed, words in (
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
@@ -409,19 +401,19 @@ def test_what_does_not_go_with_kv_in_files(tmp_path: Path) -> None:
         ({"lora_paths": ["a"]}, "LoRA"),
     ):
         with pytest.raises(ConfigError, match=f"disk does not work with {words}, because .*; .*"):
-            validation.check_config(kept, args(**changed))
+            validation.check_config(kept, processes(**changed))
     with pytest.raises(ConfigError, match="disk does not work with prefill_budget below 1, because"):
-        validation.check_config(FluxionConfig(disk=str(tmp_path), prefill_budget=0.5), args())
+        validation.check_config(FluxionConfig(disk=str(tmp_path), prefill_budget=0.5), processes())
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError, match=r"disk is '.*file/below', where KV cannot be kept \(Not a directory\); name a"
     ):
-        validation.check_config(FluxionConfig(disk=str(tmp_path / "file" / "below")), args())
+        validation.check_config(FluxionConfig(disk=str(tmp_path / "file" / "below")), processes())
 
 
 def test_ranks_divide_the_cores_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "topology", lambda: {"cores": list(range(8))})
-    args = SimpleNamespace(tp_size=2, pp_size=1, dp_size=2, nnodes=1)
+    args = processes(tp_size=2, dp_size=2)
     for legal in ({"cores": "0-3"}, {"cores": "0-7", "workers": 2}, {"workers": 9}, {}):
         validation.check_config(FluxionConfig(**legal).validate(), args)
     for cores, workers, words in (("0-2", None, "need 1 each; name at least 4"), ("0-6", 2, "2 each; name at least 8")):
@@ -432,7 +424,7 @@ def test_ranks_divide_the_cores_that_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_damaged_predictor_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1)
+    args = processes()
     shutil.copytree(Path(NEEDLE) / "fluxion", tmp_path / "predictor")
     config = FluxionConfig(predictor=str(tmp_path / "predictor"))
     validation.check_config(config.validate(), args)

@@ -239,7 +239,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 OTHERS = {
-    "abi_version": "no arguments", "lab_abi_version": "no arguments",
+    "abi_version": "no arguments", "companion_abi_version": "no arguments",
     "isas": "no arguments", "best_isa": "no arguments",
     "engine_stat_names": "no arguments", "workers_cores": "an object alone", "pool_isa": "an object alone",
     "predictor_isa": "an object alone", "engine_abandon": "an object alone", "engine_corrupt": "an object alone",

@@ -42,7 +42,7 @@ def failing_layer(world: NativeWorld, requests: list[Any], what: str, chunks: in
     q = world.randn(batch, world.q_heads, world.dim)
     k, v = (world.randn(batch, world.heads, world.dim) for _ in range(2))
     world.begin_step(requests)
-    native = NativePlan(plan.blk, plan.budget, plan.value, None, None, [kind])
+    native = NativePlan(plan.blk, plan.budget, plan.value, None, [kind])
     world.engine.layer_begin(native, 0, q, k, v, world.windows[0], world.scale, torch.empty_like(q))
     with pytest.raises(RuntimeError) as error:
         world.engine.layer_finish()

@@ -117,7 +117,7 @@ STEPS = (
         "kernels",
         "do our kernels compute what they compute on the simulated device",
         (*_TESTS, "test/gpu/test_gpu_kernels.py"),
-        (*_TESTS, "test/unit/test_device_kernels.py", "-k", "take or merge or order"),
+        (*_TESTS, "test/unit/device/test_device_kernels.py", "-k", "take or merge or order"),
     ),
     Step(
         "link",
@@ -148,7 +148,7 @@ STEPS = (
         "ranks",
         "does a GPU that ranks blocks read what the CPU would read",
         (*_TESTS, "test/gpu/test_gpu_near.py"),
-        (*_TESTS, "test/unit/test_near.py", "-k", "every_shape"),
+        (*_TESTS, "test/unit/device/test_near.py", "-k", "every_shape"),
     ),
     Step(
         "tokens",

@@ -46,7 +46,7 @@ RUN_ELSEWHERE = {
     r"curl ": "test/engine/test_docs_commands.py::test_curl_commands",
     r"fluxion train ": "test/engine/test_train.py::TestTrain",
     r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",
-    r"fluxion doctor": "test/unit/test_cli.py",
+    r"fluxion doctor": "test/unit/commands/test_cli.py",
     r"fluxion ask ": "test/engine/test_ask_served.py",
     r"fluxion explain ": "test/engine/test_explain_served.py",
     r"fluxion try ": "test/engine/test_trial_served.py",
@@ -78,7 +78,7 @@ def test_the_tests_that_the_faults_name_are_there() -> None:
     assert len(rows) > 40
     for row in rows:
         last = row.rstrip("| ").rpartition(" | ")[2]
-        named = re.findall(r"`(\w+/\w+\.py)(?:::(?:\w+::)?(\w+))?`", last)
+        named = re.findall(r"`(\w+(?:/\w+)+\.py)(?:::(?:\w+::)?(\w+))?`", last)
         assert named, f"no test: {row}"
         for file, name in named:
             path = ROOT / ("" if file.startswith("benchmark/") else "test") / file
@@ -142,7 +142,7 @@ def test_file_names_exist() -> None:
 
 
 def test_what_counts_as_a_missing_file() -> None:
-    there = ["csrc/engine/engine.h", "engine/engine.h", "engine.h", "test/unit/test_house.py::test_x"]
+    there = ["csrc/engine/engine.h", "engine/engine.h", "engine.h", "test/unit/house/test_house.py::test_x"]
     other = ["MODEL/fluxion", "fluxion doctor"]
     missing = ["csrc/runtime/no_such.h", "no_such.py", "docs/no_such"]
     assert [text for text in [*there, *other, *missing] if missing_path(text)] == missing

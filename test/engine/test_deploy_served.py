@@ -25,7 +25,7 @@ from server import PATIENCE_S, Server, free_port
 
 pytestmark = pytest.mark.full
 
-_spec = importlib.util.spec_from_file_location("deploy_queries", ROOT / "test" / "unit" / "test_deploy.py")
+_spec = importlib.util.spec_from_file_location("deploy_queries", ROOT / "test" / "unit" / "house" / "test_deploy.py")
 assert _spec is not None and _spec.loader is not None
 queries = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(queries)

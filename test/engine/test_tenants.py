@@ -1,7 +1,7 @@
 """Tenants of one server who give their requests a salt or a key of their own: with the same prompts they share nothing.
 
 What is shared goes by page: cached KV, its metadata, and the families of requests that are read together
-(`test/unit/test_families.py`). So nothing cached and no task done together means that no page was another
+(`test/unit/native/test_families.py`). So nothing cached and no task done together means that no page was another
 tenant's. What policies remember goes by row; here requests of several tenants take one another's rows all the time.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path.extend(str(Path(__file__).parents[1] / "unit" / folder) for folder in ("", "device"))
 
 from test_near import Make, both, counts, maker
 from test_stream_device import Passes

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from effort import examples
 from hypothesis import settings
+
+# A few tests use what another one has made: its folder need not be collected before.
+sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 
 # The tests' tensors are small: torch's thread pool would spend its time waiting for itself, and for the workers under
 # test, which want the same cores.

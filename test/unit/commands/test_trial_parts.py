@@ -24,7 +24,7 @@ from fluxion_sglang.commands.trial.results import Agreement, Decode, Effort, Mod
 from fluxion_sglang.scoring.forced import NOTES
 from fluxion_sglang.scoring.kl import Distribution
 
-NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
+NEEDLE = Path(__file__).resolve().parents[3] / "models" / "needle"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 
 from fluxion_sglang.sglang import bootstrap, compat
 
-NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
+NEEDLE = str(Path(__file__).resolve().parents[3] / "models" / "needle")
 CONFIG = '{"policy": "fixed:16:0.05"}'
 
 

@@ -21,7 +21,7 @@ from fluxion_sglang.commands import conversation
 from fluxion_sglang.commands.document import AskError, Document
 from fluxion_sglang.commands.needle import needle_prompt, to_text
 
-NEEDLE = Path(__file__).resolve().parents[2] / "models" / "needle"
+NEEDLE = Path(__file__).resolve().parents[3] / "models" / "needle"
 TEXT = "The ship left the harbour at nine.\nIts captain was Ada."
 
 

@@ -15,7 +15,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
 import checkpoints  # noqa: E402

@@ -20,7 +20,7 @@ import pytest
 
 from fluxion_sglang.sglang.plugin import HOOKS
 
-NEEDLE = str(Path(__file__).resolve().parents[2] / "models" / "needle")
+NEEDLE = str(Path(__file__).resolve().parents[3] / "models" / "needle")
 
 
 def without_address(thing: object) -> str:

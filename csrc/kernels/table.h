@@ -123,14 +123,11 @@ struct LinearPanels {
 // The kernels of one instruction set for what is stored as one DType. A tile is K[16][D] then V[16][D],
 // contiguous, but for kInt8, and has 32 * stored_bytes(). Pointers need no alignment. No function allocates,
 // locks or throws; the callers have checked every size and id.
-struct KernelTable {
-  const char* isa;
+//
+// They are in groups by who calls them.
 
-  // Not 0: for head dimensions that are multiples of this and more than kVectorHeads heads, `attend`
-  // multiplies all heads with a tile at once, so that those which want other tokens than the rest, or none,
-  // cost little more than if all agreed.
-  int matrix_depth;
-
+// Of tasks that rank blocks or tokens by their keys.
+struct BlockKernels {
   // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in [0, 1]
   // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
   // The weights (1 +- spread) q_d / 2 are rounded to the KV dtype.
@@ -168,7 +165,10 @@ struct KernelTable {
   // Bit b of above[i], equal[i]: whether codes[64 i + b] is above the limit, equal to it; of `words`
   // times 64.
   void (*compare_codes)(const uint8_t* codes, int64_t words, uint8_t limit, uint64_t* above, uint64_t* equal);
+};
 
+// Of tasks that read what sketches say.
+struct SketchKernels {
   // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k of two that were is q.k times a
   // power of two), and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the
   // key's scale. The upper two bits of codes come first: [D / 16][16 tokens][4], one byte for elements d (its
@@ -204,7 +204,10 @@ struct KernelTable {
   // weights may be rounded to BF16. nullptr of Int8, whose rows are not read one by one.
   void (*add_values)(const float* weights, int64_t stride, const int32_t* at, int G, int D, const void* tiles,
                      const int32_t* pages, const uint16_t* masks, int n, float* o, float* sums);
+};
 
+// Attention of decode steps, and of prompts.
+struct AttendKernels {
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //
   // q: KV dtype [G][D]. Tile i of the list is tile pages[i].
@@ -242,7 +245,10 @@ struct KernelTable {
   // lse[tokens][G][blocks]: the LSE of every kExtendKeys tokens of the list, the last ones perhaps fewer, for
   // every query, all of which see all of them: args.first is not used. Same scratch.
   void (*extend_blocks)(const ExtendArgs& args, void* scratch, float* lse);
+};
 
+// Of the host pool and of merges.
+struct TileKernels {
   // Writes a key and a value, KV dtype [D] each, as token `offset` of a tile. Bit-identical on every ISA.
   void (*write_token)(const void* k, const void* v, int D, int offset, void* tile);
   // What a tile holds, exactly: out, KV dtype: [16][D] keys, then values. Of its first `tokens` tokens; what
@@ -265,7 +271,10 @@ struct KernelTable {
   // -inf is not read; both -inf: out = 0 and -inf. o_b nullptr: zeros. Where the KV dtype is float32, out may
   // be o_a.
   float (*merge_state)(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out);
+};
 
+// Of features, measurements and the network.
+struct PredictorKernels {
   // What the predictor is asked with, for every head of a step: the part of the anchor query, copied, and the
   // part of this query (predictor/features.py has every formula). Bit-identical on every ISA.
   void (*features)(const FeatureArgs& args);
@@ -290,7 +299,10 @@ struct KernelTable {
   // overwritten; its rows have room for a multiple of 32 floats.
   void (*dense)(float* x, int64_t x_stride, int rows, int in, const uint16_t* weights, const float* bias,
                 int panels, bool relu, float* y, int64_t y_stride);
+};
 
+// Of the model's other layers.
+struct ModelKernels {
   // Writes `rows` rows of x, x_stride elements apart, as `linear` takes them: linear_pack_bytes(rows, in)
   // bytes, 64-byte aligned.
   void (*pack_linear)(const void* x, int64_t x_stride, int rows, int in, void* packed);
@@ -315,6 +327,15 @@ struct KernelTable {
   // 2i with 2i + 1. What is beyond `rotary` is copied.
   void (*rope)(const void* x, const void* cos_sin, int heads, int head_dim, int rotary, bool halves,
                void* out);
+};
+
+struct KernelTable : BlockKernels, SketchKernels, AttendKernels, TileKernels, PredictorKernels, ModelKernels {
+  const char* isa;
+
+  // Not 0: for head dimensions that are multiples of this and more than kVectorHeads heads, `attend`
+  // multiplies all heads with a tile at once, so that those which want other tokens than the rest, or none,
+  // cost little more than if all agreed.
+  int matrix_depth;
 
   // Reads a list of pieces and returns the sum of their 32-bit words, modulo 2^32: the same on every ISA.
   // Piece i has piece_bytes, a multiple of 64, at base + pieces[i] * piece_bytes; pieces nullptr: 0, 1, 2,

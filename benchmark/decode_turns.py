@@ -34,7 +34,7 @@ from sglang.benchmark import one_batch
 from fluxion_sglang.device.step import StreamDevice
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy import Policy, parse_spec
-from fluxion_sglang.sglang import predictors
+from fluxion_sglang.sglang.requests import predictors
 
 DRAWN_STEPS = 1
 """Of a policy's last turn, in the timeline."""

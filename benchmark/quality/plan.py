@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.scoring.audit_file import SPEC_BYTES
 from fluxion_sglang.scoring.serve import OFF, Needs
-from fluxion_sglang.sglang.offline import CHUNK
+from fluxion_sglang.sglang.start.offline import CHUNK
 
 from . import suite_named
 from .base import Codec, MissingData, Sample, Task

@@ -42,7 +42,7 @@ class Sglang(Racer):
         self._policies = {}
         if policies:
             from fluxion_sglang.policy import parse_spec
-            from fluxion_sglang.sglang import predictors
+            from fluxion_sglang.sglang.requests import predictors
 
             context = predictors.context(torch_runner.attn_backend.token_to_kv_pool.config, torch_runner)
             self._policies = {spec: parse_spec(spec, context) for spec in policies}

@@ -290,7 +290,7 @@ def test_servers_have_the_options_that_pages_give() -> None:
     """SGLang's own parser, with the plug-in's options, and the plug-in's for --fluxion-config."""
     code = """
 import argparse, json, sys
-from fluxion_sglang.sglang.options import options_of
+from fluxion_sglang.sglang.start.options import options_of
 from sglang.srt.server_args import ServerArgs
 for words in json.load(sys.stdin):
     parser = argparse.ArgumentParser()

@@ -13,7 +13,7 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor
 from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.predictor.network import HeadPredictor
-from fluxion_sglang.sglang.predictors import fingerprint, norms
+from fluxion_sglang.sglang.requests.predictors import fingerprint, norms
 from fluxion_sglang.training import artifact_writer
 
 TAU, THRESHOLD = 0.1, 0.6

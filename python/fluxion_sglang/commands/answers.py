@@ -18,7 +18,7 @@ from fluxion_sglang.commands.document import AskError, Prompt
 from fluxion_sglang.commands.serving import TPOT, TTFT, UNAUTHORIZED, RequestFailed, Server, added
 from fluxion_sglang.config import FluxionConfig
 
-# Also in sglang/requests.py and policy/, which import torch: seconds that nobody should wait for before a question.
+# Also in sglang/requests/requests.py and policy/, which import torch: seconds before a question.
 AUTO: Final = FluxionConfig.policy
 
 _MIDDLE, _READ = "fluxion_middle_tokens_total", "fluxion_read_tokens_total"

@@ -65,7 +65,7 @@ class Request:
 
 @dataclass
 class Rig:
-    """An engine with a pool of its own that serves requests as SGLang's backend does (`sglang/backend.py`).
+    """An engine with a pool of its own that serves requests as SGLang's backend does (`sglang/steps/backend.py`).
 
     Args:
         policy: of the requests that have none of their own. Every plan of it is checked.

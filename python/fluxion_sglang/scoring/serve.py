@@ -22,7 +22,7 @@ from fluxion_sglang import wishes
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.scoring.forced import NOTES, serialized
 from fluxion_sglang.scoring.kl import Distribution
-from fluxion_sglang.sglang.offline import engine_options, start_engine
+from fluxion_sglang.sglang.start.offline import engine_options, start_engine
 
 OFF: Final = "off"
 """The policy that is none: SGLang without the flag."""

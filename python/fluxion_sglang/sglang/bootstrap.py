@@ -15,7 +15,7 @@ from fluxion_sglang.sglang import compat
 
 logger = logging.getLogger(__name__)
 
-_CPU_PLATFORM = "fluxion_sglang.sglang.cpu_platform.PortableCpuPlatform"
+_CPU_PLATFORM = "fluxion_sglang.sglang.start.cpu_platform.PortableCpuPlatform"
 
 
 def activate() -> str | None:
@@ -39,7 +39,7 @@ def activate() -> str | None:
 
 
 def _install() -> None:
-    from fluxion_sglang.sglang import server_fields
+    from fluxion_sglang.sglang.start import server_fields
 
     server_fields.install()
     # From here on the options exist. Should the rest fail, publication refuses the flag
@@ -67,7 +67,7 @@ def _lazy_step(step: str) -> Any:
         if not server_args.enable_fluxion and server_args.fluxion_config is None:
             previous(server_args)
             return
-        from fluxion_sglang.sglang import resolution
+        from fluxion_sglang.sglang.start import resolution
 
         resolution.run(step, server_args, previous)
 

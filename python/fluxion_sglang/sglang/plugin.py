@@ -46,7 +46,7 @@ def _chain(name: str, *modules: str) -> Callable[..., Any]:
 
 
 def _make_backend(runner: Any) -> Any:
-    from fluxion_sglang.sglang.backend import FluxionAttnBackend
+    from fluxion_sglang.sglang.steps.backend import FluxionAttnBackend
 
     return FluxionAttnBackend(runner)
 
@@ -114,7 +114,7 @@ def install_if_enabled(config: Any) -> bool:
     try:
         install()
     except compat.CompatError:
-        from fluxion_sglang.sglang import refusals
+        from fluxion_sglang.sglang.start import refusals
 
         refusals.print_as_sentence(compat.CompatError)
         raise

@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.sglang.offline import engine_options, start_engine
+from fluxion_sglang.sglang.start.offline import engine_options, start_engine
 from fluxion_sglang.training import recorder
 from fluxion_sglang.training.dataset import TokenSequence, choose_steps
 from fluxion_sglang.wishes import RECORD

@@ -28,7 +28,7 @@ from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.scoring import serve
 from fluxion_sglang.scoring.kl import tokens_compared
 from fluxion_sglang.scoring.model_files import fingerprint
-from fluxion_sglang.sglang.offline import CHUNK
+from fluxion_sglang.sglang.start.offline import CHUNK
 from fluxion_sglang.training import artifact_writer, collect, dataset, recorder, report
 from fluxion_sglang.training import tau as calibration
 from fluxion_sglang.training.fit import Settings, fit, split_sequences

@@ -26,8 +26,8 @@ from fluxion_sglang.config import FluxionConfig  # noqa: E402
 from fluxion_sglang.device.timeline import LayerTimes  # noqa: E402
 from fluxion_sglang.kv.placement import Placement  # noqa: E402
 from fluxion_sglang.policy import DecodeStep, Policy, check_spec  # noqa: E402
-from fluxion_sglang.sglang.backend import FluxionAttnBackend  # noqa: E402
-from fluxion_sglang.sglang.pools import FluxionKVPool  # noqa: E402
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool  # noqa: E402
+from fluxion_sglang.sglang.steps.backend import FluxionAttnBackend  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fluxion_sglang.sglang.containment import door
 from fluxion_sglang.sglang.containment.door import validate_one_request
-from fluxion_sglang.sglang.options import options_of
+from fluxion_sglang.sglang.start.options import options_of
 
 VOCABULARY = 100
 

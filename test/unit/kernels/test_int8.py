@@ -35,7 +35,7 @@ from torch import Tensor
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.native import NativePool, Workers, pool_bytes, row_bytes
-from fluxion_sglang.sglang import served_models, validation
+from fluxion_sglang.sglang.start import served_models, validation
 
 BF16 = torch.bfloat16
 HUGE_PAGE = 2 << 20

@@ -24,7 +24,7 @@ from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import SKETCHED, LayerPlan
 from fluxion_sglang.policy.sketch import SketchedTokens
-from fluxion_sglang.sglang.options import options_of
+from fluxion_sglang.sglang.start.options import options_of
 
 
 def sketch_bytes(D: int) -> int:

@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import disk
-from fluxion_sglang.sglang.disk import DiskLinker
-from fluxion_sglang.sglang.pools import FluxionKVPool
+from fluxion_sglang.sglang.memory import disk
+from fluxion_sglang.sglang.memory.disk import DiskLinker
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool
 
 PAGES = 80
 HEADS, DIM, LAYERS = 2, 32, 3

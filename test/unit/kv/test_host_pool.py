@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.kv.host_pool import GIB, KVShape
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang.capacity import AUTO_FRACTION, EXPLICIT_FRACTION, plan_tokens
+from fluxion_sglang.sglang.memory.capacity import AUTO_FRACTION, EXPLICIT_FRACTION, plan_tokens
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 

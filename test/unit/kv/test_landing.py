@@ -19,8 +19,9 @@ from fluxion_sglang.config import FluxionConfig
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.landing import LandingZone, Run
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import rows, transfer
-from fluxion_sglang.sglang.pools import FluxionKVPool
+from fluxion_sglang.sglang.memory import transfer
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool
+from fluxion_sglang.sglang.requests import rows
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 

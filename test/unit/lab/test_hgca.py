@@ -21,7 +21,7 @@ from fluxion_lab.kinds import Listed, listed
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import LayerPlan, Needs, Observed
-from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.sglang.requests.requests import RequestPolicies
 
 SMALL = Placement(sinks=16, window=32)
 

@@ -34,7 +34,7 @@ def test_another_process_knows_its_name(installed: Path) -> None:
 from types import SimpleNamespace
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.policy import parse_spec
-from fluxion_sglang.sglang.options import options_of
+from fluxion_sglang.sglang.start.options import options_of
 config = options_of(SimpleNamespace(fluxion_config='{"policy": "taper:0.4:0.1"}'))
 policy = parse_spec(config.policy)
 print(type(policy).__name__, policy.spec, policy.first, policy.last)

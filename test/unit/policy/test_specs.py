@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fluxion_sglang import plugins
 from fluxion_sglang.policy import BARE, Policy, check_spec, examples, legal, parse_spec
 from fluxion_sglang.policy.specs import LAB, LONGEST
-from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.sglang.requests.requests import RequestPolicies
 from fluxion_sglang.wishes import POLICY
 
 MOST_S = 0.05

@@ -24,11 +24,11 @@ from fluxion_sglang.policy import LayerPlan, Needs, Policy, parse_spec
 from fluxion_sglang.policy import base as policy
 from fluxion_sglang.policy.base import TOLD, DecodeStep
 from fluxion_sglang.predictor import anchors
-from fluxion_sglang.sglang.backend import FluxionAttnBackend
 from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
-from fluxion_sglang.sglang.pools import FluxionKVPool, enable_fused_set_kv_buffer
-from fluxion_sglang.sglang.predictors import norms
-from fluxion_sglang.sglang.requests import RequestPolicies
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool, enable_fused_set_kv_buffer
+from fluxion_sglang.sglang.requests.predictors import norms
+from fluxion_sglang.sglang.requests.requests import RequestPolicies
+from fluxion_sglang.sglang.steps.backend import FluxionAttnBackend
 
 NEW, RUNNING = 1, 2  # rows
 

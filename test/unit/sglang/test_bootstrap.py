@@ -172,8 +172,8 @@ def test_activation_is_light_and_in_time(found: dict[str, Any]) -> None:
         "fluxion_sglang.sglang",
         "fluxion_sglang.sglang.bootstrap",
         "fluxion_sglang.sglang.compat",
-        "fluxion_sglang.sglang.server_fields",
-        "fluxion_sglang.sglang.cpu_platform",
+        "fluxion_sglang.sglang.start.server_fields",
+        "fluxion_sglang.sglang.start.cpu_platform",
     }
 
 
@@ -251,7 +251,7 @@ def test_the_cpu_platform_has_what_sglang_s_profiler_asks_for() -> None:
     import sglang  # noqa: F401 (it imports the platform when it is ready for it)
     import torch
 
-    from fluxion_sglang.sglang.cpu_platform import PortableCpuPlatform
+    from fluxion_sglang.sglang.start.cpu_platform import PortableCpuPlatform
 
     platform = PortableCpuPlatform()
     assert hasattr(torch.profiler.ProfilerActivity, platform.get_torch_profiler_activity_str())

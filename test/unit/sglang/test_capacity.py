@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.workers import create_workers, share_of
 from fluxion_sglang.native import topology
-from fluxion_sglang.sglang import capacity
-from fluxion_sglang.sglang.options import options_of, rank_options
+from fluxion_sglang.sglang.memory import capacity
+from fluxion_sglang.sglang.start.options import options_of, rank_options
 
 
 def args(**changes: Any) -> Any:

@@ -16,11 +16,11 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, NativeProgram, Workers
-from fluxion_sglang.sglang import graphs
 from fluxion_sglang.sglang.containment.passes import FailureGuard
-from fluxion_sglang.sglang.graphs import StepGraph, StepGraphs, backbone_of, place
-from fluxion_sglang.sglang.layers import Contained
-from fluxion_sglang.sglang.tracing import Kind, Trace, TracedLayers, Tracer
+from fluxion_sglang.sglang.steps import graphs
+from fluxion_sglang.sglang.steps.graphs import StepGraph, StepGraphs, backbone_of, place
+from fluxion_sglang.sglang.steps.layers import Contained
+from fluxion_sglang.sglang.steps.tracing import Kind, Trace, TracedLayers, Tracer
 
 WORKERS = Workers(2)
 HIDDEN, WORDS = 48, 64

@@ -152,8 +152,8 @@ OURS = {"enable_fluxion": "False", "fluxion_config": "None"}
 def test_the_plug_in_was_there_once(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     active, absent = both
     assert set(active["resolved"]) - set(absent["resolved"]) == set(OURS)
-    assert "fluxion_sglang.sglang.server_fields" in active["modules of ours"]
-    assert "fluxion_sglang.sglang.server_fields" not in absent["modules of ours"]
+    assert "fluxion_sglang.sglang.start.server_fields" in active["modules of ours"]
+    assert "fluxion_sglang.sglang.start.server_fields" not in absent["modules of ours"]
 
 
 def test_every_option_resolves_to_the_same(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -191,9 +191,9 @@ def test_only_the_light_modules_are_imported(both: tuple[dict[str, Any], dict[st
         "fluxion_sglang.sglang",
         "fluxion_sglang.sglang.bootstrap",
         "fluxion_sglang.sglang.compat",
-        "fluxion_sglang.sglang.cpu_platform",
+        "fluxion_sglang.sglang.start.cpu_platform",
         "fluxion_sglang.sglang.hooking",
         "fluxion_sglang.sglang.plugin",
-        "fluxion_sglang.sglang.server_fields",
+        "fluxion_sglang.sglang.start.server_fields",
     }
     assert set(both[0]["bags"]) - set(both[1]["bags"]) == {"fluxion"}

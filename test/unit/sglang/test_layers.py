@@ -19,8 +19,8 @@ from sglang.srt.platforms import current_platform
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, Workers
-from fluxion_sglang.sglang import layers
 from fluxion_sglang.sglang.containment.passes import FailureGuard
+from fluxion_sglang.sglang.steps import layers
 
 IN, OUT = 48, 40
 WORKERS = Workers(2)

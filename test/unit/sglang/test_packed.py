@@ -27,10 +27,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fluxion_sglang.native import NativeLayers, Workers
-from fluxion_sglang.sglang import disk, layers, packed
 from fluxion_sglang.sglang.containment.passes import FailureGuard
-from fluxion_sglang.sglang.graphs import StepGraphs
-from fluxion_sglang.sglang.packed import PackedWeight
+from fluxion_sglang.sglang.memory import disk
+from fluxion_sglang.sglang.steps import layers, packed
+from fluxion_sglang.sglang.steps.graphs import StepGraphs
+from fluxion_sglang.sglang.steps.packed import PackedWeight
 
 LAYERS = NativeLayers(Workers(2))
 IN, OUT = 8192, 100

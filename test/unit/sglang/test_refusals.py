@@ -16,7 +16,7 @@ import pytest
 from sglang.srt import utils
 
 from fluxion_sglang.config import ConfigError
-from fluxion_sglang.sglang import refusals
+from fluxion_sglang.sglang.start import refusals
 
 SENTENCE = "the pool does not fit; free memory."
 CONTEXT = multiprocessing.get_context("fork")  # SGLang is imported already

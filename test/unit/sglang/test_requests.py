@@ -12,9 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from fluxion_sglang.policy import Context, Policy, parse_spec
 from fluxion_sglang.sglang import compat, plugin
-from fluxion_sglang.sglang import requests as requests_module
 from fluxion_sglang.sglang.containment.passes import FailureGuard, Failures
-from fluxion_sglang.sglang.requests import RequestPolicies, forward_batch_generation
+from fluxion_sglang.sglang.requests import requests as requests_module
+from fluxion_sglang.sglang.requests.requests import RequestPolicies, forward_batch_generation
 
 
 class Request(SimpleNamespace):

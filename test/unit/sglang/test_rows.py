@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from fluxion_sglang.sglang import rows
+from fluxion_sglang.sglang.requests import rows
 
 
 class Watcher:

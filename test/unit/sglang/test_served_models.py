@@ -15,8 +15,8 @@ from refusals import one_sentence
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import maker
-from fluxion_sglang.sglang import served_models
 from fluxion_sglang.sglang.compat import CompatError
+from fluxion_sglang.sglang.start import served_models
 
 
 def test_layers_that_scale_differently_are_refused_on_a_device() -> None:

@@ -17,7 +17,7 @@ from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.policy import Policy
 from fluxion_sglang.predictor.artifact import DoesNotFit, Identity, PredictorError
 from fluxion_sglang.predictor.features import NAMES
-from fluxion_sglang.sglang import predictors
+from fluxion_sglang.sglang.requests import predictors
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from fluxion_sglang.sglang import sessions
-from fluxion_sglang.sglang.sessions import approximated, is_approximated, try_cache_finished_req, try_match_prefix
+from fluxion_sglang.sglang.requests import sessions
+from fluxion_sglang.sglang.requests.sessions import (
+    approximated,
+    is_approximated,
+    try_cache_finished_req,
+    try_match_prefix,
+)
 
 
 class Session(SimpleNamespace):

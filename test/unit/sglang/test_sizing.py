@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from fluxion_sglang.config import FluxionConfig
-from fluxion_sglang.sglang import capacity, pools, sizing
-from fluxion_sglang.sglang.sizing import Turn
+from fluxion_sglang.sglang.memory import capacity, pools, sizing
+from fluxion_sglang.sglang.memory.sizing import Turn
 
 # A server: it measures what is free, takes half of it, and has it a while later.
 SERVER = """
 import sys, time
 from pathlib import Path
-from fluxion_sglang.sglang.sizing import Turn
+from fluxion_sglang.sglang.memory.sizing import Turn
 free, path = Path(sys.argv[1]), Path(sys.argv[2])
 turn = Turn(path)
 print("ready", flush=True)
@@ -57,7 +57,7 @@ def test_the_second_server_sees_what_the_first_has_taken(tmp_path: Path) -> None
 
 
 def test_a_server_that_dies_gives_its_turn_away(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from fluxion_sglang.sglang.sizing import Turn\n"
+    code = "import sys, time; from pathlib import Path; from fluxion_sglang.sglang.memory.sizing import Turn\n"
     code += "turn = Turn(Path(sys.argv[1])); turn.wait(); print('ready', flush=True); time.sleep(600)"
     server = start(tmp_path / "turn", code=code)
     impatient = Turn(tmp_path / "turn", patience_s=0.1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import Placement
 from fluxion_sglang.native import Workers
-from fluxion_sglang.sglang import speculation
+from fluxion_sglang.sglang.steps import speculation
 
 parents_of = st.lists(st.integers(0, 1 << 30), min_size=0, max_size=63).map(
     lambda draws: [-1] + [draw % (i + 1) for i, draw in enumerate(draws)]

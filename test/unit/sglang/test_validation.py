@@ -18,8 +18,8 @@ from refusals import one_sentence
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.device import library, maker
 from fluxion_sglang.predictor.artifact import PredictorError
-from fluxion_sglang.sglang import resolution, validation
 from fluxion_sglang.sglang.compat import CompatError
+from fluxion_sglang.sglang.start import resolution, validation
 
 # A refused value of every option, and what the sentence must offer. The test fails if an option has no row
 # here.

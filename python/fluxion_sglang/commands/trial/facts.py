@@ -68,7 +68,7 @@ def fit(facts: ModelFacts, dtype: str, on_cpu: bool, int8: bool = False, sketche
     from fluxion_sglang import native
     from fluxion_sglang.config import ConfigError, FluxionConfig
     from fluxion_sglang.kv.host_pool import KVShape
-    from fluxion_sglang.sglang.capacity import EXPLICIT_FRACTION, plan_tokens
+    from fluxion_sglang.sglang.memory.capacity import EXPLICIT_FRACTION, plan_tokens
 
     available = int(native.topology()["available_bytes"])
     if on_cpu and facts.weights_bytes is not None:

@@ -19,10 +19,10 @@ import torch
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.executor import metrics
-from fluxion_sglang.sglang import asked
 from fluxion_sglang.sglang.containment import bounds, budgets, counts
 from fluxion_sglang.sglang.containment.ending import said
-from fluxion_sglang.sglang.options import options_of
+from fluxion_sglang.sglang.requests import asked
+from fluxion_sglang.sglang.start.options import options_of
 
 _INTERNAL = ("is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
 """Fields of SamplingParams that SGLang fills itself."""

@@ -361,7 +361,7 @@ _here = _Process()
 def _made(scheduler: Any) -> Pacer | None:
     from sglang.srt.runtime_context import get_parallel
 
-    from fluxion_sglang.sglang.pools import FluxionKVPool
+    from fluxion_sglang.sglang.memory.pools import FluxionKVPool
 
     parallel = get_parallel()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -441,7 +441,7 @@ async def handle_loop(original: Callable[..., Any], manager: Any) -> None:
     hung up."""
     from sglang.srt.managers import tokenizer_manager
 
-    from fluxion_sglang.sglang.options import options_of
+    from fluxion_sglang.sglang.start.options import options_of
 
     if options_of(manager.server_args).prefill_pass_ms > 0:
         seconds = min(tokenizer_manager._REQUEST_STATE_WAIT_TIMEOUT, LOOK_S)

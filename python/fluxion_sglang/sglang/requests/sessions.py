@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fluxion_sglang.sglang import rows
+from fluxion_sglang.sglang.requests import rows
 from fluxion_sglang.wishes import spec_of
 
 

@@ -35,12 +35,12 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         if not hooking.enabled_here():
             return None
-        from fluxion_sglang.sglang import speculation
+        from fluxion_sglang.sglang.steps import speculation
 
         return speculation.worker_class(algorithm)
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor] | None:
-        from fluxion_sglang.sglang import speculation
+        from fluxion_sglang.sglang.steps import speculation
 
         return speculation.cache_locs
 

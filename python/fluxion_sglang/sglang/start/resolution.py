@@ -9,9 +9,11 @@ from typing import Any
 from fluxion_sglang import environment
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import capacity, compat, refusals, served_models, validation
-from fluxion_sglang.sglang.offline import CHUNK
-from fluxion_sglang.sglang.options import options_of, rank_options
+from fluxion_sglang.sglang import compat
+from fluxion_sglang.sglang.memory import capacity
+from fluxion_sglang.sglang.start import refusals, served_models, validation
+from fluxion_sglang.sglang.start.offline import CHUNK
+from fluxion_sglang.sglang.start.options import options_of, rank_options
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     if config.disk is not None:
         compat.check(compat.DISK_NEEDS)
         # SGLang reads the KV of prompts through the plug-in that its own options name (`disk.py`).
-        linker = {"linker": "DiskLinker", "linker_module_path": "fluxion_sglang.sglang.disk"}
+        linker = {"linker": "DiskLinker", "linker_module_path": "fluxion_sglang.sglang.memory.disk"}
         declare_resolution(
             server_args,
             "fluxion",

@@ -17,7 +17,8 @@ from fluxion_sglang.native import topology
 from fluxion_sglang.policy import AUTO
 from fluxion_sglang.predictor.artifact import JSON_NAME, load
 from fluxion_sglang.predictor.features import NAMES
-from fluxion_sglang.sglang import capacity, compat
+from fluxion_sglang.sglang import compat
+from fluxion_sglang.sglang.memory import capacity
 
 LARGEST_DRAFT = 64
 """Tokens of a draft, of which a word's bits name each one's ancestors."""

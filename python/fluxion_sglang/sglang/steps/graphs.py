@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map
 
 from fluxion_sglang.native import NativeProgram
 from fluxion_sglang.sglang.containment.passes import FailureGuard
-from fluxion_sglang.sglang.layers import Contained
-from fluxion_sglang.sglang.packed import pieces
-from fluxion_sglang.sglang.tracing import Home, Kind, Op, Ref, Trace, TracedLayers, Tracer, is_ref
+from fluxion_sglang.sglang.steps.layers import Contained
+from fluxion_sglang.sglang.steps.packed import pieces
+from fluxion_sglang.sglang.steps.tracing import Home, Kind, Op, Ref, Trace, TracedLayers, Tracer, is_ref
 
 logger = logging.getLogger(__name__)
 

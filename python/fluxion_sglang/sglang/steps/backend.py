@@ -26,14 +26,15 @@ from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.native import CorruptMemory, NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
 from fluxion_sglang.policy.base import TOLD
-from fluxion_sglang.sglang import predictors, served_models
 from fluxion_sglang.sglang.containment.passes import FailureGuard
-from fluxion_sglang.sglang.graphs import StepGraphs, backbone_of
-from fluxion_sglang.sglang.layers import Contained, install
-from fluxion_sglang.sglang.pools import FluxionKVPool
-from fluxion_sglang.sglang.requests import RequestPolicies
-from fluxion_sglang.sglang.rows import watch
-from fluxion_sglang.sglang.speculation import tree_bits
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool
+from fluxion_sglang.sglang.requests import predictors
+from fluxion_sglang.sglang.requests.requests import RequestPolicies
+from fluxion_sglang.sglang.requests.rows import watch
+from fluxion_sglang.sglang.start import served_models
+from fluxion_sglang.sglang.steps.graphs import StepGraphs, backbone_of
+from fluxion_sglang.sglang.steps.layers import Contained, install
+from fluxion_sglang.sglang.steps.speculation import tree_bits
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -107,7 +108,7 @@ class FluxionAttnBackend(AttentionBackend):
             first_head=get_parallel().attn_tp_rank * heads,
         )
         if options.disk is not None:
-            from fluxion_sglang.sglang import disk  # what it needs of SGLang is checked where it is asked for
+            from fluxion_sglang.sglang.memory import disk  # what it needs of SGLang is checked where it is asked for
 
             pool.manifest = partial(disk.manifest, runner, pool)
             pool.weights = partial(disk.weights_digest, runner.model, whole=False)

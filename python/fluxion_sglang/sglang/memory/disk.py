@@ -29,8 +29,8 @@ from fluxion_sglang.config import DISK_GB, ConfigError
 from fluxion_sglang.kv.host_pool import GIB
 from fluxion_sglang.kv.page_store import BadPage, PageStore
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang.packed import of_rows
-from fluxion_sglang.sglang.pools import FluxionKVPool
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool
+from fluxion_sglang.sglang.steps.packed import of_rows
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams

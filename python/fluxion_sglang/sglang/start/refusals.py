@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from fluxion_sglang.config import ConfigError
-from fluxion_sglang.sglang import capacity
+from fluxion_sglang.sglang.memory import capacity
 
 _VARIABLE = "FLUXION_REFUSALS"
 """Of the environment: where processes of this server send refusals."""

@@ -21,8 +21,9 @@ from sglang.srt.runtime_context import get_parallel
 from fluxion_sglang.kv.landing import LandingZone, Run
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.sglang import compat, hooking, rows
+from fluxion_sglang.sglang import compat, hooking
 from fluxion_sglang.sglang.containment.passes import Failures, agreed
+from fluxion_sglang.sglang.requests import rows
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver as Receiver

@@ -14,7 +14,7 @@ import torch
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.sglang import compat
-from fluxion_sglang.sglang.validation import Refusal
+from fluxion_sglang.sglang.start.validation import Refusal
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.policy import AUTO, Policy, check_spec
-from fluxion_sglang.sglang import capacity
+from fluxion_sglang.sglang.memory import capacity
 
 
 def options_of(server_args: Any, *, again: bool = False) -> FluxionConfig:

@@ -21,7 +21,7 @@ from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat, hooking
 from fluxion_sglang.sglang.containment.ending import end_request
-from fluxion_sglang.sglang.validation import NGRAM
+from fluxion_sglang.sglang.start.validation import NGRAM
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from fluxion_sglang.kv.host_pool import GIB, HostPool, KVShape
 from fluxion_sglang.kv.landing import LandingZone
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.sglang import capacity, transfer
-from fluxion_sglang.sglang.options import rank_options
-from fluxion_sglang.sglang.sizing import Turn
+from fluxion_sglang.sglang.memory import capacity, transfer
+from fluxion_sglang.sglang.memory.sizing import Turn
+from fluxion_sglang.sglang.start.options import rank_options
 
 if TYPE_CHECKING:
-    from fluxion_sglang.sglang.disk import DiskLinker
+    from fluxion_sglang.sglang.memory.disk import DiskLinker
 
 logger = logging.getLogger(__name__)
 

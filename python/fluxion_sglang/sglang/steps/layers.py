@@ -30,7 +30,7 @@ from sglang.srt.platforms import current_platform
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
-from fluxion_sglang.sglang.packed import PackedWeight, Packer, owners
+from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
 """Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix

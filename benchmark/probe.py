@@ -43,7 +43,7 @@ def function(name: str) -> Callable[..., Any]:
     """A function of the library; those that run long release the GIL."""
     bound = library().get_function(name)
     bound.release_gil = name in _BLOCKING
-    return bound  # type: ignore[no-any-return]
+    return bound
 
 
 class ReadPlan(NamedTuple):

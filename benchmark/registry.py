@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 
@@ -78,13 +78,13 @@ class Quality(Benchmark):
         return [sys.executable, "-m", "fluxion_sglang.cli", "bench", "quality", *options]
 
 
-def _quality(name: str, suite: str, lengths: str, samples: int, policies: str, *more: str, group: str) -> Quality:
+def _quality(name: str, suite: str, lengths: str, samples: object, policies: str, *more: str, group: str) -> Quality:
     words = ("--suite", suite, "--lengths", lengths, "--samples", str(samples), "--policies", policies, *more)
     model = Path(more[more.index("--model") + 1]) if "--model" in more else common.ROOT
     return Quality(f"quality_{name}", f"{suite}, {lengths}", group, words, model=model)
 
 
-def _script(name: str, what: str, *words: str, group: str = "speed", **others: object) -> Benchmark:
+def _script(name: str, what: str, *words: str, group: str = "speed", **others: Any) -> Benchmark:
     script = str(Path(__file__).with_name(f"{name.partition(' ')[0]}.py"))
     return Benchmark(name.replace(" ", "_"), what, group, (script, *words), **others)
 
@@ -139,42 +139,40 @@ def _configured(seed: int, **config: object) -> tuple[str, ...]:
     return ("--seed", str(seed), *_BF16, "--fluxion-config", json.dumps(config))
 
 
-QUALITY: Sequence[Benchmark] = tuple(
-    _quality(*run, group="quality")
-    for run in (
-        ("ruler", "ruler", "4k,8k", 6, _POLICIES),
-        (RIVALS.name, "ruler", ",".join(f"{n // 1024}k" for n in RIVALS.lengths), 6, ",".join(RIVALS.policies)),
-        ("large", "ruler", "4k,8k", 12, _LARGE),
-        ("sketch", "ruler", "4k,8k", 24, _BOTH, *_SEED),
-        ("sketch_far", "ruler", "31k", 8, _SKETCH, *_SEED),
-        ("sketch_extraction", "extraction", "4k,8k", 24, _BOTH, *_SEED),
-        ("sketch_perplexity", "perplexity", "4k,8k", 24, _BOTH, *_SEED),
-        ("sketch_bfloat16", "ruler", "4k,8k", 4, _BOTH, *_SEED, *_BF16),
-        ("sketch_other", "ruler", "4k,8k", 24, _SKETCH, *_OTHER),
-        ("sketch_other_far", "ruler", "31k", 4, _SKETCH, *_OTHER),
-        ("sketch_other_bfloat16", "ruler", "4k,8k", 4, _SKETCH, *_OTHER, *_BF16),
-        ("sketch_other_fwe", "ruler", "4k,8k", 96, _SKETCH, *_OTHER, "--tasks", "fwe"),
-        ("sketch_other_extraction", "extraction", "4k,8k", 24, _SKETCH, *_OTHER),
-        ("sketch_other_perplexity", "perplexity", "4k,8k", 24, _SKETCH, *_OTHER),
-        # The least that its heads need, and a fixed share for each.
-        ("other", "ruler", "4k", 8, "full,labels,fixed:16:0.10", "--seed", "7", "--model", SECOND),
-        ("far", "ruler", "16k,31k", 4, _FEW, "--tasks", _FAR),
-        ("extraction", "extraction", "4k", 8, _SPARSE),
-        ("perplexity", "perplexity", "4k", 8, _SPARSE),
-        # A sparse prefill is compared in the type that it is for.
-        *((f"prefill_{b}", "ruler", "31k", 8, "full", *_configured(7, prefill_budget=b)) for b in (1.0, 0.15)),
-        # What KV in 8 bits costs: the same questions to both pools.
-        *(
-            (f"{name}_{dtype}", suite, lengths, 24, "full", *_configured(11, kv_dtype=dtype))
-            for name, suite, lengths in (
-                ("kv", "ruler", "4k,8k"),
-                ("kv_far", "ruler", "31k"),
-                ("kv_extraction", "extraction", "4k,8k"),
-            )
-            for dtype in ("auto", "int8")
-        ),
-    )
+_RUNS: Sequence[Sequence[Any]] = (
+    ("ruler", "ruler", "4k,8k", 6, _POLICIES),
+    (RIVALS.name, "ruler", ",".join(f"{n // 1024}k" for n in RIVALS.lengths), 6, ",".join(RIVALS.policies)),
+    ("large", "ruler", "4k,8k", 12, _LARGE),
+    ("sketch", "ruler", "4k,8k", 24, _BOTH, *_SEED),
+    ("sketch_far", "ruler", "31k", 8, _SKETCH, *_SEED),
+    ("sketch_extraction", "extraction", "4k,8k", 24, _BOTH, *_SEED),
+    ("sketch_perplexity", "perplexity", "4k,8k", 24, _BOTH, *_SEED),
+    ("sketch_bfloat16", "ruler", "4k,8k", 4, _BOTH, *_SEED, *_BF16),
+    ("sketch_other", "ruler", "4k,8k", 24, _SKETCH, *_OTHER),
+    ("sketch_other_far", "ruler", "31k", 4, _SKETCH, *_OTHER),
+    ("sketch_other_bfloat16", "ruler", "4k,8k", 4, _SKETCH, *_OTHER, *_BF16),
+    ("sketch_other_fwe", "ruler", "4k,8k", 96, _SKETCH, *_OTHER, "--tasks", "fwe"),
+    ("sketch_other_extraction", "extraction", "4k,8k", 24, _SKETCH, *_OTHER),
+    ("sketch_other_perplexity", "perplexity", "4k,8k", 24, _SKETCH, *_OTHER),
+    # The least that its heads need, and a fixed share for each.
+    ("other", "ruler", "4k", 8, "full,labels,fixed:16:0.10", "--seed", "7", "--model", SECOND),
+    ("far", "ruler", "16k,31k", 4, _FEW, "--tasks", _FAR),
+    ("extraction", "extraction", "4k", 8, _SPARSE),
+    ("perplexity", "perplexity", "4k", 8, _SPARSE),
+    # A sparse prefill is compared in the type that it is for.
+    *((f"prefill_{b}", "ruler", "31k", 8, "full", *_configured(7, prefill_budget=b)) for b in (1.0, 0.15)),
+    # What KV in 8 bits costs: the same questions to both pools.
+    *(
+        (f"{name}_{dtype}", suite, lengths, 24, "full", *_configured(11, kv_dtype=dtype))
+        for name, suite, lengths in (
+            ("kv", "ruler", "4k,8k"),
+            ("kv_far", "ruler", "31k"),
+            ("kv_extraction", "extraction", "4k,8k"),
+        )
+        for dtype in ("auto", "int8")
+    ),
 )
+QUALITY: Sequence[Benchmark] = tuple(_quality(*run, group="quality") for run in _RUNS)
 _LONG, _YARDSTICKS = "full,sketch,sketch:0.10", "full,labels,oracle:0.05,anchor"
 
 

@@ -248,7 +248,7 @@ def test_fluxion_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fluxion_options_in_running_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """`fluxion train --spread` in a sentence: the option is one of the subcommand's."""
+    """`fluxion train --sinks` in a sentence: the option is one of the subcommand's."""
     found = set()
     for page in PAGES:
         for code in _CODE.findall(prose(page)):

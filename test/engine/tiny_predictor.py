@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.kv.host_pool import SPREAD
 from fluxion_sglang.predictor.artifact import Identity, LoadedPredictor
 from fluxion_sglang.predictor.features import NAMES
 from fluxion_sglang.predictor.network import HeadPredictor
@@ -70,7 +71,7 @@ def build(folder: Path, model: str) -> str:
         weights=fingerprint(norms(served)),
         sinks=options.sinks,
         window=options.window,
-        spread=options.spread,
+        spread=SPREAD,
     )
     trained = {TAU: artifact_writer.Trained(found.network, found.threshold, found.margins, found.metrics)}
     artifact_writer.save(folder, trained, identity=identity, features=NAMES, calibrated=TAU)

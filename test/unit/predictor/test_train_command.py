@@ -68,7 +68,6 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
         (["--taus", "0.07"], "--taus is '0.07'; give some of 0.02, 0.05"),
         (["--sinks", "17"], "sinks is 17, but it is kept in whole pages"),
         (["--window", "0"], "window is 0, but it is kept in whole pages"),
-        (["--spread", "2"], "spread is 2, but"),
         (["--data", "none.jsonl"], "none.jsonl cannot be read"),
     ],
 )
@@ -164,8 +163,8 @@ def test_samples_of_another_run_are_not_mixed_in(
     capsys.readouterr()
     settings = json.loads((world / "out" / "samples" / "settings.json").read_text())
     assert settings["version"] == __version__ and len(settings["weights"]) == 64
-    words = ("--sinks", "32", "--spread", "0.5")
-    assert "samples of another run (other sinks, spread; see settings.json)" in refused(*words)
+    words = ("--sinks", "32", "--window", "512")
+    assert "samples of another run (other sinks, window; see settings.json)" in refused(*words)
     assert "(other seed, dtype;" in refused("--seed", "3", "--dtype", "bfloat16")
     (world / "model" / "model.safetensors").write_bytes(b"weights of another training")
     assert "(other weights;" in refused()

@@ -52,16 +52,16 @@ def _make_backend(runner: Any) -> Any:
 
 
 HOOKS: dict[compat.Need, Callable[..., Any]] = {
-    compat.RESOLVE_POOL: _ours("pools", "resolve_memory_pool_config"),
-    compat.BUILD_POOL: _ours("pools", "build_token_to_kv_pool"),
-    compat.FUSED_KV_WRITE: _ours("pools", "enable_fused_set_kv_buffer"),
-    compat.RUN_BATCH: _chain("forward_batch_generation", "pacing.pacer", "containment.passes", "requests"),
-    compat.FREE_ROWS: _ours("rows", "free_rows"),
-    compat.CLEAR_ROWS: _ours("rows", "clear"),
-    compat.MATCH_SESSION: _ours("sessions", "try_match_prefix"),
-    compat.END_TURN: _ours("sessions", "try_cache_finished_req"),
-    compat.MAKE_SCHEDULER: _ours("refusals", "make_scheduler"),
-    compat.AWAIT_SCHEDULERS: _ours("refusals", "wait_for_schedulers"),
+    compat.RESOLVE_POOL: _ours("memory.pools", "resolve_memory_pool_config"),
+    compat.BUILD_POOL: _ours("memory.pools", "build_token_to_kv_pool"),
+    compat.FUSED_KV_WRITE: _ours("memory.pools", "enable_fused_set_kv_buffer"),
+    compat.RUN_BATCH: _chain("forward_batch_generation", "pacing.pacer", "containment.passes", "requests.requests"),
+    compat.FREE_ROWS: _ours("requests.rows", "free_rows"),
+    compat.CLEAR_ROWS: _ours("requests.rows", "clear"),
+    compat.MATCH_SESSION: _ours("requests.sessions", "try_match_prefix"),
+    compat.END_TURN: _ours("requests.sessions", "try_cache_finished_req"),
+    compat.MAKE_SCHEDULER: _ours("start.refusals", "make_scheduler"),
+    compat.AWAIT_SCHEDULERS: _ours("start.refusals", "wait_for_schedulers"),
     compat.PLAN_PREFILL: _ours("pacing.pacer", "get_new_batch_prefill"),
     compat.CHUNK_LIMIT: _ours("pacing.pacer", "shortest_prefill_chunk_limit"),
     # Containment (containment/__init__.py), in the order in which a request meets it.

@@ -135,7 +135,7 @@ def _in_spawned_process(without: Any, with_flag: Any, send: Any) -> None:
     first = SimpleNamespace(server_args=without)
     calls = [hook(lambda *given, **named: [given, named], first, named=1) for hook in HOOKS.values()]
     answer["passed through"] = all(call == [(first,), {"named": 1}] for call in calls)
-    heavy = ("pools", "backend", "failures")
+    heavy = ("memory.pools", "steps.backend", "containment.passes")
     answer["modules"] = [name for name in heavy if f"fluxion_sglang.sglang.{name}" in sys.modules]
     send.send(answer)
 

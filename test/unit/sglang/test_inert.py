@@ -191,6 +191,7 @@ def test_only_the_light_modules_are_imported(both: tuple[dict[str, Any], dict[st
         "fluxion_sglang.sglang",
         "fluxion_sglang.sglang.bootstrap",
         "fluxion_sglang.sglang.compat",
+        "fluxion_sglang.sglang.start",
         "fluxion_sglang.sglang.start.cpu_platform",
         "fluxion_sglang.sglang.hooking",
         "fluxion_sglang.sglang.plugin",

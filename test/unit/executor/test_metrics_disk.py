@@ -27,7 +27,7 @@ with open(sys.argv[1] + "/filler", "wb", buffering=0) as file:
     except OSError:
         pass
 for label in range(200):  # each takes room that nothing was written to
-    found.update({f"tasks_{label}": 1}, label)
+    found.update({f"tasks_{label}": 1})
 print("counted", flush=True)
 """
 

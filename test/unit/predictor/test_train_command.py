@@ -163,7 +163,7 @@ def test_samples_of_another_run_are_not_mixed_in(
     capsys.readouterr()
     settings = json.loads((world / "out" / "samples" / "settings.json").read_text())
     assert settings["version"] == __version__ and len(settings["weights"]) == 64
-    words = ("--sinks", "32", "--window", "512")
+    words = ("--sinks", "32", "--window", "128")
     assert "samples of another run (other sinks, window; see settings.json)" in refused(*words)
     assert "(other seed, dtype;" in refused("--seed", "3", "--dtype", "bfloat16")
     (world / "model" / "model.safetensors").write_bytes(b"weights of another training")

@@ -38,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo      serve the bundled model with the flag and ask it about a long document"
 	@echo "make lab       install the policies that Fluxion is compared with (fluxion-lab) beside it"
-	@echo "make test      style, types and the quick tests (6 minutes on 2 cores)"
+	@echo "make test      style, types and the quick tests (7 minutes on 2 cores)"
 	@echo "make test-all  every test, the native unit tests under sanitizers, and make audit (two hours)"
 	@echo "make test-sglang VERSION=0.5.24  the engine tests with another SGLang; ARGS=\"test/engine\" for all of them"
 	@echo "make lint      style and types, C++ included"

@@ -119,6 +119,23 @@ def long_answers(results: Path) -> str:
     return drawn if rows else PUBLIC_MISSING
 
 
+def yardsticks(results: Path) -> str:
+    """What could be left out with foresight, on the public checkpoints."""
+    rows, sources = [], []
+    for name, shown in PUBLIC.items():
+        for path, data in result_files(results, f"quality_{name}_yardsticks.json"):
+            (full,) = (row for row in data["rows"] if row["policy"] == "full")
+            others = (row for row in data["rows"] if row is not full)
+            rows += [{"model": shown, "length": r["length"], "policy": r["policy"], **forced(r, full)} for r in others]
+            model = f"model {data['model']['sha256'][:12]}, {data['samples']} windows"
+            sources.append(f"{link(path, path.stem)}, {model}. {where(data)}")
+    columns = columns_of(
+        "model | prompt | policy | perplexity | KL | same token | read",
+        "{model} | {length:,} | `{policy}` | {change} | {kl} | {same} | {read}",
+    )
+    return f"{table(columns, rows)}\nBfloat16. Data: {' '.join(sources)}\n" if rows else PUBLIC_MISSING
+
+
 def headline(results: Path) -> str:
     """The numbers that README.md opens with: what can be had without training, beside `full`, at the longest prompt."""
     timed = {path.parent: (path, data) for path, data in result_files(results, f"one_batch_{PUBLIC_MODEL}.json")}
@@ -395,6 +412,7 @@ QUALITY_TABLES: dict[str, Callable[[Path], str]] = {
     "answers": answers,
     "public": public,
     "long_answers": long_answers,
+    "yardsticks": yardsticks,
     "large": quality(quality_table.pareto, "large"),
     "other_least": quality(quality_table.averages, "other"),
     "far": quality(scores, "far"),

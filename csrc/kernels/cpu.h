@@ -15,7 +15,8 @@
 namespace fluxion {
 
 struct Supported {
-  const char* names[5] = {"scalar"};  // worst first
+  static constexpr int kMost = 5;
+  const char* names[kMost] = {"scalar"};  // worst first
   int count = 1;
 
   const char* best() const { return names[count - 1]; }

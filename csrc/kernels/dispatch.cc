@@ -20,7 +20,7 @@ namespace {
 
 // Of what this CPU can run, what is built in; each indexed by DType, worst first.
 struct Isas {
-  const KernelTable* tables[5];
+  const KernelTable* tables[Supported::kMost];
   int count = 0;
 
   Isas() {

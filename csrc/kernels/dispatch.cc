@@ -18,7 +18,7 @@ FLUXION_EACH_ISA(FLUXION_DECLARE)
 
 namespace {
 
-// Of what this CPU can run, what is built in; each indexed by DType, worst first.
+// The instruction sets that this CPU can run and the library has, worst first. Each table is indexed by DType.
 struct Isas {
   const KernelTable* tables[Supported::kMost];
   int count = 0;

@@ -124,9 +124,9 @@ struct LinearPanels {
 // contiguous, but for kInt8, and has 32 * stored_bytes(). Pointers need no alignment. No function allocates,
 // locks or throws; the callers have checked every size and id.
 //
-// They are in groups by who calls them.
+// The groups are by caller.
 
-// Of tasks that rank blocks or tokens by their keys.
+// Tasks that rank blocks or tokens by their keys call these.
 struct BlockKernels {
   // Score of each block, unscaled: q at the center of its box of minima and maxima, plus `spread` in [0, 1]
   // of what the half widths add. 1 is the upper bound of q.k, sum_d max(q_d * min_d, q_d * max_d) (Quest's).
@@ -167,7 +167,7 @@ struct BlockKernels {
   void (*compare_codes)(const uint8_t* codes, int64_t words, uint8_t limit, uint64_t* above, uint64_t* equal);
 };
 
-// Of tasks that read what sketches say.
+// Tasks that choose tokens by sketches call these.
 struct SketchKernels {
   // The sketch of the keys of a tile: sketch_bytes(D). A key is rotated (q.k of two that were is q.k times a
   // power of two), and element d has four bits: a code c from 0 to 15, which stands for (c - 7.5) times the
@@ -206,7 +206,7 @@ struct SketchKernels {
                      const int32_t* pages, const uint16_t* masks, int n, float* o, float* sums);
 };
 
-// Attention of decode steps, and of prompts.
+// Attention of decode steps and of prompts.
 struct AttendKernels {
   // Attention of G queries, up to kMaxHeads, over a list of tiles of one KV head.
   //
@@ -247,7 +247,7 @@ struct AttendKernels {
   void (*extend_blocks)(const ExtendArgs& args, void* scratch, float* lse);
 };
 
-// Of the host pool and of merges.
+// The host pool calls these, and what merges two parts of attention.
 struct TileKernels {
   // Writes a key and a value, KV dtype [D] each, as token `offset` of a tile. Bit-identical on every ISA.
   void (*write_token)(const void* k, const void* v, int D, int offset, void* tile);
@@ -273,7 +273,7 @@ struct TileKernels {
   float (*merge_state)(const float* o_a, float lse_a, const float* o_b, float lse_b, int D, void* out);
 };
 
-// Of features, measurements and the network.
+// The predictor calls these: features, measurements, the network.
 struct PredictorKernels {
   // What the predictor is asked with, for every head of a step: the part of the anchor query, copied, and the
   // part of this query (predictor/features.py has every formula). Bit-identical on every ISA.
@@ -301,7 +301,7 @@ struct PredictorKernels {
                 int panels, bool relu, float* y, int64_t y_stride);
 };
 
-// Of the model's other layers.
+// The model's other layers call these.
 struct ModelKernels {
   // Writes `rows` rows of x, x_stride elements apart, as `linear` takes them: linear_pack_bytes(rows, in)
   // bytes, 64-byte aligned.

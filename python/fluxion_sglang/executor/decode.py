@@ -100,8 +100,8 @@ class DecodeEngine:
         q_heads: query heads of this process. first_layer, first_head: the model's numbers of layer 0 and head 0 here.
         max_requests, max_tokens: requests of a batch and tokens of a request to make room for now; more is made when
             a step needs it.
-        scheduler: who may take which task, and when; None: one queue, the plan's largest value first, and whoever is
-            free takes the next (Fluxion, section 6.2).
+        scheduler: which executor may take which task, and when. None: one queue, the plan's largest value first; a free
+            worker takes the next task (Fluxion, section 6.2).
         attend_union: what one head of a group chose, all of them read; False is for comparison.
 
     Attributes:

@@ -18,7 +18,8 @@ FLUXION_EACH_ISA(FLUXION_DECLARE)
 
 namespace {
 
-// The instruction sets that this CPU can run and the library has, worst first. Each table is indexed by DType.
+// The instruction sets that this CPU can run and the library has, worst first. Each table is indexed by
+// DType.
 struct Isas {
   const KernelTable* tables[Supported::kMost];
   int count = 0;

@@ -240,7 +240,7 @@ class DecodeEngine:
         return step
 
     def attend(self, at: Layer) -> None:
-        """Attention of one layer of the current step; then `attended`, when whoever waits for the result has it.
+        """Attention of one layer of the current step; then `attended`, when its caller has the result.
 
         Raises:
             RuntimeError: a task failed; the message names the first failure. There is no result then.

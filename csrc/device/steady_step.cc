@@ -16,17 +16,16 @@ void attend(const Mailbox& mailbox, Engine& engine, const SteadyStep& step, uint
                              std::to_string(layer) + " comes next.");
   }
   const int64_t row = int64_t{s.head_dim} * s.element;
+  const AttentionLayer of{.index = layer, .scale = step.scale};
   LayerInput in{};
-  in.layer = layer;
   in.q = arena + at.q;
   in.q_stride = s.q_heads * row;
   in.k = {arena + at.k, s.kv_heads * row, row};
   in.v = {arena + at.v, s.kv_heads * row, row};
-  in.scale = step.scale;
   LayerOutput to;
   to.o = reinterpret_cast<float*>(arena + at.o);
   to.lse = reinterpret_cast<float*>(arena + at.lse);
-  engine.begin(in, to, step.plans[sequence % 2]);
+  engine.begin(of, in, to, step.plans[sequence % 2]);
   engine.finish();
 }
 

@@ -26,7 +26,7 @@ int chunks_of(const Layer& layer, int64_t bytes, int units) {
 // Whole tiles that were read.
 void check_tiles(const Layer& layer, int kv_head, const int32_t* pages, int count) {
   if (const Canary* canary = layer.pool.canary())
-    canary->read_tiles(layer.pool, layer.in.layer, kv_head, pages, int64_t{count} * kPage);
+    canary->read_tiles(layer.pool, layer.at.index, kv_head, pages, int64_t{count} * kPage);
 }
 
 // body(from, to, helper) for every chunk of `count` things in units of `unit`, which are `bytes` together.
@@ -109,13 +109,13 @@ void attend_gathered(const Layer& layer, const Task& task, const int32_t* tokens
       if (i + kAhead < count) Gathered::fetch(layer, task, tokens[i + kAhead]);
       room.take(layer, task, tokens[i], i - first);
     }
-    layer.kernels.attend_near(layer.query(task), G, D, layer.in.scale, room.tiles(), room.pages(),
+    layer.kernels.attend_near(layer.query(task), G, D, layer.at.scale, room.tiles(), room.pages(),
                               room.masks(n, G), (n + kPage - 1) / kPage, 0, first == 0 ? o : more_o,
                               first == 0 ? lse : more_lse);
     if (first > 0) layer.merge(G, o, lse, more_o, more_lse);
   }
   if (const Canary* canary = layer.pool.canary())
-    canary->read_tokens(layer.pool, layer.in.layer, task.head, tokens, count);
+    canary->read_tokens(layer.pool, layer.at.index, task.head, tokens, count);
 }
 
 }  // namespace
@@ -158,7 +158,7 @@ void attend_weighed(const Layer& layer, const Task& task, const Weighed& of, Scr
       for (unsigned bits = of.masks[i]; bits != 0; bits &= bits - 1)
         s->tokens[count++] = of.pages[i] * kPage + std::countr_zero(bits);
     }
-    canary->read_tokens(layer.pool, layer.in.layer, task.head, s->tokens.data(), count);
+    canary->read_tokens(layer.pool, layer.at.index, task.head, s->tokens.data(), count);
   }
 }
 
@@ -177,7 +177,7 @@ void attend(const Layer& layer, const char* q, int heads, int kv_head, const Sel
   const auto attend_chunk = [&](int i, Scratch*) {
     const int from = cut(units, chunks, i) * kUnit, to = std::min(cut(units, chunks, i + 1) * kUnit, count);
     const auto call = [&](auto kernel, auto... more) {
-      kernel(q, heads, D, layer.in.scale, layer.pool.tiles(layer.in.layer, kv_head), pages + from,
+      kernel(q, heads, D, layer.at.scale, layer.pool.tiles(layer.at.index, kv_head), pages + from,
              selection.masked ? masks + static_cast<int64_t>(from) * heads : nullptr, to - from, count - to,
              i == 0 ? o : &s->part_o[(i - 1) * heads * D], i == 0 ? lse : &s->part_lse[(i - 1) * heads],
              more...);
@@ -201,9 +201,9 @@ int64_t score_blocks(const Layer& layer, const Task& task, const Blocks& at, con
   const auto score = [&](int from, int to, Scratch* helper) {
     const Blocks part = at.part(from, to);
     BlockScorer& scorer = helper->scorer;
-    const int64_t read = scorer.score(layer.pool, layer.in.layer, task.head, part, layer.pages(task), q,
+    const int64_t read = scorer.score(layer.pool, layer.at.index, task.head, part, layer.pages(task), q,
                                       heads, spread, scores + from, stride);
-    scorer.check(layer.pool, layer.in.layer, task.head, part, layer.pages(task));
+    scorer.check(layer.pool, layer.at.index, task.head, part, layer.pages(task));
     bytes.fetch_add(read, std::memory_order_relaxed);
   };
   in_chunks(layer, at.count * layer.shape.entry_bytes(), at.count, kUnit, s, score);
@@ -222,7 +222,7 @@ void score_tokens(const Layer& layer, const Task& task, const int32_t* pages, in
 void score_sketches(const Layer& layer, const Task& task, const int32_t* pages, int count, Scratch* s) {
   const auto score = [&](int from, int to, Scratch*) {
     layer.kernels.score_sketches(layer.query(task), layer.group, layer.shape.head_dim,
-                                 layer.pool.sketches(layer.in.layer, task.head), pages + from, to - from,
+                                 layer.pool.sketches(layer.at.index, task.head), pages + from, to - from,
                                  &s->scores[from * kPage], s->stride(layer.group));
   };
   in_chunks(layer, count * layer.shape.sketch_bytes(), count, 1, s, score);
@@ -232,10 +232,10 @@ void skim_sketches(const Layer& layer, const Task& task, const int32_t* pages, i
                    float* most, int64_t stride, Scratch* s) {
   const auto skim = [&](int from, int to, Scratch*) {
     layer.kernels.skim_sketches(layer.query(task), layer.group, layer.shape.head_dim,
-                                layer.pool.sketches(layer.in.layer, task.head), pages + from, to - from,
+                                layer.pool.sketches(layer.at.index, task.head), pages + from, to - from,
                                 about + from, most + from, stride);
     if (const Canary* canary = layer.pool.canary())
-      canary->read_sketches(layer.pool, layer.in.layer, task.head, pages + from, to - from);
+      canary->read_sketches(layer.pool, layer.at.index, task.head, pages + from, to - from);
   };
   in_chunks(layer, count * layer.shape.skimmed_bytes(), count, kPage, s, skim);
 }
@@ -252,7 +252,7 @@ void score_rows(const Layer& layer, const Task& task, int count, Scratch* s) {
     layer.kernels.score_rows(layer.query(task), layer.group, layer.shape.head_dim, layer.tiles(task),
                              &s->tokens[from], to - from, &s->scores[from], s->stride(layer.group));
     if (const Canary* canary = layer.pool.canary())
-      canary->read_tokens(layer.pool, layer.in.layer, task.head, &s->tokens[from], to - from);
+      canary->read_tokens(layer.pool, layer.at.index, task.head, &s->tokens[from], to - from);
   };
   in_chunks(layer, count * layer.shape.row_bytes(), count, kPage, s, score);
 }

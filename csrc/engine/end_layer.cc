@@ -7,7 +7,6 @@
 #include <cstdio>
 
 #include "engine/engine.h"
-#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -24,7 +23,7 @@ std::string number(double value) {
 // Ends the open layer, if there is one: afterwards nobody reads or writes what layer_ points to. An abandoned
 // layer starts no work that it has not started: its pages and rows may belong to somebody else by now.
 void Engine::end_layer(bool abandoned) {
-  if (!open_.load(std::memory_order_acquire)) return;
+  if (!open()) return;
   if (abandoned) {
     next_item_.store(items_, std::memory_order_relaxed);
     const std::lock_guard lock(foreign_mutex_);
@@ -36,7 +35,7 @@ void Engine::end_layer(bool abandoned) {
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
     queue_.close();
-    open_.store(false, std::memory_order_release);
+    state_.store(State::kNone, std::memory_order_release);
   }
   if (!abandoned) seal_coarse();
   for (size_t w = 0; w < scratch_.size(); ++w) {
@@ -95,7 +94,7 @@ void Engine::seal_coarse() {
     for (int b = 0; b < e.step_.batch(); ++b) {
       if (!e.ends_coarse(b)) continue;
       try {
-        e.pool_->seal_blocks(e.layer_.in.layer, h, e.step_.pages(b), e.step_.request(b).length / kPage - 1);
+        e.pool_->seal_blocks(e.layer_.at.index, h, e.step_.pages(b), e.step_.request(b).length / kPage - 1);
       } catch (const CorruptMemory&) {
         e.lose(b, std::current_exception());
       }
@@ -104,7 +103,7 @@ void Engine::seal_coarse() {
   pool_->workers().parallel_for(shape_.kv_heads, seal_head, this, /*wake=*/false);
   for (int b = 0; b < batch; ++b) {
     if (ends_coarse(b))
-      pool_->tag_blocks(layer_.in.layer, step_.pages(b), step_.request(b).length / kPage - 1);
+      pool_->tag_blocks(layer_.at.index, step_.pages(b), step_.request(b).length / kPage - 1);
   }
 }
 

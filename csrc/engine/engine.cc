@@ -8,7 +8,6 @@
 #include <stdexcept>
 
 #include "kernels/feature_index.h"
-#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -35,10 +34,6 @@ double task_timeout() {
            "\"; it must be a number of seconds above 0, and at most 1000000.");
   }
   return seconds;
-}
-
-[[noreturn]] void throw_busy() {
-  throw std::runtime_error("The workers run another layer; finish it before this one begins.");
 }
 
 // Before anything is made of it.
@@ -81,7 +76,7 @@ Engine::~Engine() { abandon(); }
 
 void Engine::abandon() {
   end_layer(/*abandoned=*/true);
-  held_layer_ = written_layer_ = -1;
+  state_.store(State::kNone, std::memory_order_relaxed);
 }
 
 // ---- room
@@ -110,6 +105,7 @@ void Engine::reserve(int requests, int pages) {
   bundles_.reserve(max_requests, shape_.kv_heads);
   res_lse_.resize(states);
   mid_lse_.resize(states);
+  parts_.resize(states * kParts);
   res_o_.resize(states * shape_.head_dim);
   mid_o_.resize(states * shape_.head_dim);
   waits_ = std::make_unique<std::atomic<uint8_t>[]>(groups);
@@ -149,8 +145,8 @@ void Engine::resize_scratch(int pages, int tokens) {
 void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const int32_t* table,
                   int64_t table_stride, int64_t columns) {
   abandon();
-  finished_ = false;
   step_.clear();
+  step_plan_ = nullptr;
   bundles_.clear_step();
   int longest = 1;
   for (int b = 0; b < batch; ++b) {
@@ -169,36 +165,36 @@ void Engine::step(const int32_t* rows, const int32_t* seq_lens, int batch, const
 
 // ---- a layer
 
-void Engine::check_rows(const LayerInput& in) const {
-  if (in.window.data != nullptr && in.k.data != nullptr && !step_.rows_differ()) {
+void Engine::check_layer(const AttentionLayer& at, const LayerInput& in) const {
+  pool_->check_layer(at.index);
+  if (at.window.data != nullptr && in.k.data != nullptr && !step_.rows_differ()) {
     refuse("Two requests of the step have the same row; every request writes to a row of its own.");
   }
 }
 
-void Engine::check_residents(const LayerInput& in, const LayerOutput& to, bool held) const {
-  if (to.on_device() || held || in.window.data != nullptr) return;
-  refuse("Layer " + std::to_string(in.layer) +
-         " has no residents; pass windows, or call layer_resident for this layer first.");
-}
-
-// What every phase of a layer begins with. Nobody computes.
-// held: of the layer that residents() did, whose requests that were lost stay lost.
-void Engine::open_input(const LayerInput& in, bool held) {
+// What every phase of a layer begins with. No thread computes.
+void Engine::open_input(const AttentionLayer& at, const LayerInput& in) {
+  layer_.at = at;
   layer_.in = in;
   layer_.to = {};
   layer_.res_o = res_o_.data();
   layer_.res_lse = res_lse_.data();
+  layer_.mid_o = mid_o_.data();
+  layer_.mid_lse = mid_lse_.data();
   layer_.plan = nullptr;
-  held_ = held;
+  held_ = false;
   thrown_ = nullptr;
-  if (!held) std::fill(corrupt_.begin(), corrupt_.end(), nullptr);
+  std::fill(corrupt_.begin(), corrupt_.end(), nullptr);
   task_bytes_ = 0;
   next_item_.store(0, std::memory_order_relaxed);
+  skip_bad_requests();
+  appended_ = in.k.data != nullptr;
+  items_ = step_.batch() * shape_.kv_heads;
 }
 
 void Engine::skip_bad_requests() {
   failure_ = step_.failure();
-  const WindowView& window = layer_.in.window;
+  const WindowView& window = layer_.at.window;
   for (int b = 0; b < step_.batch(); ++b) {
     const Request& r = step_.request(b);
     skip_[b] = !r.good;
@@ -210,73 +206,11 @@ void Engine::skip_bad_requests() {
 }
 
 // False when the workers are taken. Those that sleep are left alone where they would come too late to be of
-// use.
-bool Engine::launch(WorkerPool::Fn work) {
-  const bool residents = layer_.in.window.data != nullptr && !held_;
+// use. residents: the work includes attention to them.
+bool Engine::launch(WorkerPool::Fn work, bool residents, void* ctx) {
   const int64_t resident_bytes = step_.resident_pages() * shape_.kv_heads * shape_.window_tile_bytes();
   const int64_t bytes = task_bytes_ + (residents ? resident_bytes : 0);
-  return pool_->workers().launch(work, this, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
-}
-
-// All items, to their end.
-void Engine::run_items(WorkerPool::Fn work) {
-  skip_bad_requests();
-  appended_ = layer_.in.k.data != nullptr;
-  items_ = step_.batch() * shape_.kv_heads;
-  if (items_ == 0) return;
-  if (!launch(work)) throw_busy();
-  pool_->workers().join();
-}
-
-void Engine::residents(const LayerInput& in, float* parts) {
-  abandon();
-  finished_ = false;
-  pool_->check_layer(in.layer);
-  check_rows(in);
-  open_input(in);
-  parts_out_ = parts;
-  run_items(&Engine::parts_main);
-  if (thrown_ != nullptr) {
-    record_thrown();
-    throw std::runtime_error("Layer " + std::to_string(in.layer) + ": " + failure_);
-  }
-  held_layer_ = in.layer;
-}
-
-void Engine::append(int layer, const TokenView& k, const TokenView& v) {
-  abandon();
-  finished_ = false;
-  pool_->check_layer(layer);
-  LayerInput in{};
-  in.layer = layer;
-  in.k = k;
-  in.v = v;
-  open_input(in);
-  run_items(&Engine::append_main);
-  written_layer_ = layer;
-}
-
-void Engine::newest(const LayerInput& in, const LayerOutput& to, int window) {
-  if (window < 1)
-    refuse("The window of a layer is " + std::to_string(window) +
-           " tokens; a token attends at least to itself.");
-  abandon();
-  finished_ = false;
-  pool_->check_layer(in.layer);
-  open_input(in);
-  layer_.to = to;
-  layer_.mid_o = mid_o_.data();
-  layer_.mid_lse = mid_lse_.data();
-  newest_ = window;
-  for (int b = 0; b < step_.batch(); ++b) {
-    const int tokens = step_.request(b).good ? std::min(step_.request(b).length, window) : 0;
-    task_bytes_ += static_cast<int64_t>(tokens / kPage) * shape_.kv_heads * shape_.tile_bytes();
-  }
-  run_items(&Engine::newest_main);
-  totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
-  clear_corrupt();
-  record_thrown();
-  if (!failure_.empty()) throw std::runtime_error("Layer " + std::to_string(in.layer) + ": " + failure_);
+  return pool_->workers().launch(work, ctx, /*wake=*/bytes >= kWakeChunks * config_.chunk_bytes);
 }
 
 // The residents' LSE from what a device says of sinks and window, as resident_parts() has it.
@@ -288,63 +222,94 @@ void Engine::take_parts(const float* parts) {
   }
 }
 
-int Engine::begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<const LayerPlan> plan) {
-  const bool bare = in.k.data == nullptr && in.window.data == nullptr;
-  const bool held = held_layer_ == in.layer && bare && !to.on_device();
-  const bool written = written_layer_ == in.layer && bare && to.on_device();
+int Engine::begin(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to,
+                  std::shared_ptr<const LayerPlan> plan) {
+  const State state = state_.load(std::memory_order_relaxed);
+  const bool follows = layer_.at.index == at.index && in.k.data == nullptr;
+  const bool held = follows && state == State::kHeld && !to.on_device();
+  const bool written = follows && state == State::kWritten && to.on_device();
   abandon();
-  finished_ = false;
-  pool_->check_layer(in.layer);
-  check_rows(in);
-  check_residents(in, to, held);
-  open_input(in, held);
-  layer_.to = to;
-  layer_.plan = std::move(plan);
-  // Of a held layer, these are as residents() left them.
-  if (!held) {
-    skip_bad_requests();
+  check_layer(at, in);
+  if (!to.on_device() && !held && at.window.data == nullptr) {
+    refuse("Layer " + std::to_string(at.index) +
+           " has no residents; pass windows, or call layer_resident for this layer first.");
+  }
+  if (held) {  // everything else is as residents() left it, the requests that were lost too
+    layer_.at = at;
+    layer_.in = in;
+    held_ = true;
+    task_bytes_ = 0;
+    next_item_.store(0, std::memory_order_relaxed);
+  } else {
+    open_input(at, in);
     appended_ = written || in.k.data != nullptr;
   }
-  layer_.mid_o = to.on_device() ? to.o : mid_o_.data();
-  layer_.mid_lse = to.on_device() ? to.lse : mid_lse_.data();
+  layer_.to = to;
+  layer_.plan = std::move(plan);
+  if (to.on_device()) {
+    layer_.at.window = {};
+    layer_.mid_o = to.o;
+    layer_.mid_lse = to.lse;
+    if (in.k.data == nullptr) items_ = 0;
+  }
   layer_.residents_known = held || to.parts != nullptr;
   if (to.parts != nullptr) take_parts(to.parts);
   // A group without a task reads nothing and merges with nothing.
-  const int groups = step_.batch() * shape_.kv_heads;
-  std::fill_n(reads_.data(), groups, Reads{});
+  std::fill_n(reads_.data(), step_.batch() * shape_.kv_heads, Reads{});
   std::fill_n(layer_.mid_lse, static_cast<size_t>(step_.batch()) * config_.q_heads, kMinusInf);
   const Lanes lanes = make_tasks();
-  items_ = held || !bare ? groups : 0;
   owners_.store(0, std::memory_order_relaxed);
   {
     const std::scoped_lock lock(foreign_mutex_, selection_mutex_);
     queue_.open(lanes);
-    open_.store(true, std::memory_order_release);
+    state_.store(State::kOpen, std::memory_order_release);
   }
-  launched_ = queue_.count() + items_ > 0;
-  if (launched_ && !launch(&Engine::worker_main)) {
-    launched_ = false;
-    abandon();
-    throw_busy();
+  if (queue_.count() + items_ > 0) {
+    launched_ = launch(&Engine::worker_main, /*residents=*/layer_.at.window.data != nullptr && !held, this);
+    if (!launched_) {
+      abandon();
+      throw_busy();
+    }
   }
   return queue_.count();
 }
 
 void Engine::finish() {
-  if (!open_.load(std::memory_order_acquire)) {
+  if (!open()) {
     throw std::runtime_error("layer_finish was called without layer_begin; begin a layer first.");
   }
   end_layer(/*abandoned=*/false);
+  throw_failure();
+  state_.store(State::kDone, std::memory_order_relaxed);
+}
+
+void Engine::attend(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to) {
+  if (at.newest > 0) return newest(at, in, to);
+  if (step_plan_ == nullptr) throw std::runtime_error("The step has no plan for all of its layers.");
+  LayerInput rest = in;
+  if (step_looks_) {
+    residents(at, in, parts_.data());
+    rest.k = rest.v = {};
+  }
+  begin(at, rest, to, step_plan_);
+  finish();
+}
+
+void Engine::throw_busy() {
+  throw std::runtime_error("The workers run another layer; finish it before this one begins.");
+}
+
+// Of a layer that all work is done of.
+void Engine::throw_failure() {
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
   clear_corrupt();
   record_thrown();
   if (!failure_.empty())
-    throw std::runtime_error("Layer " + std::to_string(layer_.in.layer) + ": " + failure_);
-  finished_ = true;
+    throw std::runtime_error("Layer " + std::to_string(layer_.at.index) + ": " + failure_);
 }
 
 void Engine::check_finished() const {
-  if (finished_) return;
+  if (state_.load(std::memory_order_relaxed) == State::kDone) return;
   throw std::runtime_error(
       "There is no result: no layer of this step was finished, or the last one failed; ask after a "
       "layer_finish that threw nothing.");

@@ -1,4 +1,15 @@
 // One decode step, layer by layer: resident attention, the task queue, the merge.
+//
+// A layer goes through these states; step() and abandon() lead back to kNone from any of them:
+//
+//   kNone -- append() ----> kWritten --+
+//     |  --- residents() -> kHeld -----+-- begin() -> kOpen -- finish() -> kDone
+//     |  -------------------------------+
+//     |  --- attend() (begin and finish by the step's plan) -----------> kDone
+//     |  --- newest() -> kNone
+//
+// append(), residents(), newest(), begin() and attend() may be called in every state: what the layer before
+// left is dropped, but for what begin() takes from append() or residents() of the same layer.
 #pragma once
 
 #include <array>
@@ -14,6 +25,7 @@
 #include "engine/layer.h"
 #include "engine/task_kind.h"
 #include "engine/task_queue.h"
+#include "runtime/failure.h"
 #include "runtime/worker_pool.h"
 
 namespace fluxion {
@@ -43,24 +55,32 @@ class Engine {
             int64_t table_stride, int64_t columns);
   int batch() const { return step_.batch(); }
 
-  // Appends the step's token and computes the resident attention of a layer, before anything is planned. The
-  // begin that comes next uses both if it is of the same layer and brings neither k nor a window, and
-  // otherwise drops the attention; so do step() and abandon(). parts: [B][Hq][kParts]
+  // Appends the step's token and computes the resident attention of a layer, before anything is planned. A
+  // begin() of the same layer that comes next and brings no k uses both. parts: [B][Hq][kParts]
   // (kernels/feature_index.h), written; of bad requests -inf and 0: they fail the layer in finish(). Throws
-  // as begin() does, and abandons an open layer as it does.
-  void residents(const LayerInput& in, float* parts);
-  // Appends the step's token to the host alone, for a plan that needs it there. The begin that comes next, of
-  // the same layer and with its residents on a device, brings neither k nor v.
+  // as begin() does.
+  void residents(const AttentionLayer& at, const LayerInput& in, float* parts);
+  // Appends the step's token to the host alone, for a plan that needs it there. A begin() of the same layer
+  // that comes next, with its residents on a device, brings no k.
   void append(int layer, const TokenView& k, const TokenView& v);
-  // A whole layer of which every token attends to the newest `window` ones, itself included: without plan,
-  // tasks and residents. Throws as begin() does, and std::runtime_error where a request cannot be computed.
-  void newest(const LayerInput& in, const LayerOutput& to, int window);
-  // Returns the number of tasks. A layer that was begun and not finished is abandoned first. Throws
-  // std::invalid_argument where nobody has computed the residents, or computes them; nothing was begun.
-  int begin(const LayerInput& in, const LayerOutput& to, std::shared_ptr<const LayerPlan> plan);
+  // A whole layer with a window (AttentionLayer::newest): without plan, tasks and residents. Throws as
+  // begin() and finish() do.
+  void newest(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to);
+  // Returns the number of tasks. Throws std::invalid_argument where the residents are neither attended to nor
+  // in a window; nothing was begun.
+  int begin(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to,
+            std::shared_ptr<const LayerPlan> plan);
   // Throws std::runtime_error with the layer's first failure; the engine is ready for the next layer either
   // way.
   void finish();
+  // Plans every layer of the current step, for attend(). looks: the plan's kinds go by the residents.
+  void plan_step(std::shared_ptr<const LayerPlan> plan, bool looks) {
+    step_plan_ = std::move(plan);
+    step_looks_ = looks;
+  }
+  // A whole layer: newest(); or begin() by the step's plan, after residents() if it looks, and finish().
+  // Throws as they do, and std::runtime_error where the step has no plan.
+  void attend(const AttentionLayer& at, const LayerInput& in, const LayerOutput& to);
   // Of the last layer: its output before it was rounded to the KV dtype, [B][Hq][D], and what each task read,
   // [B][Hk] (0 where there was none). They throw std::runtime_error unless the layer was finished without a
   // failure, and no step or layer was begun since; result() also for a layer on a device.
@@ -95,18 +115,22 @@ class Engine {
 
  private:
   using Lanes = std::array<int, kLanes>;
+  enum class State : uint8_t { kNone, kWritten, kHeld, kOpen, kDone };
 
   void reserve(int requests, int pages);
   void reserve_tasks(int ranked_tokens);
   void resize_scratch(int pages, int tokens);
   void check_finished() const;
-  void check_rows(const LayerInput& in) const;
-  void check_residents(const LayerInput& in, const LayerOutput& to, bool held) const;
-  void open_input(const LayerInput& in, bool held = false);
+  void check_layer(const AttentionLayer& at, const LayerInput& in) const;
+  void open_input(const AttentionLayer& at, const LayerInput& in);
   void skip_bad_requests();
   void take_parts(const float* parts);
-  bool launch(WorkerPool::Fn work);
-  void run_items(WorkerPool::Fn work);
+  bool open() const { return state_.load(std::memory_order_acquire) == State::kOpen; }
+  bool launch(WorkerPool::Fn work, bool residents, void* ctx);
+  template <class Body>
+  void each_group(bool residents, const Body& body);
+  void throw_failure();
+  [[noreturn]] static void throw_busy();
   void record_failure(const std::string& sentence);
   void record_thrown();
   void clear_corrupt();
@@ -120,9 +144,6 @@ class Engine {
 
   // work.cc
   static void worker_main(void* self, int worker);
-  static void parts_main(void* self, int worker);
-  static void append_main(void* self, int worker);
-  static void newest_main(void* self, int worker);
   void work(int worker);
   template <class Body>
   void attempt(const Task& task, const Bundle* with, const Body& body) noexcept;
@@ -151,17 +172,16 @@ class Engine {
   Layer layer_;
   int ranked_tokens_ = 0;  // the scratch has room for the scores of so many; 0 until a layer asks for them
 
+  std::shared_ptr<const LayerPlan> step_plan_;  // of every layer of the step, for attend()
+  bool step_looks_ = false;
+  std::vector<float> parts_;  // [B][Hq][kParts], that attend() asks residents() for
+
   // This layer.
-  std::atomic<bool> open_{false};
-  bool launched_ = false;
-  int held_layer_ = -1;     // whose residents residents() left in res_o_, res_lse_
-  int written_layer_ = -1;  // whose token append() wrote
-  bool held_ = false;       // this layer began with it
-  bool appended_ = false;   // this layer wrote the step's token
-  bool finished_ = false;   // the last layer, without a failure
-  float* parts_out_ = nullptr;
-  int newest_ = 0;             // tokens of a layer's window
-  std::vector<uint8_t> skip_;  // [B]: a bad request
+  std::atomic<State> state_{State::kNone};  // of layer_; any thread may ask whether it is open
+  bool launched_ = false;                   // workers run its items and tasks
+  bool held_ = false;                       // it began with what residents() left in res_o_, res_lse_
+  bool appended_ = false;                   // the step's token was written
+  std::vector<uint8_t> skip_;               // [B]: a bad request
   std::vector<uint64_t> order_;
   std::vector<Task> tasks_;
   std::vector<const TaskKind*> kinds_;  // [B][H], of the tasks: nullptr: blocks
@@ -189,5 +209,26 @@ class Engine {
   std::atomic<int64_t> totals_[kStatCount] = {};
   std::vector<std::atomic<int64_t>> worker_ns_, worker_helped_;
 };
+
+// ---- implementation
+
+// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Corrupt memory
+// ends the task's request, or all those of the bundle that it is done with. Nothing is allocated here,
+// because memory may have run out.
+template <class Body>
+void Engine::attempt(const Task& task, const Bundle* with, const Body& body) noexcept {
+  try {
+    body();
+  } catch (const CorruptMemory&) {
+    if (with == nullptr) return lose(task.request, std::current_exception());
+    for (int i = 0; i < with->count; ++i) lose(layer_.task(with->tasks[i]).request, std::current_exception());
+  } catch (...) {
+    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
+    const std::lock_guard lock(failure_mutex_);
+    if (thrown_ != nullptr) return;
+    thrown_ = std::current_exception();
+    thrower_ = task;
+  }
+}
 
 }  // namespace fluxion

@@ -17,7 +17,7 @@ int Engine::resolve(int64_t claim_or_index) const {
   const int i = TaskQueue::task_of(claim_or_index);
   Executor executor;
   const bool is_claim = claim_or_index > TaskQueue::kTaskMask;
-  if (claim_or_index < 0 || !open_.load(std::memory_order_acquire) || i >= queue_.count() ||
+  if (claim_or_index < 0 || !open() || i >= queue_.count() ||
       (is_claim && !queue_.holds(claim_or_index, &executor))) {
     throw std::runtime_error("There is no task " + std::to_string(claim_or_index) +
                              " now; tasks exist between layer_begin and layer_finish.");

@@ -29,17 +29,24 @@ struct EngineConfig {
   int64_t cached_bytes;  // of tiles that the last cache keeps from one request to the next
 };
 
-// What a layer of B requests computes with. Everything pointed to lives until the layer ends.
-struct LayerInput {
-  int layer;
-  const char* q;      // [B][Hq][D] KV dtype, the last two contiguous
-  int64_t q_stride;   // bytes
-  TokenView k, v;     // [B][Hk][D]: the token at position n-1 of each request; data nullptr: it is written
-  WindowView window;  // data nullptr: the residents are attended to already, or a device's
+// What is the same in every step of a layer's attention. Everything pointed to lives until a layer that was
+// opened with it ends.
+struct AttentionLayer {
+  int index;            // of the pool's layers
   Scale scale;
+  WindowView window{};  // of the residents; data nullptr: they are a device's
   // [Hq]: a logit of each head that joins the softmax and has no value; nullptr: none. As if it were a
   // resident.
   const float* sinks = nullptr;
+  // Sliding-window attention: every token attends to so many newest ones, itself included. 0: to all.
+  int newest = 0;
+};
+
+// What a layer of B requests computes with. Everything pointed to lives until the layer ends.
+struct LayerInput {
+  const char* q;     // [B][Hq][D] KV dtype, the last two contiguous
+  int64_t q_stride;  // bytes
+  TokenView k, v;    // [B][Hk][D]: the token at position n-1 of each request; data nullptr: it is written
 };
 
 // Where the result goes: to `out`, merged with the residents, or to o and lse, the middle's alone, where the
@@ -76,6 +83,7 @@ struct Layer {
   const KernelTable& exact;           // the same ISA's of float32
   const int group;                    // G
 
+  AttentionLayer at{};
   LayerInput in{};
   LayerOutput to;
   std::shared_ptr<const LayerPlan> plan;
@@ -98,7 +106,7 @@ struct Layer {
   const int32_t* pages(const Task& task) const { return step.pages(task.request); }
   int blk(const Task& task) const { return plan->blk[index(task)]; }
   const float* budget(const Task& task) const { return plan->budget + state(task); }
-  const char* tiles(const Task& task) const { return pool.tiles(in.layer, task.head); }
+  const char* tiles(const Task& task) const { return pool.tiles(at.index, task.head); }
 
   // Merges a second part of `heads` heads into o and lse.
   void merge(int heads, float* o, float* lse, const float* more_o, const float* more_lse) const {

@@ -18,7 +18,7 @@ struct Resident {
 
 Resident list_residents(const Layer& layer, const Task& task, Scratch* s) {
   const Request& r = layer.step.request(task.request);
-  const WindowView& w = layer.in.window;
+  const WindowView& w = layer.at.window;
   const int end = (r.length - 1) / kPage + 1;
   int32_t* pages = s->pages.data();
   const auto list = [&](int first, int last) {
@@ -33,7 +33,7 @@ Resident list_residents(const Layer& layer, const Task& task, Scratch* s) {
 }
 
 const char* window_tiles(const Layer& layer, const Task& task) {
-  return layer.in.window.data + task.head * layer.in.window.head_stride;
+  return layer.at.window.data + task.head * layer.at.window.head_stride;
 }
 
 // Masks of `count` pages of which only the last `last_tokens` of the last one, and of the first one only
@@ -51,10 +51,10 @@ const uint16_t* end_masks(int count, int group, int hidden, int last_tokens, Scr
 }
 
 void add_sinks(const Layer& layer, const Task& task) {
-  if (layer.in.sinks == nullptr) return;
+  if (layer.at.sinks == nullptr) return;
   const int D = layer.shape.head_dim;
   const int64_t at = layer.state(task);
-  const float* sink = layer.in.sinks + int64_t{task.head} * layer.group;
+  const float* sink = layer.at.sinks + int64_t{task.head} * layer.group;
   for (int g = 0; g < layer.group; ++g) {
     float* o = &layer.res_o[(at + g) * D];
     layer.res_lse[at + g] = layer.exact.merge_state(o, layer.res_lse[at + g], nullptr, sink[g], D, o);
@@ -70,12 +70,12 @@ void append_token(const Layer& layer, const HostPool& pool, const Task& task) {
   const int position = r.length - 1, logical = position / kPage, offset = position % kPage;
   const char *k = layer.in.k.at(b, h), *v = layer.in.v.at(b, h);
   const int32_t* pages = layer.pages(task);
-  pool.write_token(layer.in.layer, h, pages[logical], offset, k, v);
-  if (offset == kPage - 1) pool.seal_page(layer.in.layer, h, pages, logical);
-  const WindowView& w = layer.in.window;
+  pool.write_token(layer.at.index, h, pages[logical], offset, k, v);
+  if (offset == kPage - 1) pool.seal_page(layer.at.index, h, pages, logical);
+  const WindowView& w = layer.at.window;
   if (w.data == nullptr) return;
   char* to = w.data + h * w.head_stride + w.slot(r.row, logical) * layer.shape.window_tile_bytes();
-  pool.read_token(layer.in.layer, h, pages[logical], offset, to);
+  pool.read_token(layer.at.index, h, pages[logical], offset, to);
 }
 
 void attend_residents(const Layer& layer, const Task& task, Scratch* s) {
@@ -83,22 +83,22 @@ void attend_residents(const Layer& layer, const Task& task, Scratch* s) {
   const int count = found.sinks + found.local, G = layer.group;
   const uint16_t* masks = end_masks(count, G, 0, found.tokens, s);
   const int64_t at = layer.state(task);
-  layer.window_kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale,
+  layer.window_kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.at.scale,
                               window_tiles(layer, task), s->pages.data(), masks, count, 0,
                               &layer.res_o[at * layer.shape.head_dim], &layer.res_lse[at]);
   add_sinks(layer, task);
 }
 
-void attend_newest(const Layer& layer, const Task& task, int window, Scratch* s) {
-  const int length = layer.step.request(task.request).length, first = std::max(length - window, 0);
+void attend_newest(const Layer& layer, const Task& task, Scratch* s) {
+  const int length = layer.step.request(task.request).length, first = std::max(length - layer.at.newest, 0);
   const int begin = first / kPage, count = (length - 1) / kPage + 1 - begin, G = layer.group;
   const uint16_t* masks = end_masks(count, G, first % kPage, (length - 1) % kPage + 1, s);
   const int64_t at = layer.state(task);
-  layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.in.scale, layer.tiles(task),
+  layer.kernels.attend(layer.query(task), G, layer.shape.head_dim, layer.at.scale, layer.tiles(task),
                        layer.pages(task) + begin, masks, count, 0, &layer.res_o[at * layer.shape.head_dim],
                        &layer.res_lse[at]);
   if (const Canary* canary = layer.pool.canary())
-    canary->read_tiles(layer.pool, layer.in.layer, task.head, layer.pages(task) + begin,
+    canary->read_tiles(layer.pool, layer.at.index, task.head, layer.pages(task) + begin,
                        length - int64_t{begin} * kPage);
   add_sinks(layer, task);
 }
@@ -109,7 +109,7 @@ void attend_parts(const Layer& layer, const Task& task, Scratch* s, float* parts
   const int32_t* pages = s->pages.data();
   const int64_t at = layer.state(task);
   resident_parts(layer.window_kernels, layer.exact, layer.query(task), layer.group, layer.shape.head_dim,
-                 layer.in.scale, {tiles, pages, found.sinks, found.local > 0 ? kPage : found.tokens},
+                 layer.at.scale, {tiles, pages, found.sinks, found.local > 0 ? kPage : found.tokens},
                  {tiles, pages + found.sinks, found.local, found.tokens}, s->masks.data(),
                  &layer.res_o[at * layer.shape.head_dim], &layer.res_lse[at], parts);
   add_sinks(layer, task);

@@ -12,8 +12,8 @@ void append_token(const Layer& layer, const HostPool& pool, const Task& task);
 void attend_residents(const Layer& layer, const Task& task, Scratch* scratch);
 // The same with sinks and window apart. parts: [G][kParts], written.
 void attend_parts(const Layer& layer, const Task& task, Scratch* scratch, float* parts);
-// Attention to the newest `window` tokens, where they lie in the pool, into the same.
-void attend_newest(const Layer& layer, const Task& task, int window, Scratch* scratch);
+// Attention of a layer with a window to its newest tokens, where they lie in the pool, into the same.
+void attend_newest(const Layer& layer, const Task& task, Scratch* scratch);
 // The parts of no tokens.
 void no_parts(const Layer& layer, float* parts);
 

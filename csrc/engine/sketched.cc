@@ -46,8 +46,8 @@ class Choice : public OwnScratch {
     for (int g = 0; g < G; ++g) {
       float *about = &about_[g * stride_], *most = &most_[g * stride_], more = 0;
       const float lse = layer.res_lse[layer.state(task) + g];
-      const float sum = layer.exact.weigh(about, n, layer.in.scale, lse, &unit_[g]);
-      layer.exact.weigh(most, n, layer.in.scale, unit_[g], &more);
+      const float sum = layer.exact.weigh(about, n, layer.at.scale, lse, &unit_[g]);
+      layer.exact.weigh(most, n, layer.at.scale, unit_[g], &more);
       const float all = sum + power(lse, unit_[g]);
       const float allowed = kSkippedPart / kTokensOfPage * left * all * power(unit_[g], more);
       float bound = 0;
@@ -76,7 +76,7 @@ class Choice : public OwnScratch {
     for_each_head(layer, n * sizeof(float), s, [&](int g, Scratch* helper) {
       float* weights = &s->scores[g * s->stride(layer.group)];
       const float lse = layer.res_lse[layer.state(task) + g], before = unit_[g];
-      const float sum = layer.exact.weigh(weights, n, layer.in.scale, lse, &unit_[g]);
+      const float sum = layer.exact.weigh(weights, n, layer.at.scale, lse, &unit_[g]);
       const float skipped = skipped_[g] > 0 ? skipped_[g] * power(before, unit_[g]) : 0;
       const float all = sum + skipped + power(lse, unit_[g]);
       float allowed[2], bounds[2];

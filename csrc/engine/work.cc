@@ -5,7 +5,6 @@
 #include "engine/engine.h"
 #include "engine/residents.h"
 #include "kernels/feature_index.h"
-#include "runtime/failure.h"
 
 namespace fluxion {
 
@@ -26,25 +25,6 @@ void Engine::work(int worker) {
   owners_.fetch_sub(1, std::memory_order_release);
   scratch->busy_ns += now_ns() - start;
   help(worker);
-}
-
-// What throws fails the layer, and the worker goes on: others wait for what it has claimed. Corrupt memory
-// ends the task's request, or all those of the bundle that it is done with. Nothing is allocated here,
-// because memory may have run out.
-template <class Body>
-void Engine::attempt(const Task& task, const Bundle* with, const Body& body) noexcept {
-  try {
-    body();
-  } catch (const CorruptMemory&) {
-    if (with == nullptr) return lose(task.request, std::current_exception());
-    for (int i = 0; i < with->count; ++i) lose(layer_.task(with->tasks[i]).request, std::current_exception());
-  } catch (...) {
-    totals_[kStatFailedTasks].fetch_add(1, std::memory_order_relaxed);
-    const std::lock_guard lock(failure_mutex_);
-    if (thrown_ != nullptr) return;
-    thrown_ = std::current_exception();
-    thrower_ = task;
-  }
 }
 
 void Engine::lose(int request, const std::exception_ptr& corrupt) {
@@ -72,65 +52,12 @@ void Engine::help(int worker) {
   }
 }
 
-// Of residents().
-void Engine::parts_main(void* self_ptr, int worker) {
-  Engine* self = static_cast<Engine*>(self_ptr);
-  Scratch* scratch = &self->scratch_[worker];
-  const Layer& layer = self->layer_;
-  const int64_t start = now_ns();
-  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
-    const Task task = layer.task(i);
-    float* parts = self->parts_out_ + layer.state(task) * kParts;
-    if (self->skip_[task.request]) {
-      no_parts(layer, parts);
-      continue;
-    }
-    // A request that is lost has parts as well: its policy plans, like that of every other.
-    self->attempt(task, nullptr, [&] { append_token(layer, *self->pool_, task); });
-    self->attempt(task, nullptr, [&] { attend_parts(layer, task, scratch, parts); });
-  }
-  scratch->busy_ns += now_ns() - start;
-}
-
-// Of append().
-void Engine::append_main(void* self_ptr, int) {
-  Engine* self = static_cast<Engine*>(self_ptr);
-  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
-    const Task task = self->layer_.task(i);
-    if (!self->skip_[task.request]) append_token(self->layer_, *self->pool_, task);
-  }
-}
-
-// Of newest().
-void Engine::newest_main(void* self_ptr, int worker) {
-  Engine* self = static_cast<Engine*>(self_ptr);
-  Scratch* scratch = &self->scratch_[worker];
-  const Layer& layer = self->layer_;
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
-  const int D = layer.shape.head_dim;
-  const int64_t start = now_ns(), bytes = layer.shape.token_bytes();
-  for (int i; (i = self->next_item_.fetch_add(1, std::memory_order_relaxed)) < self->items_;) {
-    const Task task = layer.task(i);
-    if (self->skip_[task.request]) continue;
-    self->attempt(task, nullptr, [&] {
-      append_token(layer, *self->pool_, task);
-      attend_newest(layer, task, self->newest_, scratch);
-      const int64_t at = layer.state(task);
-      char* out =
-          layer.to.out + task.request * layer.to.out_stride + int64_t{task.head} * layer.group * bytes;
-      for (int64_t g = at; g < at + layer.group; ++g, out += bytes)
-        layer.kernels.merge_state(&layer.res_o[g * D], layer.res_lse[g], nullptr, kNothing, D, out);
-    });
-  }
-  scratch->busy_ns += now_ns() - start;
-}
-
 // Where residents() did both, the item only takes its turn in the merge.
 void Engine::resident_item(const Task& task, Scratch* scratch) {
   if (skip_[task.request]) return;
   if (!held_) {
     append_token(layer_, *pool_, task);
-    if (layer_.in.window.data == nullptr) return;
+    if (layer_.at.window.data == nullptr) return;
     attend_residents(layer_, task, scratch);
   }
   part_done(task);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffi/plan.h"
+#include "ffi/program.h"
 #include "kernels/feature_index.h"
 #include "runtime/topology.h"
 
@@ -63,51 +64,77 @@ void engine_step(EngineRef engine, TensorView rows, TensorView seq_lens, TensorV
   });
 }
 
-LayerInput input_of(const Engine& engine, int64_t layer, const TensorView& q, const Optional<TensorView>& k,
-                    const Optional<TensorView>& v, const Optional<TensorView>& windows, Scale scale,
-                    const Optional<TensorView>& sinks = {}) {
+// An object of the C ABI, whose tensors the caller keeps.
+class AttentionLayerObj : public ffi::Object {
+ public:
+  explicit AttentionLayerObj(const AttentionLayer& l) : layer(l) {}
+  AttentionLayer layer;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.AttentionLayer", AttentionLayerObj, ffi::Object);
+};
+class AttentionLayerRef : public ffi::ObjectRef {
+ public:
+  explicit AttentionLayerRef(ffi::ObjectPtr<AttentionLayerObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(AttentionLayerRef, ffi::ObjectRef, AttentionLayerObj);
+};
+
+AttentionLayerRef engine_layer(EngineRef ref, int64_t index, Optional<TensorView> windows, double scale,
+                               double cap, Optional<TensorView> sinks, Optional<int64_t> newest) {
+  const Engine& engine = *ref->engine;
+  AttentionLayer layer{.index = narrow(index), .scale = scale_of(scale, cap)};
+  guarded([&] { engine.pool().check_layer(layer.index); });
+  if (windows.has_value())
+    layer.window = window_view(engine.pool(), *windows, engine.config().sinks, engine.config().window);
+  layer.sinks = sinks_of(sinks, engine.config().q_heads);
+  if (newest.has_value()) {
+    if (*newest < 1)
+      Raise("ValueError") << "The window of a layer is " << *newest
+                          << " tokens; a token attends at least to itself.";
+    layer.newest = static_cast<int>(std::min<int64_t>(*newest, kNoWindow));
+  }
+  return AttentionLayerRef(ffi::make_object<AttentionLayerObj>(layer));
+}
+
+LayerInput input_of(const Engine& engine, int64_t batch, const TensorView& q, const Optional<TensorView>& k,
+                    const Optional<TensorView>& v) {
   const HostPool& pool = engine.pool();
-  const int64_t B = engine.batch();
-  expect(q, "q", kv_type(pool), {B, engine.config().q_heads, pool.shape().head_dim}, 2);
+  expect(q, "q", kv_type(pool), {batch, engine.config().q_heads, pool.shape().head_dim}, 2);
   LayerInput in{};
-  in.layer = narrow(layer);
   in.q = data<char>(q);
   in.q_stride = q.stride(0) * pool.shape().element();
   if (both(k, "k", v, "v")) {
-    in.k = token_view(pool, *k, "k", B);
-    in.v = token_view(pool, *v, "v", B);
+    in.k = token_view(pool, *k, "k", batch);
+    in.v = token_view(pool, *v, "v", batch);
   }
-  if (windows.has_value())
-    in.window = window_view(pool, *windows, engine.config().sinks, engine.config().window);
-  in.scale = scale;
-  in.sinks = sinks_of(sinks, engine.config().q_heads);
   return in;
 }
 
-LayerOutput output_of(const Engine& engine, const TensorView& out) {
+LayerOutput output_of(const Engine& engine, int64_t batch, const TensorView& out) {
   const PoolShape& s = engine.pool().shape();
-  expect(out, "out", kv_type(engine.pool()), {engine.batch(), engine.config().q_heads, s.head_dim}, 2);
+  expect(out, "out", kv_type(engine.pool()), {batch, engine.config().q_heads, s.head_dim}, 2);
   LayerOutput to;
   to.out = data<char>(out);
   to.out_stride = out.stride(0) * s.element();
   return to;
 }
 
-void engine_layer_newest(EngineRef ref, int64_t layer, TensorView q, TensorView k, TensorView v, double scale,
-                         double cap, int64_t window, Optional<TensorView> sinks, TensorView out) {
+void engine_layer_newest(EngineRef ref, AttentionLayerRef at, TensorView q, TensorView k, TensorView v,
+                         TensorView out) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, {}, scale_of(scale, cap), sinks);
-  const LayerOutput to = output_of(engine, out);
-  guarded([&] { engine.newest(in, to, static_cast<int>(std::clamp<int64_t>(window, -1, kNoWindow))); });
+  if (at->layer.newest < 1)
+    Raise("ValueError") << "Layer " << at->layer.index << " has no window; begin it with a plan.";
+  const LayerInput in = input_of(engine, engine.batch(), q, k, v);
+  const LayerOutput to = output_of(engine, engine.batch(), out);
+  guarded([&] { engine.newest(at->layer, in, to); });
 }
 
-void engine_layer_resident(EngineRef ref, int64_t layer, TensorView q, Optional<TensorView> k,
-                           Optional<TensorView> v, TensorView windows, double scale, double cap,
-                           Optional<TensorView> sinks, TensorView parts) {
+void engine_layer_resident(EngineRef ref, AttentionLayerRef at, TensorView q, Optional<TensorView> k,
+                           Optional<TensorView> v, TensorView parts) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale_of(scale, cap), sinks);
+  const LayerInput in = input_of(engine, engine.batch(), q, k, v);
+  if (at->layer.window.data == nullptr)
+    Raise("ValueError") << "Layer " << at->layer.index << " has no windows to attend to.";
   expect(parts, "parts", kFloat32, {engine.batch(), engine.config().q_heads, kParts}, 3);
-  guarded([&] { engine.residents(in, data<float>(parts)); });
+  guarded([&] { engine.residents(at->layer, in, data<float>(parts)); });
 }
 
 void engine_layer_append(EngineRef ref, int64_t layer, TensorView k, TensorView v) {
@@ -117,22 +144,21 @@ void engine_layer_append(EngineRef ref, int64_t layer, TensorView k, TensorView 
   guarded([&] { engine.append(narrow(layer), keys, values); });
 }
 
-int64_t engine_layer_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorView q, Optional<TensorView> k,
-                           Optional<TensorView> v, Optional<TensorView> windows, double scale, double cap,
-                           Optional<TensorView> sinks, TensorView out) {
+int64_t engine_layer_begin(EngineRef ref, PlanRef plan, AttentionLayerRef at, TensorView q,
+                           Optional<TensorView> k, Optional<TensorView> v, TensorView out) {
   Engine& engine = *ref->engine;
-  const LayerInput in = input_of(engine, layer, q, k, v, windows, scale_of(scale, cap), sinks);
+  const LayerInput in = input_of(engine, engine.batch(), q, k, v);
   check_plan(engine, *plan->plan);
-  const LayerOutput to = output_of(engine, out);
-  return guarded([&] { return static_cast<int64_t>(engine.begin(in, to, plan->plan)); });
+  const LayerOutput to = output_of(engine, engine.batch(), out);
+  return guarded([&] { return static_cast<int64_t>(engine.begin(at->layer, in, to, plan->plan)); });
 }
 
-int64_t engine_middle_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorView q, Optional<TensorView> k,
-                            Optional<TensorView> v, double scale, TensorView o, TensorView lse,
+int64_t engine_middle_begin(EngineRef ref, PlanRef plan, AttentionLayerRef at, TensorView q,
+                            Optional<TensorView> k, Optional<TensorView> v, TensorView o, TensorView lse,
                             Optional<TensorView> parts) {
   Engine& engine = *ref->engine;
   const int64_t B = engine.batch(), Hq = engine.config().q_heads;
-  const LayerInput in = input_of(engine, layer, q, k, v, {}, static_cast<float>(scale));
+  const LayerInput in = input_of(engine, B, q, k, v);
   check_plan(engine, *plan->plan);
   expect(o, "o", kFloat32, {B, Hq, engine.pool().shape().head_dim}, 3);
   expect(lse, "lse", kFloat32, {B, Hq}, 2);
@@ -143,7 +169,26 @@ int64_t engine_middle_begin(EngineRef ref, PlanRef plan, int64_t layer, TensorVi
     expect(*parts, "parts", kFloat32, {B, Hq, kParts}, 3);
     to.parts = data<float>(*parts);
   }
-  return guarded([&] { return static_cast<int64_t>(engine.begin(in, to, plan->plan)); });
+  return guarded([&] { return static_cast<int64_t>(engine.begin(at->layer, in, to, plan->plan)); });
+}
+
+void engine_plan_step(EngineRef ref, PlanRef plan, bool looks) {
+  check_plan(*ref->engine, *plan->plan);
+  ref->engine->plan_step(plan->plan, looks);
+}
+
+// A layer of any number of steps of as many requests as q has, by the step's plan.
+void program_attention(Program program, EngineRef ref, AttentionLayerRef at, TensorView q, TensorView k,
+                       TensorView v, TensorView out) {
+  const int64_t batch = q.size(0);
+  const LayerInput in = input_of(*ref->engine, batch, q, k, v);
+  const LayerOutput to = output_of(*ref->engine, batch, out);
+  program->steps.emplace_back([=] {
+    if (ref->engine->batch() != batch)
+      Raise("ValueError") << "The program is for " << batch << " requests, and the step has "
+                          << ref->engine->batch() << ".";
+    ref->engine->attend(at->layer, in, to);
+  });
 }
 
 void engine_layer_finish(EngineRef ref) {
@@ -243,6 +288,9 @@ int64_t engine_owners(EngineRef ref, TensorView out) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_create, fluxion::engine_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_step, fluxion::engine_step);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer, fluxion::engine_layer);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_plan_step, fluxion::engine_plan_step);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_attention, fluxion::program_attention);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_newest, fluxion::engine_layer_newest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_resident, fluxion::engine_layer_resident);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(engine_layer_append, fluxion::engine_layer_append);

@@ -2,37 +2,17 @@
 // runs at once, or as often as the program that it was added to.
 #include <tvm/ffi/optional.h>
 
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "ffi/objects.h"
+#include "ffi/program.h"
 #include "model/linear.h"
 #include "model/rows.h"
 #include "runtime/host_memory.h"
 
 namespace fluxion {
 namespace {
-
-// What computes layers: workers, kernels by DType, and memory that one layer at a time uses.
-class LayersObj : public ffi::Object {
- public:
-  LayersObj(std::shared_ptr<WorkerPool> w, const KernelTable* f32, const KernelTable* bf16)
-      : workers(std::move(w)), tables{f32, bf16} {}
-  std::shared_ptr<WorkerPool> workers;
-  const KernelTable* tables[2];
-  LinearScratch scratch;
-  static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Layers", LayersObj, ffi::Object);
-
-  const KernelTable& kernels(DType dtype) const { return *tables[static_cast<int>(dtype)]; }
-};
-class Layers : public ffi::ObjectRef {
- public:
-  explicit Layers(ffi::ObjectPtr<LayersObj> object) : ffi::ObjectRef(std::move(object)) {}
-  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Layers, ffi::ObjectRef, LayersObj);
-};
 
 Layers layers_create(Workers workers, ffi::String isa) {
   if (!isa.empty() && kernel_table(isa.c_str(), DType::kF32) == nullptr) {
@@ -211,21 +191,6 @@ auto rope_step(Layers layers, TensorView positions, TensorView q, TensorView k, 
     rope_rows(*at->workers, at->kernels(dtype), count, rows);
   };
 }
-
-// Steps in their order. The tensors of a step are the caller's to keep.
-class ProgramObj : public ffi::Object {
- public:
-  explicit ProgramObj(Layers of) : layers(std::move(of)) {}
-  Layers layers;
-  std::vector<std::function<void()>> steps;
-  static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Program", ProgramObj, ffi::Object);
-};
-class Program : public ffi::ObjectRef {
- public:
-  explicit Program(ffi::ObjectPtr<ProgramObj> object) : ffi::ObjectRef(std::move(object)) {}
-  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Program, ffi::ObjectRef, ProgramObj);
-};
 
 Program program_create(Layers layers) { return Program(ffi::make_object<ProgramObj>(std::move(layers))); }
 

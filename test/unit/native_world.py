@@ -13,7 +13,7 @@ from int8 import INT8, stored
 from fluxion_lab.kinds import EarlyStop, Listed, SingleTokens
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.native import NativeEngine, NativePool, Workers
+from fluxion_sglang.native import AttentionLayer, NativeEngine, NativePool, Workers
 from fluxion_sglang.policy.base import LayerPlan, TaskKind
 
 CLAIM_INDEX_MASK = (1 << 18) - 1
@@ -99,11 +99,12 @@ def layer_begin(
     if listed is not None:
         kinds = (listed, *kinds)
     plan = native_plan(LayerPlan(blk, budget, value, kinds), owner=owner)
+    at = AttentionLayer(engine, layer, scale, windows)
     if middle is not None:
         assert out is None
-        return engine.middle_begin(plan, layer, q, k, v, scale, *middle, parts)
+        return engine.middle_begin(plan, at, q, k, v, *middle, parts)
     assert out is not None
-    return engine.layer_begin(plan, layer, q, k, v, windows, scale, out)
+    return engine.layer_begin(plan, at, q, k, v, out)
 
 
 @dataclass
@@ -176,6 +177,9 @@ class NativeWorld:
     @property
     def q_heads(self) -> int:
         return self.heads * self.group
+
+    def at(self, layer: int = 0) -> AttentionLayer:
+        return AttentionLayer(self.engine, layer, self.scale, self.windows[layer])
 
     def randn(self, *size: int) -> torch.Tensor:
         return self.kept(torch.randn(*size, generator=self.random))
@@ -261,7 +265,7 @@ class NativeWorld:
         new: tuple[torch.Tensor | None, ...] = (k, v, self.windows[layer])
         if resident_first:
             parts = torch.empty(batch, self.q_heads, 5)
-            self.engine.layer_resident(layer, q, k, v, self.windows[layer], self.scale, parts)
+            self.engine.layer_resident(self.at(layer), q, k, v, parts)
             new = (None, None, None)
         tasks = layer_begin(
             self.engine, layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner,

@@ -21,7 +21,7 @@ import torch
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, Slot, Word
 from fluxion_sglang.device.timeline import Timeline
 from fluxion_sglang.executor.decode import DecodeEngine, Layer
-from fluxion_sglang.native import NativeEngine, NativePlan
+from fluxion_sglang.native import AttentionLayer, NativeEngine, NativePlan
 from fluxion_sglang.policy.base import Policy
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class MailboxLayer(Layer):
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         self.planned_ns = time.monotonic_ns()
         k, v = (self.k, self.v) if parts is None else (None, None)
-        native.middle_begin(plan, self.index, self.q, k, v, self.scale, self.slot.o, self.slot.lse, parts)
+        native.middle_begin(plan, self.of, self.q, k, v, self.slot.o, self.slot.lse, parts)
 
     def finish(self, native: NativeEngine) -> None:
         self.taken = self.mailbox.finish(native, self.sequence, self.planned_ns)
@@ -223,7 +223,8 @@ class LayerServer:
         first = 0
         if self._failure is None and self._lost is None and step.rows.numel() > 0:
             plans = step.far
-            if plans is None and (steady := self.engine.steady_plan()) is not None:
+            looks = self.engine.looks(step.policies)
+            if plans is None and not looks and (steady := self.engine.steady_plan()) is not None:
                 plans = steady, steady
             if plans is not None:
                 first = self._serve_steady(step, plans)
@@ -272,7 +273,8 @@ class LayerServer:
             if int(slot.layer) != layer:
                 raise RuntimeError(f"The device published layer {int(slot.layer)} where layer {layer} comes next.")
             at = MailboxLayer(
-                index=layer, q=slot.q, scale=step.scale, k=slot.k, v=slot.v,
+                index=layer, of=AttentionLayer(self.engine.native, layer, step.scale),
+                q=slot.q, scale=step.scale, k=slot.k, v=slot.v,
                 slot=slot, mailbox=self.mailbox, sequence=sequence, timeout_s=self.timeout_s,
             )  # fmt: skip
             self.engine.attend(at)

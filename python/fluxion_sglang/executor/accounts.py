@@ -52,6 +52,11 @@ class Accounts:
     def lap(self, part: Phase) -> None:
         """The time since the last call of `began` or `lap` was spent on `part`."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether the step that began is looked at, layer by layer."""
+        return False
+
     def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor | None) -> None:
         """A layer is done, and `native` has what it read. blk: [B, H] int32, of its plan; None: the layer has a window,
         and reads nothing of the middle."""
@@ -133,6 +138,10 @@ class StepAccounts(Accounts):
         now = time.perf_counter_ns()
         self._ns[part] += now - self._mark
         self._mark = now
+
+    @property
+    def watches(self) -> bool:
+        return self._sampled
 
     def layer(self, layer: int, native: NativeEngine, blk: torch.Tensor | None) -> None:
         if layer != self._done:

@@ -19,7 +19,7 @@ from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan
+from fluxion_sglang.native import AttentionLayer, CorruptMemory, NativeEngine, NativePlan
 from fluxion_sglang.policy.base import TOLD, UNSEEN, DecodeStep, LayerPlan, Needs, Observed, Policy, World
 from fluxion_sglang.policy.mixed import compose
 from fluxion_sglang.predictor.anchors import Anchors
@@ -43,12 +43,14 @@ class Layer(ABC):
         index: of the pool's layers.
         q: [B, Hq, D] on the CPU. scale: multiplies q.k.
         k, v: [B, H, D], this step's token of each request.
-        variant: of its attention. One with a window has no residents and no middle: nobody plans it.
+        of: what is the same in every step. One with a window has no residents and no middle, and no plan.
+        variant: of its attention, as `of` has it.
         window: the layer's windows (`Windows`) where they are the CPU's.
         out: [B, Hq, D] in q's dtype, written where the CPU merges residents and middle.
     """
 
     index: int
+    of: AttentionLayer
     q: torch.Tensor
     scale: float
     k: torch.Tensor
@@ -67,18 +69,8 @@ class Layer(ABC):
 
     def newest(self, native: NativeEngine) -> None:
         """All of a layer whose variant has a window, into `out`."""
-        assert self.variant.window is not None and self.out is not None
-        native.layer_newest(
-            self.index,
-            self.q,
-            self.k,
-            self.v,
-            self.scale,
-            self.variant.window,
-            self.out,
-            self.variant.sinks,
-            self.variant.cap,
-        )
+        assert self.out is not None
+        native.layer_newest(self.of, self.q, self.k, self.v, self.out)
 
     def finish(self, native: NativeEngine) -> None:
         """Wait for the layer's results. Raises RuntimeError, which names the first failure."""
@@ -296,11 +288,19 @@ class DecodeEngine:
         self.accounts.lap(Phase.PLAN)
 
     def steady_plan(self) -> NativePlan | None:
-        """What every layer of the current step reads, where that is known and nobody wants to see its layers."""
-        watched = self.observers or type(self.accounts) is not Accounts
-        if self._looks or watched or self._canary or self.executors or self._policy.uniform is None:
+        """What every layer of the current step reads, where that is known before the first and no one watches them."""
+        assert self._step is not None, "steady_plan() before begin_step()"
+        watched = self.accounts.watches or any(observer.watches for observer in self.observers)
+        if watched or self._canary or self.executors or not self._policy.steady:
             return None
-        return self._native_plan(self._policy.plan(0, torch.empty(0)))
+        return self._native_plan(self._policy.plan(0, torch.empty(self._step.batch, 0)))
+
+    def plan_step(self) -> bool:
+        """Give the native engine the plan of every layer of the current step, if there is a steady one."""
+        plan = self.steady_plan()
+        if plan is not None:
+            self.native.plan_step(plan, residents_first=self._looks)
+        return plan is not None
 
     def served(self, layers: int) -> None:
         """The first layers of the current step are done without `attend`."""

@@ -62,6 +62,10 @@ class ReadHistograms(Observer):
             self._reads = torch.zeros(step.batch, self._reads.shape[1], 2, dtype=torch.int64)
             self._sum = torch.zeros_like(self._reads)
 
+    @property
+    def watches(self) -> bool:
+        return bool(self._names)
+
     def decoded(self, layer: Layer) -> None:
         if not self._names or layer.index != self._done:
             return  # a layer before it failed

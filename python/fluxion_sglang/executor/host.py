@@ -12,7 +12,7 @@ from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.host_pool import HostPool
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import CorruptMemory, NativeEngine, NativePlan
+from fluxion_sglang.native import AttentionLayer, CorruptMemory, NativeEngine, NativePlan, NativeProgram
 from fluxion_sglang.policy.base import Policy
 from fluxion_sglang.predictor.features import PARTS
 
@@ -23,19 +23,14 @@ class HostLayer(Layer):
     def look(self, native: NativeEngine) -> torch.Tensor:
         assert self.window is not None
         parts = torch.empty(*self.q.shape[:2], len(PARTS))
-        new, variant = (self.k, self.v, self.window), self.variant
-        native.layer_resident(self.index, self.q, *new, self.scale, parts, variant.sinks, variant.cap)
+        native.layer_resident(self.of, self.q, self.k, self.v, parts)
         return parts
 
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         assert self.out is not None
-        cap = self.variant.cap
-        # What was looked at first has the token and its residents, the sinks' logits among them, behind it.
-        if parts is None:
-            new = self.k, self.v, self.window
-            native.layer_begin(plan, self.index, self.q, *new, self.scale, self.out, self.variant.sinks, cap)
-        else:
-            native.layer_begin(plan, self.index, self.q, None, None, None, self.scale, self.out, cap=cap)
+        # What was looked at first has the token and its residents behind it.
+        new = (self.k, self.v) if parts is None else (None, None)
+        native.layer_begin(plan, self.of, self.q, *new, self.out)
 
 
 class HostDevice(Device):
@@ -46,6 +41,7 @@ class HostDevice(Device):
     def __init__(self, pool: HostPool, windows: Windows, engine: DecodeEngine, prefill_budget: float = 1.0) -> None:
         self._pool, self._windows, self._engine = pool, windows, engine
         self._prefill_budget = prefill_budget
+        self._layers: dict[int, tuple[float, Variant, AttentionLayer]] = {}  # the newest of each layer
         self._requests: Sequence[ExtendRequest] = ()
         self._appended: Appended | None = None  # None: of drafts
         self._riders = 0
@@ -76,13 +72,41 @@ class HostDevice(Device):
         out: torch.Tensor,
     ) -> HostLayer:
         """A layer for `attend`, in any number of steps; arguments and result `out` as of `decode`."""
-        window = self._windows.layers[index]
-        return HostLayer(index=index, q=q, scale=scale, k=k, v=v, variant=variant, window=window, out=out)
+        known = self._layers.get(index)
+        if known is None or (known[0], known[1]) != (scale, variant):
+            window, newest = self._windows.layers[index], variant.window
+            residents = window if newest is None else None
+            of = AttentionLayer(self._engine.native, index, scale, residents, variant.sinks, variant.cap, newest)
+            known = self._layers[index] = scale, variant, of
+        return HostLayer(
+            index=index,
+            of=known[2],
+            q=q,
+            scale=scale,
+            k=k,
+            v=v,
+            variant=variant,
+            window=self._windows.layers[index],
+            out=out,
+        )
 
     def attend(self, at: HostLayer) -> None:
         """Attention of one layer of the step, of what its tensors hold now."""
         self._engine.attend(at)
         self._engine.attended(at)
+
+    def add(self, program: NativeProgram, at: HostLayer) -> None:
+        """A layer of steps that a program computes."""
+        assert at.out is not None
+        program.attend(self._engine.native, at.of, at.q, at.k, at.v, at.out)
+
+    def plan_step(self) -> bool:
+        """Whether a program may compute the step's layers; then `planned` comes after them. No: they are `attend`'s."""
+        return self._engine.plan_step()
+
+    def planned(self) -> None:
+        """All layers of the step are computed."""
+        self._engine.served(len(self._windows.layers))
 
     def begin_extend(self, requests: Sequence[ExtendRequest], appended: Appended | None) -> None:
         self._requests, self._appended, self._riders = requests, appended, 0

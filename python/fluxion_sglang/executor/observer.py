@@ -25,9 +25,14 @@ class Observer:
     def began(self, step: DecodeStep, policies: Sequence[Policy]) -> None:
         """A decode step began; policies: one a request."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether it wants to see the layers of the step that began."""
+        return True
+
     def decoded(self, layer: Layer) -> None:
-        """A layer of the step is done. The native engine has its result and reads; no layer is open. Not of steps whose
-        tiles a device has chosen (option gpu_ranks)."""
+        """A layer of the step is done. The native engine has its result and reads; no layer is open. Not of steps that
+        no observer watches, nor of those whose tiles a device has chosen (option gpu_ranks)."""
 
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float

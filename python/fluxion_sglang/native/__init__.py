@@ -1,6 +1,6 @@
 """The native library (`csrc/`): loading it, and typed wrappers of its functions."""
 
-from fluxion_sglang.native.engine import NativeEngine
+from fluxion_sglang.native.engine import AttentionLayer, NativeEngine
 from fluxion_sglang.native.loading import (
     ABI_VERSION,
     NativeLibraryError,
@@ -19,6 +19,7 @@ from fluxion_sglang.native.pool import CorruptMemory, NativePool, Workers, pool_
 __all__ = [
     "ABI_VERSION",
     "WRITTEN",
+    "AttentionLayer",
     "CorruptMemory",
     "NativeEngine",
     "NativeLayers",

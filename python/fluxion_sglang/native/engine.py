@@ -14,6 +14,39 @@ from fluxion_sglang.native.pool import NativePool, Workers
 T = TypeVar("T")
 
 
+class AttentionLayer:
+    """What is the same in every step of a layer's attention: checked once, used by any number of steps.
+
+    Args:
+        index: of the pool's layers. scale: multiplies q.k.
+        windows: [H, rows * S / 16, 2, 16, D], KV dtype, that hold the residents; None: they are a device's.
+        sinks: [Hq] float32: a logit of each head that joins the softmax and has no value (learned attention sinks). It
+            counts as a resident. None: there are none.
+        cap: logits are cap * tanh(scale * q.k / cap), above 0; 0: they are not capped.
+        newest: tokens that a token attends to, its own included, at least 1 (sliding-window attention). None: all.
+
+    Raises:
+        ValueError: a shape, dtype, layer or number that does not fit the engine.
+    """
+
+    __slots__ = ("_tensors", "handle", "index")
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        index: int,
+        scale: float,
+        windows: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
+        newest: int | None = None,
+    ) -> None:
+        self.index = index
+        # The library has their addresses.
+        self._tensors = windows, sinks
+        self.handle = function("engine_layer")(engine.handle, index, windows, scale, cap, sinks, newest)
+
+
 class NativeEngine:
     """Runs the layers of decode steps: resident attention, the task queue, the merge.
 
@@ -87,6 +120,7 @@ class NativeEngine:
         self._tasks = 0
         # The library keeps addresses of these between begin and finish.
         self._in_use: tuple[object, ...] = ()
+        self._step_plan: NativePlan | None = None  # and of this one from `plan_step` to the next step
 
     def corrupt(self) -> dict[int, str]:
         """Requests of the layer that was finished last which read what was not what had been written, each with a
@@ -110,67 +144,54 @@ class NativeEngine:
 
     def layer_resident(
         self,
-        layer: int,
+        at: AttentionLayer,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        windows: torch.Tensor,
-        scale: float,
         parts: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        cap: float = 0.0,
     ) -> None:
         """Append the step's token and compute the resident attention of a layer, before anything is planned.
 
-        The `layer_begin` that comes next uses both, if it is of the same layer and brings neither k, v nor windows;
-        any other one, `step` and `abandon` drop the attention. Waits for the workers.
+        A `layer_begin` of the same layer that comes next and brings neither k nor v uses both; any other call drops
+        the attention. Waits for the workers.
 
         Args:
-            q, k, v, windows, scale, sinks, cap: as in `layer_begin`; k, v None: window and host have the token already.
+            at: a layer with windows.
+            q, k, v: as in `layer_begin`; k, v None: window and host have the token already.
             parts: [B, Hq, 5] float32, written: the LSE (natural log) of the sinks and of the window with the query's
                 own token, the norms |O| of both, and the norm of the two merged. Of no tokens: -inf and 0.
 
         Raises:
-            ValueError: a shape, dtype or layer that does not fit; nothing was written.
+            ValueError: a shape or dtype that does not fit; nothing was written.
             RuntimeError: the workers run another engine's layer.
 
         A request that cannot be computed gets the parts of no tokens, and fails the layer in `layer_finish`.
         """
-        self._layer_resident(self.handle, layer, q, k, v, windows, scale, cap, sinks, parts)
+        self._layer_resident(self.handle, at.handle, q, k, v, parts)
         self._in_use = ()  # of a layer that was open: abandoned
 
     def layer_newest(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        cap: float = 0.0,
+        self, at: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """A whole layer whose tokens attend to the newest `window` ones (sliding-window attention).
+        """A whole layer with a window (`AttentionLayer`, newest).
 
         Appends the step's token to the host and attends where KV lies there: no plan, no residents, no tasks, and no
         metadata of blocks above a page. Waits for the workers.
 
         Args:
-            window: tokens, this step's included; at least 1.
-            q, k, v, scale, out, sinks, cap: as in `layer_begin`.
+            q, k, v, out: as in `layer_begin`.
 
         Raises:
-            ValueError: a shape, dtype, layer or window that does not fit; nothing was written.
+            ValueError: a shape or dtype that does not fit, or a layer without a window; nothing was written.
             RuntimeError: a request cannot be computed, or the workers run another engine's layer.
         """
-        self._layer_newest(self.handle, layer, q, k, v, scale, cap, window, sinks, out)
+        self._layer_newest(self.handle, at.handle, q, k, v, out)
         self._in_use = ()
 
     def layer_append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append the step's token to the host alone, for a plan that needs it there.
 
-        The `middle_begin` that comes next, of the same layer, brings neither k nor v.
+        A `middle_begin` of the same layer that comes next brings neither k nor v.
 
         Args and errors: as of `layer_resident`.
         """
@@ -180,15 +201,11 @@ class NativeEngine:
     def layer_begin(
         self,
         plan: NativePlan,
-        layer: int,
+        at: AttentionLayer,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        windows: torch.Tensor | None,
-        scale: float,
         out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        cap: float = 0.0,
     ) -> int:
         """Start a layer of the step on the workers and return at once.
 
@@ -196,34 +213,27 @@ class NativeEngine:
             q: [B, Hq, D], KV dtype.
             k, v: [B, H, D], KV dtype, the token at position n - 1: written to its window slot and to the host. None:
                 both places have it already.
-            windows: [H, rows * S / 16, 2, 16, D], KV dtype. None: `layer_resident` computed the resident attention;
-                then k and v are None, too.
-            scale: multiplies q.k.
             out: [B, Hq, D], KV dtype, written by the time `layer_finish` returns.
-            sinks: [Hq] float32: a logit of each head that joins the softmax and has no value (learned attention
-                sinks). It counts as a resident. None: there are none, or `layer_resident` had them.
-            cap: logits are cap * tanh(scale * q.k / cap), above 0; 0: they are not capped.
 
         Returns:
             The number of tasks.
 
         Raises:
-            ValueError: a shape, dtype or layer that does not fit, or residents that nobody attends to; nothing was
-                started.
+            ValueError: a shape or dtype that does not fit, or a layer without windows whose residents `layer_resident`
+                has not attended to; nothing was started.
 
         A layer that was begun before and not finished is abandoned first. A plan that cannot be (a block size that no
         kind of task takes, a list with pages outside the middle) fails the layer in `layer_finish`.
         """
-        return self._begun(self._layer_begin, plan, layer, q, k, v, windows, scale, cap, sinks, out)
+        return self._begun(self._layer_begin, plan, at, q, k, v, out)
 
     def middle_begin(
         self,
         plan: NativePlan,
-        layer: int,
+        at: AttentionLayer,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        scale: float,
         o: torch.Tensor,
         lse: torch.Tensor,
         parts: torch.Tensor | None = None,
@@ -236,14 +246,28 @@ class NativeEngine:
             parts: [B, Hq, 5] float32, as of `layer_resident`: what the device found, for kinds of tasks
                 that go by it; copied. None: it is not known.
         """
-        return self._begun(self._middle_begin, plan, layer, q, k, v, scale, o, lse, parts)
+        return self._begun(self._middle_begin, plan, at, q, k, v, o, lse, parts)
 
-    def _begun(self, begin: Callable[..., Any], plan: NativePlan, *arguments: Any) -> int:
-        """begin(engine, plan, arguments): every tensor among them is kept until the layer ends."""
+    def plan_step(self, plan: NativePlan, residents_first: bool) -> None:
+        """What every layer of the current step reads, for a program's layers of attention (`NativeProgram.attend`).
+
+        The plan holds until the next `step`.
+
+        Args:
+            residents_first: whether the plan's kinds of tasks go by attention to the residents.
+
+        Raises:
+            ValueError: it is for another number of requests or heads.
+        """
+        function("engine_plan_step")(self.handle, plan.handle, residents_first)
+        self._step_plan = plan
+
+    def _begun(self, begin: Callable[..., Any], plan: NativePlan, at: AttentionLayer, *arguments: Any) -> int:
+        """begin(engine, plan, layer, arguments): every tensor among them is kept until the layer ends."""
         # Before the call: the workers may read these from its first moment on, and an interrupt may follow it.
-        self._in_use += (plan, *arguments)
-        self._tasks = begin(self.handle, plan.handle, *arguments)
-        self._in_use = (plan, *arguments)
+        self._in_use += (plan, at, *arguments)
+        self._tasks = begin(self.handle, plan.handle, at.handle, *arguments)
+        self._in_use = (plan, at, *arguments)
         return self._tasks
 
     def layer_finish(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fluxion_sglang.native.engine import AttentionLayer, NativeEngine
 from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.pool import Workers
 
@@ -158,6 +159,7 @@ class NativeProgram:
     def __init__(self, layers: NativeLayers) -> None:
         self._handle = function("program_create")(layers.handle)
         self._add = {name: function(f"program_{name}") for name in WRITTEN}
+        self._attend = function("program_attention")
         self._run = function("program_run")
         self._tensors: list[Any] = []  # the library has their addresses
         self._count = 0
@@ -172,6 +174,27 @@ class NativeProgram:
         """
         self._add[layer](self._handle, *arguments)
         self._tensors.append(arguments)
+        self._count += 1
+
+    def attend(
+        self,
+        engine: NativeEngine,
+        at: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One more layer: attention in a step of the engine that `NativeEngine.plan_step` has planned.
+
+        Args:
+            q, k, v, out: as of `NativeEngine.layer_begin`; the step has as many requests as they.
+
+        Raises:
+            ValueError: a shape or dtype that does not fit.
+        """
+        self._attend(self._handle, engine.handle, at.handle, q, k, v, out)
+        self._tensors.append((engine, at, q, k, v, out))
         self._count += 1
 
     def run(self, first: int, last: int) -> None:

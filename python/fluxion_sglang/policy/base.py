@@ -276,9 +276,15 @@ class Policy(ABC):
         prefill."""
 
     @property
+    def steady(self) -> bool:
+        """Whether `plan` gives one object for all layers of a step, whatever it is told of them, and `decoded` does
+        nothing. Then a step asks once, and its layers are computed without Python between them."""
+        return False
+
+    @property
     def uniform(self) -> tuple[int, float] | None:
         """(blk, budget), if every head of every layer of every step reads blocks of so many tokens, so large a share of
-        them; then whoever has the metadata may choose in the policy's place. None: it depends, ask `plan`."""
+        them; then a device that has the metadata may choose in the policy's place. None: it depends, ask `plan`."""
         return None
 
     @abstractmethod

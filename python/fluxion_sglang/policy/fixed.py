@@ -39,10 +39,13 @@ class FixedPolicy(Policy):
         return cls(arguments.block(words[0]), arguments.fraction(words[1]))
 
     @property
+    def steady(self) -> bool:
+        own = type(self)  # a subclass may do otherwise
+        return (own.begin_step, own.plan, own.decoded) == (FixedPolicy.begin_step, FixedPolicy.plan, Policy.decoded)
+
+    @property
     def uniform(self) -> tuple[int, float] | None:
-        own = type(self)
-        ours = (own.begin_step, own.plan, own.decoded) == (FixedPolicy.begin_step, FixedPolicy.plan, Policy.decoded)
-        return (self.blk, self.budget) if ours and self.blk in (0, *BLOCKS) else None
+        return (self.blk, self.budget) if self.steady and self.blk in (0, *BLOCKS) else None
 
     def begin_step(self, step: DecodeStep) -> None:
         blk = torch.full((step.batch, step.kv_heads), self.blk, dtype=torch.int32)

@@ -32,6 +32,10 @@ class MixedPolicy(Policy):
         self._plans: list[LayerPlan] = []
         self._whole: LayerPlan | None = None
 
+    @property
+    def steady(self) -> bool:
+        return all(policy.steady for policy, _ in self._parts)
+
     def begin_step(self, step: DecodeStep) -> None:
         self._whole = None
         for policy, at in self._parts:

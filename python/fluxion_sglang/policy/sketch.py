@@ -90,6 +90,10 @@ class SketchPolicy(Policy):
         arguments.at_most(words, 1)
         return cls(arguments.fraction(words[0]) if words else DEFAULT_EPS)
 
+    @property
+    def steady(self) -> bool:
+        return type(self) is SketchPolicy
+
     def begin_step(self, step: DecodeStep) -> None:
         groups = step.batch, step.kv_heads
         budget = torch.ones(step.batch, step.q_heads)

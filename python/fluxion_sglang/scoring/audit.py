@@ -83,16 +83,14 @@ class Audit(Observer):
 
     def _exactly(self, layer: Layer, begin: Callable[..., object], *where: Any) -> None:
         """The layer once more, with everything read and no new token; results go where `begin` is told to put them."""
-        begin(native_plan(self._exact.plan(layer.index, layer.q)), layer.index, layer.q, None, None, *where)
+        begin(native_plan(self._exact.plan(layer.index, layer.q)), layer.of, layer.q, None, None, *where)
         self._native.layer_finish()
 
     def _whole(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer gave, and what it would have given exactly, [B, Hq, D] float32 each."""
         got, want = (torch.empty(layer.q.shape, dtype=torch.float32) for _ in range(2))
         self._native.result(got)
-        out, variant = torch.empty_like(layer.q), layer.variant
-        where = layer.window, layer.scale, out, variant.sinks, variant.cap
-        self._exactly(layer, self._native.layer_begin, *where)
+        self._exactly(layer, self._native.layer_begin, torch.empty_like(layer.q))
         self._native.result(want)
         return got, want
 
@@ -100,7 +98,7 @@ class Audit(Observer):
         """The same of a layer whose residents are a device's: of its middle in the mailbox's slot."""
         slot = layer.slot
         whole = torch.empty_like(slot.o), torch.empty_like(slot.lse)
-        self._exactly(layer, self._native.middle_begin, layer.scale, *whole)
+        self._exactly(layer, self._native.middle_begin, *whole)
         residents = self._residents(layer.index, layer.q, layer.scale)
         got, want = (_merged(residents, *middle) for middle in ((slot.o, slot.lse), whole))
         return got, want

@@ -253,7 +253,7 @@ def test_early_exit_by_a_devices_parts_is_bit_for_bit_the_same(stop: float) -> N
         stops = torch.full((2, theirs.heads), stop if sequence % 2 == 0 else 0.0)
         common = (plan.blk, plan.budget, plan.value, ours.scale)
         parts, out = torch.empty(2, ours.q_heads, 5), torch.empty_like(slot.q)
-        ours.engine.layer_resident(0, slot.q, slot.k, slot.v, ours.windows[0], ours.scale, parts)
+        ours.engine.layer_resident(ours.at(), slot.q, slot.k, slot.v, parts)
         layer_begin(ours.engine, 0, slot.q, None, None, None, *common, out, stop=stops)
         ours.engine.layer_finish()
         slot.parts.copy_(parts)

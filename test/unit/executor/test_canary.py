@@ -18,7 +18,7 @@ from native_world import NativeWorld, Request
 
 from fluxion_sglang.executor.prefill import ExtendRequest
 from fluxion_sglang.kv.placement import PAGE
-from fluxion_sglang.native import CorruptMemory, NativePool, Workers, library
+from fluxion_sglang.native import AttentionLayer, CorruptMemory, NativePool, Workers, library
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.testing import Request as Own
 from fluxion_sglang.policy.testing import Rig
@@ -262,7 +262,7 @@ def test_a_layer_with_a_window_ends_who_reads_it() -> None:
         q = world.randn(2, world.q_heads, world.dim)
         k, v = world.randn(2, 2, world.heads, world.dim)
         out = torch.full_like(q, torch.nan)
-        world.engine.layer_newest(0, q, k, v, world.scale, window, out)
+        world.engine.layer_newest(AttentionLayer(world.engine, 0, world.scale, newest=window), q, k, v, out)
         assert out.isfinite().all()
         return {b for b in world.engine.corrupt() if not out[b].any()}
 

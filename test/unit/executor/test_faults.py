@@ -43,7 +43,7 @@ def failing_layer(world: NativeWorld, requests: list[Any], what: str, chunks: in
     k, v = (world.randn(batch, world.heads, world.dim) for _ in range(2))
     world.begin_step(requests)
     native = NativePlan(plan.blk, plan.budget, plan.value, None, [kind])
-    world.engine.layer_begin(native, 0, q, k, v, world.windows[0], world.scale, torch.empty_like(q))
+    world.engine.layer_begin(native, world.at(), q, k, v, torch.empty_like(q))
     with pytest.raises(RuntimeError) as error:
         world.engine.layer_finish()
     with pytest.raises(RuntimeError, match="no result"):
@@ -131,7 +131,7 @@ def passes(workers: int) -> dict[str, Any]:
         q = torch.ones(len(requests), world.q_heads, world.dim)
         k, v = (torch.stack([getattr(r, name)[0][-1] for r in requests]) for name in ("keys", "values"))
         parts = torch.empty(len(requests), world.q_heads, 5)
-        world.engine.layer_resident(0, q, k, v, world.windows[0], world.scale, parts)
+        world.engine.layer_resident(world.at(), q, k, v, parts)
         plan = world.plan(requests, blk, budget)
         owner = torch.zeros_like(plan.blk)
         out = torch.full_like(q, torch.nan)

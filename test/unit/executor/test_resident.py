@@ -14,7 +14,7 @@ from native_world import NativeWorld, Plan, Request, attention, layer_begin
 
 from benchmark.probe import library
 from fluxion_sglang.kv.placement import PAGE, Placement
-from fluxion_sglang.native import topology
+from fluxion_sglang.native import AttentionLayer, topology
 
 ISAS: list[str] = topology()["isas"]
 DTYPES = [torch.float32, torch.bfloat16, INT8]
@@ -31,7 +31,7 @@ def resident(
     fused = world.randn(batch, world.q_heads + 2 * world.heads, world.dim)
     q, k, v = fused.split([world.q_heads, world.heads, world.heads], dim=1)
     parts = torch.full((batch, world.q_heads, 5), math.nan)
-    world.engine.layer_resident(layer, q, k, v, world.windows[layer], world.scale, parts)
+    world.engine.layer_resident(world.at(layer), q, k, v, parts)
     for b, request in enumerate(requests):
         request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
         request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
@@ -229,7 +229,7 @@ def test_tokens_that_are_written_already() -> None:
     before = {name: tensor.clone() for name, tensor in states(world).items()}
     q = world.randn(3, world.q_heads, 32)
     parts = torch.full((3, world.q_heads, 5), math.nan)
-    world.engine.layer_resident(0, q, None, None, world.windows[0], world.scale, parts)
+    world.engine.layer_resident(world.at(), q, None, None, parts)
     _, out = begin(world, 0, q, world.plan(requests))
     world.engine.layer_finish()
     chosen = {
@@ -300,7 +300,7 @@ def test_a_bad_row_fails_the_layer() -> None:
         world.engine.layer_finish()
     world.engine.step(*(torch.zeros(2, dtype=torch.int32) + n for n in (0, 50)), world.table(requests))
     with pytest.raises(ValueError, match="the same row"):
-        world.engine.layer_resident(0, q, q[:, :2], q[:, :2], world.windows[0], 1.0, parts)
+        world.engine.layer_resident(world.at(), q, q[:, :2], q[:, :2], parts)
 
 
 @pytest.mark.parametrize("what", ["abandon", "step", "layer", "window"])
@@ -333,7 +333,7 @@ def test_the_resident_result_is_dropped(what: str) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "nothing was sealed"
     # And once more from the start, to the end.
     again = torch.full_like(parts, math.nan)
-    world.engine.layer_resident(0, q, k, v, world.windows[0], world.scale, again)
+    world.engine.layer_resident(world.at(), q, k, v, again)
     assert torch.equal(again, parts)
     _, out = begin(world, 0, q, plan)
     world.engine.layer_finish()
@@ -367,20 +367,22 @@ def test_arguments_that_do_not_fit_are_refused_and_keep_what_is_there() -> None:
     q, k, v, parts = resident(world, requests, 0)
     kept, window = parts.clone(), world.windows[0]
     with pytest.raises(ValueError, match="no multiple of the 6 pages of a row"):
-        world.engine.layer_resident(0, q, k, v, window[:, :-1], 1.0, parts)
+        AttentionLayer(world.engine, 0, 1.0, window[:, :-1])
+    with pytest.raises(ValueError, match="has no windows"):
+        world.engine.layer_resident(AttentionLayer(world.engine, 0, 1.0), q, k, v, parts)
     assert torch.equal(kept, parts)
     _, out = begin(world, 0, q, world.plan(requests))
     world.engine.layer_finish()
     assert out.isfinite().all()
     with pytest.raises(ValueError, match="no layer 1"):
-        world.engine.layer_resident(1, q, k, v, window, 1.0, parts)
+        AttentionLayer(world.engine, 1, 1.0, window)
 
 
 def test_an_empty_batch() -> None:
     world = NativeWorld()
     world.engine.step(*(torch.empty(0, dtype=torch.int32) for _ in range(2)), torch.empty(0, 1, dtype=torch.int32))
     q, kv = torch.empty(0, world.q_heads, 32), torch.empty(0, world.heads, 32)
-    world.engine.layer_resident(0, q, kv, kv, world.windows[0], 1.0, torch.empty(0, world.q_heads, 5))
+    world.engine.layer_resident(world.at(), q, kv, kv, torch.empty(0, world.q_heads, 5))
     tasks, _ = begin(world, 0, q, world.plan([]))
     world.engine.layer_finish()
     assert tasks == 0

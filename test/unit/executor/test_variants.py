@@ -17,7 +17,7 @@ from world import World
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.executor.variant import Variant
 from fluxion_sglang.kv.placement import Placement
-from fluxion_sglang.native import topology
+from fluxion_sglang.native import AttentionLayer, topology
 from fluxion_sglang.policy.base import LayerPlan
 from fluxion_sglang.scoring.audit_file import read
 
@@ -90,7 +90,8 @@ def test_a_layer_with_a_window(
         world.begin_step(requests)
         q, k, v = fused(world, len(requests))
         out = torch.full((len(requests), world.q_heads, world.dim), math.nan, dtype=dtype)
-        world.engine.layer_newest(0, q, k, v, world.scale, window, out, sinks, cap)
+        at = AttentionLayer(world.engine, 0, world.scale, None, sinks, cap, window)
+        world.engine.layer_newest(at, q, k, v, out)
         take(requests, 0, k, v)
         world.check(out, wanted(world, requests, 0, q, window, sinks, cap))
     for request in requests:
@@ -123,14 +124,16 @@ def test_logits_without_value_are_part_of_the_softmax(
     out = torch.full((len(requests), world.q_heads, world.dim), math.nan, dtype=dtype)
     everything = world.plan(requests)
     plan = native_plan(LayerPlan(everything.blk, everything.budget, everything.value))
+    at = AttentionLayer(world.engine, 0, world.scale, world.windows[0], sinks, cap)
     if resident_first:
         parts, plain = torch.empty(len(requests), world.q_heads, 5), torch.empty(len(requests), world.q_heads, 5)
-        world.engine.layer_resident(0, q, k, v, world.windows[0], world.scale, plain, None, cap)
-        world.engine.layer_resident(0, q, None, None, world.windows[0], world.scale, parts, sinks, cap)
+        without = AttentionLayer(world.engine, 0, world.scale, world.windows[0], None, cap)
+        world.engine.layer_resident(without, q, k, v, plain)
+        world.engine.layer_resident(at, q, None, None, parts)
         assert torch.equal(parts, plain)
-        world.engine.layer_begin(plan, 0, q, None, None, None, world.scale, out, None, cap)
+        world.engine.layer_begin(plan, at, q, None, None, out)
     else:
-        world.engine.layer_begin(plan, 0, q, k, v, world.windows[0], world.scale, out, sinks, cap)
+        world.engine.layer_begin(plan, at, q, k, v, out)
     world.engine.layer_finish()
     take(requests, 0, k, v)
     world.check(out, wanted(world, requests, 0, q, None, sinks, cap))
@@ -145,14 +148,16 @@ def test_what_cannot_be_is_refused_and_loses_nothing() -> None:
     before = world.pool.tensor("tiles", 0).clone()
     for window in (0, -1, -(2**40)):
         with pytest.raises(ValueError, match="attends at least to itself"):
-            world.engine.layer_newest(0, q, k, v, world.scale, window, out)
+            AttentionLayer(world.engine, 0, world.scale, newest=window)
     with pytest.raises(ValueError, match="sinks has the shape"):
-        world.engine.layer_newest(0, q, k, v, world.scale, 16, out, torch.zeros(3))
+        AttentionLayer(world.engine, 0, world.scale, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="no layer 7"):
-        world.engine.layer_newest(7, q, k, v, world.scale, 16, out)
+        AttentionLayer(world.engine, 7, world.scale)
     for cap in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="a cap of logits is above 0"):
-            world.engine.layer_newest(0, q, k, v, world.scale, 16, out, None, cap)
+            AttentionLayer(world.engine, 0, world.scale, cap=cap)
+    with pytest.raises(ValueError, match="Layer 0 has no window"):
+        world.engine.layer_newest(world.at(), q, k, v, out)
     assert torch.equal(world.pool.tensor("tiles", 0), before) and out.isnan().all()
     requests[1].pages[0] = 10**6
     world.engine.step(
@@ -161,7 +166,7 @@ def test_what_cannot_be_is_refused_and_loses_nothing() -> None:
         world.table(requests),
     )
     with pytest.raises(RuntimeError, match=r"Layer 0: Request 1 cannot be computed"):
-        world.engine.layer_newest(0, q, k, v, world.scale, 16, out)
+        world.engine.layer_newest(AttentionLayer(world.engine, 0, world.scale, newest=16), q, k, v, out)
     take(requests[:1], 0, k, v)
     world.check(out[:1], wanted(world, requests[:1], 0, q, 16, None))
 

@@ -288,12 +288,12 @@ class SketchWorld(NativeWorld):
         k, v = (self.randn(batch, self.heads, self.dim) for _ in range(2))
         q = self.randn(batch, self.q_heads, self.dim) if q is None else q
         out, parts = torch.full_like(q, NAN), torch.empty(batch, self.q_heads, 5)
-        self.engine.layer_resident(layer, q, k, v, self.windows[layer], self.scale, parts)
+        self.engine.layer_resident(self.at(layer), q, k, v, parts)
         groups = batch, self.heads
         shares = left if isinstance(left, Tensor) else torch.full(groups, left)
         blk, budget = torch.full(groups, SKETCHED, dtype=torch.int32), torch.ones(batch, self.q_heads)
         plan = native_plan(LayerPlan(blk, budget, torch.zeros(groups), kinds=(SketchedTokens(shares),)))
-        tasks = self.engine.layer_begin(plan, layer, q, None, None, None, self.scale, out)
+        tasks = self.engine.layer_begin(plan, self.at(layer), q, None, None, out)
         for b, request in enumerate(requests):
             request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
             request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])

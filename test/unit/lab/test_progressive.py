@@ -55,8 +55,8 @@ def run(
     out = torch.full((batch, world.q_heads, world.dim), torch.nan, dtype=world.dtype)
     plan = world.plan(requests, blk)
     stops = torch.as_tensor(stop, dtype=torch.float32).expand(batch, world.heads).contiguous()
-    engine, windows = world.engine, world.windows[0]
-    engine.layer_resident(0, q, k, v, windows, world.scale, torch.empty(batch, world.q_heads, 5))
+    engine = world.engine
+    engine.layer_resident(world.at(), q, k, v, torch.empty(batch, world.q_heads, 5))
     for b, request in enumerate(requests):
         request.keys[0] = torch.cat([request.keys[0], k[b : b + 1]])
         request.values[0] = torch.cat([request.values[0], v[b : b + 1]])

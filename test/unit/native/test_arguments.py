@@ -17,7 +17,7 @@ import torch
 from places import CSRC
 
 from fluxion_lab import native as lab
-from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers, loading
+from fluxion_sglang.native import AttentionLayer, NativeEngine, NativePlan, NativePool, Workers, loading
 from fluxion_sglang.predictor.features import COUNT, PARTS
 
 LAYERS, HEADS, HQ, DIM, PAGES = 2, 2, 4, 32, 40
@@ -33,7 +33,7 @@ ANY_NUMBER = {
     ("workers_create", 0): "as many threads as there may be; fewer than one are refused",
     ("workers_create", 2): "a time to spin, bounded; below 0: what is best",
     ("pool_attend_chunk", 8): "a window as long as that is none",
-    ("engine_layer_newest", 7): "the same",
+    ("engine_layer", 6): "the same",
     ("engine_create", 8): "0 and less: what is best",
     ("engine_create", 10): "less than 0: the machine's",
     ("features", 8): "a feature",
@@ -92,6 +92,7 @@ class Rig:
         pool, engine, hgca, lfps = self.pool.handle, self.engine.handle, self.hgca, self.lfps
         chunk, out = torch.randn(20, HEADS, DIM), torch.empty(20, HQ, DIM)
         step, sinks = [self.rows, self.lengths], torch.randn(HQ)
+        at, windowed = AttentionLayer(self.engine, 0, 0.1, self.windows), AttentionLayer(self.engine, 0, 0.1, newest=64)
         groups = B * HEADS
         layers = {
             "linear": [torch.randn(3, 64), torch.randn(48, 64), None, torch.randn(48), torch.empty(3, 48)],
@@ -125,16 +126,15 @@ class Rig:
             ],
             "engine_create": [pool, HQ, SINKS, WINDOW, 1, 4, True, 0.0, 0, True, -1],
             "engine_step": [engine, *step, self.table],
-            "engine_layer_resident": [
-                engine, 0, q, kv, kv, self.windows, 0.1, 9.0, sinks, torch.empty(B, HQ, len(PARTS))
-            ],
+            "engine_layer_resident": [engine, at.handle, q, kv, kv, torch.empty(B, HQ, len(PARTS))],
             "engine_layer_append": [engine, 0, kv, kv],
-            "engine_layer_begin": [
-                engine, self.plan.handle, 0, q, kv, kv, self.windows, 0.1, 9.0, sinks, torch.empty(B, HQ, DIM)
-            ],
-            "engine_layer_newest": [engine, 0, q, kv, kv, 0.1, 9.0, 64, sinks, torch.empty(B, HQ, DIM)],
+            "engine_layer_begin": [engine, self.plan.handle, at.handle, q, kv, kv, torch.empty(B, HQ, DIM)],
+            "engine_layer_newest": [engine, windowed.handle, q, kv, kv, torch.empty(B, HQ, DIM)],
+            "engine_layer": [engine, 0, self.windows, 0.1, 9.0, sinks, 64],
+            "engine_plan_step": [engine, self.plan.handle, False],
+            "program_attention": [self.unrun, engine, at.handle, q, kv, kv, torch.empty(B, HQ, DIM)],
             "engine_middle_begin": [
-                engine, self.plan.handle, 0, q, kv, kv, 0.1, torch.empty(B, HQ, DIM), torch.empty(B, HQ), None
+                engine, self.plan.handle, at.handle, q, kv, kv, torch.empty(B, HQ, DIM), torch.empty(B, HQ), None
             ],
             "engine_queue_pop": [engine, 1],
             "engine_task": [engine, 0],

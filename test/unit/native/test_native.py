@@ -316,7 +316,7 @@ def test_a_process_ends_with_everything_alive() -> None:
     """Views, an open layer and spinning workers at exit."""
     code = """
 import torch
-from fluxion_sglang.native import NativeEngine, NativePlan, NativePool, Workers
+from fluxion_sglang.native import AttentionLayer, NativeEngine, NativePlan, NativePool, Workers
 w = Workers(4)
 p = NativePool(w, layers=1, kv_heads=1, pages=9, head_dim=32, dtype=torch.bfloat16, sink_pages=0)
 view = p.tensor("tiles", 0)
@@ -327,7 +327,7 @@ q = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
 windows = torch.zeros(1, 2, 2, 16, 32, dtype=torch.bfloat16)
 one = torch.ones(1, 1)
 plan = NativePlan(torch.full((1, 1), 16, dtype=torch.int32), one, one)
-e.layer_begin(plan, 0, q, q, q, windows, 1.0, q)
+e.layer_begin(plan, AttentionLayer(e, 0, 1.0, windows), q, q, q, q)
 print("ok")
 """
     assert python(code).strip() == "ok"

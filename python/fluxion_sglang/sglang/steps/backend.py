@@ -21,7 +21,6 @@ from fluxion_sglang.executor.histograms import ReadHistograms
 from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.executor.metrics import EngineMetrics, Kept
 from fluxion_sglang.executor.prefill import ExtendRequest
-from fluxion_sglang.executor.variant import PLAIN, Variant
 from fluxion_sglang.kv.page_table import page_table
 from fluxion_sglang.native import CorruptMemory, NativeLayers
 from fluxion_sglang.policy import Policy, parse_spec
@@ -34,6 +33,7 @@ from fluxion_sglang.sglang.requests.rows import watch
 from fluxion_sglang.sglang.start import served_models
 from fluxion_sglang.sglang.steps.graphs import StepGraphs, backbone_of
 from fluxion_sglang.sglang.steps.layers import Contained, install
+from fluxion_sglang.sglang.steps.replays import Replays, variant_of
 from fluxion_sglang.sglang.steps.speculation import tree_bits
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ class FluxionAttnBackend(AttentionBackend):
         alone = get_parallel().launch_world_size == 1 and not runner.server_args.enable_lora
         backbone = backbone_of(runner.model)
         if alone and backbone is not None:
-            return StepGraphs(backbone, native, self.failures, self._replayed)
+            assert isinstance(self.device, HostDevice)
+            return StepGraphs(backbone, native, self.failures, Replays(self.device, self._index))
         why = "it has no part that can be replayed" if alone else "there are several ranks, or adapters"
         logger.info("Fluxion: decode steps of this model run without graphs, because %s", why)
         return None
@@ -407,7 +408,7 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        at, variant = self._index(layer), self._variant(layer, kwargs)
+        at, variant = self._index(layer), variant_of(layer, kwargs.get("sinks"))
         out = self.failures.run(lambda: self.device.extend(at, q, k, v, layer.scaling, variant))
         return self._flat(out, q)
 
@@ -423,7 +424,7 @@ class FluxionAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert save_kv_cache, "the fluxion backend writes KV itself"
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        at, variant = self._index(layer), self._variant(layer, kwargs)
+        at, variant = self._index(layer), variant_of(layer, kwargs.get("sinks"))
 
         def attend() -> torch.Tensor:
             out = self.failures.run(lambda: self.device.decode(at, q, k, v, layer.scaling, variant))
@@ -433,34 +434,10 @@ class FluxionAttnBackend(AttentionBackend):
             return attend()
         return self.graphs.tracer.own(layer, (q, k, v, kwargs.get("sinks")), attend)
 
-    def _replayed(self, key: Any, arguments: Sequence[Any], out: torch.Tensor) -> Callable[[], None]:
-        """Attention of a layer in the replays of a step graph (`graphs.Attention`), as `forward_decode` told it."""
-        layer: RadixAttention = key
-        q, k, v, sinks = arguments
-        device, given = self.device, {"sinks": sinks}
-        assert isinstance(device, HostDevice)
-        variant = self._variant(layer, given)
-        at = device.layer(self._index(layer), q, k, v, layer.scaling, variant, out.view(q.shape))
-
-        def attend() -> None:
-            if sinks is not None:  # a copy, and the model may have other ones now
-                at.variant = self._variant(layer, given)
-            device.attend(at)
-
-        return attend
-
     @staticmethod
     def _flat(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
         """[T, Hq * D]: the result, or zeros in place of one that failed."""
         return (torch.zeros_like(q) if out is None else out).flatten(1)
-
-    @staticmethod
-    def _variant(layer: RadixAttention, given: Mapping[str, Any]) -> Variant:
-        """What the layer's attention has beyond softmax; `given`: what the model passed besides q, k and v."""
-        window, sinks, cap = served_models.window_of(layer), given.get("sinks"), float(layer.logit_cap)
-        if window is None and sinks is None and cap == 0:
-            return PLAIN
-        return Variant(window, None if sinks is None else sinks.detach().float().contiguous(), cap)
 
     def _index(self, layer: RadixAttention) -> int:
         """The layer's place in this process's pool (its pipeline stage may start later than layer 0)."""

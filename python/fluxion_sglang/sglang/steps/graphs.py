@@ -2,9 +2,9 @@
 
 Between two layers of a small model's decode step, SGLang's Python takes longer than the layers. But what it decides is
 the same at every step of as many requests. So two steps are traced (`tracing.py`), and if they are equal, later ones
-replay the trace: native layers in a row by one call each stretch, attention by the engine, the few operations of
-PyTorch that are left one by one. All of it works in one piece of memory, which tensors that are not needed at the same
-time share.
+replay the trace: native layers in a row by one call, attention among them where the step's plan is known before its
+first layer; the few operations of PyTorch that are left one by one. All of it works in one piece of memory, which
+tensors that are not needed at the same time share.
 
 Whatever a trace cannot hold runs as before: prefill, models with several ranks, adapters or hooks, and models whose
 Python looks into tensors.
@@ -40,10 +40,22 @@ _TRIES = 4
 
 
 class Attention(Protocol):
-    """What attends in a replay: given a key and the arguments of `Tracer.own` with a replay's tensors, and the tensor
-    for the result, the call that computes it."""
+    """What attends in replays."""
 
-    def __call__(self, key: Any, arguments: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]: ...
+    def add(
+        self, program: NativeProgram, key: Any, arguments: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> Callable[[], None]:
+        """One more layer of a program, and the call that computes it where the program does not.
+
+        Args:
+            key, arguments: of `Tracer.own`, with a replay's tensors. out: the tensor for the result.
+        """
+
+    def begin(self) -> bool:
+        """A replay begins: whether the program computes its attention."""
+
+    def end(self) -> None:
+        """The program has computed all layers of the replay."""
 
 
 def place(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
@@ -86,31 +98,35 @@ class StepGraph:
             self._inputs = [torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype) for ref in trace.inputs]
             self._held = [weight.detach() for weight in weights]
         self._offsets = offsets
-        self._program, self._attention = program, attention
-        self._parts: list[Callable[[], Any]] = []
-        first = 0
+        self._attention = attention
+        whole, parted = _Calls(program), _Calls(program)
         for op in trace.ops:
+            arguments = tree_map(self._tensor, op.arguments, is_leaf=is_ref)
             if op.kind is Kind.LAYER:
-                program.add(op.what, *tree_map(self._tensor, op.arguments, is_leaf=is_ref))
-                continue
-            first = self._stretch(first)
-            self._parts.append(self._call(op))
-        self._stretch(first)
+                program.add(op.what, *arguments)
+            elif op.kind is Kind.OWN:
+                parted.stretch()
+                parted.call(attention.add(program, op.what, arguments, self._tensor(op.results[0])))
+            else:
+                call = self._call(op, arguments)
+                for calls in (whole, parted):
+                    calls.stretch()
+                    calls.call(call)
+        whole.stretch()
+        parted.stretch()
+        # The same operations, with attention in the program and without.
+        self._whole, self._parted = whole.calls, parted.calls
         self._result = self._tensor(trace.result)
-
-    def _stretch(self, first: int) -> int:
-        """Native layers from `first` to the program's end are one part; the program's end."""
-        last = len(self._program)
-        if last > first:
-            self._parts.append(partial(self._program.run, first, last))
-        return last
 
     def replay(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The result for other inputs of the same shapes, in memory of its own."""
         for own, tensor in zip(self._inputs, inputs, strict=True):
             own.copy_(tensor)
-        for part in self._parts:
-            part()
+        whole = self._attention.begin()
+        for call in self._whole if whole else self._parted:
+            call()
+        if whole:
+            self._attention.end()
         return self._result.clone()
 
     def zeros(self) -> torch.Tensor:
@@ -129,14 +145,29 @@ class StepGraph:
             tensor = torch.empty(0, dtype=ref.dtype)
             return tensor.set_(memory.untyped_storage(), at + ref.offset, ref.shape, ref.stride)
 
-    def _call(self, op: Op) -> Callable[[], Any]:
-        arguments = tree_map(self._tensor, op.arguments, is_leaf=is_ref)
+    def _call(self, op: Op, arguments: Sequence[Any]) -> Callable[[], Any]:
         results = [self._tensor(ref) for ref in op.results]
-        if op.kind is Kind.OWN:
-            return self._attention(op.what, arguments, results[0])
         keywords = {name: tree_map(self._tensor, value, is_leaf=is_ref) for name, value in op.keywords}
         call = partial(op.what, *arguments, **keywords)
         return partial(_into, results, call) if results else call
+
+
+class _Calls:
+    """What a replay calls: a program's layers in stretches, and what comes between them."""
+
+    def __init__(self, program: NativeProgram) -> None:
+        self.calls: list[Callable[[], Any]] = []
+        self._program, self._first = program, len(program)
+
+    def stretch(self) -> None:
+        """The program's layers since the last call."""
+        if (last := len(self._program)) > self._first:
+            self.calls.append(partial(self._program.run, self._first, last))
+
+    def call(self, call: Callable[[], Any]) -> None:
+        """A call instead of what the program gets next, or between its layers."""
+        self.calls.append(call)
+        self._first = len(self._program)
 
 
 def _into(results: Sequence[torch.Tensor], call: Callable[[], Any]) -> None:

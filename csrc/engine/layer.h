@@ -32,7 +32,7 @@ struct EngineConfig {
 // What is the same in every step of a layer's attention. Everything pointed to lives until a layer that was
 // opened with it ends.
 struct AttentionLayer {
-  int index;            // of the pool's layers
+  int index;  // of the pool's layers
   Scale scale;
   WindowView window{};  // of the residents; data nullptr: they are a device's
   // [Hq]: a logit of each head that joins the softmax and has no value; nullptr: none. As if it were a

@@ -1,4 +1,5 @@
-// Phases of a layer that need no tasks: every group of every request is one item, which one worker does whole.
+// Phases of a layer that need no tasks: every group of every request is one item, which one worker does
+// whole.
 #include <algorithm>
 #include <limits>
 #include <stdexcept>

@@ -29,8 +29,8 @@ class HostLayer(Layer):
     def begin(self, native: NativeEngine, plan: NativePlan, parts: torch.Tensor | None) -> None:
         assert self.out is not None
         # What was looked at first has the token and its residents behind it.
-        new = (self.k, self.v) if parts is None else (None, None)
-        native.layer_begin(plan, self.of, self.q, *new, self.out)
+        k, v = (self.k, self.v) if parts is None else (None, None)
+        native.layer_begin(plan, self.of, self.q, k, v, self.out)
 
 
 class HostDevice(Device):

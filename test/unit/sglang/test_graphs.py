@@ -92,8 +92,14 @@ class Backbone(nn.Module):
         self.attended.append(layer)
         return q * (layer + 1) + k * v * at[:, None].to(q.dtype)
 
-    def replayed(self, layer: Any, arguments: Sequence[Any], out: torch.Tensor) -> Callable[[], None]:
-        return lambda: (out.copy_(self.attention(layer, *arguments)), None)[1]
+    def add(self, program: NativeProgram, key: Any, arguments: Sequence[Any], out: torch.Tensor) -> Callable[[], None]:
+        return lambda: (out.copy_(self.attention(key, *arguments)), None)[1]
+
+    def begin(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        pytest.fail("no program attends")
 
 
 DECODE = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True))
@@ -108,7 +114,7 @@ def step(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def graphed(dtype: torch.dtype = torch.float32) -> tuple[Backbone, StepGraphs, FailureGuard]:
     model, guard = Backbone(dtype), FailureGuard()
     model.native = Contained(model.native.layers, guard.run)
-    model.graphs = StepGraphs(model, model.native, guard, model.replayed)
+    model.graphs = StepGraphs(model, model.native, guard, model)
     return model, model.graphs, guard
 
 
@@ -311,14 +317,10 @@ def test_operations_of_pytorch(run: Any) -> None:
             result = run(x, weight)
         trace = tracer.trace(result)
         assert trace is not None, tracer.reason
-        graph = StepGraph(trace, tracer.held, NativeProgram(NativeLayers(WORKERS)), _no_attention)
+        graph = StepGraph(trace, tracer.held, NativeProgram(NativeLayers(WORKERS)), Backbone())
         for _ in range(3):
             x = torch.randn(2, 3)
             assert torch.equal(graph.replay(x), run(x, weight))
-
-
-def _no_attention(*_: Any) -> Any:
-    raise AssertionError
 
 
 def test_native_layers_are_one_call_a_stretch() -> None:
@@ -333,8 +335,8 @@ def test_native_layers_are_one_call_a_stretch() -> None:
     trace = tracer.trace(result)
     assert trace is not None
     assert [op.kind for op in trace.ops] == [Kind.LAYER, Kind.TORCH, Kind.LAYER, Kind.LAYER]
-    graph = StepGraph(trace, tracer.held, NativeProgram(layers), _no_attention)
-    assert len(graph._parts) == 3
+    graph = StepGraph(trace, tracer.held, NativeProgram(layers), Backbone())
+    assert len(graph._whole) == len(graph._parted) == 3
     assert torch.equal(graph.replay(x), run(layers, x))
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -209,6 +210,8 @@ class StepGraphs:
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         # Whoever watches a module would not see a replay; they may come at any time.
         self._watchers = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._known: list[torch.Tensor] = []  # weights that were there last
+        self._pieces: list[torch.Tensor] = []  # what has their memory
         self._addresses: list[int] = []
         self._traces: dict[int, list[Trace]] = {}
         self._graphs: dict[int, StepGraph] = {}
@@ -228,7 +231,7 @@ class StepGraphs:
         rows = input_ids.shape[0]
         if not 0 < rows <= MAX_REQUESTS or rows in self._refused:
             return forward()
-        if (addresses := [weight.data_ptr() for weight in self._weights()]) != self._addresses:
+        if (addresses := self._now()) != self._addresses:
             # The model has other weights than the graphs.
             self._addresses = addresses
             self._graphs.clear()
@@ -241,7 +244,7 @@ class StepGraphs:
 
     def _traced(self, rows: int, inputs: tuple[torch.Tensor, ...], forward: Callable[[], Any]) -> Any:
         """The result of a step by the model's own Python; its trace is kept, or made a graph."""
-        tracer, layers = Tracer(inputs, self._weights()), self._layers.layers
+        tracer, layers = Tracer(inputs, self._pieces), self._layers.layers
         self.tracer, self._layers.layers = tracer, TracedLayers(layers, tracer)
         try:
             with tracer:
@@ -273,9 +276,12 @@ class StepGraphs:
         else:
             before.append(trace)
 
-    def _weights(self) -> Iterable[torch.Tensor]:
-        held = (tensor for table in self._tables for tensor in table.values() if tensor is not None)
-        return (piece for tensor in held for piece in pieces(tensor))
+    def _now(self) -> list[int]:
+        """The addresses of all weights."""
+        held = [tensor for table in self._tables for tensor in table.values() if tensor is not None]
+        if len(held) != len(self._known) or not all(map(is_, held, self._known)):
+            self._known, self._pieces = held, [piece for tensor in held for piece in pieces(tensor)]
+        return [piece.data_ptr() for piece in self._pieces]
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:

@@ -27,9 +27,7 @@ class Replays:
         self._device, self._index = device, index
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of sinks, and the model's own
 
-    def add(
-        self, program: NativeProgram, key: Any, arguments: Sequence[Any], out: torch.Tensor
-    ) -> Callable[[], None]:
+    def add(self, program: NativeProgram, key: Any, arguments: Sequence[Any], out: torch.Tensor) -> Callable[[], None]:
         layer: RadixAttention = key
         q, k, v, sinks = arguments
         variant = variant_of(layer, sinks)

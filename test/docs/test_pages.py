@@ -192,7 +192,7 @@ def scripts() -> dict[tuple[str, ...], set[str]]:
     for command in of("python"):
         words = command.words[1:]
         name = words[:2] if words[0] == "-m" else words[:1]
-        if name[-1].endswith(".py") or name[-1] in ("benchmark", "fluxion_sglang.commands.demo"):
+        if name[-1].endswith(".py") or name[-1] == "benchmark":
             given = {word.partition("=")[0] for word in words[len(name) :] if word.startswith("--")}
             found.setdefault(tuple(name), set()).update(given)
     return found

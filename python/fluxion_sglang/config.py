@@ -30,6 +30,7 @@ GONE = {
     "disk_gb": 'write "disk": {"folder": PATH, "gb": GiB}',
     "executors": "leave it out: native threads compute all tasks",
     "gpu_kernels": "leave it out",
+    "gpu_ranks": "leave it out: a GPU with hot_tiles_gb ranks blocks itself",
     "guard": 'leave it out: the policy "sketch" estimates what it leaves out before it reads',
     "policy_state_gb": "leave it out: policies that remember requests bound that themselves",
     "scheduler": "leave it out: the task with the most work comes first",
@@ -225,18 +226,13 @@ class FluxionConfig:
     )
     hot_tiles_gb: float = _option(
         0.0,
-        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. With gpu_ranks.",
+        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Above 0 the GPU ranks "
+        "blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), reads the chosen "
+        "tiles of which it has copies, and leaves the rest to the CPU. In steps whose requests all follow full, fixed "
+        "or streaming; in others the CPU does both.",
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
-        group=GPU,
-    )
-    gpu_ranks: bool = _option(
-        False,
-        "The GPU ranks blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), "
-        "reads the chosen tiles of which it has copies (hot_tiles_gb), and leaves the rest to the CPU. In steps whose "
-        "requests all follow full, fixed or streaming; in others the CPU does both.",
-        "true",
         group=GPU,
     )
     cuda_graphs: bool = _option(
@@ -302,13 +298,8 @@ class FluxionConfig:
                 f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them to; "
                 f"give at most {len(cores)} workers or name more cores."
             )
-        if self.hot_tiles_gb > 0 and not self.gpu_ranks:
-            raise ConfigError(
-                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but only a GPU that ranks blocks reads copies of tiles; set "
-                "gpu_ranks or leave hot_tiles_gb out."
-            )
-        if self.gpu_ranks:
-            self._check_gpu_ranks()
+        if self.hot_tiles_gb > 0:
+            self._check_hot_tiles()
         self._check_files()
         return self
 
@@ -397,20 +388,15 @@ class FluxionConfig:
                 f"page in progress; give at least {least} (every token of every request lives in this pool)."
             )
 
-    def _check_gpu_ranks(self) -> None:
-        if self.hot_tiles_gb == 0:
-            raise ConfigError(
-                "gpu_ranks is set, but the GPU has no memory for the tiles that it chooses; give some in hot_tiles_gb, "
-                'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
-            )
+    def _check_hot_tiles(self) -> None:
         others = {
-            "audit": (self.audit is not None, "the CPU does not know what was read"),
-            "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),
+            "audit": "the CPU does not know what was read",
+            "disk": "what comes from files does not come to the GPU's metadata",
         }
-        for key, (set_, why) in others.items():
-            if set_:
+        for key, why in others.items():
+            if (value := getattr(self, key)) is not None:
                 raise ConfigError(
-                    f"gpu_ranks does not work with {key} {getattr(self, key)!r}, because {why}; leave one of them out."
+                    f"hot_tiles_gb does not work with {key} {value!r}, because {why}; leave one of them out."
                 )
 
     def _check_files(self) -> None:

@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from fluxion_sglang.config_values import ConfigError as ConfigError
+from fluxion_sglang.config_values import checked, read_object, type_names
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 OBSERVERS = ("audit", "record")
@@ -39,10 +40,6 @@ GONE = {
     "tau": 'write it into the policy, such as "fluxion:0.05"',
 }
 """Keys of earlier versions, and what to write instead."""
-
-
-class ConfigError(ValueError):
-    """A wrong option. The message is one sentence: what is wrong, why, and what to give instead."""
 
 
 def _option(
@@ -264,12 +261,7 @@ class FluxionConfig:
         Raises:
             ConfigError: one sentence that names the key and what it may be.
         """
-        if text is None or not text.strip():
-            return cls().validate()
-        source = "--fluxion-config"
-        if text.startswith("@"):
-            text, source = _file_text(text[1:]), text[1:]
-        return cls.from_dict(_load_object(text, source))
+        return cls.from_dict({} if text is None or not text.strip() else read_object(text))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FluxionConfig:
@@ -282,7 +274,10 @@ class FluxionConfig:
                 near = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
                 guess = f"; did you mean {near[0]!r}?" if near else ";"
                 raise ConfigError(f"--fluxion-config has no key {key!r}{guess} The legal keys are {', '.join(legal)}.")
-        return cls(**{key: _checked(cls, key, value) for key, value in values.items()}).validate()
+        hints, fields = get_type_hints(cls), cls.__dataclass_fields__
+        return cls(
+            **{key: checked(key, value, hints[key], fields[key].metadata["example"]) for key, value in values.items()}
+        ).validate()
 
     def validate(self) -> FluxionConfig:
         """Check values, each by itself and against each other, and return self; raises ConfigError."""
@@ -358,7 +353,7 @@ class FluxionConfig:
         return [
             Option(
                 key=f.name,
-                type=" or ".join(_json_name(t) for t in _types(hints[f.name])),
+                type=type_names(hints[f.name]),
                 default=json.dumps(f.default),
                 doc=f.metadata["doc"],
                 example=f.metadata["example"],
@@ -418,89 +413,3 @@ class FluxionConfig:
                 raise ConfigError(
                     f"{key} is {value!r}, which {what}; give a folder that can be written, such as {example}."
                 )
-
-
-def _file_text(name: str) -> str:
-    try:
-        return Path(os.path.expanduser(name)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # bytes that are no UTF-8 text, or a path that no file can have
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"--fluxion-config names the file {name!r}, which cannot be read ({reason}); "
-            "give the path of a JSON file after the @, or the JSON object itself."
-        ) from None
-
-
-def _load_object(text: str, source: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{source} gives the key {key!r} twice; keep one of the two.")
-        return dict(pairs)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        hint = " (a file is written @path)" if "{" not in text else ""
-        raise ConfigError(
-            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; give an object "
-            f'such as {{"policy": "full"}}{hint}.'
-        ) from None
-    except ConfigError:
-        raise
-    except ValueError:  # JSON, but longer than Python reads a number
-        raise ConfigError(f"{source} has a number of thousands of digits; give one that a machine can hold.") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deeply; give a flat JSON object.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{source} is a JSON {_json_name(type(value))}, but options are key and value; give an object "
-            'such as {"policy": "full"}.'
-        )
-    return value
-
-
-def _types(hint: Any) -> tuple[type, ...]:
-    """The types that a value may have; of lists it does not say what they hold."""
-    if isinstance(hint, UnionType):
-        return tuple(get_origin(part) or part for part in get_args(hint))
-    return (hint,)
-
-
-def _checked(cls: type[FluxionConfig], key: str, value: Any) -> Any:
-    allowed = _types(get_type_hints(cls)[key])
-    # Exact types: for JSON, true is no integer although Python's bool is an int.
-    if type(value) is int and float in allowed and int not in allowed:
-        value = _finite(key, value)
-    if type(value) is float and float in allowed and not math.isfinite(value):
-        raise ConfigError(f"{key} is {value}, which is no size; give a finite number.")
-    if type(value) not in allowed:
-        names = " or ".join(_json_name(t) for t in allowed)
-        raise ConfigError(
-            f"{key} is {json.dumps(value)}, a JSON {_json_name(type(value))}, but it takes {names}; "
-            f"an example is {cls.__dataclass_fields__[key].metadata['example']}."
-        )
-    return value
-
-
-def _finite(key: str, value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(f"{key} has {len(str(value))} digits; give a number that a machine can hold.") from None
-
-
-_JSON_NAMES: dict[type, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "list",
-    dict: "object",
-    type(None): "null",
-}
-
-
-def _json_name(kind: type) -> str:
-    return _JSON_NAMES[kind]

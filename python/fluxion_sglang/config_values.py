@@ -21,6 +21,22 @@ def read_object(text: str) -> dict[str, Any]:
     return _load_object(text, "--fluxion-config")
 
 
+def checked(key: str, value: Any, hint: Any, example: str) -> Any:
+    """The value of a key, of the type that the hint allows; raises ConfigError."""
+    allowed = _types(hint)
+    # Exact types: for JSON, true is no integer although Python's bool is an int.
+    if type(value) is int and float in allowed and int not in allowed:
+        value = _finite(key, value)
+    if type(value) is float and float in allowed and not math.isfinite(value):
+        raise ConfigError(f"{key} is {value}, which is no size; give a finite number.")
+    if type(value) not in allowed:
+        raise ConfigError(
+            f"{key} is {json.dumps(value)}, a JSON {_json_name(type(value))}, but it takes {type_names(hint)}; "
+            f"an example is {example}."
+        )
+    return value
+
+
 def type_names(hint: Any) -> str:
     """The types of an option in JSON's words."""
     return " or ".join(map(_json_name, _types(hint)))
@@ -72,22 +88,6 @@ def _types(hint: Any) -> tuple[type, ...]:
     if isinstance(hint, UnionType):
         return tuple(get_origin(part) or part for part in get_args(hint))
     return (hint,)
-
-
-def checked(key: str, value: Any, hint: Any, example: str) -> Any:
-    """The value of a key, of the type that the hint allows; raises ConfigError."""
-    allowed = _types(hint)
-    # Exact types: for JSON, true is no integer although Python's bool is an int.
-    if type(value) is int and float in allowed and int not in allowed:
-        value = _finite(key, value)
-    if type(value) is float and float in allowed and not math.isfinite(value):
-        raise ConfigError(f"{key} is {value}, which is no size; give a finite number.")
-    if type(value) not in allowed:
-        raise ConfigError(
-            f"{key} is {json.dumps(value)}, a JSON {_json_name(type(value))}, but it takes {type_names(hint)}; "
-            f"an example is {example}."
-        )
-    return value
 
 
 def _finite(key: str, value: int) -> float:

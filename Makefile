@@ -55,7 +55,7 @@ help:
 	@echo "make clean     remove build products and caches; keeps $(VENV)"
 
 demo: install
-	@$(BIN)/python -m fluxion_sglang.commands.demo $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m fluxion_sglang ask --demo $(ARGS)
 
 lab: $(VENV)/.lab $(LAB)
 

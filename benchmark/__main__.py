@@ -1,4 +1,6 @@
-"""`python -m benchmark [NAME ...] [--quick]`, which `make bench` runs: benchmarks by name, then tables and plots."""
+"""`python -m benchmark [NAME ...] [--quick]`: benchmarks by name, then tables and plots.
+
+`fluxion bench` and `make bench` run it."""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark", description="Benchmarks, then the tables.")
     known = f"{', '.join(GROUPS)} (default: these), or {', '.join(BENCHMARKS)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
+    parser.add_argument("--list", action="store_true", help="only say what each of them measures")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that all of them run")
     parser.add_argument("--fresh", action="store_true", help="start over instead of continuing result files")
     args = parser.parse_args()
+    if args.list:
+        print("quality: what policies cost in quality (fluxion bench quality --help)")
+        print("\n".join(f"{one.name}: {one.what} ({one.group})" for one in BENCHMARKS.values()))
+        return
     names = args.names or GROUPS
     if unknown := [name for name in names if name not in (*GROUPS, *BENCHMARKS)]:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join((*GROUPS, *BENCHMARKS))}")

@@ -183,7 +183,7 @@ def command(cell: dict[str, Any], scratch: Path) -> list[str]:
 def idle(found: dict[str, Any], policy: str) -> dict[str, float]:
     """What the device waited for the CPU: milliseconds a layer, and as a share of the steps (Fluxion, Table 5).
 
-    With `gpu_ranks` also the share of all tiles that it read.
+    With `hot_tiles_gb` also the share of all tiles that it read.
     """
     if "device_wait_s" not in found:
         return {}

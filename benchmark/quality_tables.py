@@ -11,9 +11,9 @@ from typing import Any
 
 import common
 import numpy as np
+from decode_tables import PUBLIC_MODEL
 from registry import RIVALS
 from rendering import Columns, Data, Row, at, columns_of, link, medians, per_file, result_files, source, table, where
-from speed_tables import PUBLIC_MODEL
 
 from fluxion_quality import stats
 from fluxion_quality import table as quality_table

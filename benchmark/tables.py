@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import common
+from decode_tables import DECODE_TABLES
 from quality_tables import QUALITY_TABLES
 from registry import BENCHMARKS
 from rendering import columns_of, table
@@ -49,6 +50,7 @@ def benchmarks(_: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "options": options,
     "benchmarks": benchmarks,
+    **DECODE_TABLES,
     **SPEED_TABLES,
     **QUALITY_TABLES,
 }

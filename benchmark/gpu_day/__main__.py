@@ -99,7 +99,7 @@ def _steps(name: str, title: str) -> tuple[Shown, ...]:
 
 
 _SPARSE = ("fixed:16:0.05", "drawn")
-_NEAR = {"cuda_graphs": True, "gpu_ranks": True, "hot_tiles_gb": 24}
+_NEAR = {"cuda_graphs": True, "hot_tiles_gb": 24}
 _NEAR_FEW = {**_NEAR, "hot_tiles_gb": 4}
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 STEPS = (

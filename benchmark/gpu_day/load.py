@@ -37,7 +37,7 @@ HANGS_UP = 6
 MOST_TOKENS = 80000
 """For which each server has memory."""
 OFF: dict[str, Any] | None = None
-NEAR = {"policy": "full", "host_tokens": 50000, "gpu_ranks": True, "hot_tiles_gb": 0.01}
+NEAR = {"policy": "full", "host_tokens": 50000, "hot_tiles_gb": 0.01}
 QUICK_CONFIGS: tuple[dict[str, Any] | None, ...] = (OFF, {"policy": "fluxion"}, NEAR)
 CONFIGS = (*QUICK_CONFIGS, {"policy": "full"})
 CORES_OF_A_SERVER = 3

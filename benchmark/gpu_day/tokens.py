@@ -31,7 +31,7 @@ MOST_TOKENS = 80000
 """For which the device has memory."""
 OFF = "off"
 FULL = '{"policy": "full"}'
-NEAR = '{"policy": "full", "host_tokens": 50000, "gpu_ranks": true, "hot_tiles_gb": 0.01}'
+NEAR = '{"policy": "full", "host_tokens": 50000, "hot_tiles_gb": 0.01}'
 """Copies of some of the tiles. A small host pool: its metadata takes room that MOST_TOKENS stands for."""
 CONFIGS = (OFF, FULL, NEAR)
 CASES = tuple(("bfloat16", config) for config in CONFIGS)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -67,9 +68,30 @@ def _add_others(commands: _Commands) -> None:
             print(f"fluxion {group} {name} is left out, because it cannot be imported: {error}", file=sys.stderr)
             continue
         if group not in groups:
-            parser = commands.add_parser(group, help="measure")
-            groups[group] = parser.add_subparsers(metavar="BENCHMARK", required=True)
+            parser = commands.add_parser(group, help="measure", epilog="Without a name: the benchmarks of a checkout.")
+            parser.set_defaults(run=_benchmarks, names=["--list"])
+            groups[group] = parser.add_subparsers(metavar="BENCHMARK", action=_Benchmarks)
+            groups[group].choices = None  # type: ignore[assignment]  # any word passes
         _add(groups[group], name, module)
+
+
+class _Benchmarks(_Commands):
+    """Commands of packages; all other words are for `python -m benchmark` in a checkout."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if values[0] in self._name_parser_map:
+            super().__call__(parser, namespace, values, option)
+        else:
+            namespace.names = values
+
+
+def _benchmarks(arguments: argparse.Namespace) -> int:
+    from fluxion_sglang.commands.provenance import ROOT
+
+    if not (ROOT / "benchmark" / "registry.py").is_file():
+        print("Only the benchmark quality is installed; the others run in a checkout of Fluxion.", file=sys.stderr)
+        return 2
+    return subprocess.run([sys.executable, "-m", "benchmark", *arguments.names], cwd=ROOT, check=False).returncode
 
 
 def _add(commands: _Commands, name: str, module: Any) -> None:

@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from fluxion_sglang.config_values import ConfigError as ConfigError
+from fluxion_sglang.config_values import checked, read_object, type_names
 from fluxion_sglang.kv.placement import PAGE, Placement
 
 OBSERVERS = ("audit", "record")
@@ -30,6 +31,7 @@ GONE = {
     "disk_gb": 'write "disk": {"folder": PATH, "gb": GiB}',
     "executors": "leave it out: native threads compute all tasks",
     "gpu_kernels": "leave it out",
+    "gpu_ranks": "leave it out: a GPU with hot_tiles_gb ranks blocks itself",
     "guard": 'leave it out: the policy "sketch" estimates what it leaves out before it reads',
     "policy_state_gb": "leave it out: policies that remember requests bound that themselves",
     "scheduler": "leave it out: the task with the most work comes first",
@@ -38,10 +40,6 @@ GONE = {
     "tau": 'write it into the policy, such as "fluxion:0.05"',
 }
 """Keys of earlier versions, and what to write instead."""
-
-
-class ConfigError(ValueError):
-    """A wrong option. The message is one sentence: what is wrong, why, and what to give instead."""
 
 
 def _option(
@@ -225,18 +223,13 @@ class FluxionConfig:
     )
     hot_tiles_gb: float = _option(
         0.0,
-        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. With gpu_ranks.",
+        "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Above 0 the GPU ranks "
+        "blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), reads the chosen "
+        "tiles of which it has copies, and leaves the rest to the CPU. In steps whose requests all follow full, fixed "
+        "or streaming; in others the CPU does both.",
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",
-        group=GPU,
-    )
-    gpu_ranks: bool = _option(
-        False,
-        "The GPU ranks blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), "
-        "reads the chosen tiles of which it has copies (hot_tiles_gb), and leaves the rest to the CPU. In steps whose "
-        "requests all follow full, fixed or streaming; in others the CPU does both.",
-        "true",
         group=GPU,
     )
     cuda_graphs: bool = _option(
@@ -268,12 +261,7 @@ class FluxionConfig:
         Raises:
             ConfigError: one sentence that names the key and what it may be.
         """
-        if text is None or not text.strip():
-            return cls().validate()
-        source = "--fluxion-config"
-        if text.startswith("@"):
-            text, source = _file_text(text[1:]), text[1:]
-        return cls.from_dict(_load_object(text, source))
+        return cls.from_dict({} if text is None or not text.strip() else read_object(text))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FluxionConfig:
@@ -286,7 +274,10 @@ class FluxionConfig:
                 near = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
                 guess = f"; did you mean {near[0]!r}?" if near else ";"
                 raise ConfigError(f"--fluxion-config has no key {key!r}{guess} The legal keys are {', '.join(legal)}.")
-        return cls(**{key: _checked(cls, key, value) for key, value in values.items()}).validate()
+        hints, fields = get_type_hints(cls), cls.__dataclass_fields__
+        return cls(
+            **{key: checked(key, value, hints[key], fields[key].metadata["example"]) for key, value in values.items()}
+        ).validate()
 
     def validate(self) -> FluxionConfig:
         """Check values, each by itself and against each other, and return self; raises ConfigError."""
@@ -302,13 +293,8 @@ class FluxionConfig:
                 f"workers is {self.workers}, but cores {self.cores!r} names only {len(cores)} to pin them to; "
                 f"give at most {len(cores)} workers or name more cores."
             )
-        if self.hot_tiles_gb > 0 and not self.gpu_ranks:
-            raise ConfigError(
-                f"hot_tiles_gb is {self.hot_tiles_gb:g}, but only a GPU that ranks blocks reads copies of tiles; set "
-                "gpu_ranks or leave hot_tiles_gb out."
-            )
-        if self.gpu_ranks:
-            self._check_gpu_ranks()
+        if self.hot_tiles_gb > 0:
+            self._check_hot_tiles()
         self._check_files()
         return self
 
@@ -367,7 +353,7 @@ class FluxionConfig:
         return [
             Option(
                 key=f.name,
-                type=" or ".join(_json_name(t) for t in _types(hints[f.name])),
+                type=type_names(hints[f.name]),
                 default=json.dumps(f.default),
                 doc=f.metadata["doc"],
                 example=f.metadata["example"],
@@ -397,20 +383,15 @@ class FluxionConfig:
                 f"page in progress; give at least {least} (every token of every request lives in this pool)."
             )
 
-    def _check_gpu_ranks(self) -> None:
-        if self.hot_tiles_gb == 0:
-            raise ConfigError(
-                "gpu_ranks is set, but the GPU has no memory for the tiles that it chooses; give some in hot_tiles_gb, "
-                'such as "hot_tiles_gb": 8, or leave gpu_ranks out.'
-            )
+    def _check_hot_tiles(self) -> None:
         others = {
-            "audit": (self.audit is not None, "the CPU does not know what was read"),
-            "disk": (self.disk is not None, "what comes from files does not come to the GPU's metadata"),
+            "audit": "the CPU does not know what was read",
+            "disk": "what comes from files does not come to the GPU's metadata",
         }
-        for key, (set_, why) in others.items():
-            if set_:
+        for key, why in others.items():
+            if (value := getattr(self, key)) is not None:
                 raise ConfigError(
-                    f"gpu_ranks does not work with {key} {getattr(self, key)!r}, because {why}; leave one of them out."
+                    f"hot_tiles_gb does not work with {key} {value!r}, because {why}; leave one of them out."
                 )
 
     def _check_files(self) -> None:
@@ -432,89 +413,3 @@ class FluxionConfig:
                 raise ConfigError(
                     f"{key} is {value!r}, which {what}; give a folder that can be written, such as {example}."
                 )
-
-
-def _file_text(name: str) -> str:
-    try:
-        return Path(os.path.expanduser(name)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # bytes that are no UTF-8 text, or a path that no file can have
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"--fluxion-config names the file {name!r}, which cannot be read ({reason}); "
-            "give the path of a JSON file after the @, or the JSON object itself."
-        ) from None
-
-
-def _load_object(text: str, source: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{source} gives the key {key!r} twice; keep one of the two.")
-        return dict(pairs)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        hint = " (a file is written @path)" if "{" not in text else ""
-        raise ConfigError(
-            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; give an object "
-            f'such as {{"policy": "full"}}{hint}.'
-        ) from None
-    except ConfigError:
-        raise
-    except ValueError:  # JSON, but longer than Python reads a number
-        raise ConfigError(f"{source} has a number of thousands of digits; give one that a machine can hold.") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deeply; give a flat JSON object.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{source} is a JSON {_json_name(type(value))}, but options are key and value; give an object "
-            'such as {"policy": "full"}.'
-        )
-    return value
-
-
-def _types(hint: Any) -> tuple[type, ...]:
-    """The types that a value may have; of lists it does not say what they hold."""
-    if isinstance(hint, UnionType):
-        return tuple(get_origin(part) or part for part in get_args(hint))
-    return (hint,)
-
-
-def _checked(cls: type[FluxionConfig], key: str, value: Any) -> Any:
-    allowed = _types(get_type_hints(cls)[key])
-    # Exact types: for JSON, true is no integer although Python's bool is an int.
-    if type(value) is int and float in allowed and int not in allowed:
-        value = _finite(key, value)
-    if type(value) is float and float in allowed and not math.isfinite(value):
-        raise ConfigError(f"{key} is {value}, which is no size; give a finite number.")
-    if type(value) not in allowed:
-        names = " or ".join(_json_name(t) for t in allowed)
-        raise ConfigError(
-            f"{key} is {json.dumps(value)}, a JSON {_json_name(type(value))}, but it takes {names}; "
-            f"an example is {cls.__dataclass_fields__[key].metadata['example']}."
-        )
-    return value
-
-
-def _finite(key: str, value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(f"{key} has {len(str(value))} digits; give a number that a machine can hold.") from None
-
-
-_JSON_NAMES: dict[type, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "list",
-    dict: "object",
-    type(None): "null",
-}
-
-
-def _json_name(kind: type) -> str:
-    return _JSON_NAMES[kind]

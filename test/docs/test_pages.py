@@ -46,6 +46,7 @@ RUN_ELSEWHERE = {
     r"curl ": "test/engine/test_docs_commands.py::test_curl_commands",
     r"fluxion train ": "test/engine/test_train.py::TestTrain",
     r"fluxion bench quality ": "test/engine/test_quality.py::test_every_policy_is_measured_against_full",
+    r"fluxion bench(?! quality)": "test/unit/commands/test_cli.py::test_the_benchmarks_of_a_checkout",
     r"fluxion doctor": "test/unit/commands/test_cli.py",
     r"fluxion ask ": "test/engine/test_ask_served.py",
     r"fluxion explain ": "test/engine/test_explain_served.py",
@@ -191,7 +192,7 @@ def scripts() -> dict[tuple[str, ...], set[str]]:
     for command in of("python"):
         words = command.words[1:]
         name = words[:2] if words[0] == "-m" else words[:1]
-        if name[-1].endswith(".py") or name[-1] in ("benchmark", "fluxion_sglang.commands.demo"):
+        if name[-1].endswith(".py") or name[-1] == "benchmark":
             given = {word.partition("=")[0] for word in words[len(name) :] if word.startswith("--")}
             found.setdefault(tuple(name), set()).update(given)
     return found

@@ -135,5 +135,6 @@ def test_the_installed_package_serves(python: str, tmp_path: Path) -> None:
 
 
 def test_the_demo_says_that_it_needs_a_model(python: str, tmp_path: Path) -> None:
-    done = subprocess.run([python, "-m", "fluxion_sglang.commands.demo"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "pass --model-path" in done.stderr and "Traceback" not in done.stderr
+    command = [python, "-m", "fluxion_sglang", "ask", "--demo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "There is no folder" in done.stderr and "Traceback" not in done.stderr

@@ -18,12 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Ask questions about a long file. The model reads the file once, for the first question."
     parser.epilog = _EPILOG
     option = parser.add_argument
-    option("file", metavar="FILE", help="a text in UTF-8; - is the standard input")
+    option("file", metavar="FILE", nargs="?", help="a text in UTF-8; - is the standard input")
     option("questions", metavar="QUESTION", nargs="*", help="without one, questions are read line by line")
     option(
         "--model",
         help="folder or name of a model, or smollm2 or gemma3 (make checkpoints); a server is started for it, with the "
         "flag, and stopped",
+    )
+    option(
+        "--demo",
+        action="store_true",
+        help="instead of FILE: a document and questions, for the bundled model or --model; exit code 1: a wrong answer",
     )
     option("--url", help="use the server that runs here, such as http://127.0.0.1:30000")
     option("--api-key", metavar="KEY", help="of the server at --url; default: OPENAI_API_KEY of the environment")

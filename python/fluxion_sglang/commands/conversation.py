@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from fluxion_sglang.commands.answers import Answer, Asked
 from fluxion_sglang.commands.document import QUESTION_ROOM, STDIN, AskError, Document, local_tokenizer
+from fluxion_sglang.commands.needle import MODEL
 from fluxion_sglang.commands.serving import (
     MEASURED,
     SMALL,
@@ -35,13 +36,18 @@ _KEPT_ANSWERS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0: every question was answered; 1: the server refused one; 2: there was nothing to ask."""
+    """Exit code 0: every question was answered; 1: the server refused one, or an answer of the demo is wrong; 2: there
+    was nothing to ask."""
     news = Console(stderr=True, highlight=False)
     try:
         _check(arguments)
         if arguments.url is None:
             arguments.model = public(arguments.model)
-        document = Document.read(public(arguments.file, "texts"))
+        if arguments.demo:
+            document = Document.demo(arguments.model)
+            arguments.questions = list(document.questions)
+        else:
+            document = Document.read(public(arguments.file, "texts"))
         with contextlib.ExitStack() as stack:
             questions = _questions(arguments, news, stack)
             asked, document = stack.enter_context(_server(arguments, document, news))
@@ -58,6 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.demo:
+        if arguments.file is not None or arguments.url is not None:
+            raise AskError("--demo brings questions and starts a server; leave FILE and --url out.")
+        arguments.model = arguments.model or str(MODEL)
+    elif arguments.file is None:
+        raise AskError("Give a FILE to ask about, or --demo for a document with questions.")
     if arguments.url is None and arguments.model is None:
         raise AskError("Give --model MODEL to start a server for the file, or --url URL to use one that runs.")
     if any(not question.strip() for question in arguments.questions):
@@ -164,7 +176,7 @@ def _session(
 ) -> int:
     size = "" if document.tokens is None else f": {document.tokens:,} tokens"
     news.print(f"{document.name}{size}; {asked.model} at {asked.server.url}", style="dim", markup=False, soft_wrap=True)
-    code = 0
+    code, right = 0, []
     for question in questions:
         try:
             prompt = document.prompt(question, asked.chat, arguments.stop)
@@ -180,17 +192,27 @@ def _session(
             news.print("Stopped.", style="dim")
         else:
             news.print(cost(answer, asked, arguments.policy), style="dim", markup=False, soft_wrap=True)
+            if known := document.questions.get(question):
+                right.append(known in writer.said)
+                if not right[-1]:
+                    news.print(f"Wrong: it is {known}", style="red", markup=False)
             news.print()
-    return code
+    if right:
+        news.print(f"{sum(right)} of {len(right)} answers are right.")
+    return code or int(not all(right))
 
 
 class _Writer:
     """Writes an answer as it comes. A spinner turns on a terminal until its first piece.
 
     A context manager: at its end, whatever happened, the spinner is gone and the line is whole.
+
+    Attributes:
+        said: the answer so far.
     """
 
     def __init__(self, news: Console) -> None:
+        self.said = ""
         self._news = news
         self._waiting = news.status("Reading") if news.is_terminal else None
         self._line: Console | TextIO | None = None  # what has an unfinished line
@@ -216,6 +238,7 @@ class _Writer:
             self._end_line()
             text = text.lstrip()
             self._begun = bool(text)
+        self.said += text
         sys.stdout.write(text)
         sys.stdout.flush()
         if text:

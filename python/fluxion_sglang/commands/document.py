@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fluxion_sglang.commands.needle import END, to_text
+from fluxion_sglang.commands.needle import END, MODEL, needle_prompt, to_text
 from fluxion_sglang.scoring.model_files import model_folder
 
 Tokenize = Callable[[str], list[int]]
@@ -21,6 +21,15 @@ Tokenize = Callable[[str], list[int]]
 STDIN = "-"
 QUESTION_ROOM = 256
 """Tokens that are kept for the question and the chat template."""
+
+_DEMO_TOKENS, _DEMO_KEYS, _DEMO_SEED = 16384, 6, 5
+_DEMO_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 20
+_DEMO_FACTS = (
+    ("The ship weighs 306 tons.", "How many tons does the ship weigh?", "306"),
+    ("The red box holds 4711 coins.", "How many coins does the red box hold?", "4711"),
+    ("The train leaves at nine.", "When does the train leave?", "nine"),
+)
+"""For models that read text: a sentence of the document, the question, and what the right answer holds."""
 
 _FRAME = "\n\nQuestion: {question}\nAnswer:"
 _MOSTLY = 0.5
@@ -54,12 +63,25 @@ class Document:
         name: the file as the user named it.
         tokens: None where nobody can tell.
         own_language: the model has a small vocabulary of its own, as the bundled needle model; it knows no English.
+        questions: what the demo asks, each with what a right answer holds.
     """
 
     name: str
     text: str
     tokens: int | None = None
     own_language: bool = False
+    questions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def demo(model: str) -> Document:
+        """Needles in the bundled model's language; for others facts in English."""
+        if Path(model).resolve() == MODEL:
+            prompt = needle_prompt(_DEMO_TOKENS, _DEMO_KEYS, _DEMO_SEED)
+            answers = {question.text: question.answer for question in prompt.questions}
+            return Document(f"A document with {_DEMO_KEYS} needles", to_text(prompt.document), questions=answers)
+        text = "".join(f"{_DEMO_NOISE}{sentence} " for sentence, *_ in _DEMO_FACTS) + _DEMO_NOISE
+        answers = {question: answer for _, question, answer in _DEMO_FACTS}
+        return Document(f"A document with {len(answers)} facts", text, questions=answers)
 
     @staticmethod
     def read(name: str) -> Document:

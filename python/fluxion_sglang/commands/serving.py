@@ -1,6 +1,6 @@
 """A server of ours seen from outside: start it, wait until it answers, ask it, read its counters, stop it.
 
-The demo and the commands `fluxion try` and `fluxion ask` start servers; `fluxion explain` only asks one that runs.
+`fluxion try` and `fluxion ask` start servers; `fluxion explain` only asks one that runs.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ class _StreamMaker(DeviceMaker):
 
     def reserved_tokens(self, shape: KVShape, config: FluxionConfig, host_tokens: int) -> int:
         stages = -(-stage_tokens() // shape.layers)  # of one layer
-        if not config.gpu_ranks:
+        if config.hot_tiles_gb == 0:
             return stages
         kept = int(config.hot_tiles_gb * GIB) + metadata_bytes(shape, host_tokens)
         return stages + -(-kept // (shape.layers * shape.token_bytes))
 
     def request_tokens(self, shape: KVShape, config: FluxionConfig, group: int, max_tokens: int) -> int:
-        if not config.gpu_ranks:
+        if config.hot_tiles_gb == 0:
             return 0
         nbytes = request_bytes(shape, group, max_tokens, union=True)
         return -(-nbytes // (shape.layers * shape.token_bytes))
@@ -72,7 +72,7 @@ class _StreamMaker(DeviceMaker):
             max_requests=max_requests,
             graphs=config.cuda_graphs,
             max_tokens=max_tokens,
-            copies_gb=config.hot_tiles_gb if config.gpu_ranks else 0.0,
+            copies_gb=config.hot_tiles_gb,
         )
 
 

@@ -37,9 +37,6 @@ CORE: Final[dict[str, type[Policy]]] = {
 }
 """By name. Every other policy, and more arguments of these, come through the entry points `plugins.POLICIES`."""
 
-LAB: Final = ("hgca", "psa", "lfps", "anchor", "oracle", "labels", "score95", "output10")
-"""Policies of the package fluxion-lab (`python/fluxion_lab`), to say where they are when it is not installed."""
-
 _SHOWN = 60
 """Characters of a wrong spec that its error repeats: it may come from a client."""
 
@@ -78,16 +75,11 @@ def parse_spec(spec: str, context: Context = BARE) -> Policy:
         with suppress(NotLegal):
             policy = _from_plugin(point, context, words)
     if policy is None:
-        if name in LAB and name not in plugins.named(plugins.POLICIES):
-            raise ValueError(
-                f"policy {name!r} is in the package fluxion-lab, which is not installed; install it with `make lab` in "
-                "a checkout of Fluxion, or use another policy."
-            )
         shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
         raise ValueError(
             f"policy {shown!r} is not one that this version knows; use {', '.join(map(json.dumps, legal()))} (in "
             "brackets what may be left out; BLK 16, 32, 64 or 128 tokens; BUDGET, TAU and EPS fractions in (0, 1], as "
-            "in fixed:16:0.05)."
+            "in fixed:16:0.05), or install its package, such as fluxion-lab (`make lab` in a checkout of Fluxion)."
         )
     policy.spec = spec
     return policy

@@ -22,7 +22,7 @@ import peers  # noqa: E402
 import plot  # noqa: E402
 import roofline  # noqa: E402
 from cells import Cell, default_cells, quick_cells  # noqa: E402
-from speed_tables import SPEED_TABLES, WORDS  # noqa: E402
+from decode_tables import DECODE_TABLES, WORDS  # noqa: E402
 
 HEADER = {
     "commit": "abc",
@@ -151,12 +151,12 @@ def test_roofline_tables(tmp_path: Path) -> None:
     rows.append(kernel_row("c", 0.5, kernel="layer", what="over_ceiling", value=1.3, bars=["over_ceiling <= 1.2"]))
     common.save(tmp_path / "box" / "kernels.json", {**HEADER, "rounds": 3, "rows": rows})
     common.save(tmp_path / "chest" / "kernels.json", {**HEADER, "rounds": 3, "rows": rows[:1]})
-    bars = SPEED_TABLES["bars"](tmp_path)
+    bars = DECODE_TABLES["bars"](tmp_path)
     assert "| what | of | variant | bar | box | chest |" in bars, "a column a machine"
     assert "| attend | blk 16, 5% of 32K | G=4 | at least 90% of scatter | 95.1% | 95.1% |" in bars
     assert "| at least 90% of scatter | **89.9%** |  |" in bars, "the digit that decides is shown"
     assert "| at most 1.2 x the time of its bytes | **1.3 x** |  |" in bars
-    machines = SPEED_TABLES["machines"](tmp_path)
+    machines = DECODE_TABLES["machines"](tmp_path)
     assert "| box |  | 40 | 95% | 45% |  | 1.30 | 1 of 3 |" in machines
     assert "| chest |  | 40 | 95% |  |  |  | 1 of 1 |" in machines
     plot.draw_roofline({"rows": rows}, tmp_path / "kernels.svg")
@@ -171,7 +171,7 @@ def test_peers_agree_and_are_compared(tmp_path: Path) -> None:
     assert ("sdpa bf16, with gather", 1) not in names, "nobody gathers a whole context"
     assert all(row["error"] < 5e-3 and row["error_ours"] < 5e-3 and row["over_ours"] > 0 for row in rows)
     common.save(tmp_path / "box" / "peers.json", {**HEADER, "rounds": 1, "rows": rows})
-    assert "| SGLang torch_native |" in SPEED_TABLES["peers"](tmp_path)
+    assert "| SGLang torch_native |" in DECODE_TABLES["peers"](tmp_path)
 
 
 def test_forks_read_one_document(tmp_path: Path) -> None:
@@ -180,4 +180,4 @@ def test_forks_read_one_document(tmp_path: Path) -> None:
     assert {row["sharing"] for row in rows} == {"on", "off"}
     assert all(row["error"] < 5e-3 and row["over_one"] > 0 for row in rows)
     common.save(tmp_path / "box" / "forks.json", {**HEADER, "rounds": 1, "rows": rows})
-    assert "| full | 1K | 3 | alike |" in SPEED_TABLES["forks"](tmp_path)
+    assert "| full | 1K | 3 | alike |" in DECODE_TABLES["forks"](tmp_path)

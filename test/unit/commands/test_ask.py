@@ -7,6 +7,7 @@ import json
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,8 +19,10 @@ import pytest
 
 from fluxion_sglang import cli
 from fluxion_sglang.commands import conversation
+from fluxion_sglang.commands.answers import Asked
 from fluxion_sglang.commands.document import AskError, Document
 from fluxion_sglang.commands.needle import needle_prompt, to_text
+from fluxion_sglang.commands.serving import Server
 
 NEEDLE = Path(__file__).resolve().parents[3] / "models" / "needle"
 TEXT = "The ship left the harbour at nine.\nIts captain was Ada."
@@ -432,3 +435,29 @@ def test_a_started_server_has_room_for_the_file_and_answers() -> None:
         assert config["host_tokens"] % 16 == 0 and 12_000 < config.pop("host_tokens") < 14_000
         assert config == ({} if policy is None else {"policy": policy}), "with what the policy needs of a server"
     assert {"--enable-metrics", "--enable-cache-report"} < set(command)
+
+
+@pytest.mark.parametrize(("model", "last"), [((), "0 of 6"), (("--model", "a-model"), "0 of 3")])
+def test_the_demo_judges_answers(
+    world: World,
+    model: tuple[str, ...],
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def running(arguments: Any, document: Document, news: Any) -> Any:
+        return nullcontext((Asked.of(Server(world.url)), document))
+
+    monkeypatch.setattr(conversation, "_server", running)
+    assert ask("--demo", *model) == 1
+    said = capsys.readouterr().err
+    assert said.endswith(f"{last} answers are right.\n") and "Wrong: it is " in said
+    monkeypatch.setattr(Document, "demo", lambda model: Document("f", TEXT, questions={"Who?": "Ada"}))
+    assert ask("--demo", *model) == 0
+    assert capsys.readouterr().err.endswith("1 of 1 answers are right.\n")
+
+
+@pytest.mark.parametrize(("words", "sentence"), [((), "Give a FILE"), (("--demo", "x"), "leave FILE and --url out")])
+def test_a_file_or_the_demo(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(*words) == 2
+    assert sentence in capsys.readouterr().err

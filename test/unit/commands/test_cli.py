@@ -345,3 +345,16 @@ def test_a_command_of_another_package_that_is_broken_leaves_the_others(
     assert "fluxion bench quality is left out" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["bench", "quality"])
+
+
+def test_the_benchmarks_of_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["bench"]) == 0
+    said = capfd.readouterr().out
+    assert "one_batch: time per output token, with the flag and without (speed)" in said and "quality: " in said
+    assert cli.main(["bench", "no_such", "--quick"]) == 2
+    assert "there is no benchmark 'no_such'" in capfd.readouterr().err
+    monkeypatch.setattr("fluxion_sglang.commands.provenance.ROOT", tmp_path)
+    assert cli.main(["bench", "one_batch"]) == 2
+    assert "run in a checkout" in capfd.readouterr().err

@@ -172,3 +172,33 @@ def test_what_one_request_added() -> None:
     assert serving.added(before, {"h_sum": 2.5, "h_count": 5.0}, "h") == 0.5
     assert serving.added(before, {"h_sum": 4.5, "h_count": 6.0}, "h") is None
     assert serving.added({}, {}, "h") is None
+
+
+def test_executors_stay_apart_and_everything_else_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = """\
+# TYPE fluxion_tasks counter
+fluxion_tasks_total{executor="cpu"} 30.0
+fluxion_tasks_total{executor="torch"} 10.0
+# TYPE fluxion_layers counter
+fluxion_layers_total{rank="0"} 20.0
+fluxion_layers_total{rank="1"} 5.0
+"""
+    monkeypatch.setattr(serving.Server, "get", lambda self, path, timeout=30: page)
+    tasks = {"fluxion_tasks_total/cpu": 30, "fluxion_tasks_total/torch": 10}
+    assert serving.Server("").metrics() == {**tasks, "fluxion_layers_total": 25}
+
+
+@pytest.mark.parametrize(
+    ("program", "shown", "hidden"),
+    [
+        ("echo news; echo 'error: no such policy'; exit 3", ("exit code 3", "error: no such policy"), "news"),
+        ("echo last words", ("exit code 0", "last words"), "It said"),
+    ],
+)
+def test_a_server_that_does_not_start_shows_its_refusal_or_its_log(
+    program: str, shown: tuple[str, ...], hidden: str
+) -> None:
+    with pytest.raises(serving.ServerError) as failure, serving.running_server(["/bin/sh", "-c", program], 9):
+        pass
+    said = str(failure.value)
+    assert all(words in said for words in (*shown, "fluxion doctor")) and hidden not in said

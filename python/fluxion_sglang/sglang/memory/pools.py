@@ -196,10 +196,10 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
     # One row more than requests: row 0 is SGLang's padding.
     room, each = resolved.max_total_num_tokens, placement.slots
     if (maker := maker_of(configurator.device)) is None:
-        if config.gpu_ranks:
+        if config.hot_tiles_gb > 0:
             raise ConfigError(
-                "gpu_ranks is set, but the CPU is the device and no GPU would rank blocks; serve with --device cuda or "
-                "leave gpu_ranks out."
+                f"hot_tiles_gb is {config.hot_tiles_gb:g}, but the CPU is the device and there is no GPU that keeps "
+                "tiles; serve with --device cuda or leave hot_tiles_gb out."
             )
     else:
         longest = capacity.plan_tokens(config, shape, available)
@@ -208,8 +208,8 @@ def resolve_memory_pool_config(original: Callable[..., Any], configurator: Any, 
         group = model.num_attention_heads // get_parallel().attn_tp_size // shape.kv_heads
         each += maker.request_tokens(shape, config, group, min(model.context_len, longest))
     rows, limit = room // each - 1, "--mem-fraction-static or --max-total-tokens"
-    if config.gpu_ranks:
-        limit += ", or have gpu_ranks keep less (host_tokens, hot_tiles_gb)"
+    if config.hot_tiles_gb > 0:
+        limit += ", or have the GPU keep less (host_tokens, hot_tiles_gb)"
     if configurator.device == "cpu":
         fitting = int(available * CPU_WINDOW_FRACTION) // shape.window_bytes(placement) - 1
         rows, limit = min((rows, limit), (fitting, "the free memory"))

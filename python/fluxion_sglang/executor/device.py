@@ -168,7 +168,7 @@ class DeviceMaker(ABC):
 
         Args:
             scales: of q.k, of every layer. max_requests: of a batch. max_tokens: of a request.
-            config: cuda_graphs, gpu_ranks and hot_tiles_gb count.
+            config: cuda_graphs and hot_tiles_gb count.
 
         Raises:
             ConfigError: a model that it cannot serve.

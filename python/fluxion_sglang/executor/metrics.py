@@ -39,7 +39,7 @@ _COUNTERS = {
     "canary_checks": "Tiles, metadata entries and sketches of the host pool that were compared with what was written.",
     "canary_mismatches": "Those that were not what had been written, at reads and in whole checks.",
     "device_layers": "Decode steps of one layer for which a device took the CPU's part.",
-    "near_tiles": "Tiles that the device chose (gpu_ranks) and read in its own memory.",
+    "near_tiles": "Tiles that the device chose (hot_tiles_gb) and read in its own memory.",
     "far_tiles": "Tiles that it chose and left to the CPU.",
     "near_copies": "Of these, the ones that it copied into its memory.",
     "worker_ns": "Time that the engine's workers computed in decode steps, summed over workers. What is missing to the "

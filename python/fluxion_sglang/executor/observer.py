@@ -32,7 +32,7 @@ class Observer:
 
     def decoded(self, layer: Layer) -> None:
         """A layer of the step is done. The native engine has its result and reads; no layer is open. Not of steps that
-        no observer watches, nor of those whose tiles a device has chosen (option gpu_ranks)."""
+        no observer watches, nor of those whose tiles a device has chosen (option hot_tiles_gb)."""
 
     def prefilled(
         self, layer: int, request: ExtendRequest, wishes: Mapping[str, Any], queries: torch.Tensor, scale: float

@@ -126,6 +126,7 @@ def test_requests_of_many_policies_at_once(server: Server, reference: dict[str, 
     assert 0 < grown["fluxion_read_tokens_total"] < grown["fluxion_middle_tokens_total"]
 
 
+@pytest.mark.full
 def test_a_cpu_that_keeps_the_device_waiting(server: Server, reference: dict[str, Completion]) -> None:
     ids, new = ALL["length-300"][0] * 2, 8
     late = server.generate(ids, new, f"sleeper:{TIMEOUT_S + 4}")

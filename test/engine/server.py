@@ -78,14 +78,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        *flags: str,
-        model: str = NEEDLE,
-        fluxion: str | None = "",
-        dtype: str = "float32",
-        env: dict[str, str] | None = None,
-        log: Path,
-    ) -> None:
+        self, *flags: str, model: str = NEEDLE, fluxion: str | None = "", dtype: str = "float32",
+        env: dict[str, str] | None = None, log: Path,
+    ) -> None:  # fmt: skip
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
         # SGLang's own guess of this fraction is negative on a small machine when prefill is not chunked.

@@ -23,14 +23,9 @@ pytestmark = pytest.mark.full
 PROGRAM = Path(__file__).with_name("program.py")
 # A pool that holds everything, and chunks into which long prompts are cut.
 OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_running_requests": 8,
-    "max_total_tokens": 16384,
-    "chunked_prefill_size": 1024,
-    "mem_fraction_static": 0.4,
-    "log_level": "error",
-}
+    "device": "cpu", "dtype": "float32", "max_running_requests": 8, "max_total_tokens": 16384,
+    "chunked_prefill_size": 1024, "mem_fraction_static": 0.4, "log_level": "error",
+}  # fmt: skip
 GREEDY = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
 Rounds = list[list[dict[str, Any]]]
 Answers = list[dict[str, Any]]

@@ -24,15 +24,6 @@ def make(
     return world, [world.add(n) for n in lengths]
 
 
-def everything(world: NativeWorld, requests: list[Request]) -> dict[tuple[int, int], list[set[int]]]:
-    """What a budget of 1 chooses."""
-    return {
-        (b, h): [set(world.middle(request))] * world.group
-        for b, request in enumerate(requests)
-        for h in range(world.heads)
-    }
-
-
 @pytest.mark.parametrize("blk", [1, 16, 128])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * PAGE_BYTES, 40 * PAGE_BYTES])
 def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
@@ -42,7 +33,7 @@ def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
         world.begin_step(requests)
         _, q, out = world.begin_layer(requests, 0, world.plan(requests, blk))
         world.engine.layer_finish()
-        world.check(out, world.expected(requests, 0, q, everything(world, requests)))
+        world.check(out, world.expected(requests, 0, q, world.everything(requests)))
 
 
 @settings(max_examples=examples(25))
@@ -167,7 +158,7 @@ def test_any_schedule(workers: int, foreign: bool) -> None:
             world.engine.layer_finish()
             finished += 1
             if not foreign:
-                world.check(out, world.expected(requests, 0, q, everything(world, requests)))
+                world.check(out, world.expected(requests, 0, q, world.everything(requests)))
             else:
                 assert not bool(out.isnan().any())
     finally:

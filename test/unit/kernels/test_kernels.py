@@ -11,20 +11,7 @@ import torch
 from effort import case
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import (
-    INF,
-    NAN,
-    OWN_ISAS,
-    attend,
-    dtypes,
-    error,
-    few,
-    head_dims,
-    isas,
-    k,
-    random_tiles,
-    seeds,
-)
+from kernel_calls import INF, NAN, OWN_ISAS, attend, dtypes, error, few, head_dims, isas, k, random_tiles, seeds
 from torch import Tensor
 
 from benchmark.probe import library
@@ -143,8 +130,7 @@ def check_select(isa: str, scores: Tensor, count: int, bit: int = 4) -> None:
 @few
 @given(
     scores=st.lists(
-        st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, 2.5, INF, -INF, NAN]) | st.floats(width=32),
-        min_size=1,
+        st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, 2.5, INF, -INF, NAN]) | st.floats(width=32), min_size=1
     ),
     data=st.data(),
 )
@@ -291,13 +277,9 @@ def test_add_weights(isa: str, seed: int, n: int, size: float, keep: float, take
 @dtypes
 @few
 @given(
-    seed=seeds,
-    D=head_dims,
-    n=st.integers(2, 40),
-    size=st.sampled_from([0.3, 1.0, 3.0]),
-    read=st.floats(0.0, 1.0),
+    seed=seeds, D=head_dims, n=st.integers(2, 40), size=st.sampled_from([0.3, 1.0, 3.0]), read=st.floats(0.0, 1.0),
     cap=st.sampled_from([0.0, 1.0, 20.0]),
-)
+)  # fmt: skip
 def test_block_mass_of_bounds_is_an_upper_bound(
     isa: str, dtype: torch.dtype, seed: int, D: int, n: int, size: float, read: float, cap: float
 ) -> None:

@@ -171,17 +171,9 @@ def test_attend_chunk(
     budget=st.sampled_from([1.0, 0.1]),
 )
 def test_windows_and_sinks(
-    dtype: torch.dtype,
-    seed: int,
-    workers: int,
-    heads: int,
-    group: int,
-    start: int,
-    count: int,
-    window: int | None,
-    sinks: bool,
-    budget: float,
-) -> None:
+    dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, start: int, count: int, window: int | None,
+    sinks: bool, budget: float,
+) -> None:  # fmt: skip
     """Attention of a layer that looks back so far, and of one with logits that have no value."""
     torch.manual_seed(seed)
     pool, pages = chunk_world(workers, heads, 32, dtype, start + count)
@@ -253,14 +245,9 @@ def sparse_and_exact(
 @dtypes
 @few
 @given(
-    seed=seeds,
-    workers=st.sampled_from([1, 2]),
-    heads=st.integers(1, 2),
-    group=st.sampled_from([1, 4, 7, 40]),
-    start=st.integers(0, 3000),
-    count=st.integers(1, 700),
-    budget=st.floats(0.01, 1),
-)
+    seed=seeds, workers=st.sampled_from([1, 2]), heads=st.integers(1, 2), group=st.sampled_from([1, 4, 7, 40]),
+    start=st.integers(0, 3000), count=st.integers(1, 700), budget=st.floats(0.01, 1),
+)  # fmt: skip
 def test_a_sparse_prefill(
     dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, start: int, count: int, budget: float
 ) -> None:

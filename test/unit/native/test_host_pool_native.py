@@ -21,15 +21,9 @@ LEVELS = (0, 1, 2, 3)
 
 
 def make_pool(
-    workers: int = 2,
-    *,
-    layers: int = 1,
-    heads: int = 2,
-    pages: int = 64,
-    dim: int = 32,
-    dtype: torch.dtype = torch.float32,
-    sink_pages: int = 4,
-) -> NativePool:
+    workers: int = 2, *, layers: int = 1, heads: int = 2, pages: int = 64, dim: int = 32,
+    dtype: torch.dtype = torch.float32, sink_pages: int = 4,
+) -> NativePool:  # fmt: skip
     return NativePool(
         Workers(workers), layers=layers, kv_heads=heads, pages=pages, head_dim=dim, dtype=dtype, sink_pages=sink_pages
     )

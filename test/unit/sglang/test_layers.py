@@ -152,14 +152,11 @@ def test_few_rows_are_the_workers(native: Counted, method: Any, rows: int, bias:
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(layers.MAX_ROWS + 1, IN),
-        torch.randn(0, IN),
-        torch.randn(2, 3, IN),
-        torch.randn(IN, 4).T,
+        torch.randn(layers.MAX_ROWS + 1, IN), torch.randn(0, IN), torch.randn(2, 3, IN), torch.randn(IN, 4).T,
         torch.randn(IN),
     ],
     ids=["many rows", "no row", "three dimensions", "columns", "a vector"],
-)
+)  # fmt: skip
 def test_other_shapes_are_sglangs(native: Counted, method: Any, x: torch.Tensor) -> None:
     module = holding(method())
     install(module=module)

@@ -47,14 +47,10 @@ CONVERSATIONS: Rounds = [
 def answers(options: dict[str, Any], rounds: Rounds) -> tuple[str, Answers]:
     """The attention backend that was used, and what it answered, all rounds in one list."""
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        input=json.dumps({"options": options, "rounds": rounds}),
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
+        [sys.executable, str(PROGRAM)], input=json.dumps({"options": options, "rounds": rounds}),
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}, capture_output=True, text=True, timeout=1800,
         check=False,
-    )
+    )  # fmt: skip
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.split(MARK)[1].splitlines()[0])
     return found["backend"], found["answers"]

@@ -81,20 +81,11 @@ class Plan:
 
 
 def layer_begin(
-    engine: NativeEngine,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    windows: torch.Tensor | None,
-    plan: Plan,
-    scale: float,
-    out: torch.Tensor | None,
-    stop: torch.Tensor | None = None,
-    spread: torch.Tensor | None = None,
-    middle: tuple[torch.Tensor, torch.Tensor] | None = None,
+    engine: NativeEngine, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+    windows: torch.Tensor | None, plan: Plan, scale: float, out: torch.Tensor | None, stop: torch.Tensor | None = None,
+    spread: torch.Tensor | None = None, middle: tuple[torch.Tensor, torch.Tensor] | None = None,
     parts: torch.Tensor | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Begins a layer by a plan, which may hold single tokens; `middle`: with residents on a device."""
     kinds: tuple[TaskKind, ...] = (SingleTokens(),)
     if stop is not None:

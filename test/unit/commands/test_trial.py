@@ -41,12 +41,9 @@ class FakeServer(Server):
     """
 
     def __init__(
-        self,
-        refuses: Sequence[str] = (),
-        forgets: Sequence[str] = (),
-        breaks: int | None = None,
+        self, refuses: Sequence[str] = (), forgets: Sequence[str] = (), breaks: int | None = None,
         end: type[BaseException] = KeyboardInterrupt,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__("")
         self.refuses, self.forgets, self.breaks, self.end = refuses, forgets, breaks, end
         self.steps = 0.0

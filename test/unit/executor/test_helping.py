@@ -38,14 +38,10 @@ def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
 
 @settings(max_examples=examples(25))
 @given(
-    seed=st.integers(0, 2**16),
-    pages=st.sampled_from([0, 1, 5, 30]),
-    blk=st.sampled_from([1, 16, 32, 128]),
-    budget=st.sampled_from([0.03, 0.3, 1.0]),
-    union=st.booleans(),
-    first=st.booleans(),
+    seed=st.integers(0, 2**16), pages=st.sampled_from([0, 1, 5, 30]), blk=st.sampled_from([1, 16, 32, 128]),
+    budget=st.sampled_from([0.03, 0.3, 1.0]), union=st.booleans(), first=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
+)  # fmt: skip
 def test_the_number_of_workers_changes_no_bit(
     seed: int, pages: int, blk: int, budget: float, union: bool, first: bool, dtype: torch.dtype
 ) -> None:

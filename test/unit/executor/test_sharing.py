@@ -118,16 +118,10 @@ def batches(draw: st.DrawFn) -> list[Branch]:
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=examples(25))
 @given(
-    branches=batches(),
-    data=st.data(),
-    group=st.integers(1, 8),
-    union=st.booleans(),
-    dtype=st.sampled_from(DTYPES),
-    collide=st.booleans(),
-    chunk_bytes=st.sampled_from([None, 1, 5000]),
-    cached_bytes=st.sampled_from([None, 0, 20_000, 1 << 40]),
-    seed=st.integers(0, 2**16),
-)
+    branches=batches(), data=st.data(), group=st.integers(1, 8), union=st.booleans(), dtype=st.sampled_from(DTYPES),
+    collide=st.booleans(), chunk_bytes=st.sampled_from([None, 1, 5000]),
+    cached_bytes=st.sampled_from([None, 0, 20_000, 1 << 40]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_sharing_changes_only_what_is_read(
     isa: str, branches: list[Branch], data: st.DataObject, group: int, union: bool, dtype: torch.dtype, collide: bool,
     chunk_bytes: int | None, cached_bytes: int | None, seed: int,

@@ -128,14 +128,10 @@ def chunk_world(workers: int, heads: int, D: int, dtype: torch.dtype, tokens: in
 @dtypes
 @few
 @given(
-    seed=seeds,
-    workers=st.sampled_from([1, 2, 5]),
-    heads=st.integers(1, 4),
-    group=st.integers(1, 8) | st.sampled_from([31, 300]),
-    D=st.sampled_from([32, 80, 128]),
-    start=st.integers(0, 400) | st.integers(2000, 6000),
-    count=st.integers(0, 300) | st.just(1),
-)
+    seed=seeds, workers=st.sampled_from([1, 2, 5]), heads=st.integers(1, 4),
+    group=st.integers(1, 8) | st.sampled_from([31, 300]), D=st.sampled_from([32, 80, 128]),
+    start=st.integers(0, 400) | st.integers(2000, 6000), count=st.integers(0, 300) | st.just(1),
+)  # fmt: skip
 def test_attend_chunk(
     dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, D: int, start: int, count: int
 ) -> None:

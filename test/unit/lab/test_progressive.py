@@ -289,13 +289,9 @@ def test_budgets_bound_what_is_read(union: bool) -> None:
 
 @settings(max_examples=examples(15), deadline=None)
 @given(
-    seed=st.integers(0, 2**16),
-    blk=st.sampled_from(BLOCKS),
-    stop=st.sampled_from([0.5, 0.97, 0.9999]),
-    union=st.booleans(),
-    chunk_pages=st.sampled_from([1, 5]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
+    seed=st.integers(0, 2**16), blk=st.sampled_from(BLOCKS), stop=st.sampled_from([0.5, 0.97, 0.9999]),
+    union=st.booleans(), chunk_pages=st.sampled_from([1, 5]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
 def test_the_number_of_workers_changes_no_bit(
     seed: int, blk: int, stop: float, union: bool, chunk_pages: int, dtype: torch.dtype
 ) -> None:

@@ -59,12 +59,9 @@ class PoolMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        seed=st.integers(0, 2**16),
-        dtype=st.sampled_from(DTYPES),
-        sink_pages=st.sampled_from([0, 1, 4]),
-        workers=st.sampled_from([1, 2]),
-        heads=st.integers(1, 3),
-    )
+        seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES), sink_pages=st.sampled_from([0, 1, 4]),
+        workers=st.sampled_from([1, 2]), heads=st.integers(1, 3),
+    )  # fmt: skip
     def start(self, seed: int, dtype: torch.dtype, sink_pages: int, workers: int, heads: int) -> None:
         self.layers, self.heads, self.dim, self.dtype, self.sink_pages = 2, heads, 32, dtype, sink_pages
         self.random = torch.Generator().manual_seed(seed)

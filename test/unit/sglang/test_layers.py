@@ -94,15 +94,12 @@ class TestWhoIsChosen:
     @pytest.mark.parametrize(
         "module",
         [
-            holding(AnotherMethod()),
-            holding(SimpleNamespace(apply=None)),
-            holding(None),
-            holding(UnquantizedLinearMethod(), torch.float16),
-            holding(UnquantizedLinearMethod(), torch.float64),
+            holding(AnotherMethod()), holding(SimpleNamespace(apply=None)), holding(None),
+            holding(UnquantizedLinearMethod(), torch.float16), holding(UnquantizedLinearMethod(), torch.float64),
             model_of(),
         ],
         ids=["subclass", "quantised", "no method", "float16", "float64", "no weight"],
-    )
+    )  # fmt: skip
     def test_others_stay_as_they_are(self, module: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         assert install(module=module) == 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,12 @@ os.environ.setdefault("FLUXION_DEVICE_LIBRARIES", str(_build / "tests"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests that are marked full, too")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: whoever collects garbage in a test need not look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,6 +19,6 @@ def case(**values: object) -> Iterator[None]:
     """What fails inside says which case of a loop it is."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         error.add_note(f"case: {values}")
         raise

@@ -36,15 +36,9 @@ _attend_to_chunks = _attend_to_pages = _attend
 
 
 def single_prefill_with_kv_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, sm_scale: float | None = None,
+    backend: str = "auto", return_lse: bool = False,
+) -> Any:  # fmt: skip
     assert sm_scale is not None and return_lse and backend == "fa2"
     keep = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool() if causal else None
     return _attend(q, k, v, sm_scale, keep)
@@ -59,18 +53,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self.calls = 0
 
     def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        *,
-        causal: bool = False,
-        sm_scale: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-    ) -> None:
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+        *, causal: bool = False, sm_scale: float | None = None, q_data_type: Any = "float16", kv_data_type: Any = None,
+    ) -> None:  # fmt: skip
         for indptr in (qo_indptr, kv_indptr):
             assert indptr.dtype == torch.int32 and indptr.device.type == "cpu" and indptr.is_contiguous()
             assert indptr[0] == 0 and bool((indptr.diff() > 0).all())
@@ -80,14 +65,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self.dtype, self.scale = q_data_type, sm_scale
 
     def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         assert q.shape == (self.indptr[-1], self.heads[0], self.dim) and q.dtype == k.dtype == self.dtype
         assert k.shape == v.shape == (self.indptr[-1], self.heads[1], self.dim) and return_lse
         assert out is not None and out.shape == q.shape and out.is_contiguous()
@@ -102,31 +82,18 @@ class BatchPrefillWithRaggedKVCacheWrapper:
 
 class BatchDecodeWithPagedKVCacheWrapper:
     def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        *,
-        use_tensor_cores: bool = False,
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False,
         backend: str = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert not float_workspace_buffer.any(), "the workspace must be zeroed before its first use"
         assert kv_layout == "HND" and backend == "fa2"
         self.use_tensor_cores = use_tensor_cores
 
     def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, *, q_data_type: Any = "float16", kv_data_type: Any = None,
         sm_scale: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for tensor in (indptr, indices, last_page_len):
             assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor.is_contiguous()
         assert len(indptr) == len(last_page_len) + 1 and indptr[-1] == len(indices) and sm_scale is not None

@@ -43,16 +43,9 @@ def by_criticality(scores: torch.Tensor) -> list[int]:
 
 
 def read_until(
-    scores: torch.Tensor,
-    logits: Sequence[torch.Tensor],
-    resident: torch.Tensor,
-    stop: float,
-    *,
-    least: int,
-    share: int = READ_SHARE,
-    union: bool,
-    limits: Sequence[int] | None = None,
-) -> Progress:
+    scores: torch.Tensor, logits: Sequence[torch.Tensor], resident: torch.Tensor, stop: float, *, least: int,
+    share: int = READ_SHARE, union: bool, limits: Sequence[int] | None = None,
+) -> Progress:  # fmt: skip
     """Go through the blocks until every head has the share `stop` of its attention, by the bound on what is left.
 
     Args:

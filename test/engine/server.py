@@ -17,6 +17,7 @@ from typing import Any
 import requests
 from places import NEEDLE, ROOT
 
+from fluxion_sglang.commands.needle import NeedlePrompt, score
 from fluxion_sglang.commands.serving import free_port
 
 PLUGINS = ROOT / "test" / "plugins"
@@ -78,14 +79,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        *flags: str,
-        model: str = NEEDLE,
-        fluxion: str | None = "",
-        dtype: str = "float32",
-        env: dict[str, str] | None = None,
-        log: Path,
-    ) -> None:
+        self, *flags: str, model: str = NEEDLE, fluxion: str | None = "", dtype: str = "float32",
+        env: dict[str, str] | None = None, log: Path,
+    ) -> None:  # fmt: skip
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
         # SGLang's own guess of this fraction is negative on a small machine when prefill is not chunked.
@@ -153,6 +149,20 @@ class Server:
             params["custom_params"] = {"fluxion_policy": policy}
         body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, **extra}
         return Completion.of(requests.post(self.url + "/generate", json=body, timeout=PATIENCE_S).json())
+
+    def answered(self, document: NeedlePrompt, cached: int) -> tuple[int, float]:
+        """Right answers to all questions of a document, and the share of its middle that was read for them.
+
+        cached: tokens that later questions find in the tree, at least.
+        """
+        before, right = self.metrics(), 0
+        for i, question in enumerate(document.questions):
+            got = self.generate(document.token_ids(i), len(question.answer_ids))
+            right += score(question.answer_ids, got.tokens)
+            assert i == 0 or got.cached >= cached, "later questions find the document in the tree"
+        after, names = self.metrics(), ("fluxion_read_tokens_total", "fluxion_middle_tokens_total")
+        read, middle = (after[name] - before.get(name, 0) for name in names)
+        return right, read / middle
 
     def generate_many(self, prompts: list[tuple[list[int], int]]) -> list[Completion]:
         """The same, concurrently."""

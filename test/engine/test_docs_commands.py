@@ -50,13 +50,9 @@ def run_program(text: str, folder: Path, **environment: str) -> str:
     script = folder / "program.py"
     script.write_text(text)
     done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import cases
 import pytest
 import torch
 from places import NEEDLE
 from server import Completion, Server
-from test_exact import ALL, Reference, assert_same, check_group
+from test_exact import ALL, Reference, Shared, assert_same, check_pressure
 
 from fluxion_sglang.kv.host_pool import KVShape
 
@@ -29,7 +28,7 @@ def steps(got: Completion) -> int:
     return int(got.raw["meta_info"]["spec_verify_ct"])
 
 
-class TestDrafts:
+class TestDrafts(Shared):
     """A pool that holds everything; the bundled model has a predictor, so the server's policy is sparse by default."""
 
     @pytest.fixture(scope="class")
@@ -53,19 +52,6 @@ class TestDrafts:
         assert_same(second, reference[f"length-{length}"])
         assert second.cached >= length // 16 * 16 - 16
         assert steps(second) < new - 1, "no draft was accepted"
-
-    def test_eight_at_once_with_shared_prefixes(self, server: Server, reference: Reference) -> None:
-        server.flush()
-        check_group(server, reference, "family")
-        check_group(server, reference, "family")
-
-    def test_second_turn(self, server: Server, reference: Reference) -> None:
-        server.flush()
-        ids, new = ALL["length-2000"]
-        first = server.generate(ids, new)
-        got = server.generate(cases.second_turn(ids, first.tokens), cases.TURN_NEW)
-        assert got.cached >= 2048, "the finished turn, decoded tokens included, should be in the tree"
-        assert_same(got, reference["second-turn"])
 
     def test_any_policy_gives_the_exact_tokens(self, server: Server, reference: Reference) -> None:
         ids, new = ALL["length-2000"]
@@ -110,7 +96,4 @@ class TestNarrow:
             server.assert_clean()
 
     def test_eviction_and_retraction(self, server: Server, reference: Reference) -> None:
-        for _ in range(2):
-            check_group(server, reference, "crowd")
-            check_group(server, reference, "relatives")
-        assert re.search(r"Testing retraction|Retract requests", server.log()), "nothing was retracted"
+        check_pressure(server, reference)

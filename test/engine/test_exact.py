@@ -38,7 +38,34 @@ def check_group(server: Server, reference: Reference, name: str) -> None:
         assert_same(got, reference[case])
 
 
-class TestTheFlagAlone:
+def check_pressure(server: Server, reference: Reference) -> None:
+    """Groups that need more than the pool, while SGLang retracts requests as if it had to."""
+    for _ in range(2):
+        check_group(server, reference, "crowd")
+        check_group(server, reference, "relatives")
+    assert re.search(r"Testing retraction|Retract requests", server.log()), "nothing was retracted"
+
+
+class Shared:
+    """Prefixes that requests have in common, on a server that holds all of them."""
+
+    def test_eight_at_once_with_shared_prefixes(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        check_group(server, reference, "family")
+        # Once more, now that every prefix is in the tree and rows were rebound to its pages.
+        check_group(server, reference, "family")
+
+    def test_second_turn(self, server: Server, reference: Reference) -> None:
+        server.flush()
+        ids, new = ALL["length-2000"]
+        first = server.generate(ids, new)
+        turn = cases.second_turn(ids, first.tokens)
+        got = server.generate(turn, cases.TURN_NEW)
+        assert got.cached >= 2048, "the finished turn, decoded tokens included, should be in the tree"
+        assert_same(got, reference["second-turn"])
+
+
+class TestTheFlagAlone(Shared):
     """A model without a predictor, whose server has the flag and no policy: chunks of 1,024 tokens, the overlap
     scheduler on (SGLang's default), a pool that holds everything.
     """
@@ -89,21 +116,6 @@ class TestTheFlagAlone:
         got = server.generate(ids, new)
         assert got.cached >= 4900
         assert_same(got, reference["length-5000"])
-
-    def test_eight_at_once_with_shared_prefixes(self, server: Server, reference: Reference) -> None:
-        server.flush()
-        check_group(server, reference, "family")
-        # Once more, now that every prefix is in the tree and rows were rebound to its pages.
-        check_group(server, reference, "family")
-
-    def test_second_turn(self, server: Server, reference: Reference) -> None:
-        server.flush()
-        ids, new = ALL["length-2000"]
-        first = server.generate(ids, new)
-        turn = cases.second_turn(ids, first.tokens)
-        got = server.generate(turn, cases.TURN_NEW)
-        assert got.cached >= 2048, "the finished turn, decoded tokens included, should be in the tree"
-        assert_same(got, reference["second-turn"])
 
     @pytest.mark.full
     def test_long_generation(self, server: Server, reference: Reference) -> None:
@@ -181,10 +193,7 @@ class TestPressure:
             server.assert_clean()
 
     def test_eviction_and_retraction(self, server: Server, reference: Reference) -> None:
-        for _ in range(2):
-            check_group(server, reference, "crowd")
-            check_group(server, reference, "relatives")
-        assert re.search(r"Testing retraction|Retract requests", server.log()), "nothing was retracted"
+        check_pressure(server, reference)
         evicted = [value for name, value in server.metrics().items() if "evicted_tokens_total" in name]
         assert sum(evicted) > 0, "nothing was evicted"
 

@@ -6,12 +6,9 @@ import json
 import subprocess
 import sys
 
+import gpu_day.__main__ as day
 import pytest
 from places import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import gpu_day.__main__ as day
 
 pytestmark = pytest.mark.full
 

@@ -46,12 +46,9 @@ class TestKits(AbortAllMixin, KLDivergenceMixin, unittest.TestCase):
         key = f"{kit.model}_{kl_test_utils.DEFAULT_PROMPT_TOKENS}_{kl_test_utils.DEFAULT_NUM_SAMPLES}"
         kl_test_utils._cached_input_ids[key] = [cases.filler(1500 + 200 * i, 800 + i) for i in range(8)]
         with Server(
-            "--chunked-prefill-size",
-            "1024",
-            model=kit.model,
-            fluxion='{"policy": "full", "host_tokens": 65536}',
+            "--chunked-prefill-size", "1024", model=kit.model, fluxion='{"policy": "full", "host_tokens": 65536}',
             log=logs / "kits.log",
-        ) as server:
+        ) as server:  # fmt: skip
             kit.base_url, kit.process = server.url, server.process
             yield server
             server.assert_clean()

@@ -150,12 +150,9 @@ def test_sglang_without_the_flag_gives_the_same_answers(
     words += ["--lengths", "1k", "--tasks", ",".join(TASKS), "--samples", "2", "--dtype", "float32", "--device", "cpu"]
     words += ["--policies", "streaming,oracle,fixed:16:0.05,off"]
     done = subprocess.run(
-        [sys.executable, "-m", "fluxion_sglang.cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+        [sys.executable, "-m", "fluxion_sglang.cli", *words], capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     rows = json.loads(out.read_text())["rows"]
     assert [row for row in rows if row["policy"] != "off"] == served[0]["rows"]

@@ -22,13 +22,10 @@ from test_exact import ALL, Reference, assert_same, check_group
 pytestmark = pytest.mark.full
 
 WAYS = {
-    "tp2": ("--tp", "2"),
-    "pp2": ("--pp-size", "2"),
-    "dp2": ("--dp-size", "2"),
-    "tp2-pp2": ("--tp", "2", "--pp-size", "2"),
-    "tp2-dp2": ("--tp", "2", "--dp-size", "2"),
+    "tp2": ("--tp", "2"), "pp2": ("--pp-size", "2"), "dp2": ("--dp-size", "2"),
+    "tp2-pp2": ("--tp", "2", "--pp-size", "2"), "tp2-dp2": ("--tp", "2", "--dp-size", "2"),
     "two-nodes": ("--tp", "2", "--nnodes", "2"),
-}
+}  # fmt: skip
 """By name, what a server is told of its ranks."""
 
 LEARNED = cases.prompt(3000, 31), 24

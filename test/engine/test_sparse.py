@@ -22,30 +22,21 @@ DOCUMENT = 6_000
 class TestFixed:
     """fixed(16, 0.25): enough for the bundled model at 4K with block ranking, and well short of everything."""
 
+    spec = "fixed:16:0.25"
     least, most = 0.25, 0.75  # own choice is a quarter; the union of four heads is at most three more
 
     @pytest.fixture(scope="class")
-    def server(self, logs: Path) -> Iterator[Server]:
-        config = f'{{"policy": "fixed:16:0.25", "host_tokens": {HOST_TOKENS}}}'
-        with Server(
-            "--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "fixed.log"
-        ) as server:
+    def server(self, request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
+        spec = request.cls.spec
+        config, log = f'{{"policy": "{spec}", "host_tokens": {HOST_TOKENS}}}', logs / f"{spec.partition(':')[0]}.log"
+        with Server("--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=log) as server:
             yield server
             server.assert_clean()
 
     def test_answers_and_fraction_read(self, server: Server) -> None:
-        before = server.metrics()
-        document = needle_prompt(4096, 8, seed=5)
-        right = 0
-        for i, question in enumerate(document.questions):
-            got = server.generate(document.token_ids(i), len(question.answer_ids))
-            right += score(question.answer_ids, got.tokens)
-            assert i == 0 or got.cached >= 4000, "later questions should find the document in the tree"
-        after = server.metrics()
+        right, share = server.answered(needle_prompt(4096, 8, seed=5), cached=4000)
         assert right >= 7, f"{right} of 8 answers right"
-        read = after["fluxion_read_tokens_total"] - before.get("fluxion_read_tokens_total", 0)
-        middle = after["fluxion_middle_tokens_total"] - before.get("fluxion_middle_tokens_total", 0)
-        assert self.least <= read / middle <= self.most
+        assert self.least <= share <= self.most
 
     def test_fork_shares_the_document(self, server: Server) -> None:
         """Four branches over one document run together in a pool that could not hold it twice."""
@@ -84,16 +75,7 @@ class TestFixed:
 class TestSketch(TestFixed):
     """sketch: as many answers right, a chunked prefill and shared pages included, and little read."""
 
-    least, most = 0.01, 0.3
-
-    @pytest.fixture(scope="class")
-    def server(self, logs: Path) -> Iterator[Server]:
-        config = f'{{"policy": "sketch", "host_tokens": {HOST_TOKENS}}}'
-        with Server(
-            "--chunked-prefill-size", "2048", fluxion=config, dtype="bfloat16", log=logs / "sketch.log"
-        ) as server:
-            yield server
-            server.assert_clean()
+    spec, least, most = "sketch", 0.01, 0.3
 
     def test_requests_have_shares_of_their_own(self, server: Server) -> None:
         """In one batch, with exact ones between them; a small share answers as full attention does."""

@@ -57,13 +57,9 @@ if __name__ == "__main__":
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("surface", "policy", "least"), [("engine", "fixed:16:0.05", 4), ("runtime", "full", 8)])

@@ -12,18 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 def build(folder: Path, kv_heads: int = 1) -> str:
     """Write the model to `folder` and return its path. Tensor parallelism needs a KV head a rank."""
     config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
-        vocab_size=32000,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=kv_heads, head_dim=32, vocab_size=32000, max_position_embeddings=32768,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).float()
     with torch.no_grad():

@@ -60,19 +60,11 @@ def build(folder: Path, model: str) -> str:
     served, options, found = LlamaForCausalLM.from_pretrained(model), FluxionConfig(), predictor()
     config = served.config
     identity = Identity(
-        architecture=type(served).__name__,
-        layers=config.num_hidden_layers,
-        q_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        rope_theta=config.rope_parameters["rope_theta"],
-        weights=fingerprint(norms(served)),
-        sinks=options.sinks,
-        window=options.window,
-        spread=SPREAD,
-    )
+        architecture=type(served).__name__, layers=config.num_hidden_layers, q_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads, head_dim=config.head_dim, hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size, rope_theta=config.rope_parameters["rope_theta"],
+        weights=fingerprint(norms(served)), sinks=options.sinks, window=options.window, spread=SPREAD,
+    )  # fmt: skip
     trained = {TAU: artifact_writer.Trained(found.network, found.threshold, found.margins, found.metrics)}
     artifact_writer.save(folder, trained, identity=identity, features=NAMES, calibrated=TAU)
     return str(folder)

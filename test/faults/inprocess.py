@@ -64,13 +64,9 @@ class InProcess:
     """
 
     def __init__(
-        self,
-        *flags: str,
-        config: dict[str, Any] | None = None,
-        fluxion: bool = True,
-        model: str = NEEDLE,
+        self, *flags: str, config: dict[str, Any] | None = None, fluxion: bool = True, model: str = NEEDLE,
         patience: float = PATIENCE_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         import torch
         from sglang.srt.plugins import load_plugins
 

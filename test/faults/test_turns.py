@@ -249,6 +249,7 @@ class Cases:
 class TestOverlapped(Cases):
     """SGLang's default: the result of a pass is looked at when the next one has begun."""
 
+    @pytest.mark.full
     def test_answers_take_the_room_of_a_long_prompt(self, server: Child) -> None:
         server.run(answers_that_take_the_room, patience=600)
 

@@ -23,14 +23,9 @@ pytestmark = pytest.mark.full
 PROGRAM = Path(__file__).with_name("program.py")
 # A pool that holds everything, and chunks into which long prompts are cut.
 OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "max_running_requests": 8,
-    "max_total_tokens": 16384,
-    "chunked_prefill_size": 1024,
-    "mem_fraction_static": 0.4,
-    "log_level": "error",
-}
+    "device": "cpu", "dtype": "float32", "max_running_requests": 8, "max_total_tokens": 16384,
+    "chunked_prefill_size": 1024, "mem_fraction_static": 0.4, "log_level": "error",
+}  # fmt: skip
 GREEDY = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
 Rounds = list[list[dict[str, Any]]]
 Answers = list[dict[str, Any]]
@@ -52,14 +47,10 @@ CONVERSATIONS: Rounds = [
 def answers(options: dict[str, Any], rounds: Rounds) -> tuple[str, Answers]:
     """The attention backend that was used, and what it answered, all rounds in one list."""
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        input=json.dumps({"options": options, "rounds": rounds}),
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
+        [sys.executable, str(PROGRAM)], input=json.dumps({"options": options, "rounds": rounds}),
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}, capture_output=True, text=True, timeout=1800,
         check=False,
-    )
+    )  # fmt: skip
     assert MARK in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.split(MARK)[1].splitlines()[0])
     return found["backend"], found["answers"]

@@ -52,12 +52,7 @@ def parser() -> argparse.ArgumentParser:
 def serve(folder: Path, tp: int) -> Server:
     model = tiny_model.build(folder / "model", kv_heads=2)
     predictor = tiny_predictor.build(folder / "predictor", model)
-    options = {
-        "policy": "fluxion",
-        "predictor": predictor,
-        "host_tokens": POOL,
-        "sketches": True,
-    }
+    options = {"policy": "fluxion", "predictor": predictor, "host_tokens": POOL, "sketches": True}
     flags = ["--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-conservativeness", "0.1"]
     # Two ranks of a machine with one NUMA node: SGLang binds a rank to a node where nothing else is said.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))} if tp > 1 else {}

@@ -96,15 +96,9 @@ class Load:
     def _work(self, seed: int, deadline: float) -> None:
         rng = random.Random(seed)
         kinds: dict[Callable[[random.Random, requests.Session], None], int] = {
-            self._ask: 10,
-            self._fork: 3,
-            self._hang_up: 3,
-            self._abort: 2,
-            self._converse: 2,
-            self._session: 2,
-            self._refused: 2,
-            self._too_long: 1,
-        }
+            self._ask: 10, self._fork: 3, self._hang_up: 3, self._abort: 2, self._converse: 2, self._session: 2,
+            self._refused: 2, self._too_long: 1,
+        }  # fmt: skip
         with requests.Session() as http:
             while time.monotonic() < deadline:
                 (kind,) = rng.choices(list(kinds), list(kinds.values()))

@@ -83,13 +83,7 @@ class Prefixes:
 
 
 def prefixes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    placement: Placement,
-    blk: int,
-    spread: float = 1.0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement, blk: int, spread: float = 1.0
 ) -> Prefixes:
     """The walk of one head over the blocks of its middle, each prefix from scratch.
 
@@ -116,13 +110,9 @@ def prefixes(
 
 
 def least_budgets(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    placement: Placement,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, placement: Placement,
     criteria: Sequence[tuple[int, float]],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`Measurement.budgets` of one query.
 
     Args:

@@ -70,12 +70,9 @@ class Mail:
         self.shape = shape
         library = sim()
         self._sizes: Any = {
-            "max_requests": shape.max_requests,
-            "q_heads": shape.q_heads,
-            "kv_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "dtype": shape.dtype,
-        }
+            "max_requests": shape.max_requests, "q_heads": shape.q_heads, "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim, "dtype": shape.dtype,
+        }  # fmt: skip
         self.mailbox = Mailbox(MailboxShape(**self._sizes))
         self.arena = self.mailbox.arena.fill_(255)  # what nobody writes is NaN
         library.host_register(self.arena)

@@ -15,20 +15,10 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def decode_features(
-    q: torch.Tensor,
-    parts: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    anchor: torch.Tensor,
-    anchor_q: torch.Tensor,
-    mean_k: torch.Tensor,
-    layer: int,
-    first_head: int,
-    sinks: int,
-    window: int,
-    scale: float,
+    q: torch.Tensor, parts: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, anchor: torch.Tensor,
+    anchor_q: torch.Tensor, mean_k: torch.Tensor, layer: int, first_head: int, sinks: int, window: int, scale: float,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """The features of every head of a step, computed in float64; arguments as of `predictor.kernel.features`."""
     B, Hq, _ = q.shape
     at = rows.long()

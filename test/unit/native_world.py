@@ -62,6 +62,13 @@ class Request:
         return self.keys[0].shape[0]
 
 
+def take(requests: list[Request], layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The truth of each request grows by its row of k and v, [B, H, D] or more of them."""
+    for request, key, value in zip(requests, k, v, strict=False):
+        request.keys[layer] = torch.cat([request.keys[layer], key[None]])
+        request.values[layer] = torch.cat([request.values[layer], value[None]])
+
+
 @dataclass
 class Plan:
     """blk [B, H] int32, budget [B, Hq] and value [B, H] float32, owner [B, H] int32 or None, and more, of a layer."""
@@ -74,37 +81,24 @@ class Plan:
 
 
 def layer_begin(
-    engine: NativeEngine,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    windows: torch.Tensor | None,
-    blk: torch.Tensor,
-    budget: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    out: torch.Tensor | None,
-    owner: torch.Tensor | None = None,
-    listed: Listed | None = None,
-    stop: torch.Tensor | None = None,
-    spread: torch.Tensor | None = None,
-    middle: tuple[torch.Tensor, torch.Tensor] | None = None,
+    engine: NativeEngine, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+    windows: torch.Tensor | None, plan: Plan, scale: float, out: torch.Tensor | None, stop: torch.Tensor | None = None,
+    spread: torch.Tensor | None = None, middle: tuple[torch.Tensor, torch.Tensor] | None = None,
     parts: torch.Tensor | None = None,
-) -> int:
-    """Begins a layer by a plan of these tensors, which may hold single tokens; `middle`: with residents on a device."""
+) -> int:  # fmt: skip
+    """Begins a layer by a plan, which may hold single tokens; `middle`: with residents on a device."""
     kinds: tuple[TaskKind, ...] = (SingleTokens(),)
     if stop is not None:
         kinds = (EarlyStop(stop, torch.ones_like(stop) if spread is None else spread), *kinds)
-    if listed is not None:
-        kinds = (listed, *kinds)
-    plan = native_plan(LayerPlan(blk, budget, value, kinds), owner=owner)
+    if plan.listed is not None:
+        kinds = (plan.listed, *kinds)
+    native = native_plan(LayerPlan(plan.blk, plan.budget, plan.value, kinds), owner=plan.owner)
     at = AttentionLayer(engine, layer, scale, windows)
     if middle is not None:
         assert out is None
-        return engine.middle_begin(plan, at, q, k, v, *middle, parts)
+        return engine.middle_begin(native, at, q, k, v, *middle, parts)
     assert out is not None
-    return engine.layer_begin(plan, at, q, k, v, out)
+    return engine.layer_begin(native, at, q, k, v, out)
 
 
 @dataclass
@@ -143,32 +137,15 @@ class NativeWorld:
             self.dtype = torch.bfloat16
         pool_workers = Workers(self.workers, torch.tensor(self.cores, dtype=torch.int32))
         self.pool = NativePool(
-            pool_workers,
-            layers=self.layers,
-            kv_heads=self.heads,
-            pages=self.pages,
-            head_dim=self.dim,
-            dtype=self.dtype,
-            int8=self.int8,
-            sketched=self.sketched,
-            sink_pages=self.placement.sink_pages,
-            spread=self.spread,
-            isa=self.isa,
-            canary=self.canary,
-        )
+            pool_workers, layers=self.layers, kv_heads=self.heads, pages=self.pages, head_dim=self.dim,
+            dtype=self.dtype, int8=self.int8, sketched=self.sketched, sink_pages=self.placement.sink_pages,
+            spread=self.spread, isa=self.isa, canary=self.canary,
+        )  # fmt: skip
         self.engine = NativeEngine(
-            pool_workers,
-            self.pool,
-            q_heads=self.q_heads,
-            sinks=self.placement.sinks,
-            window=self.placement.window,
-            max_requests=1,
-            max_pages=1,
-            attend_union=self.attend_union,
-            chunk_bytes=self.chunk_bytes,
-            share_prefixes=self.share_prefixes,
-            cached_bytes=self.cached_bytes,
-        )
+            pool_workers, self.pool, q_heads=self.q_heads, sinks=self.placement.sinks, window=self.placement.window,
+            max_requests=1, max_pages=1, attend_union=self.attend_union, chunk_bytes=self.chunk_bytes,
+            share_prefixes=self.share_prefixes, cached_bytes=self.cached_bytes,
+        )  # fmt: skip
         size = (self.heads, self.rows * self.placement.slot_pages, 2, PAGE, self.dim)
         self.windows = [torch.full(size, torch.nan, dtype=self.dtype) for _ in range(self.layers)]
         self.free = (torch.randperm(self.pages - 1, generator=self.random) + 1).tolist()
@@ -190,11 +167,7 @@ class NativeWorld:
         return stored(x) if self.int8 else x
 
     def add(
-        self,
-        length: int,
-        parent: Request | None = None,
-        shared: int = 0,
-        keys: list[torch.Tensor] | None = None,
+        self, length: int, parent: Request | None = None, shared: int = 0, keys: list[torch.Tensor] | None = None
     ) -> Request:
         """A request of `length` tokens in the pool, its window filled; `keys`: of each layer [length, H, D].
 
@@ -213,13 +186,7 @@ class NativeWorld:
                 k, v = torch.cat([parent.keys[layer][:shared], k]), torch.cat([parent.values[layer][:shared], v])
             if length:
                 self.pool.fill_window(
-                    layer,
-                    self.windows[layer],
-                    request.row,
-                    length,
-                    pages,
-                    self.placement.sinks,
-                    self.placement.window,
+                    layer, self.windows[layer], request.row, length, pages, self.placement.sinks, self.placement.window
                 )
             request.keys.append(k)
             request.values.append(v)
@@ -267,13 +234,8 @@ class NativeWorld:
             parts = torch.empty(batch, self.q_heads, 5)
             self.engine.layer_resident(self.at(layer), q, k, v, parts)
             new = (None, None, None)
-        tasks = layer_begin(
-            self.engine, layer, q, *new, plan.blk, plan.budget, plan.value, self.scale, out, plan.owner,
-            plan.listed,
-        )  # fmt: skip
-        for b, request in enumerate(requests):
-            request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
-            request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
+        tasks = layer_begin(self.engine, layer, q, *new, plan, self.scale, out)
+        take(requests, layer, k, v)
         return tasks, q, out
 
     def selections(self, requests: list[Request], tasks: int) -> dict[tuple[int, int], list[set[int]]]:
@@ -294,11 +256,7 @@ class NativeWorld:
         return result
 
     def expected(
-        self,
-        requests: list[Request],
-        layer: int,
-        q: torch.Tensor,
-        chosen: dict[tuple[int, int], list[set[int]]],
+        self, requests: list[Request], layer: int, q: torch.Tensor, chosen: dict[tuple[int, int], list[set[int]]]
     ) -> torch.Tensor:
         """Attention over residents and the chosen positions, float64 [B, Hq, D].
 
@@ -321,6 +279,11 @@ class NativeWorld:
         """Positions of the middle; the request holds the new token."""
         n = request.keys[layer].shape[0]
         return list(range(self.placement.sinks, self.placement.window_start(n)))
+
+    def everything(self, requests: list[Request], layer: int = 0) -> dict[tuple[int, int], list[set[int]]]:
+        """What a budget of 1 chooses: per (b, h), a set a head."""
+        middles = [set(self.middle(request, layer)) for request in requests]
+        return {(b, h): [middle] * self.group for b, middle in enumerate(middles) for h in range(self.heads)}
 
     def tolerance(self) -> dict[str, float]:
         return {"atol": 2e-5, "rtol": 1e-4} if self.dtype == torch.float32 else {"atol": 1.2e-2, "rtol": 1.2e-2}

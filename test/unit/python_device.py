@@ -118,11 +118,8 @@ class DeviceWorld:
     def begin(self, rows: list[int], policies: Sequence[Policy] | None = None) -> None:
         """A step of these rows, at the device and at the server."""
         world = self.world
-        tables = [world.page_list(row, world.length(row) + 1) for row in rows]
-        table = torch.zeros(len(rows), max(map(len, tables), default=0), dtype=torch.int32)
-        for b, pages in enumerate(tables):
-            table[b, : len(pages)] = pages
         lengths = [world.length(row) + 1 for row in rows]
+        table = world.table(rows, lengths)
         self.device.step(rows, lengths)
         self.server.begin(torch.tensor(rows, dtype=torch.int64), torch.tensor(lengths), table, world.scale, policies)
 
@@ -133,12 +130,7 @@ class DeviceWorld:
         k, v = world.randn(len(rows), world.heads, world.dim), world.randn(len(rows), world.heads, world.dim)
         device.publish(layer, q, k, v)
         got = device.take(*device.resident(layer, q))
-        want = []
-        for b, row in enumerate(rows):
-            world.keys[row][layer] = torch.cat([world.keys[row][layer], k[b : b + 1]])
-            world.values[row][layer] = torch.cat([world.values[row][layer], v[b : b + 1]])
-            want.append(world.exact(row, layer, q[b]))
-        return got, torch.stack(want) if want else torch.empty_like(got, dtype=torch.float64)
+        return got, world.take(rows, layer, q, k, v)
 
     def decode(
         self, rows: list[int], policies: Sequence[Policy] | None = None

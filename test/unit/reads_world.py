@@ -45,14 +45,10 @@ def metrics(units: float, shares: list[list[float]] | None = None, *, timed: boo
         **{
             f'fluxion_step_seconds_total{{part="{part}"}}': 2 * units * seconds * timed
             for part, seconds in (
-                ("resident", 0.001),
-                ("plan", 0.001),
-                ("tasks", 0.003),
-                ("model", 0.004),
-                ("between", 0.001),
+                ("resident", 0.001), ("plan", 0.001), ("tasks", 0.003), ("model", 0.004), ("between", 0.001),
             )
         },
-    }
+    }  # fmt: skip
     return "".join(f"{name} {value}\n" for name, value in samples.items())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from definitions.torch_executor import TorchReferenceExecutor
@@ -103,6 +104,14 @@ class World:
             pages.append(self.free.pop())
         return torch.tensor(pages, dtype=torch.int32)
 
+    def table(self, rows: list[int], lengths: Sequence[int]) -> torch.Tensor:
+        """[B, M] int32: pages of each row, grown to hold so many tokens."""
+        tables = [self.page_list(row, length) for row, length in zip(rows, lengths, strict=True)]
+        table = torch.zeros(len(rows), max(map(len, tables), default=0), dtype=torch.int32)
+        for b, pages in enumerate(tables):
+            table[b, : len(pages)] = pages
+        return table
+
     def variant(self, layer: int) -> Variant:
         return self.variants[layer] if self.variants else PLAIN
 
@@ -137,12 +146,8 @@ class World:
         self, rows: list[int], policies: Sequence[Policy] | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """One decode step; per layer (what the engine says, exact attention over the truth), [B, Hq, D] each."""
-        tables = [self.page_list(row, self.length(row) + 1) for row in rows]
-        table = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
-        for b, pages in enumerate(tables):
-            table[b, : len(pages)] = pages
-        lengths = torch.tensor([self.length(row) + 1 for row in rows])
-        self.engine.begin_step(torch.tensor(rows), lengths, table, policies)
+        lengths = [self.length(row) + 1 for row in rows]
+        self.engine.begin_step(torch.tensor(rows), torch.tensor(lengths), self.table(rows, lengths), policies)
         results = []
         self.queries = []
         for layer in range(self.layers):
@@ -150,13 +155,16 @@ class World:
             self.queries.append(q)
             k, v = self.randn(len(rows), self.heads, self.dim), self.randn(len(rows), self.heads, self.dim)
             got = self.device.decode(layer, q, k, v, self.scale, self.variant(layer))
-            want = []
-            for b, row in enumerate(rows):
-                self.keys[row][layer] = torch.cat([self.keys[row][layer], k[b : b + 1]])
-                self.values[row][layer] = torch.cat([self.values[row][layer], v[b : b + 1]])
-                want.append(self.exact(row, layer, q[b]))
-            results.append((got, torch.stack(want)))
+            results.append((got, self.take(rows, layer, q, k, v)))
         return results
+
+    def take(self, rows: list[int], layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The truth grows by a token of each row; `exact` of them all, [B, Hq, D]."""
+        for b, row in enumerate(rows):
+            for kept, new in ((self.keys, k), (self.values, v)):
+                kept[row][layer] = torch.cat([kept[row][layer], new[b : b + 1]])
+        want = [self.exact(row, layer, of_row) for row, of_row in zip(rows, q, strict=False)]
+        return torch.stack(want) if want else q.double()
 
     def exact(self, row: int, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Full attention of q [Hq, D] over the row's tokens, or those in the layer's window, float64: [Hq, D]."""
@@ -166,6 +174,27 @@ class World:
         logits, cap = torch.einsum("hd,shd->hs", q.double(), k) * self.scale, self.variant(layer).cap
         logits = cap * torch.tanh(logits / cap) if cap else logits
         return torch.einsum("hs,shd->hd", logits.softmax(-1), v)
+
+
+def on_both(
+    lengths: Sequence[int], steps: int, policies: Sequence[Policy] | None = None, **options: Any
+) -> tuple[list[list[torch.Tensor]], list[dict[str, int]]]:
+    """Outputs and statistics of the same steps, natively and by the torch executor, which one worker leaves all to."""
+    outs, stats = [], []
+    for executors, workers in (("cpu", 2), ("cpu+torch", 1)):
+        world = World(executors=executors, workers=workers, **options)
+        rows = list(range(1, len(lengths) + 1))
+        for row, length in zip(rows, lengths, strict=True):
+            world.extend(row, length)
+        outs.append([got for _ in range(steps) for got, _ in world.decode(rows, policies)])
+        stats.append(world.engine.native.stats())
+    assert stats[0]["tasks_torch"] == stats[1]["tasks_cpu"] == 0
+    return outs, stats
+
+
+def same_reads(stats: list[dict[str, int]]) -> None:
+    for name in ("middle_tokens", "tokens_read", "tile_bytes", "metadata_bytes"):
+        assert stats[0][name] == stats[1][name], name
 
 
 def counts(world: World) -> dict[str, int]:

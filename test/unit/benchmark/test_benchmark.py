@@ -8,28 +8,24 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import attention
+import common
+import one_batch
+import plot
 import pytest
+import registry
+import rendering
+import restart
+import tables
 import torch
+from tables import TABLES
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import attention  # noqa: E402
-import common  # noqa: E402
-import one_batch  # noqa: E402
-import plot  # noqa: E402
-import registry  # noqa: E402
-import rendering  # noqa: E402
-import restart  # noqa: E402
-import tables  # noqa: E402
-from tables import TABLES  # noqa: E402
-
-from fluxion_quality import plan  # noqa: E402
-from fluxion_sglang import cli  # noqa: E402
-from fluxion_sglang.kv.placement import Placement  # noqa: E402
-from fluxion_sglang.policy import check_spec, parse_spec  # noqa: E402
-from fluxion_sglang.policy.base import TOLD  # noqa: E402
-from fluxion_sglang.policy.fixed import FixedPolicy  # noqa: E402
+from fluxion_quality import plan
+from fluxion_sglang import cli
+from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.policy import check_spec, parse_spec
+from fluxion_sglang.policy.base import TOLD
+from fluxion_sglang.policy.fixed import FixedPolicy
 
 HEADER = {
     "commit": "abc",
@@ -50,13 +46,8 @@ def row(policy: str, tpot: float, turn: int = 0, model: str = "m") -> dict[str, 
 
 def attention_row(policy: str, ms: float, **others: Any) -> dict[str, Any]:
     times = {
-        "attention_ms": ms,
-        "resident_ms": 0.1,
-        "features_ms": 0.03,
-        "plan_ms": 0.02,
-        "queue_ms": 0.7,
-        "other_ms": 0.15,
-    }
+        "attention_ms": ms, "resident_ms": 0.1, "features_ms": 0.03, "plan_ms": 0.02, "queue_ms": 0.7, "other_ms": 0.15,
+    }  # fmt: skip
     found = {"model": "m", "policy": policy, "length": 8192, "batch": 4, "layers": 4, **times, "anchor_ms": None}
     found |= {"read": 0.125, "tile_bytes": 3_000_000, "metadata_bytes": 1_000_000, "gb_per_s": 10.0}
     return found | {"memory_read_gb_per_s": 25.0, "error_mean": 0.01, "error_max": 0.2} | others
@@ -64,12 +55,7 @@ def attention_row(policy: str, ms: float, **others: Any) -> dict[str, Any]:
 
 def test_one_batch_table_shows_medians_over_rounds_and_the_gain(tmp_path: Path) -> None:
     rows = [row("off", 30.0), row("fixed:16:0.05", 9.0)]
-    rows += [
-        row("off", 50.0, 1),
-        row("fixed:16:0.05", 11.0, 1),
-        row("off", 40.0, 2),
-        row("fixed:16:0.05", 10.0, 2),
-    ]
+    rows += [row("off", 50.0, 1), row("fixed:16:0.05", 11.0, 1), row("off", 40.0, 2), row("fixed:16:0.05", 10.0, 2)]
     write(tmp_path, "one_batch_needle.json", rows)
     text = TABLES["one_batch"](tmp_path)
     assert "| m | 4 | 8,192 | 40.0 | 10.0 | 4.0x |" in text
@@ -149,18 +135,8 @@ def test_a_named_list_of_policies_has_a_file_of_its_own(tmp_path: Path, monkeypa
     monkeypatch.setattr(common, "ROOT", tmp_path)
     policies = ["full", "hgca:0", "hgca:1", "psa:0.95", "lfps:0.10"]
     options = [
-        "--quick",
-        "--name",
-        "few",
-        "--lengths",
-        "700",
-        "--batches",
-        "2",
-        "--turns",
-        "1",
-        "--policies",
-        *policies,
-    ]
+        "--quick", "--name", "few", "--lengths", "700", "--batches", "2", "--turns", "1", "--policies", *policies,
+    ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["attention.py", "--machine", "box", *options])
     attention.main()
     data = common.load(tmp_path / "box" / "attention_few_quick.json")

@@ -10,24 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import forecast.__main__ as program
 import pytest
 from effort import examples
+from forecast import hardware, layer, work
+from forecast.hardware import Domain, Machine
+from forecast.layer import TIME, Kernel, Layer, Stage
+from forecast.step import Rates, forecast
+from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, Model, Reading, layer_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import checkpoints  # noqa: E402
-import forecast.__main__ as program  # noqa: E402
-from forecast import hardware, layer, work  # noqa: E402
-from forecast.hardware import Domain, Machine  # noqa: E402
-from forecast.layer import TIME, Kernel, Layer, Stage  # noqa: E402
-from forecast.step import Rates, forecast  # noqa: E402
-from forecast.work import ATTEND, ATTEND_BLOCKS, SCAN, Model, Reading, layer_work  # noqa: E402
-
-from fluxion_sglang.executor.workers import share_of_machine  # noqa: E402
-from fluxion_sglang.native import topology  # noqa: E402
+from fluxion_sglang.executor.workers import share_of_machine
+from fluxion_sglang.native import topology
 
 LLAMA = Model(layers=32, hidden=4096, inner=14336, q_heads=32, kv_heads=8, head_dim=128, vocabulary=128256)
 KERNELS = {ATTEND: Kernel(16, 2), ATTEND_BLOCKS: Kernel(16, 2, 0.9), SCAN: Kernel(20, 2)}

@@ -10,12 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_day.__main__ as day
 import pytest
 from places import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import gpu_day.__main__ as day
 
 WORKS, FAILS = ("-c", "print('so it is')"), ("-c", "print('it broke'); raise SystemExit(3)")
 FOR_EVER = (

@@ -6,14 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-from places import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-
 import common
 import gpu_link
+import pytest
+import torch
 
 
 def test_it_runs_on_the_simulated_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,24 +10,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import common
+import decode_turns
+import drawn
+import one_batch
+import plot
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import common  # noqa: E402
-import decode_turns  # noqa: E402
-import drawn  # noqa: E402
-import one_batch  # noqa: E402
-import plot  # noqa: E402
-
-from fluxion_sglang.config import FluxionConfig  # noqa: E402
-from fluxion_sglang.device.timeline import LayerTimes  # noqa: E402
-from fluxion_sglang.kv.placement import Placement  # noqa: E402
-from fluxion_sglang.policy import DecodeStep, Policy, check_spec  # noqa: E402
-from fluxion_sglang.sglang.memory.pools import FluxionKVPool  # noqa: E402
-from fluxion_sglang.sglang.steps.backend import FluxionAttnBackend  # noqa: E402
+from fluxion_sglang.config import FluxionConfig
+from fluxion_sglang.device.timeline import LayerTimes
+from fluxion_sglang.kv.placement import Placement
+from fluxion_sglang.policy import DecodeStep, Policy, check_spec
+from fluxion_sglang.sglang.memory.pools import FluxionKVPool
+from fluxion_sglang.sglang.steps.backend import FluxionAttnBackend
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import common
 import numpy as np
 import pytest
+import race
+import speed_tables
+import step_graphs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import checkpoints  # noqa: E402
-import common  # noqa: E402
-import race  # noqa: E402
-import speed_tables  # noqa: E402
-import step_graphs  # noqa: E402
-from racers.driver import Plan, timed_steps  # noqa: E402
-from racers.entries import ENTRIES, PEERS, Entry  # noqa: E402
+from places import ROOT
+from racers.driver import Plan, timed_steps
+from racers.entries import ENTRIES, PEERS, Entry
 
 RACE_TABLES = [speed_tables.SPEED_TABLES[f"race_{name}"] for name in ("decode", "prefill", "systems")]
 

@@ -7,22 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import common
+import forks
+import judged
+import kernels
+import layers
+import peers
+import plot
 import pytest
+import roofline
 import torch
-
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import common  # noqa: E402
-import forks  # noqa: E402
-import judged  # noqa: E402
-import kernels  # noqa: E402
-import layers  # noqa: E402
-import peers  # noqa: E402
-import plot  # noqa: E402
-import roofline  # noqa: E402
-from cells import Cell, default_cells, quick_cells  # noqa: E402
-from decode_tables import DECODE_TABLES, WORDS  # noqa: E402
+from cells import Cell, default_cells, quick_cells
+from decode_tables import DECODE_TABLES, WORDS
 
 HEADER = {
     "commit": "abc",
@@ -35,13 +31,9 @@ HEADER = {
 def kernel_row(key: str, fraction: float, **others: Any) -> dict[str, Any]:
     row = {**asdict(Cell("attend")), "key": key, "bytes": 1_000_000, "gb_per_s": 20.0, "what": "", "value": None}
     row |= {
-        "stream": 40.0,
-        "scatter": 25.0,
-        "cached": 60.0,
-        "of_stream": fraction / 2,
-        "of_scatter": fraction,
+        "stream": 40.0, "scatter": 25.0, "cached": 60.0, "of_stream": fraction / 2, "of_scatter": fraction,
         "error": 1e-6,
-    }
+    }  # fmt: skip
     return row | {"bars": ["of_scatter >= 0.9"], "met": fraction >= 0.9, "judged": {"of_scatter": fraction}} | others
 
 

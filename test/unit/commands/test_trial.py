@@ -41,12 +41,9 @@ class FakeServer(Server):
     """
 
     def __init__(
-        self,
-        refuses: Sequence[str] = (),
-        forgets: Sequence[str] = (),
-        breaks: int | None = None,
+        self, refuses: Sequence[str] = (), forgets: Sequence[str] = (), breaks: int | None = None,
         end: type[BaseException] = KeyboardInterrupt,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__("")
         self.refuses, self.forgets, self.breaks, self.end = refuses, forgets, breaks, end
         self.steps = 0.0
@@ -61,11 +58,12 @@ class FakeServer(Server):
             raise RequestRefused(f"policy {policy!r} is not for you.")
         new = sampling["max_new_tokens"]
         self.steps += (new - 1) * len(prompts)
+        answers = [(answer(prompt) + [11] * new)[:new] for prompt in prompts]
+        if policy in self.forgets:
+            answers = [[token ^ 1 for token in said] for said in answers]
         for step in range(1, new + 1):
-            for i, prompt in enumerate(prompts):
-                said = (answer(prompt) + [11] * new)[:new]
-                tokens = [token ^ 1 for token in said] if policy in self.forgets else said
-                yield Piece(i, len(prompt) * 1e-4 + STEP_S[policy] * step, tokens[:step])
+            for i, (prompt, said) in enumerate(zip(prompts, answers, strict=True)):
+                yield Piece(i, len(prompt) * 1e-4 + STEP_S[policy] * step, said[:step])
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Notes of forced tokens: two tokens that are alike, or not under a policy that forgets."""

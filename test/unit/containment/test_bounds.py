@@ -72,17 +72,10 @@ def test_others_get_a_sentence(fields: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("embeds", "fine"),
     [
-        ([[0.5, 1]], True),
-        ([[0.5, 1], [2.0, 3.0]], True),
-        ([], False),
-        ("text", False),
-        ([[0.5]], False),
-        ([[0.5, 1], [2.0]], False),
-        ([0.5, 1], False),
-        ([[0.5, float("inf")]], False),
-        ([[0.5, None]], False),
+        ([[0.5, 1]], True), ([[0.5, 1], [2.0, 3.0]], True), ([], False), ("text", False), ([[0.5]], False),
+        ([[0.5, 1], [2.0]], False), ([0.5, 1], False), ([[0.5, float("inf")]], False), ([[0.5, None]], False),
     ],
-)
+)  # fmt: skip
 def test_embeddings(embeds: Any, fine: bool) -> None:
     assert (bounds.embedding_problem(embeds, 2) is None) == fine
 
@@ -95,19 +88,10 @@ def test_patterns_with_a_bound(pattern: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        "(.+)+z",
-        "(a|aa)+",
-        "(a|ab)*$",
-        r"(\w+\s?)+!!",
-        ".*.*x",
-        "(a*)*",
-        "(?:a?){70}",
-        r"(a)(\1)*b",
-        "(?:(?:a|aa){1,50})b",
-        "a{0,60}a{0,60}b",
-        "(a*?)+",
+        "(.+)+z", "(a|aa)+", "(a|ab)*$", r"(\w+\s?)+!!", ".*.*x", "(a*)*", "(?:a?){70}", r"(a)(\1)*b",
+        "(?:(?:a|aa){1,50})b", "a{0,60}a{0,60}b", "(a*?)+",
     ],
-)
+)  # fmt: skip
 def test_patterns_without(pattern: str) -> None:
     assert not budgets.has_a_bound(pattern)
 

@@ -59,13 +59,9 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_batch(
-    monkeypatch: pytest.MonkeyPatch,
-    stages: int,
-    guard: FailureGuard,
-    requests: list[Any],
-    rank: int = 0,
+    monkeypatch: pytest.MonkeyPatch, stages: int, guard: FailureGuard, requests: list[Any], rank: int = 0,
     step: Callable[[], None] = fail,
-) -> str:
+) -> str:  # fmt: skip
     ranks = SimpleNamespace(cpu_group="the ranks")
     parallel = SimpleNamespace(tp_size=2, tp_rank=rank, tp_group=ranks, pp_size=stages)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)

@@ -33,17 +33,8 @@ def test_the_cuda_library_has_code_for_every_device_it_is_for() -> None:
 
     code, later = listed("-lelf"), listed("-lptx")
     for source in (
-        "copies",
-        "merge",
-        "near_attend",
-        "near_keep",
-        "near_rank",
-        "pages",
-        "port",
-        "publish",
-        "resident",
-        "take",
-    ):
+        "copies", "merge", "near_attend", "near_keep", "near_rank", "pages", "port", "publish", "resident", "take",
+    ):  # fmt: skip
         assert f"{source}.sm_80.cubin" in code and f"{source}.sm_90a.cubin" in code and f"{source}.sm_90.ptx" in later
 
 

@@ -103,14 +103,10 @@ class Twins:
         drawn, seen = self.draw(len(rows)), []
         for row in rows:
             self.lengths[row] += 1
-        lengths = torch.tensor([self.lengths[row] for row in rows])
+        lengths = [self.lengths[row] for row in rows]
         for world, device in zip(self.worlds, self.devices, strict=True):
-            tables = [world.page_list(row, self.lengths[row]) for row in rows]
-            table = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
-            for b, pages in enumerate(tables):
-                table[b, : len(pages)] = pages
-            spy = Spy()
-            device.begin_decode(torch.tensor(rows), lengths, table, [spy] * len(rows))
+            spy, table = Spy(), world.table(rows, lengths)
+            device.begin_decode(torch.tensor(rows), torch.tensor(lengths), table, [spy] * len(rows))
             for layer, (q, k, v) in enumerate(drawn):
                 device.decode(layer, q, k, v, world.scale)
             device.finish()
@@ -137,10 +133,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 
 kinds = pytest.mark.parametrize(
-    "twins",
-    [{"seed": 1}, {"seed": 2, "dtype": torch.bfloat16, "group": 7}],
-    indirect=True,
-    ids=["float32", "bfloat16"],
+    "twins", [{"seed": 1}, {"seed": 2, "dtype": torch.bfloat16, "group": 7}], indirect=True, ids=["float32", "bfloat16"]
 )
 
 

@@ -91,15 +91,9 @@ def test_residents_equal_the_reference(group: int, scale: float) -> None:
         world.extend(row, length)
     rows, n = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
     residents = door.Residents(
-        world.placement,
-        world.rows,
-        q_heads=world.heads * group,
-        kv_heads=world.heads,
-        head_dim=world.dim,
-        dtype=torch.bfloat16,
-        scale=world.scale,
-        device=torch.device("cpu"),
-    )
+        world.placement, world.rows, q_heads=world.heads * group, kv_heads=world.heads, head_dim=world.dim,
+        dtype=torch.bfloat16, scale=world.scale, device=torch.device("cpu"),
+    )  # fmt: skip
     residents.plan(rows, n)
     q = world.randn(len(lengths), world.heads * group, world.dim)
     o, lse = residents.run(q, world.windows.layers[0], world.scale * scale)

@@ -16,7 +16,8 @@ from world import World, counts
 from fluxion_sglang.policy import LayerPlan, Observed, Policy, parse_spec
 from fluxion_sglang.policy.base import UNSEEN, DecodeStep, Needs
 
-SPECS = ["full", "streaming", "fixed:32:0.1", "labels", "oracle:0.05", "anchor", "psa", "hgca", "lfps:0.1"]
+SPECS = ["full", "fixed:32:0.1", "anchor", "psa", "lfps:0.1"]
+SPECS += [pytest.param(spec, marks=pytest.mark.full) for spec in ("streaming", "labels", "oracle:0.05", "hgca")]
 
 
 def with_requests(**options: Any) -> World:

@@ -35,16 +35,9 @@ class SimulatedDevice:
         self.stream = library.stream_create()
         library.host_register(self.mailbox.arena)
         self.port = library.port_create(
-            self.mailbox.arena,
-            max_requests=4,
-            q_heads=heads[0],
-            kv_heads=heads[1],
-            head_dim=world.dim,
-            dtype=world.dtype,
-            sinks=world.placement.sinks,
-            window=world.placement.window,
-            timeout_s=timeout_s,
-        )
+            self.mailbox.arena, max_requests=4, q_heads=heads[0], kv_heads=heads[1], head_dim=world.dim,
+            dtype=world.dtype, sinks=world.placement.sinks, window=world.placement.window, timeout_s=timeout_s,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.server.close()
@@ -55,11 +48,8 @@ class SimulatedDevice:
     def launch(self, rows: list[int], policies: list[Policy] | None = None) -> list[tuple[torch.Tensor, ...]]:
         """A step, launched whole; per layer (what will come out, exact attention), [B, Hq, D] each."""
         world, library = self.world, self.library
-        tables = [world.page_list(row, world.length(row) + 1) for row in rows]
-        table = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
-        for b, pages in enumerate(tables):
-            table[b, : len(pages)] = pages
         lengths = torch.tensor([world.length(row) + 1 for row in rows], dtype=torch.int32)
+        table = world.table(rows, lengths.tolist())
         library.port_step(self.port, self.stream, torch.tensor(rows, dtype=torch.int32), lengths)
         looks = world.engine.looks(policies)
         self.server.begin(torch.tensor(rows), lengths, table, world.scale, policies)
@@ -72,12 +62,8 @@ class SimulatedDevice:
             library.publish(self.port, self.stream, layer, q, k, v, windows)
             library.resident(self.port, self.stream, q, windows, world.scale, o, lse, looks)
             library.take(self.port, self.stream, o, lse, False, out)
-            want = []
-            for b, row in enumerate(rows):
-                world.keys[row][layer] = torch.cat([world.keys[row][layer], k[b : b + 1]])
-                world.values[row][layer] = torch.cat([world.values[row][layer], v[b : b + 1]])
-                want.append(world.exact(row, layer, q[b]))
-            results.append((out, torch.stack(want), q, k, v, o, lse))  # the stream reads them: they must live
+            want = world.take(rows, layer, q, k, v)
+            results.append((out, want, q, k, v, o, lse))  # the stream reads them: they must live
         return results
 
     def decode(self, rows: list[int], policies: list[Policy] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:

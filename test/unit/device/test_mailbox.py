@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_world import NativeWorld, layer_begin
+from native_world import NativeWorld, layer_begin, take
 
 from fluxion_sglang.device.mailbox import Mailbox, MailboxError, MailboxShape, Slot, Word
 from fluxion_sglang.native import function
@@ -157,26 +157,12 @@ def test_the_middle_alone(dtype: torch.dtype, first: bool) -> None:
         k, v = (None, None) if first else (slot.k, slot.v)
         if first:
             world.engine.layer_append(0, slot.k, slot.v)
-        layer_begin(
-            world.engine,
-            0,
-            slot.q,
-            k,
-            v,
-            None,
-            plan.blk,
-            plan.budget,
-            plan.value,
-            world.scale,
-            None,
-            middle=(slot.o, slot.lse),
-        )
+        layer_begin(world.engine, 0, slot.q, k, v, None, plan, world.scale, None, middle=(slot.o, slot.lse))
         assert mailbox.finish(world.engine, sequence) and mailbox.load(Word.ANSWERED) == sequence
         with pytest.raises(RuntimeError, match="residents are a device's"):
             world.engine.result(torch.empty(4, world.q_heads, world.dim))
+        take(requests, 0, slot.k, slot.v)
         for b, request in enumerate(requests):
-            request.keys[0] = torch.cat([request.keys[0], slot.k[b : b + 1]])
-            request.values[0] = torch.cat([request.values[0], slot.v[b : b + 1]])
             at = torch.tensor(world.middle(request) if b != 3 else [], dtype=torch.long)
             for head in range(world.q_heads):
                 keys, values = (t[at, head // world.group].double() for t in (request.keys[0], request.values[0]))
@@ -205,9 +191,7 @@ def test_what_a_layer_on_a_device_refuses() -> None:
     def begin(**more: object) -> None:
         arguments: dict[str, Any] = {"k": slot.k, "v": slot.v, "windows": None, "middle": (slot.o, slot.lse)} | more
         k, v, windows = (arguments.pop(name) for name in ("k", "v", "windows"))
-        layer_begin(
-            world.engine, 0, slot.q, k, v, windows, plan.blk, plan.budget, plan.value, world.scale, None, **arguments
-        )
+        layer_begin(world.engine, 0, slot.q, k, v, windows, plan, world.scale, None, **arguments)
 
     with pytest.raises(ValueError, match=r"^o has the shape"):
         begin(middle=(slot.o[:, 1:], slot.lse))
@@ -230,9 +214,7 @@ def test_a_failed_layer_is_not_answered() -> None:
     world.begin_step([request])
     draw(world, slot)
     plan = world.plan([request], blk=17)
-    layer_begin(world.engine, 0, slot.q, slot.k, slot.v, None, plan.blk, plan.budget, plan.value, world.scale, None,
-        middle=(slot.o, slot.lse),
-    )  # fmt: skip
+    layer_begin(world.engine, 0, slot.q, slot.k, slot.v, None, plan, world.scale, None, middle=(slot.o, slot.lse))
     with pytest.raises(RuntimeError, match="asks for blocks of 17 tokens"):
         mailbox.finish(world.engine, 1)
     assert mailbox.load(Word.ANSWERED) == 0
@@ -251,25 +233,15 @@ def test_early_exit_by_a_devices_parts_is_bit_for_bit_the_same(stop: float) -> N
         draw(theirs, slot)
         plan = theirs.plan(requests[1], budget=0.3 if sequence % 2 else 1.0)
         stops = torch.full((2, theirs.heads), stop if sequence % 2 == 0 else 0.0)
-        common = (plan.blk, plan.budget, plan.value, ours.scale)
         parts, out = torch.empty(2, ours.q_heads, 5), torch.empty_like(slot.q)
         ours.engine.layer_resident(ours.at(), slot.q, slot.k, slot.v, parts)
-        layer_begin(ours.engine, 0, slot.q, None, None, None, *common, out, stop=stops)
+        layer_begin(ours.engine, 0, slot.q, None, None, None, plan, ours.scale, out, stop=stops)
         ours.engine.layer_finish()
         slot.parts.copy_(parts)
         layer_begin(
-            theirs.engine,
-            0,
-            slot.q,
-            slot.k,
-            slot.v,
-            None,
-            *common,
-            None,
-            stop=stops,
-            middle=(slot.o, slot.lse),
-            parts=slot.parts,
-        )
+            theirs.engine, 0, slot.q, slot.k, slot.v, None, plan, ours.scale, None,
+            stop=stops, middle=(slot.o, slot.lse), parts=slot.parts,
+        )  # fmt: skip
         theirs.engine.layer_finish()
         for own in requests:
             for request in own:

@@ -35,7 +35,7 @@ def maker(monkeypatch: pytest.MonkeyPatch, made: list[Passes], **always: Any) ->
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Passes] = []
-    yield maker(monkeypatch, made)
+    yield maker(monkeypatch, made, checked=False)
     while made:
         made[-1].library.inject("none", 1)
         made[-1].device.close()
@@ -69,15 +69,12 @@ def counts(one: Passes) -> tuple[int, int, int]:
         *[
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("fixed:16:0.1", 60, False),
-                ("fixed:64:0.2", 3, True),
-                ("fixed:128:0.5", 60, False),
-                ("full", 60, True),
-                ("streaming", 60, True),
+                ("fixed:16:0.1", 60, False), ("fixed:64:0.2", 3, True), ("fixed:128:0.5", 60, False),
+                ("full", 60, True), ("streaming", 60, True),
             )
         ],
     ],
-)
+)  # fmt: skip
 def test_it_reads_what_the_cpu_reads(passes: Make, spec: str, copies: int, union: bool) -> None:
     """Steps that fill pages and move the window, of requests with no middle and with a cut last block."""
     kw: dict[str, Any] = {"seed": 3, "policy": spec, "attend_union": union}
@@ -189,7 +186,7 @@ def test_policies_that_it_cannot_choose_for(passes: Make) -> None:
 )
 def test_any_step(lengths: list[int], blk: int, budget: float, copies: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        kw: dict[str, Any] = {"seed": seed, "policy": f"fixed:{blk}:{budget:.3f}", "layers": 1}
+        kw: dict[str, Any] = {"seed": seed, "policy": f"fixed:{blk}:{budget:.3f}", "layers": 1, "checked": False}
         made = [Passes(monkeypatch, copies_gb=n * 2 * 2 * 16 * 64 * 4 / GIB, **kw) for n in (copies, 0)]
         try:
             for one in made:

@@ -109,8 +109,7 @@ def test_a_graph_notes_the_times_of_every_replay() -> None:
             simulated.server.finish()
             library.stream_synchronize(simulated.stream)
             for layer in range(world.layers):
-                world.keys[1][layer] = torch.cat([world.keys[1][layer], k])
-                world.values[1][layer] = torch.cat([world.values[1][layer], v])
+                world.take([1], layer, q, k, v)
         simulated.server.settled()
         first, second = simulated.server.timeline.kept
         assert all(map(ordered, first + second)) and first[-1].wait_end <= second[0].published

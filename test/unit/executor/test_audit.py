@@ -22,8 +22,15 @@ SPECS = ["full", "streaming", "fixed:16:0.1", "fixed:64:0.1", "oracle:0.1", "ful
 LENGTHS = [900, 900, 900, 700, 1200, 60]
 
 
-@pytest.mark.parametrize("executors", ["cpu", "cpu+torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "executors"),
+    [
+        (torch.float32, "cpu+torch"),
+        (torch.bfloat16, "cpu"),
+        pytest.param(torch.float32, "cpu", marks=pytest.mark.full),
+        pytest.param(torch.bfloat16, "cpu+torch", marks=pytest.mark.full),
+    ],
+)
 def test_every_layer_of_every_request_is_recorded(dtype: torch.dtype, executors: str, tmp_path: Path) -> None:
     path = tmp_path / "audit.npy"
     settings = {"executors": executors, "dtype": dtype, "rows": 8, "workers": 2 if executors == "cpu" else 1}

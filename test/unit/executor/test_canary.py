@@ -49,13 +49,8 @@ def decode(
     for b in corrupt:
         assert not out[b].any(), "what was read is no result"
     if budget == 1:
-        chosen = {
-            (b, h): [set(world.middle(request))] * world.group
-            for b, request in enumerate(requests)
-            for h in range(world.heads)
-        }
         kept = [b for b in range(len(requests)) if b not in corrupt]
-        world.check(out[kept], world.expected(requests, 0, q, chosen)[kept])
+        world.check(out[kept], world.expected(requests, 0, q, world.everything(requests))[kept])
     return corrupt
 
 

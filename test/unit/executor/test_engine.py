@@ -29,12 +29,7 @@ def run_full(world: NativeWorld, requests: list[Request]) -> None:
         plan = world.plan(requests)
         _, q, out = world.begin_layer(requests, layer, plan)
         world.engine.layer_finish()
-        chosen = {
-            (b, h): [set(world.middle(request, layer))] * world.group
-            for b, request in enumerate(requests)
-            for h in range(world.heads)
-        }
-        world.check(out, world.expected(requests, layer, q, chosen))
+        world.check(out, world.expected(requests, layer, q, world.everything(requests, layer)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -313,14 +308,11 @@ def test_a_layer_without_residents_is_refused() -> None:
     before = world.pool.tensor("tiles", 0).clone()
     for new in ((k, v), (None, None)):
         with pytest.raises(ValueError, match="Layer 0 has no residents; pass windows, or call layer_resident"):
-            layer_begin(
-                world.engine, 0, q, *new, None, plan.blk, plan.budget, plan.value, world.scale, torch.empty_like(q)
-            )
+            layer_begin(world.engine, 0, q, *new, None, plan, world.scale, torch.empty_like(q))
     assert torch.equal(world.pool.tensor("tiles", 0), before)
     _, q, out = world.begin_layer(requests, 0, plan)
     world.engine.layer_finish()
-    chosen = {(b, h): [set(world.middle(r))] * world.group for b, r in enumerate(requests) for h in range(world.heads)}
-    world.check(out, world.expected(requests, 0, q, chosen))
+    world.check(out, world.expected(requests, 0, q, world.everything(requests)))
 
 
 def test_tokens_that_are_written_already() -> None:
@@ -333,10 +325,9 @@ def test_tokens_that_are_written_already() -> None:
     tiles = world.pool.tensor("tiles", 0).clone()
     q = world.randn(1, world.q_heads, 32)
     out = torch.full_like(q, torch.nan)
-    layer_begin(world.engine, 0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
+    layer_begin(world.engine, 0, q, None, None, world.windows[0], plan, world.scale, out)
     world.engine.layer_finish()
-    chosen = {(0, h): [set(world.middle(request))] * world.group for h in range(world.heads)}
-    world.check(out, world.expected([request], 0, q, chosen))
+    world.check(out, world.expected([request], 0, q, world.everything([request])))
     assert torch.equal(world.pool.tensor("tiles", 0), tiles)
 
 
@@ -346,6 +337,6 @@ def test_an_empty_batch() -> None:
     plan = world.plan([])
     q = torch.empty(0, world.q_heads, 32)
     kv = torch.empty(0, world.heads, 32)
-    tasks = layer_begin(world.engine, 0, q, kv, kv, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, q.clone())
+    tasks = layer_begin(world.engine, 0, q, kv, kv, world.windows[0], plan, 1.0, q.clone())
     world.engine.layer_finish()
     assert tasks == 0

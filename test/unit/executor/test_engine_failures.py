@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from native_world import NativeWorld, Plan, layer_begin
@@ -23,8 +25,7 @@ def test_a_bad_page_id_fails_its_layers_and_no_others(page: int) -> None:
         ):
             world.engine.layer_finish()
         # the others are computed
-        chosen = {(0, h): [set(world.middle(good, layer))] * world.group for h in range(world.heads)}
-        world.check(out[:1], world.expected([good], layer, q, chosen))
+        world.check(out[:1], world.expected([good], layer, q, world.everything([good], layer)))
     bad.pages[:19] = right
     for layer in range(2):  # the token of the failed step was not written
         bad.keys[layer], bad.values[layer] = bad.keys[layer][:-1], bad.values[layer][:-1]
@@ -41,7 +42,7 @@ def test_bad_lengths_rows_and_blocks() -> None:
 
     def layer(rows: list[int], lengths: list[int], plan: Plan) -> None:
         world.engine.step(torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), table)
-        layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, 1.0, out)
+        layer_begin(world.engine, 0, q, k, v, world.windows[0], plan, 1.0, out)
         world.engine.layer_finish()
 
     row = [r.row for r in requests]
@@ -76,7 +77,7 @@ def test_arguments_that_do_not_fit_are_refused_and_open_no_layer() -> None:
         (1, window, plan.budget, "no layer 1"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            layer_begin(world.engine, layer, q, k, v, windows, plan.blk, budget, plan.value, 1.0, q.clone())
+            layer_begin(world.engine, layer, q, k, v, windows, replace(plan, budget=budget), 1.0, q.clone())
     with pytest.raises(RuntimeError, match="without layer_begin"):
         world.engine.layer_finish()
     sizes = {"q_heads": 4, "max_requests": 1, "max_pages": 1, "attend_union": True, "share_prefixes": False}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from native_world import NativeWorld
+from native_world import NativeWorld, attention, layer_begin, take
 from places import python
 
-from fluxion_sglang.native import NativePlan, library
+from fluxion_sglang.native import NativeEngine, NativeLayers, NativePlan, library
 
 LIBRARIES = Path(os.environ["FLUXION_DEVICE_LIBRARIES"])
 FAILING = 2
@@ -48,10 +48,7 @@ def failing_layer(world: NativeWorld, requests: list[Any], what: str, chunks: in
         world.engine.layer_finish()
     with pytest.raises(RuntimeError, match="no result"):
         world.engine.result(torch.empty(batch, world.q_heads, world.dim))
-    for b, request in enumerate(requests):  # the token is there: the step is done again
-        request.keys[0], request.values[0] = (
-            torch.cat([at, new[b : b + 1]]) for at, new in ((request.keys[0], k), (request.values[0], v))
-        )
+    take(requests, 0, k, v)  # the token is there: the step is done again
     return str(error.value)
 
 
@@ -75,12 +72,7 @@ def test_a_task_that_throws_fails_its_layer_and_no_other(workers: int, chunks: i
         world.begin_step(requests)
         _, q, out = world.begin_layer(requests, 0, plan)
         world.engine.layer_finish()
-        chosen = {
-            (b, h): [set(world.middle(request))] * world.group
-            for b, request in enumerate(requests)
-            for h in range(world.heads)
-        }
-        world.check(out, world.expected(requests, 0, q, chosen))
+        world.check(out, world.expected(requests, 0, q, world.everything(requests)))
 
 
 NO_MEMORY = r"""
@@ -111,8 +103,6 @@ for name, (attempt, check) in passes(int(sys.argv[1])).items():
 
 def passes(workers: int) -> dict[str, Any]:
     """Of each kind of pass: what does it anew each time, and what checks that the last one did it right."""
-    from fluxion_sglang.native import NativeEngine, NativeLayers
-
     world = NativeWorld(workers=workers, share_prefixes=True)
     parent = world.add(330)
     requests = [parent, world.add(400, parent, 320), world.add(500, parent, 320)]
@@ -133,23 +123,14 @@ def passes(workers: int) -> dict[str, Any]:
         parts = torch.empty(len(requests), world.q_heads, 5)
         world.engine.layer_resident(world.at(), q, k, v, parts)
         plan = world.plan(requests, blk, budget)
-        owner = torch.zeros_like(plan.blk)
+        plan.owner = torch.zeros_like(plan.blk)
         out = torch.full_like(q, torch.nan)
-        from native_world import layer_begin
-
-        layer_begin(
-            world.engine, 0, q, None, None, None, plan.blk, plan.budget, plan.value, world.scale, out, owner
-        )  # fmt: skip
+        layer_begin(world.engine, 0, q, None, None, None, plan, world.scale, out)
         world.engine.layer_finish()
         result["q"], result["out"] = q, out
 
     def check_decode() -> None:
-        chosen = {
-            (b, h): [set(world.middle(request))] * world.group
-            for b, request in enumerate(requests)
-            for h in range(world.heads)
-        }
-        world.check(result["out"], world.expected(requests, 0, result["q"], chosen))
+        world.check(result["out"], world.expected(requests, 0, result["q"], world.everything(requests)))
 
     last = requests[-1]
     pages = torch.tensor(last.pages, dtype=torch.int32)
@@ -162,8 +143,6 @@ def passes(workers: int) -> dict[str, Any]:
         world.pool.attend_chunk(0, pages, start, q, world.scale, result["prompt"], budget)
 
     def check_prefill() -> None:
-        from native_world import attention
-
         for t in (0, 17, -1):
             n = 100 + range(last.length - 100)[t] + 1
             keys, values = last.keys[0][:n, 0], last.values[0][:n, 0]

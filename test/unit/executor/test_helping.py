@@ -24,15 +24,6 @@ def make(
     return world, [world.add(n) for n in lengths]
 
 
-def everything(world: NativeWorld, requests: list[Request]) -> dict[tuple[int, int], list[set[int]]]:
-    """What a budget of 1 chooses."""
-    return {
-        (b, h): [set(world.middle(request))] * world.group
-        for b, request in enumerate(requests)
-        for h in range(world.heads)
-    }
-
-
 @pytest.mark.parametrize("blk", [1, 16, 128])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * PAGE_BYTES, 40 * PAGE_BYTES])
 def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
@@ -42,19 +33,15 @@ def test_chunks_add_up_to_the_whole(chunk_bytes: int, blk: int) -> None:
         world.begin_step(requests)
         _, q, out = world.begin_layer(requests, 0, world.plan(requests, blk))
         world.engine.layer_finish()
-        world.check(out, world.expected(requests, 0, q, everything(world, requests)))
+        world.check(out, world.expected(requests, 0, q, world.everything(requests)))
 
 
 @settings(max_examples=examples(25))
 @given(
-    seed=st.integers(0, 2**16),
-    pages=st.sampled_from([0, 1, 5, 30]),
-    blk=st.sampled_from([1, 16, 32, 128]),
-    budget=st.sampled_from([0.03, 0.3, 1.0]),
-    union=st.booleans(),
-    first=st.booleans(),
+    seed=st.integers(0, 2**16), pages=st.sampled_from([0, 1, 5, 30]), blk=st.sampled_from([1, 16, 32, 128]),
+    budget=st.sampled_from([0.03, 0.3, 1.0]), union=st.booleans(), first=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
+)  # fmt: skip
 def test_the_number_of_workers_changes_no_bit(
     seed: int, pages: int, blk: int, budget: float, union: bool, first: bool, dtype: torch.dtype
 ) -> None:
@@ -167,7 +154,7 @@ def test_any_schedule(workers: int, foreign: bool) -> None:
             world.engine.layer_finish()
             finished += 1
             if not foreign:
-                world.check(out, world.expected(requests, 0, q, everything(world, requests)))
+                world.check(out, world.expected(requests, 0, q, world.everything(requests)))
             else:
                 assert not bool(out.isnan().any())
     finally:

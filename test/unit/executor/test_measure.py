@@ -18,12 +18,7 @@ from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.native import topology
 from fluxion_sglang.predictor.criterion import Deviation
 from fluxion_sglang.predictor.features import ANCHOR, BUDGETS, COUNT, EMPTY_LSE
-from fluxion_sglang.predictor.measure import (
-    BLOCK_SIZES,
-    Measurement,
-    measure,
-    measure_into,
-)
+from fluxion_sglang.predictor.measure import BLOCK_SIZES, Measurement, measure, measure_into
 from fluxion_sglang.training.dataset import fit_line
 
 ISAS: list[str] = topology()["isas"]
@@ -137,14 +132,9 @@ def check(world: GridWorld, request: Request, lengths: list[int], q: torch.Tenso
 
 
 def check_budgets(
-    world: NativeWorld,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    budgets: torch.Tensor,
+    world: NativeWorld, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, budgets: torch.Tensor,
     norms: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Each is the first prefix that meets its criterion: it does, and none before it does, but for NEAR."""
     middle = world.placement.middle(len(k))
     for head in range(len(q)):
@@ -291,9 +281,7 @@ def test_serving_reads_what_was_measured(dtype: torch.dtype, spread: float) -> N
             if not less:
                 assert torch.equal(plan.budget[0], budgets[:, size])
             out = torch.full_like(q, torch.nan)
-            tasks = layer_begin(
-                world.engine, 0, q, None, None, world.windows[0], plan.blk, plan.budget, plan.value, world.sharp, out
-            )
+            tasks = layer_begin(world.engine, 0, q, None, None, world.windows[0], plan, world.sharp, out)
             chosen = world.selections([request], tasks)
             world.engine.layer_finish()
             output = torch.empty(1, world.q_heads, 64)
@@ -332,12 +320,7 @@ def test_thresholds_that_nothing_or_everything_meets() -> None:
     world = GridWorld()
     request = world.add(330)
     q = world.randn(1, world.q_heads, world.dim)
-    criteria = [
-        (Deviation.LAYER, -1.0),
-        (Deviation.HEAD, 1e6),
-        (Deviation.COVERAGE, 2.0),
-        (Deviation.COVERAGE, 0.0),
-    ]
+    criteria = [(Deviation.LAYER, -1.0), (Deviation.HEAD, 1e6), (Deviation.COVERAGE, 2.0), (Deviation.COVERAGE, 0.0)]
     budgets = world.measure(request, [330], q, criteria).budgets[0]
     assert budgets.transpose(0, 1).flatten(1).unique(dim=1).tolist() == [[1.0], [0.0], [1.0], [0.0]]
 

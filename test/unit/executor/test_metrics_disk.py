@@ -50,7 +50,7 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     subprocess.run(["umount", where], check=True)
 
 
-@pytest.mark.parametrize("disk", ["8k", "1m"], indirect=True)
+@pytest.mark.parametrize("disk", [pytest.param("8k", marks=pytest.mark.full), "1m"], indirect=True)
 def test_a_full_disk_is_refused_in_a_sentence(disk: Path) -> None:
     done = run(disk)
     assert done.returncode == 1 and "made" not in done.stdout, done

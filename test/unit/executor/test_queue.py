@@ -27,12 +27,7 @@ def make(workers: int, seed: int, layers: int = 1) -> tuple[NativeWorld, list[Re
 
 
 def want(world: NativeWorld, requests: list[Request], layer: int, q: torch.Tensor) -> torch.Tensor:
-    chosen = {
-        (b, h): [set(world.middle(request, layer))] * world.group
-        for b, request in enumerate(requests)
-        for h in range(world.heads)
-    }
-    return world.expected(requests, layer, q, chosen)
+    return world.expected(requests, layer, q, world.everything(requests, layer))
 
 
 class Puller(threading.Thread):
@@ -42,14 +37,9 @@ class Puller(threading.Thread):
     """
 
     def __init__(
-        self,
-        world: NativeWorld,
-        requests: list[Request],
-        q: torch.Tensor,
-        executor: int,
-        claim: int,
+        self, world: NativeWorld, requests: list[Request], q: torch.Tensor, executor: int, claim: int,
         pause: random.Random,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.world, self.requests, self.q = world, requests, q
         self.executor, self.claim, self.pause = executor, claim, pause
@@ -262,16 +252,9 @@ def test_a_failed_task_fails_its_layer_only() -> None:
 def with_timeout(world: NativeWorld, monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
     monkeypatch.setenv("FLUXION_TASK_TIMEOUT_S", seconds)
     world.engine = NativeEngine(
-        world.pool.workers,
-        world.pool,
-        q_heads=world.q_heads,
-        sinks=world.placement.sinks,
-        window=world.placement.window,
-        max_requests=8,
-        max_pages=128,
-        attend_union=True,
-        share_prefixes=False,
-    )
+        world.pool.workers, world.pool, q_heads=world.q_heads, sinks=world.placement.sinks,
+        window=world.placement.window, max_requests=8, max_pages=128, attend_union=True, share_prefixes=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -10,7 +10,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8 import INT8
-from native_world import NativeWorld, Plan, Request, attention, layer_begin
+from native_world import NativeWorld, Plan, Request, attention, layer_begin, take
 
 from benchmark.probe import library
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -32,17 +32,14 @@ def resident(
     q, k, v = fused.split([world.q_heads, world.heads, world.heads], dim=1)
     parts = torch.full((batch, world.q_heads, 5), math.nan)
     world.engine.layer_resident(world.at(layer), q, k, v, parts)
-    for b, request in enumerate(requests):
-        request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
-        request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
+    take(requests, layer, k, v)
     return q, k, v, parts
 
 
 def begin(world: NativeWorld, layer: int, q: torch.Tensor, plan: Plan) -> tuple[int, torch.Tensor]:
     """Starts the layer with what is there: (tasks, out)."""
     out = torch.full((len(q), world.q_heads, world.dim), math.nan, dtype=world.dtype)
-    return layer_begin(world.engine, layer, q, None, None, None, plan.blk, plan.budget, plan.value, world.scale, out
-    ), out  # fmt: skip
+    return layer_begin(world.engine, layer, q, None, None, None, plan, world.scale, out), out
 
 
 def expected_parts(world: NativeWorld, requests: list[Request], layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -232,12 +229,7 @@ def test_tokens_that_are_written_already() -> None:
     world.engine.layer_resident(world.at(), q, None, None, parts)
     _, out = begin(world, 0, q, world.plan(requests))
     world.engine.layer_finish()
-    chosen = {
-        (b, h): [set(world.middle(request))] * world.group
-        for b, request in enumerate(requests)
-        for h in range(world.heads)
-    }
-    world.check(out, world.expected(requests, 0, q, chosen))
+    world.check(out, world.expected(requests, 0, q, world.everything(requests)))
     torch.testing.assert_close(parts.double(), expected_parts(world, requests, 0, q), rtol=1e-5, atol=1e-5)
     for name, tensor in states(world).items():
         assert torch.equal(tensor, before[name]), name
@@ -253,8 +245,7 @@ def test_foreign_executors_deliver_into_it() -> None:
     done = world.drain_foreign(requests, 0, q)
     world.engine.layer_finish()
     assert len(done) == tasks == 4
-    chosen = {(b, h): [set(world.middle(r))] * world.group for b, r in enumerate(requests) for h in range(world.heads)}
-    world.check(out, world.expected(requests, 0, q, chosen))
+    world.check(out, world.expected(requests, 0, q, world.everything(requests)))
 
 
 @pytest.mark.parametrize("page", [0, 2**31 - 1])
@@ -277,8 +268,7 @@ def test_a_bad_request_fails_the_layer_and_spares_the_others(page: int) -> None:
     with pytest.raises(RuntimeError, match=sentence):
         ahead.engine.layer_finish()
     good = batches[1][:1]
-    chosen = {(0, h): [set(ahead.middle(good[0]))] * ahead.group for h in range(ahead.heads)}
-    ahead.check(out[:1], ahead.expected(good, 0, q, chosen))
+    ahead.check(out[:1], ahead.expected(good, 0, q, ahead.everything(good)))
     torch.testing.assert_close(parts[:1].double(), expected_parts(ahead, good, 0, q[:1]), rtol=1e-5, atol=1e-5)
     same_state(fused, ahead)  # what the good request filled is sealed
     assert int((ahead.pool.tensor("tag3", 0) == good[0].pages[7]).sum()) == 1
@@ -323,7 +313,7 @@ def test_the_resident_result_is_dropped(what: str) -> None:
             begin(world, 1, q, plan)
     else:
         out = torch.full_like(q, math.nan)
-        layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale, out)
+        layer_begin(world.engine, 0, q, k, v, world.windows[0], plan, world.scale, out)
         world.engine.abandon()
     with pytest.raises(RuntimeError, match="begin a layer first"):
         world.engine.layer_finish()
@@ -337,8 +327,7 @@ def test_the_resident_result_is_dropped(what: str) -> None:
     assert torch.equal(again, parts)
     _, out = begin(world, 0, q, plan)
     world.engine.layer_finish()
-    chosen = {(b, h): [set(world.middle(r))] * world.group for b, r in enumerate(requests) for h in range(world.heads)}
-    world.check(out, world.expected(requests, 0, q, chosen))
+    world.check(out, world.expected(requests, 0, q, world.everything(requests)))
     assert bool((world.pool.tensor("tag1", 0) == requests[0].pages[21]).any())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -118,28 +118,14 @@ def batches(draw: st.DrawFn) -> list[Branch]:
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=examples(25))
 @given(
-    branches=batches(),
-    data=st.data(),
-    group=st.integers(1, 8),
-    union=st.booleans(),
-    dtype=st.sampled_from(DTYPES),
-    collide=st.booleans(),
-    chunk_bytes=st.sampled_from([None, 1, 5000]),
-    cached_bytes=st.sampled_from([None, 0, 20_000, 1 << 40]),
-    seed=st.integers(0, 2**16),
-)
+    branches=batches(), data=st.data(), group=st.integers(1, 8), union=st.booleans(), dtype=st.sampled_from(DTYPES),
+    collide=st.booleans(), chunk_bytes=st.sampled_from([None, 1, 5000]),
+    cached_bytes=st.sampled_from([None, 0, 20_000, 1 << 40]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_sharing_changes_only_what_is_read(
-    isa: str,
-    branches: list[Branch],
-    data: st.DataObject,
-    group: int,
-    union: bool,
-    dtype: torch.dtype,
-    collide: bool,
-    chunk_bytes: int | None,
-    cached_bytes: int | None,
-    seed: int,
-) -> None:
+    isa: str, branches: list[Branch], data: st.DataObject, group: int, union: bool, dtype: torch.dtype, collide: bool,
+    chunk_bytes: int | None, cached_bytes: int | None, seed: int,
+) -> None:  # fmt: skip
     """Any prefixes, lengths, block sizes, budgets, owners and cuts into chunks."""
     heads = 2
     mostly = data.draw(st.sampled_from([16, 32, 64, 128]))
@@ -173,15 +159,11 @@ FORKS = [Branch(0, 0, 2000), *(Branch(0, 120, tail) for tail in (30, 150, 8, 31,
 @pytest.mark.parametrize(
     ("dtype", "blk", "budget"),
     [
-        (torch.float32, 16, 0.4),
-        (torch.bfloat16, 32, 0.4),
-        (INT8, 64, 0.4),
-        (torch.float32, 128, 0.4),
-        (torch.bfloat16, 16, 1.0),
-        (INT8, 128, 1.0),
+        (torch.float32, 16, 0.4), (torch.bfloat16, 32, 0.4), (INT8, 64, 0.4), (torch.float32, 128, 0.4),
+        (torch.bfloat16, 16, 1.0), (INT8, 128, 1.0),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_shared_is_read_once(blk: int, budget: float, dtype: torch.dtype) -> None:
     """Tiles and entries of the blocks before the first window are counted once for all branches."""
 
@@ -337,14 +319,9 @@ def test_results_are_the_same_bits_whoever_works(workers: int, cached_bytes: int
     outs = []
     for count in (1, workers, workers, workers):
         world = NativeWorld(
-            share_prefixes=True,
-            workers=count,
-            rows=8,
-            pages=1024,
-            heads=3,
-            chunk_bytes=10_000,
+            share_prefixes=True, workers=count, rows=8, pages=1024, heads=3, chunk_bytes=10_000,
             cached_bytes=cached_bytes,
-        )
+        )  # fmt: skip
         requests = build(world, branches)
         outs.append(run(world, requests, cpu_plan(world, requests, 16, 0.1)).exact)
         assert world.engine.stats()["shared_tasks"] > 0
@@ -370,8 +347,17 @@ def decode(world: World, steps: int) -> list[torch.Tensor]:
     return [got for _ in range(steps) for got, _ in world.decode([4, 1, 3, 2])]
 
 
-@pytest.mark.parametrize("scheduler", [None, one_alone, evenly, by_length])
-@pytest.mark.parametrize("policy", ["full", "fixed:16:0.1", "fixed:128:0.3", "anchor:0.05", "oracle:0.1"])
+POLICIES = ["full", "fixed:16:0.1", "fixed:128:0.3", "anchor:0.05", "oracle:0.1"]
+SCHEDULERS = [None, one_alone, evenly, by_length]
+
+
+@pytest.mark.parametrize(
+    ("policy", "scheduler"),
+    [
+        pytest.param(policy, scheduler, marks=() if not scheduler or policy == POLICIES[1] else pytest.mark.full)
+        for policy, scheduler in product(POLICIES, SCHEDULERS)
+    ],
+)
 def test_every_policy_and_scheduler(policy: str, scheduler: Scheduler | None) -> None:
     outs, stats = [], []
     for share in (True, False):

@@ -10,7 +10,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request
+from native_world import NativeWorld, Request, take
 from world import World
 
 from fluxion_sglang.executor.accounts import StepAccounts
@@ -51,12 +51,10 @@ def layers_of(world: NativeWorld, sinks: torch.Tensor | None) -> list[AttentionL
     return [at(layer) for layer in range(LAYERS)]
 
 
-def take(world: NativeWorld, requests: list[Request], given: Inputs) -> None:
+def take_all(requests: list[Request], given: Inputs) -> None:
     """The step's token is the requests'."""
     for layer in range(LAYERS):
-        for b, request in enumerate(requests):
-            request.keys[layer] = torch.cat([request.keys[layer], given.k[layer, b : b + 1]])
-            request.values[layer] = torch.cat([request.values[layer], given.v[layer, b : b + 1]])
+        take(requests, layer, given.k[layer], given.v[layer])
 
 
 def apart(world: NativeWorld, at: list[AttentionLayer], given: Inputs, plan: LayerPlan, looks: bool) -> None:
@@ -112,7 +110,7 @@ def test_a_program_attends_as_single_layers_do(
         apart(theirs, apart_at, new, plan, looks=sketched)
         assert torch.equal(given.out, new.out) and given.out.isfinite().all()
         for world, of in zip((ours, theirs), requests, strict=True):
-            take(world, of, new)
+            take_all(of, new)
     assert ours.engine.stats() == theirs.engine.stats()
 
 

@@ -11,7 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request, attention
+from native_world import NativeWorld, Request, attention, take
 from world import World
 
 from fluxion_sglang.executor.decode import native_plan
@@ -32,21 +32,10 @@ def fused(world: NativeWorld, batch: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def take(requests: list[Request], layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    for b, request in enumerate(requests):
-        request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
-        request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
-
-
 def wanted(
-    world: NativeWorld,
-    requests: list[Request],
-    layer: int,
-    q: torch.Tensor,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    cap: float = 0.0,
-) -> torch.Tensor:
+    world: NativeWorld, requests: list[Request], layer: int, q: torch.Tensor, window: int | None,
+    sinks: torch.Tensor | None, cap: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """Attention to the newest tokens, float64 [B, Hq, D]; the requests hold the new token."""
     out = torch.empty(len(requests), world.q_heads, world.dim, dtype=torch.float64)
     for b, request in enumerate(requests):
@@ -72,17 +61,9 @@ def wanted(
     seed=st.integers(0, 2**16),
 )
 def test_a_layer_with_a_window(
-    isa: str,
-    lengths: list[int],
-    window: int,
-    logits: bool,
-    cap: float,
-    dtype: torch.dtype,
-    heads: int,
-    group: int,
-    workers: int,
-    seed: int,
-) -> None:
+    isa: str, lengths: list[int], window: int, logits: bool, cap: float, dtype: torch.dtype, heads: int, group: int,
+    workers: int, seed: int,
+) -> None:  # fmt: skip
     world = NativeWorld(heads=heads, group=group, dtype=dtype, workers=workers, isa=isa, seed=seed)
     requests = [world.add(n) for n in lengths]
     sinks = torch.randn(world.q_heads, generator=world.random) * 3 if logits else None

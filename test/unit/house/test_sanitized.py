@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-
 import tables
+from places import ROOT
 
 TESTS = """<testsuites><testsuite name="pytest" time="125.4">
 <testcase classname="test.unit.test_queue" name="a"/>

@@ -82,14 +82,9 @@ def test_attend(isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D:
 @dtypes
 @few
 @given(
-    data=st.data(),
-    seed=seeds,
-    D=head_dims,
-    G=st.sampled_from([1, 4, 5, 16, 17, 40, 64]),
-    n=st.integers(1, 12),
-    cap=st.sampled_from([0.5, 5.0, 50.0]),
-    size=st.sampled_from([0.01, 1.0, 100.0]),
-)
+    data=st.data(), seed=seeds, D=head_dims, G=st.sampled_from([1, 4, 5, 16, 17, 40, 64]), n=st.integers(1, 12),
+    cap=st.sampled_from([0.5, 5.0, 50.0]), size=st.sampled_from([0.01, 1.0, 100.0]),
+)  # fmt: skip
 def test_attend_to_capped_logits(
     isa: str, dtype: torch.dtype, data: st.DataObject, seed: int, D: int, G: int, n: int, cap: float, size: float
 ) -> None:

@@ -81,14 +81,9 @@ LENGTHS = st.sampled_from([1, 5, 63, 64, 65, 320, 335, 336, 337, 351, 352, 1000,
 
 @settings(max_examples=examples(60))
 @given(
-    seed=st.integers(0, 2**31 - 1),
-    H=st.integers(1, 4),
-    G=st.integers(1, 8),
-    D=st.sampled_from(range(32, 257, 16)),
-    dtype=st.sampled_from(DTYPES),
-    lengths=st.lists(LENGTHS, max_size=4),
-    data=st.data(),
-)
+    seed=st.integers(0, 2**31 - 1), H=st.integers(1, 4), G=st.integers(1, 8), D=st.sampled_from(range(32, 257, 16)),
+    dtype=st.sampled_from(DTYPES), lengths=st.lists(LENGTHS, max_size=4), data=st.data(),
+)  # fmt: skip
 def test_the_kernel_is_the_reference(
     seed: int, H: int, G: int, D: int, dtype: torch.dtype, lengths: list[int], data: st.DataObject
 ) -> None:
@@ -185,12 +180,8 @@ def test_the_table() -> None:
     assert len(FEATURES) == len(INDEX) == 41
     assert (*range(4, 16), 17, 18, 19, 20, 24, 25, 26, 29, 30, 31, 33, 35, 36, 37, 38, 40) == ANCHOR
     assert [INDEX[name] for name in ("k_norm_mean", "v_norm_kurt", "q_mean_k", "z_var", "lse_cpu")] == [
-        8,
-        15,
-        16,
-        18,
-        22,
-    ]
+        8, 15, 16, 18, 22,
+    ]  # fmt: skip
     assert [INDEX[name] for name in ("anchor_lse_cpu", "q_cosine", "anchor_budget_16", "anchor_budget_128")] == [
         25,
         34,

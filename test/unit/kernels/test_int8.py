@@ -13,21 +13,7 @@ from effort import case
 from hypothesis import given
 from hypothesis import strategies as st
 from int8 import INT8, bytes_of_rows, multiplied_queries, pack_tiles, stored, unpack_tiles
-from kernel_calls import (
-    EVERY,
-    HEAD_DIMS,
-    INF,
-    ISAS,
-    NAN,
-    OWN_ISAS,
-    accuracy,
-    attend,
-    few,
-    head_dims,
-    isas,
-    k,
-    seeds,
-)
+from kernel_calls import EVERY, HEAD_DIMS, INF, ISAS, NAN, OWN_ISAS, accuracy, attend, few, head_dims, isas, k, seeds
 from native_world import NativeWorld
 from test_attend import draw_masks
 from torch import Tensor
@@ -413,9 +399,7 @@ def test_isas_agree_on_what_is_stored() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [
-        ('{"kv_dtype": "fp8"}', 'kv_dtype is \'fp8\', but it is one of a few words; use one of "auto", "int8".'),
-    ],
+    [('{"kv_dtype": "fp8"}', 'kv_dtype is \'fp8\', but it is one of a few words; use one of "auto", "int8".')],
 )
 def test_options_that_cannot_be(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -11,20 +11,7 @@ import torch
 from effort import case
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import (
-    INF,
-    NAN,
-    OWN_ISAS,
-    attend,
-    dtypes,
-    error,
-    few,
-    head_dims,
-    isas,
-    k,
-    random_tiles,
-    seeds,
-)
+from kernel_calls import INF, NAN, OWN_ISAS, attend, dtypes, error, few, head_dims, isas, k, random_tiles, seeds
 from torch import Tensor
 
 from benchmark.probe import library
@@ -39,13 +26,9 @@ long_lists = st.sampled_from([252, 253, 256, 257, 260, 512, 1000, 1023, 1024])
 @dtypes
 @few
 @given(
-    seed=seeds,
-    D=head_dims,
-    G=st.integers(1, 16) | st.sampled_from([31, 62, 64]),
-    n=st.integers(0, 70) | long_lists,
-    runs=st.booleans(),
-    spread=st.sampled_from([1.0, 0.75, 0.5, 0.3]),
-)
+    seed=seeds, D=head_dims, G=st.integers(1, 16) | st.sampled_from([31, 62, 64]), n=st.integers(0, 70) | long_lists,
+    runs=st.booleans(), spread=st.sampled_from([1.0, 0.75, 0.5, 0.3]),
+)  # fmt: skip
 def test_score(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: int, runs: bool, spread: float) -> None:
     torch.manual_seed(seed)
     keys = torch.randn(90, 16, D).to(dtype)
@@ -143,8 +126,7 @@ def check_select(isa: str, scores: Tensor, count: int, bit: int = 4) -> None:
 @few
 @given(
     scores=st.lists(
-        st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, 2.5, INF, -INF, NAN]) | st.floats(width=32),
-        min_size=1,
+        st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -1.0, 2.5, INF, -INF, NAN]) | st.floats(width=32), min_size=1
     ),
     data=st.data(),
 )
@@ -237,13 +219,9 @@ def check_block_mass(
 @isas
 @few
 @given(
-    data=st.data(),
-    seed=seeds,
-    n=st.integers(1, 70),
-    size=st.sampled_from([0.1, 10.0, 1e3, 1e30, 3e38]),
-    chosen=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-    tokens=st.sampled_from([16, 128]),
-)
+    data=st.data(), seed=seeds, n=st.integers(1, 70), size=st.sampled_from([0.1, 10.0, 1e3, 1e30, 3e38]),
+    chosen=st.sampled_from([0.0, 0.05, 0.5, 1.0]), tokens=st.sampled_from([16, 128]),
+)  # fmt: skip
 def test_block_mass(isa: str, data: st.DataObject, seed: int, n: int, size: float, chosen: float, tokens: int) -> None:
     torch.manual_seed(seed)
     scores = size * (torch.rand(n) * 2 - 1)
@@ -267,13 +245,10 @@ def test_block_mass_of_many_and_of_nothing(isa: str) -> None:
 @isas
 @few
 @given(
-    seed=seeds,
-    n=st.integers(0, 70),
-    size=st.sampled_from([0.1, 10.0, 1e3, 3e38]),
-    keep=st.sampled_from([0.0, 0.9, 1.0]),
-    take=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=seeds, n=st.integers(0, 70), size=st.sampled_from([0.1, 10.0, 1e3, 3e38]),
+    keep=st.sampled_from([0.0, 0.9, 1.0]), take=st.sampled_from([0.0, 0.1, 1.0]),
     special=st.sampled_from([NAN, INF, -INF, 0.0]),
-)
+)  # fmt: skip
 def test_add_weights(isa: str, seed: int, n: int, size: float, keep: float, take: float, special: float) -> None:
     torch.manual_seed(seed)
     scores, scale = size * (torch.rand(n) * 2 - 1), 0.25
@@ -291,13 +266,9 @@ def test_add_weights(isa: str, seed: int, n: int, size: float, keep: float, take
 @dtypes
 @few
 @given(
-    seed=seeds,
-    D=head_dims,
-    n=st.integers(2, 40),
-    size=st.sampled_from([0.3, 1.0, 3.0]),
-    read=st.floats(0.0, 1.0),
+    seed=seeds, D=head_dims, n=st.integers(2, 40), size=st.sampled_from([0.3, 1.0, 3.0]), read=st.floats(0.0, 1.0),
     cap=st.sampled_from([0.0, 1.0, 20.0]),
-)
+)  # fmt: skip
 def test_block_mass_of_bounds_is_an_upper_bound(
     isa: str, dtype: torch.dtype, seed: int, D: int, n: int, size: float, read: float, cap: float
 ) -> None:

@@ -136,13 +136,9 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) 
 @own_isas
 @dtypes
 @given(
-    m=rows,
-    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)),
-    head_dim=st.sampled_from([16, 64, 80, 128]),
-    part=st.sampled_from([1.0, 0.5]),
-    halves=st.booleans(),
-    seed=seeds,
-)
+    m=rows, heads=st.tuples(st.integers(1, 5), st.integers(1, 3)), head_dim=st.sampled_from([16, 64, 80, 128]),
+    part=st.sampled_from([1.0, 0.5]), halves=st.booleans(), seed=seeds,
+)  # fmt: skip
 def test_rope_has_the_bits_of_torch(
     isa: str, dtype: torch.dtype, m: int, heads: tuple[int, int], head_dim: int, part: float, halves: bool, seed: int
 ) -> None:

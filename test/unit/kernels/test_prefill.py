@@ -128,14 +128,10 @@ def chunk_world(workers: int, heads: int, D: int, dtype: torch.dtype, tokens: in
 @dtypes
 @few
 @given(
-    seed=seeds,
-    workers=st.sampled_from([1, 2, 5]),
-    heads=st.integers(1, 4),
-    group=st.integers(1, 8) | st.sampled_from([31, 300]),
-    D=st.sampled_from([32, 80, 128]),
-    start=st.integers(0, 400) | st.integers(2000, 6000),
-    count=st.integers(0, 300) | st.just(1),
-)
+    seed=seeds, workers=st.sampled_from([1, 2, 5]), heads=st.integers(1, 4),
+    group=st.integers(1, 8) | st.sampled_from([31, 300]), D=st.sampled_from([32, 80, 128]),
+    start=st.integers(0, 400) | st.integers(2000, 6000), count=st.integers(0, 300) | st.just(1),
+)  # fmt: skip
 def test_attend_chunk(
     dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, D: int, start: int, count: int
 ) -> None:
@@ -171,17 +167,9 @@ def test_attend_chunk(
     budget=st.sampled_from([1.0, 0.1]),
 )
 def test_windows_and_sinks(
-    dtype: torch.dtype,
-    seed: int,
-    workers: int,
-    heads: int,
-    group: int,
-    start: int,
-    count: int,
-    window: int | None,
-    sinks: bool,
-    budget: float,
-) -> None:
+    dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, start: int, count: int, window: int | None,
+    sinks: bool, budget: float,
+) -> None:  # fmt: skip
     """Attention of a layer that looks back so far, and of one with logits that have no value."""
     torch.manual_seed(seed)
     pool, pages = chunk_world(workers, heads, 32, dtype, start + count)
@@ -253,14 +241,9 @@ def sparse_and_exact(
 @dtypes
 @few
 @given(
-    seed=seeds,
-    workers=st.sampled_from([1, 2]),
-    heads=st.integers(1, 2),
-    group=st.sampled_from([1, 4, 7, 40]),
-    start=st.integers(0, 3000),
-    count=st.integers(1, 700),
-    budget=st.floats(0.01, 1),
-)
+    seed=seeds, workers=st.sampled_from([1, 2]), heads=st.integers(1, 2), group=st.sampled_from([1, 4, 7, 40]),
+    start=st.integers(0, 3000), count=st.integers(1, 700), budget=st.floats(0.01, 1),
+)  # fmt: skip
 def test_a_sparse_prefill(
     dtype: torch.dtype, seed: int, workers: int, heads: int, group: int, start: int, count: int, budget: float
 ) -> None:

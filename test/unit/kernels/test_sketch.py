@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -15,16 +13,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from int8 import INT8
 from kernel_calls import DTYPES, INF, NAN, dtypes, few, head_dims, isas, k, seeds
-from native_world import NativeWorld, Request, attention
+from native_world import NativeWorld, Request, attention, take
 from torch import Tensor
 
-from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.decode import native_plan
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.policy import parse_spec
 from fluxion_sglang.policy.base import SKETCHED, LayerPlan
 from fluxion_sglang.policy.sketch import SketchedTokens
-from fluxion_sglang.sglang.start.options import options_of
 
 
 def sketch_bytes(D: int) -> int:
@@ -55,7 +51,10 @@ def test_a_sketch_is_within_half_a_step(isa: str, dtype: torch.dtype, seed: int,
     """Of every element of the rotated key, and a step is a fifteenth of the range."""
     torch.manual_seed(seed)
     keys = (size * torch.randn(16, D)).to(dtype)
-    codes, scales = reference.unpacked(sketch_of(isa, keys), D)
+    keys[3, 5] = 30 * size  # an element that stands out
+    sketch = sketch_of(isa, keys)
+    assert torch.equal(sketch, sketch_of("scalar", keys)), "it is the same on every ISA"
+    codes, scales = reference.unpacked(sketch, D)
     rotated = keys.double() @ reference.rotation(D)
     largest = rotated.abs().amax(1)
     torch.testing.assert_close(scales, largest / 7.5, rtol=2**-8, atol=0.0)
@@ -77,18 +76,6 @@ def test_sketches_of_a_pool_are_of_what_it_stores(dtype: torch.dtype) -> None:
             codes, scales = reference.unpacked(sketches[h, page], world.dim)
             step = rotated.abs().amax(1, keepdim=True) / 7.5
             assert bool((((codes - 7.5) * scales[:, None] - rotated).abs() <= 0.6 * step).all())
-
-
-@isas
-@few
-@given(seed=seeds, D=head_dims)
-def test_sketches_are_the_same_on_every_isa(isa: str, seed: int, D: int) -> None:
-    torch.manual_seed(seed)
-    keys, q = torch.randn(16, D), torch.randn(5, D)
-    keys[3, 5] = 30.0  # an element that stands out
-    assert torch.equal(sketch_of(isa, keys), sketch_of("scalar", keys))
-    sketch, page = sketch_of("scalar", keys)[None], torch.zeros(1, dtype=torch.int32)
-    assert torch.equal(scores_of(isa, q, sketch, page), scores_of("scalar", q, sketch, page))
 
 
 @isas
@@ -117,6 +104,7 @@ def test_scores_of_sketches(isa: str, dtype: torch.dtype, seed: int, D: int, G: 
     pages = torch.randint(0, 12, (n,), dtype=torch.int32)
     q = torch.randn(G, D).to(dtype)
     got = scores_of(isa, q, sketches, pages)
+    assert torch.equal(got, scores_of("scalar", q, sketches, pages)), "they are the same on every ISA"
     keys = torch.stack([reference.keys_of(sketch, D) for sketch in sketches])[pages.long()].reshape(-1, D)
     rotated = q.double() @ reference.rotation(D)
     sizes = (keys @ reference.rotation(D)).abs().sum(1)
@@ -264,17 +252,11 @@ def test_add_values(isa: str, dtype: torch.dtype, seed: int, D: int, G: int, n: 
 
 
 class Choice(NamedTuple):
-    """What a group [G, D] reads of a middle of L tokens.
+    """What a group [G, D] reads of a middle of L tokens."""
 
-    Attributes:
-        read, exact: [L] bool, tokens that are read, and those of them that are attended to exactly.
-        about: [G, L], logits by the sketches; -inf on pages that were skimmed alone.
-        tile_bytes, metadata_bytes: that are read for it.
-    """
-
-    read: Tensor
-    exact: Tensor
-    about: Tensor
+    read: Tensor  # [L] bool
+    exact: Tensor  # those of them that are attended to exactly
+    about: Tensor  # [G, L], logits by the sketches; -inf on pages that were skimmed alone
     tile_bytes: int
     metadata_bytes: int
 
@@ -289,14 +271,11 @@ class SketchWorld(NativeWorld):
         q = self.randn(batch, self.q_heads, self.dim) if q is None else q
         out, parts = torch.full_like(q, NAN), torch.empty(batch, self.q_heads, 5)
         self.engine.layer_resident(self.at(layer), q, k, v, parts)
-        groups = batch, self.heads
-        shares = left if isinstance(left, Tensor) else torch.full(groups, left)
-        blk, budget = torch.full(groups, SKETCHED, dtype=torch.int32), torch.ones(batch, self.q_heads)
-        plan = native_plan(LayerPlan(blk, budget, torch.zeros(groups), kinds=(SketchedTokens(shares),)))
-        tasks = self.engine.layer_begin(plan, self.at(layer), q, None, None, out)
-        for b, request in enumerate(requests):
-            request.keys[layer] = torch.cat([request.keys[layer], k[b : b + 1]])
-            request.values[layer] = torch.cat([request.values[layer], v[b : b + 1]])
+        plan = self.plan(requests, SKETCHED)
+        shares = left if isinstance(left, Tensor) else torch.full((batch, self.heads), left)
+        native = native_plan(LayerPlan(plan.blk, plan.budget, plan.value, kinds=(SketchedTokens(shares),)))
+        tasks = self.engine.layer_begin(native, self.at(layer), q, None, None, out)
+        take(requests, layer, k, v)
         return q, out, tasks
 
     def chosen(self, request: Request, layer: int, q: Tensor, h: int, left: float) -> Choice:
@@ -475,6 +454,8 @@ def test_what_is_left_has_its_share(seed: int, flat: float, beside: float, left:
 
 def test_tasks_take_sketches_and_residents() -> None:
     world = SketchWorld(sketched=False)
+    with pytest.raises(ValueError, match="or sketches of a pool that has"):
+        world.pool.tensor("sketches", 0)
     requests = [world.add(200)]
     world.begin_step(requests)
     with pytest.raises(RuntimeError, match="the pool has none"):
@@ -510,12 +491,6 @@ def test_sketches_follow_their_pages(dtype: torch.dtype) -> None:
             )
 
 
-def test_pools_without_sketches_have_none() -> None:
-    world = SketchWorld()
-    with pytest.raises(ValueError, match="or sketches of a pool that has"):
-        world.pool.tensor("sketches", 0)
-
-
 # ---- the policy
 
 
@@ -523,32 +498,3 @@ def test_pools_without_sketches_have_none() -> None:
 def test_specs(spec: str) -> None:
     policy = parse_spec(spec)
     assert policy.sketches and policy.spec == spec and not policy.exact
-
-
-@pytest.mark.parametrize("spec", ["sketch:1.1", "sketch:0", "sketch:0.1:2", "sketch:"])
-def test_wrong_specs(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"sketch\[:EPS\]"):
-        parse_spec(spec)
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, False),
-        ({"policy": "sketch"}, True),
-        ({"policy": "sketch:0.2"}, True),
-        ({"sketches": True}, True),
-        ({"policy": "full", "request_policies": ["full", "sketch"]}, True),
-        ({"policy": "full", "request_policies": ["full"]}, False),
-        ({"policy": "full", "request_policies": True}, False),
-    ],
-)
-def test_which_servers_keep_sketches(options: dict[str, object], kept: bool) -> None:
-    assert FluxionConfig.parse(json.dumps(options)).sketched is kept
-
-
-@pytest.mark.parametrize("options", [{"policy": "sketch"}, {"request_policies": ["sketch:0.2"]}])
-def test_a_policy_that_reads_sketches_is_refused_where_none_are_kept(options: dict[str, object]) -> None:
-    server = SimpleNamespace(fluxion_config=json.dumps({**options, "sketches": False}))
-    with pytest.raises(ConfigError, match=r"keeps none; set sketches to true, or leave the policy out\.$"):
-        options_of(server, again=True)

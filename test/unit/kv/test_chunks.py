@@ -126,15 +126,9 @@ def twins() -> Iterator[Any]:
     gap=st.sampled_from([0, 3]), shares=st.booleans(),
 )  # fmt: skip
 def test_the_pool_is_what_the_host_makes_it(
-    seed: int,
-    heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    sink_pages: int,
-    passes: list[dict[int, int]],
-    gap: int,
+    seed: int, heads: int, dim: int, dtype: torch.dtype, sink_pages: int, passes: list[dict[int, int]], gap: int,
     shares: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Chunks of any length from anywhere in a page, several requests a pass, prefixes shared, and what nobody wrote
     left alone: tiles, metadata of all levels, tags and moments, every byte."""
     one = Twins(heads, dim, dtype, sink_pages, seed)

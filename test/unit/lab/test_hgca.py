@@ -13,7 +13,7 @@ from hgca_reference import Head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_backend import NEW, RUNNING, Backend
-from world import World
+from world import World, on_both, same_reads
 
 from fluxion_lab.bounded import Bounded
 from fluxion_lab.hgca import HgcaPolicy
@@ -335,18 +335,10 @@ def test_bad_specs(spec: str) -> None:
 
 
 def test_any_executor_reads_the_sets() -> None:
-    outs, read = [], []
-    for executors in ("cpu", "cpu+torch"):
-        world = World(seed=8, executors=executors, policy="hgca:0.5", workers=2 if executors == "cpu" else 1)
-        for row, length in ((1, 700), (2, 1200)):
-            world.extend(row, length)
-        outs.append([got for _ in range(20) for got, _ in world.decode([1, 2])])
-        stats = world.engine.native.stats()
-        read.append([stats[name] for name in ("tokens_read", "tile_bytes", "metadata_bytes")])
-        assert stats["tasks_cpu" if executors == "cpu+torch" else "tasks_torch"] == 0
-    assert read[0] == read[1] and read[0][0] > 0
-    for native, torch_ in zip(*outs, strict=True):
-        torch.testing.assert_close(native, torch_, atol=2e-5, rtol=2e-5)
+    outs, stats = on_both((700, 1200), 20, policy="hgca:0.5", seed=8)
+    same_reads(stats)
+    assert stats[0]["tokens_read"] > 0
+    torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("heads", [1, 3])

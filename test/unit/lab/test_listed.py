@@ -12,7 +12,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_world import NativeWorld, Plan, Request
-from world import World
+from world import on_both, same_reads
 
 from fluxion_lab.kinds import LISTED, Listed, Record, listed
 from fluxion_sglang.kv.placement import PAGE, Placement
@@ -239,24 +239,11 @@ def test_native_and_torch_read_the_same_lists(
     lengths: list[int], group: int, budgets: tuple[float, ...], seed: int, dtype: torch.dtype
 ) -> None:
     """On integers, where ranking is determined, ties included: same reads, same outputs."""
-    outs, read = [], []
-    for executors in ("cpu", "cpu+torch"):
-        world = World(
-            executors=executors, seed=seed, whole=True, dtype=dtype, group=group,
-            workers=2 if executors == "cpu" else 1,
-        )  # fmt: skip
-        for row, length in enumerate(lengths, start=1):
-            world.extend(row, length)
-        rows, policies = list(range(1, len(lengths) + 1)), [Lister(seed, budgets)] * len(lengths)
-        outs.append([got for _ in range(2) for got, _ in world.decode(rows, policies)])
-        stats = world.engine.native.stats()
-        read.append([stats[name] for name in ("middle_tokens", "tokens_read", "tile_bytes", "metadata_bytes")])
-        if executors == "cpu+torch":
-            assert stats["tasks_cpu"] == 0
-    assert read[0] == read[1]
-    tolerance = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 1.6e-2, "rtol": 1.6e-2}
-    for native, torch_ in zip(*outs, strict=True):
-        torch.testing.assert_close(native, torch_, **tolerance)
+    policies = [Lister(seed, budgets)] * len(lengths)
+    outs, stats = on_both(lengths, 2, policies, seed=seed, whole=True, dtype=dtype, group=group)
+    same_reads(stats)
+    tolerance = 2e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(*outs, atol=tolerance, rtol=tolerance)
 
 
 def test_a_mixture_has_the_lists_of_each_policy() -> None:

@@ -12,7 +12,7 @@ from definitions.torch_executor import block_pages
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from native_world import NativeWorld, Request, layer_begin, rank_blocks
+from native_world import NativeWorld, Request, layer_begin, rank_blocks, take
 
 from fluxion_sglang.kv.placement import BLOCKS, PAGE
 from fluxion_sglang.native import topology
@@ -37,16 +37,10 @@ class Layer:
 
 
 def run(
-    world: NativeWorld,
-    requests: list[Request],
-    blk: int,
-    stop: float | torch.Tensor,
-    spread: float = 1.0,
-    q: torch.Tensor | None = None,
-    token: torch.Tensor | None = None,
-    budget: torch.Tensor | None = None,
+    world: NativeWorld, requests: list[Request], blk: int, stop: float | torch.Tensor, spread: float = 1.0,
+    q: torch.Tensor | None = None, token: torch.Tensor | None = None, budget: torch.Tensor | None = None,
     look: bool = True,
-) -> Layer:
+) -> Layer:  # fmt: skip
     """A decode step of one layer under one threshold. token: [B, H, D], its key and its value."""
     world.begin_step(requests)
     batch = len(requests)
@@ -57,15 +51,12 @@ def run(
     stops = torch.as_tensor(stop, dtype=torch.float32).expand(batch, world.heads).contiguous()
     engine = world.engine
     engine.layer_resident(world.at(), q, k, v, torch.empty(batch, world.q_heads, 5))
-    for b, request in enumerate(requests):
-        request.keys[0] = torch.cat([request.keys[0], k[b : b + 1]])
-        request.values[0] = torch.cat([request.values[0], v[b : b + 1]])
+    take(requests, 0, k, v)
     before = engine.stats()
-    budgets = plan.budget if budget is None else budget
-    tasks = layer_begin(
-        engine, 0, q, None, None, None, plan.blk, budgets, plan.value, world.scale, out,
-        owner=torch.zeros(batch, world.heads, dtype=torch.int32), stop=stops, spread=torch.full_like(stops, spread),
-    )  # fmt: skip
+    plan.budget = plan.budget if budget is None else budget
+    plan.owner = torch.zeros_like(plan.blk)
+    spreads = torch.full_like(stops, spread)
+    tasks = layer_begin(engine, 0, q, None, None, None, plan, world.scale, out, stop=stops, spread=spreads)
     chosen = world.selections(requests, tasks) if look else {}
     engine.layer_finish()
     exact, reads = torch.empty(out.shape), torch.empty(batch, world.heads, 2, dtype=torch.int64)
@@ -76,15 +67,9 @@ def run(
 
 
 def reference(
-    world: NativeWorld,
-    request: Request,
-    h: int,
-    q: torch.Tensor,
-    blk: int,
-    stop: float,
-    spread: float,
+    world: NativeWorld, request: Request, h: int, q: torch.Tensor, blk: int, stop: float, spread: float,
     limits: list[int] | None = None,
-) -> tuple[Progress, list[list[int]]]:
+) -> tuple[Progress, list[list[int]]]:  # fmt: skip
     """Algorithm 1 for one group, and the tokens of every block. q: [G, D].
 
     The margin is 0 where float32 may also order the blocks otherwise.
@@ -143,17 +128,9 @@ def check(world: NativeWorld, requests: list[Request], layer: Layer, blk: int, s
     lengths=st.lists(st.integers(60, 1500), min_size=1, max_size=3),
 )
 def test_algorithm_1(
-    isa: str,
-    dtype: torch.dtype,
-    seed: int,
-    blk: int,
-    group: int,
-    union: bool,
-    stop: float,
-    spread: float,
-    size: float,
+    isa: str, dtype: torch.dtype, seed: int, blk: int, group: int, union: bool, stop: float, spread: float, size: float,
     lengths: list[int],
-) -> None:
+) -> None:  # fmt: skip
     world = NativeWorld(isa=isa, dtype=dtype, seed=seed, group=group, attend_union=union, pages=400)
     requests = [world.add(n) for n in lengths]
     q = world.randn(len(requests), world.q_heads, world.dim) * size
@@ -312,13 +289,9 @@ def test_budgets_bound_what_is_read(union: bool) -> None:
 
 @settings(max_examples=examples(15), deadline=None)
 @given(
-    seed=st.integers(0, 2**16),
-    blk=st.sampled_from(BLOCKS),
-    stop=st.sampled_from([0.5, 0.97, 0.9999]),
-    union=st.booleans(),
-    chunk_pages=st.sampled_from([1, 5]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
+    seed=st.integers(0, 2**16), blk=st.sampled_from(BLOCKS), stop=st.sampled_from([0.5, 0.97, 0.9999]),
+    union=st.booleans(), chunk_pages=st.sampled_from([1, 5]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
 def test_the_number_of_workers_changes_no_bit(
     seed: int, blk: int, stop: float, union: bool, chunk_pages: int, dtype: torch.dtype
 ) -> None:
@@ -380,9 +353,8 @@ def test_residents_must_be_known() -> None:
     world.begin_step(requests)
     plan = world.plan(requests)
     q, k, v = (world.randn(1, n, world.dim) for n in (world.q_heads, world.heads, world.heads))
-    layer_begin(world.engine, 0, q, k, v, world.windows[0], plan.blk, plan.budget, plan.value, world.scale,
-        torch.empty_like(q), stop=torch.full((1, world.heads), 0.9),
-    )  # fmt: skip
+    stop = torch.full((1, world.heads), 0.9)
+    layer_begin(world.engine, 0, q, k, v, world.windows[0], plan, world.scale, torch.empty_like(q), stop=stop)
     with pytest.raises(RuntimeError, match="call layer_resident before layer_begin"):
         world.engine.layer_finish()
 

@@ -21,15 +21,9 @@ LEVELS = (0, 1, 2, 3)
 
 
 def make_pool(
-    workers: int = 2,
-    *,
-    layers: int = 1,
-    heads: int = 2,
-    pages: int = 64,
-    dim: int = 32,
-    dtype: torch.dtype = torch.float32,
-    sink_pages: int = 4,
-) -> NativePool:
+    workers: int = 2, *, layers: int = 1, heads: int = 2, pages: int = 64, dim: int = 32,
+    dtype: torch.dtype = torch.float32, sink_pages: int = 4,
+) -> NativePool:  # fmt: skip
     return NativePool(
         Workers(workers), layers=layers, kv_heads=heads, pages=pages, head_dim=dim, dtype=dtype, sink_pages=sink_pages
     )
@@ -65,12 +59,9 @@ class PoolMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        seed=st.integers(0, 2**16),
-        dtype=st.sampled_from(DTYPES),
-        sink_pages=st.sampled_from([0, 1, 4]),
-        workers=st.sampled_from([1, 2]),
-        heads=st.integers(1, 3),
-    )
+        seed=st.integers(0, 2**16), dtype=st.sampled_from(DTYPES), sink_pages=st.sampled_from([0, 1, 4]),
+        workers=st.sampled_from([1, 2]), heads=st.integers(1, 3),
+    )  # fmt: skip
     def start(self, seed: int, dtype: torch.dtype, sink_pages: int, workers: int, heads: int) -> None:
         self.layers, self.heads, self.dim, self.dtype, self.sink_pages = 2, heads, 32, dtype, sink_pages
         self.random = torch.Generator().manual_seed(seed)

@@ -22,17 +22,11 @@ def step(*lengths: int) -> DecodeStep:
 @pytest.mark.parametrize(
     ("spec", "blk", "budget"),
     [
-        ("full", 16, 1.0),
-        ("streaming", 0, 0.0),
-        ("fixed:16:0.05", 16, 0.05),
-        ("fixed:128:1", 128, 1.0),
-        ("oracle:0.05", 1, 0.05),
-        ("oracle:1", 1, 1.0),
-        ("oracle:.5", 1, 0.5),
-        ("fixed:16:5E-2", 16, 0.05),
+        ("full", 16, 1.0), ("streaming", 0, 0.0), ("fixed:16:0.05", 16, 0.05), ("fixed:128:1", 128, 1.0),
+        ("oracle:0.05", 1, 0.05), ("oracle:1", 1, 1.0), ("oracle:.5", 1, 0.5), ("fixed:16:5E-2", 16, 0.05),
         ("oracle:1e-45", 1, 1e-45),
     ],
-)
+)  # fmt: skip
 def test_specs(spec: str, blk: int, budget: float) -> None:
     policy = parse_spec(spec)
     assert policy.spec == spec
@@ -76,54 +70,17 @@ def test_what_the_selector_may_choose_from(spec: str, blk: list[int], budget: li
 @pytest.mark.parametrize(
     "spec",
     [
-        "",
-        "ful",
-        "full:1",
-        "fixed",
-        "fixed:16",
-        "fixed:24:0.1",
-        "fixed:16:0",
-        "fixed:16:1.5",
-        "fixed:a:b",
-        "fixed:16:nan",
-        "fixed:16.0:0.5",
-        "fixed:1:0.5",
-        "streaming:0",
-        "oracle",
-        "oracle:0",
-        "oracle:2",
-        "oracle:16:0.05",
-        "oracle:inf",
-        "oracle:0.0_5",
-        "oracle: 0.5",
-        "oracle:0.5\n",
-        "oracle:-0.5",
-        "oracle:+0.5",
-        "oracle:\u0660.\u0665",
-        "oracle:.",
-        "oracle:0x1",
-        "oracle:1e-46",  # 0 in the float32 of a plan
-        "fixed:16:1e-46",
-        "fixed:16:1e-999",
-        "anchor:0.1:24",
-        "anchor:0.1:",
-        "anchor:0.1:any:",
-        "anchor:0.1:16:some",
-        "anchor:0.1:any:all:more",
-        "score95:any",
-        "lfps:0",
-        "lfps:0.05:0.2",
-        "lfps:0.05:0.2:0",
-        "lfps:0.05:0.2:0.2:0.2",
-        "psa:0",
-        "psa:1.5",
-        "psa:0.95:24",
-        "psa:0.95:32:center",
-        "psa:0.95:32:mean:more",
-        "psa:",
-        "x" * 100_000,
+        "", "ful", "full:1", "fixed", "fixed:16", "fixed:24:0.1", "fixed:16:0", "fixed:16:1.5", "fixed:a:b",
+        "fixed:16:nan", "fixed:16.0:0.5", "fixed:1:0.5", "streaming:0", "oracle", "oracle:0", "oracle:2",
+        "oracle:16:0.05", "oracle:inf", "oracle:0.0_5", "oracle: 0.5", "oracle:0.5\n", "oracle:-0.5", "oracle:+0.5",
+        "oracle:\u0660.\u0665", "oracle:.", "oracle:0x1",
+        "oracle:1e-46", "fixed:16:1e-46", "fixed:16:1e-999",  # 0 in the float32 of a plan
+        "anchor:0.1:24", "anchor:0.1:", "anchor:0.1:any:", "anchor:0.1:16:some", "anchor:0.1:any:all:more",
+        "score95:any", "lfps:0", "lfps:0.05:0.2", "lfps:0.05:0.2:0", "lfps:0.05:0.2:0.2:0.2", "psa:0", "psa:1.5",
+        "psa:0.95:24", "psa:0.95:32:center", "psa:0.95:32:mean:more", "psa:", "sketch:1.1", "sketch:0",
+        "sketch:0.1:2", "sketch:", "x" * 100_000,
     ],
-)
+)  # fmt: skip
 def test_bad_specs_are_refused_in_one_sentence(spec: str) -> None:
     with pytest.raises(ValueError, match=r'use "full", "streaming", "fixed:BLK:BUDGET".* "oracle:') as error:
         parse_spec(spec)
@@ -133,13 +90,10 @@ def test_bad_specs_are_refused_in_one_sentence(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "stop", "blk", "spread"),
     [
-        ("psa", 0.95, 32, 0.45),
-        ("psa:0.98", 0.98, 32, 0.45),
-        ("psa:1:128", 1.0, 128, 0.4),
-        ("psa:.5:64:mean", 0.5, 64, 0.4),
-        ("psa:0.9:16:quest", 0.9, 16, 1.0),
+        ("psa", 0.95, 32, 0.45), ("psa:0.98", 0.98, 32, 0.45), ("psa:1:128", 1.0, 128, 0.4),
+        ("psa:.5:64:mean", 0.5, 64, 0.4), ("psa:0.9:16:quest", 0.9, 16, 1.0),
     ],
-)
+)  # fmt: skip
 def test_psa(spec: str, stop: float, blk: int, spread: float) -> None:
     policy = parse_spec(spec)
     policy.begin_step(step(100, 1000))

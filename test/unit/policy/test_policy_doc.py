@@ -29,7 +29,15 @@ def test_the_example_passes_its_tests(installed: Path) -> None:
 
 
 def test_another_process_knows_its_name(installed: Path) -> None:
-    """A configuration that names it is legal, and gives it its arguments; what its class refuses is said."""
+    """A configuration that names it is legal, and gives it its arguments; what its class refuses is said, and what is
+    broken in a package is one sentence."""
+    broken = {
+        "lost = nothing_of_this_name:Policy": "cannot be made .*ModuleNotFoundError",
+        "number = taper:BLK": "makes no fluxion_sglang.policy.Policy",
+        "dict = builtins:dict": "makes no fluxion_sglang.policy.Policy",
+    }
+    names = next(installed.glob("*.dist-info")) / "entry_points.txt"
+    names.write_text(names.read_text().rstrip("\n") + "\n" + "\n".join(broken) + "\n")
     code = """
 from types import SimpleNamespace
 from fluxion_sglang.config import ConfigError
@@ -43,26 +51,6 @@ for spec in ("taper:2", "taper:1:1:1:1", "taper:x"):
         options_of(SimpleNamespace(fluxion_config='{"policy": "%s"}' % spec))
     except ConfigError as error:
         print(error)
-"""
-    run = python(installed, "-c", code)
-    assert run.returncode == 0, run.stderr
-    first, *errors = run.stdout.splitlines()
-    assert first == "TaperPolicy taper:0.4:0.1 0.4 0.1"
-    assert len(errors) == 3 and all(error.endswith('"auto".') for error in errors)
-    assert "takes FIRST:LAST:HALF_LIFE" in errors[0]
-    assert "cannot be made with ['1', '1', '1', '1'] (TypeError" in errors[1]
-
-
-def test_a_package_that_is_broken_is_one_sentence(installed: Path) -> None:
-    broken = {
-        "lost = nothing_of_this_name:Policy": "cannot be made .*ModuleNotFoundError",
-        "number = taper:BLK": "makes no fluxion_sglang.policy.Policy",
-        "dict = builtins:dict": "makes no fluxion_sglang.policy.Policy",
-    }
-    metadata = next(installed.glob("*.dist-info")) / "entry_points.txt"
-    metadata.write_text("\n".join(["[fluxion_policies]", *broken]))
-    code = """
-from fluxion_sglang.policy import parse_spec
 for name in ("lost", "number", "dict"):
     try:
         parse_spec(name)
@@ -71,5 +59,10 @@ for name in ("lost", "number", "dict"):
 """
     run = python(installed, "-c", code)
     assert run.returncode == 0, run.stderr
-    for line, sentence in zip(run.stdout.splitlines(), broken.values(), strict=True):
+    first, *errors = run.stdout.splitlines()
+    assert first == "TaperPolicy taper:0.4:0.1 0.4 0.1"
+    assert len(errors) == 6 and all(error.endswith('"auto".') for error in errors[:3])
+    assert "takes FIRST:LAST:HALF_LIFE" in errors[0]
+    assert "cannot be made with ['1', '1', '1', '1'] (TypeError" in errors[1]
+    for line, sentence in zip(errors[3:], broken.values(), strict=True):
         assert re.search(sentence, line) and line.endswith(".")

@@ -26,7 +26,8 @@ def make(spec: str) -> Policy:
     return parse_spec(spec, Context(predictor=predictor))
 
 
-QUICK = {"full", "streaming", "fixed:16:0.10", "fluxion", "sketch", "anchor", "hgca", "lfps", "psa"}
+QUICK = {"full", "fluxion", "sketch", "hgca", "lfps"}
+"""Nothing chosen, and choices by features, by sketches and by state that lives as long as a request."""
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)

@@ -29,13 +29,9 @@ MIDDLES = st.one_of(
 
 
 def native(
-    pred: torch.Tensor,
-    middle: torch.Tensor,
-    kv_heads: int,
-    threshold: float,
-    margins: torch.Tensor,
+    pred: torch.Tensor, middle: torch.Tensor, kv_heads: int, threshold: float, margins: torch.Tensor,
     blocks: Sequence[int] = BLOCKS,
-) -> LayerPlan:
+) -> LayerPlan:  # fmt: skip
     """plan_groups into memory that holds rubbish."""
     batch = len(middle)
     plan = LayerPlan(

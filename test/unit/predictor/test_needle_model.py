@@ -188,6 +188,7 @@ def test_least_budget_is_where_the_error_stays_within_tau() -> None:
             assert abs(found["error"][n, h] - errors[0]) < 1e-5
 
 
+@pytest.mark.full
 def test_a_stage_that_begins_anew_needs_only_the_exported_weights(tmp_path: Path) -> None:
     smoke = dataclasses.replace(RECIPES["smoke"], shape=SMALL)
     last = dataclasses.replace(smoke.stages[1], anew=True, opening=2.0)
@@ -217,6 +218,7 @@ def test_muon_steps_are_orthogonal() -> None:
         assert values.min() > 0.5 and values.max() < 1.5
 
 
+@pytest.mark.full
 def test_batches_made_ahead_are_the_same_however_many_make_them() -> None:
     places = list(RECIPES["smoke"].places())
     made = []
@@ -229,6 +231,7 @@ def test_batches_made_ahead_are_the_same_however_many_make_them() -> None:
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.full
 def test_a_second_shape_is_trained_and_exported(tmp_path: Path) -> None:
     smoke = RECIPES["smoke"]
     assert [stage.shapes for stage in smoke.scaled(3, 0.5).stages] == [((6, 64),), ((3, 768), (6, 128))]

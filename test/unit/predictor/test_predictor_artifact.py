@@ -22,19 +22,9 @@ from fluxion_sglang.training.artifact_writer import Trained
 
 NAMES = [f"feature{i}" for i in range(41)]
 IDENTITY = Identity(
-    architecture="LlamaForCausalLM",
-    layers=4,
-    q_heads=8,
-    kv_heads=2,
-    head_dim=64,
-    hidden_size=512,
-    vocab_size=1000,
-    rope_theta=500000.0,
-    weights="sha256:abc",
-    sinks=64,
-    window=256,
-    spread=1.0,
-)
+    architecture="LlamaForCausalLM", layers=4, q_heads=8, kv_heads=2, head_dim=64, hidden_size=512, vocab_size=1000,
+    rope_theta=500000.0, weights="sha256:abc", sinks=64, window=256, spread=1.0,
+)  # fmt: skip
 FIRST = "predictor-0.10.safetensors"
 
 
@@ -138,17 +128,10 @@ def test_looking_needs_no_identity(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "other"),
     [
-        ("architecture", "Qwen2ForCausalLM"),
-        ("layers", 5),
-        ("q_heads", 16),
-        ("kv_heads", 4),
-        ("head_dim", 128),
-        ("hidden_size", 1024),
-        ("vocab_size", 2000),
-        ("rope_theta", 10000.0),
-        ("weights", "sha256:def"),
+        ("architecture", "Qwen2ForCausalLM"), ("layers", 5), ("q_heads", 16), ("kv_heads", 4), ("head_dim", 128),
+        ("hidden_size", 1024), ("vocab_size", 2000), ("rope_theta", 10000.0), ("weights", "sha256:def"),
     ],
-)
+)  # fmt: skip
 def test_another_model(folder: Path, field: str, other: Any) -> None:
     text = refusal(folder, **{field: other})
     assert f"its {field} is {getattr(IDENTITY, field)} and that of the model served is {other}" in text

@@ -93,31 +93,15 @@ def test_what_is_recorded_stays(tmp_path: Path, world: World) -> None:
 @pytest.mark.parametrize(
     "wishes",
     [
-        3,
-        [],
-        "x" * 10**6,
-        {},
-        {"id": 4},
-        {**WISHES, "more": 1},
-        {**WISHES, "id": "4"},
-        {**WISHES, "id": True},
-        {**WISHES, "id": -1},
-        {**WISHES, "id": 10**30},
-        {**WISHES, "samples": {}},
-        {**WISHES, "samples": []},
-        {**WISHES, "samples": [600]},
-        {**WISHES, "samples": [[600]]},
-        {**WISHES, "samples": [[600, 700]]},
-        {**WISHES, "samples": [[600, []]]},
-        {**WISHES, "samples": [[600, [700.0]]]},
-        {**WISHES, "samples": [[600, [None]]]},
-        {**WISHES, "samples": [[600, [599]]]},
-        {**WISHES, "samples": [[-1, [700]]]},
-        {**WISHES, "samples": [[600, [TOKENS]]]},
-        {**WISHES, "samples": [[600, [10**30]]]},
-        {**WISHES, "samples": [[0, [700] * 5000]]},
+        3, [], "x" * 10**6, {}, {"id": 4}, {**WISHES, "more": 1}, {**WISHES, "id": "4"}, {**WISHES, "id": True},
+        {**WISHES, "id": -1}, {**WISHES, "id": 10**30}, {**WISHES, "samples": {}}, {**WISHES, "samples": []},
+        {**WISHES, "samples": [600]}, {**WISHES, "samples": [[600]]}, {**WISHES, "samples": [[600, 700]]},
+        {**WISHES, "samples": [[600, []]]}, {**WISHES, "samples": [[600, [700.0]]]},
+        {**WISHES, "samples": [[600, [None]]]}, {**WISHES, "samples": [[600, [599]]]},
+        {**WISHES, "samples": [[-1, [700]]]}, {**WISHES, "samples": [[600, [TOKENS]]]},
+        {**WISHES, "samples": [[600, [10**30]]]}, {**WISHES, "samples": [[0, [700] * 5000]]},
     ],
-)
+)  # fmt: skip
 def test_wrong_wishes_are_refused_in_a_sentence(wishes: Any) -> None:
     with pytest.raises(ValueError) as error:
         check_wishes(wishes, TOKENS)

@@ -229,14 +229,8 @@ class TestRendering:
     def test_families_leave_out_what_sets_the_reads(self) -> None:
         specs = ["fixed:32:0.05", "psa:0.95:32:quest", "psa:0.999:32", "hgca:0.5:0.1", "hgca:1", "full", "score95"]
         assert [table.family(spec) for spec in specs] == [
-            "fixed:32",
-            "psa:32:quest",
-            "psa:32",
-            "hgca",
-            "hgca",
-            "full",
-            "score95",
-        ]
+            "fixed:32", "psa:32:quest", "psa:32", "hgca", "hgca", "full", "score95",
+        ]  # fmt: skip
 
     def test_no_rows(self, data: dict[str, Any]) -> None:
         assert table.markdown({**data, "rows": []}) == "No cell is measured yet.\n"

@@ -351,10 +351,7 @@ def test_words_go_on_where_the_lists_end() -> None:
 
 
 @given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=400),
-    st.integers(1, 50),
-    st.integers(0, 6000),
-    st.integers(0, 60),
+    st.lists(st.integers(0, 30), min_size=1, max_size=400), st.integers(1, 50), st.integers(0, 6000), st.integers(0, 60)
 )
 def test_fit_finds_a_prompt_that_is_long_enough_or_the_longest(
     steps: list[int], least: int, limit: int, slack: int

@@ -10,29 +10,23 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from effort import case
 from quality_world import VOCABULARY, Echo, FakeEngine, Forced, Starter, World, model_folder
 
 from fluxion_quality import plan as planning
 from fluxion_quality import run
-from fluxion_quality.base import Codec, MissingData, Sample, Task
+from fluxion_quality.base import MissingData, Sample
 from fluxion_quality.model import Model
-from fluxion_quality.plan import BadInput, Plan, Settings
+from fluxion_quality.plan import BadInput, Settings
 from fluxion_quality.record import SAME
 from fluxion_sglang.commands import provenance
 from fluxion_sglang.scoring import serve
 from fluxion_sglang.scoring.forced import NOTES
-from fluxion_sglang.scoring.serve import (
-    EngineFailed,
-    Needs,
-    Reply,
-    Request,
-    RequestFailed,
-    Server,
-    options,
-)
+from fluxion_sglang.scoring.serve import EngineFailed, Needs, Reply, Request, RequestFailed, Server, options
 
 POLICIES = ("streaming", "fixed:16:0.05", "oracle")
 
@@ -44,12 +38,24 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings("world", model_folder(tmp_path / "model"), POLICIES, tmp_path / "out.json", (64, 128), samples=6)
 
 
+@pytest.fixture
+def few(settings: Settings) -> Settings:
+    """One cell."""
+    return dataclasses.replace(settings, tasks=("echo",), lengths=(64,))
+
+
 def rows_of(data: dict[str, Any]) -> dict[tuple[str, int, str], dict[str, Any]]:
     return {(row["task"], row["length"], row["policy"]): row for row in data["rows"]}
 
 
 def measure(settings: Settings, start: Starter | None = None) -> dict[str, Any]:
     return run.run(planning.make(settings), start or Starter())
+
+
+def samples_of(settings: Settings) -> list[Sample]:
+    """Those of the first cell."""
+    plan = planning.make(settings)
+    return list(plan.samples(plan.cells[0]))
 
 
 def test_every_cell_has_every_policy_and_full_is_the_reference(settings: Settings) -> None:
@@ -75,9 +81,8 @@ def test_every_cell_has_every_policy_and_full_is_the_reference(settings: Setting
     assert len(full["samples"]) == 6
 
 
-def test_a_document_is_prefilled_once_then_all_questions_of_all_policies_go_together(settings: Settings) -> None:
-    start = Starter()
-    measure(dataclasses.replace(settings, tasks=("echo",), lengths=(64,)), start)
+def test_a_document_is_prefilled_once_then_all_questions_of_all_policies_go_together(few: Settings) -> None:
+    measure(few, start := Starter())
     (engine,) = start.engines
     assert [len(batch) for batch in engine.batches] == [1, 8] * 3
     warm, together = engine.batches[:2]
@@ -88,36 +93,24 @@ def test_a_document_is_prefilled_once_then_all_questions_of_all_policies_go_toge
     assert engine.closed
 
 
-def test_many_questions_are_asked_in_parts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_questions_are_asked_in_parts(few: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a document is brought in again where policies hear of it."""
     monkeypatch.setattr(Echo, "questions", 6)
-    start = Starter()
-    data = measure(dataclasses.replace(settings, tasks=("echo",), lengths=(64,), batch=4), start)
+    data = measure(dataclasses.replace(few, batch=4), start := Starter())
     assert [len(batch) for batch in start.engines[0].batches] == [1, 8, 8, 8]
     assert rows_of(data)["echo", 64, "full"]["documents"] == [0] * 6
+    measure(dataclasses.replace(few, policies=("streaming", "lfps:0.10"), batch=3, fresh=True), start := Starter())
+    sizes = [len(batch) for batch in start.engines[0].batches]
+    assert sizes == [1, 4, 1, 1] * 3, "two questions: both others, then lfps twice"
 
 
-def test_policies_that_hear_of_a_prompt_are_not_given_it_by_the_tree(settings: Settings) -> None:
-    start = Starter()
-    hearing = dataclasses.replace(settings, policies=("lfps:0.10", "streaming", "lfps:0.20"))
-    measure(dataclasses.replace(hearing, tasks=("echo",), lengths=(64,)), start)
+def test_policies_that_hear_of_a_prompt_are_not_given_it_by_the_tree(few: Settings) -> None:
+    measure(dataclasses.replace(few, policies=("lfps:0.10", "streaming", "lfps:0.20")), start := Starter())
     (engine,) = start.engines
     asked = [[request["custom_params"]["fluxion_policy"] for request in batch] for batch in engine.batches]
     one = [["full"], ["full", "streaming"] * 2, *([policy] for policy in ("lfps:0.10", "lfps:0.20") for _ in range(2))]
     assert asked == one * 3
     assert engine.forgotten == [at + 6 * document for document in range(3) for at in range(2, 6)]
-
-
-def test_each_part_of_a_document_is_brought_in_again_where_policies_hear(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Echo, "questions", 6)
-    start = Starter()
-    hearing = dataclasses.replace(
-        settings, policies=("streaming", "lfps:0.10"), tasks=("echo",), lengths=(64,), batch=3
-    )
-    measure(hearing, start)
-    (engine,) = start.engines
-    assert [len(batch) for batch in engine.batches] == [1, 4, 1, 1] * 3, "two questions: both others, then lfps twice"
 
 
 def test_an_engine_is_asked_to_forget_until_it_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +123,8 @@ def test_an_engine_is_asked_to_forget_until_it_has_nothing_to_do(monkeypatch: py
         Server(SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=False)), 4).forget()
 
 
-def test_fluxion_without_a_predictor_is_refused_before_an_engine_starts(settings: Settings) -> None:
-    with pytest.raises(BadInput, match=r"'fluxion' needs a predictor, and .*fluxion has none"):
-        measure(dataclasses.replace(settings, policies=("fluxion:0.10",)))
-
-
 def test_perplexity_is_of_forced_tokens_without_the_first(settings: Settings) -> None:
-    start = Starter()
-    data = measure(dataclasses.replace(settings, tasks=("forced",), lengths=(64,)), start)
+    data = measure(dataclasses.replace(settings, tasks=("forced",), lengths=(64,)), start := Starter())
     full, streaming = (rows_of(data)["forced", 64, policy] for policy in ("full", "streaming"))
     assert full["measure"] == "perplexity"
     assert full["score"] == pytest.approx((math.exp(6) + VOCABULARY - 1) / math.exp(6), rel=1e-4)
@@ -161,7 +148,7 @@ def test_loss_and_divergence_by_the_distance_from_the_prompt() -> None:
 def test_a_sample_says_which_of_its_targets_count(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     few = dataclasses.replace(settings, tasks=("forced",), lengths=(64,), policies=())
     whole = rows_of(measure(few))["forced", 64, "full"]
-    made = planning.make(few).samples(planning.make(few).cells[0])
+    made = samples_of(few)
     assert planning.counted(made[0]) == range(1, 4)
 
     def samples(self: Forced, *args: Any) -> list[Sample]:
@@ -189,16 +176,15 @@ def _without_warmup(answer: Any) -> Any:
 
     def answered(self: FakeEngine, ids: list[int], params: dict[str, Any], *rest: Any) -> dict[str, Any]:
         if params["max_new_tokens"] > 1:
-            found: dict[str, Any] = answer(self, ids, params, *rest)
-            return found
+            return dict(answer(self, ids, params, *rest))
         meta = {"finish_reason": {"type": "length"}, "output_top_logprobs": [], "output_token_logprobs": []}
         return {"output_ids": [0], "meta_info": meta}
 
     return answered
 
 
-def test_the_divergence_is_a_mean_over_samples_not_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planning.make(dataclasses.replace(settings, tasks=("echo",), lengths=(64,)))
+def test_the_divergence_is_a_mean_over_samples_not_steps(few: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planning.make(few)
     answers = run._Answers(plan.codec, plan.cells[0].task, plan.samples(plan.cells[0])[:3])
     found = iter(([0.5], [0.1] * 9, []))  # the third has no step to compare
     monkeypatch.setattr(run.kl, "divergences", lambda *args: next(found))
@@ -208,17 +194,17 @@ def test_the_divergence_is_a_mean_over_samples_not_steps(settings: Settings, mon
     assert (row["kl"], row["kl_steps"]) == (pytest.approx(0.3), 10)
 
 
-def test_rows_say_which_haystack_they_are_of(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = dataclasses.replace(settings, tasks=("echo",), lengths=(64,), policies=())
+def test_rows_say_which_haystack_they_are_of(few: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = dataclasses.replace(few, policies=())
     assert rows_of(measure(few))["echo", 64, "full"]["haystack"] is None
-    made = planning.make(few).samples(planning.make(few).cells[0])
     kinds = ["generated", "essay", "essay", "generated", "essay", "essay"]
-    named = [dataclasses.replace(s, meta={"haystack": kind}) for s, kind in zip(made, kinds, strict=True)]
+    named = [dataclasses.replace(s, meta={"haystack": kind}) for s, kind in zip(samples_of(few), kinds, strict=True)]
     monkeypatch.setattr(Echo, "samples", lambda *args: named)
     assert rows_of(measure(dataclasses.replace(few, fresh=True)))["echo", 64, "full"]["haystack"] == "essay, generated"
 
 
 def test_the_same_settings_give_the_same_file(settings: Settings, tmp_path: Path) -> None:
+    settings = dataclasses.replace(settings, lengths=(64,))
     measure(settings)
     measure(dataclasses.replace(settings, out=tmp_path / "again.json"))
     assert settings.out.read_text() == (tmp_path / "again.json").read_text()
@@ -227,13 +213,11 @@ def test_the_same_settings_give_the_same_file(settings: Settings, tmp_path: Path
     assert other["rows"][0]["prompts"] != json.loads(settings.out.read_text())["rows"][0]["prompts"]
 
 
-def test_a_second_run_starts_no_engine_and_more_cells_only_add(settings: Settings) -> None:
-    few = dataclasses.replace(settings, tasks=("echo",), lengths=(64,))
-    first = measure(few)
-    start = Starter()
+def test_a_second_run_starts_no_engine_and_more_cells_only_add(few: Settings) -> None:
+    first, start = measure(few), Starter()
     assert measure(few, start) == first
     assert start.engines == []
-    more = measure(dataclasses.replace(settings, tasks=("echo",)), start)
+    more = measure(dataclasses.replace(few, lengths=(64, 128)), start)
     assert len(start.engines) == 1 and len(more["rows"]) == 8
     assert more["rows"][:4] == first["rows"]
     assert all(len(request["ids"]) == 128 for batch in start.engines[0].batches for request in batch)
@@ -248,76 +232,69 @@ def test_an_interrupted_run_loses_one_cell(settings: Settings) -> None:
     assert {(row["task"], row["length"]) for row in saved["rows"]} == {("echo", 64)}
     start = Starter()
     assert list(rows_of(measure(settings, start))) == list(rows_of(measure(dataclasses.replace(settings, fresh=True))))
-    first = start.engines[0].batches[0][0]
-    assert len(first["ids"]) == 128
+    assert len(start.engines[0].batches[0][0]["ids"]) == 128
 
 
-def test_off_is_a_pass_of_its_own_with_its_own_engine(settings: Settings) -> None:
-    asked = dataclasses.replace(settings, policies=(*POLICIES, "off"), tasks=("echo",), lengths=(64,))
-    before = measure(dataclasses.replace(asked, policies=POLICIES))
-    start = Starter()
-    row = rows_of(measure(asked, start))["echo", 64, "off"]
+def test_off_is_a_pass_of_its_own_with_its_own_engine(few: Settings) -> None:
+    before = measure(few)
+    row = rows_of(measure(dataclasses.replace(few, policies=(*POLICIES, "off")), start := Starter()))["echo", 64, "off"]
     assert [policy for policy, _ in start.started] == ["off"]
     assert all("custom_params" not in request for batch in start.engines[0].batches for request in batch)
     assert (row["score"], row["same"], row["delta"], row["kl"], row["read_fraction"]) == (1.0, 1.0, 0.0, None, None)
-    assert json.loads(settings.out.read_text())["rows"][:-1] == before["rows"]
+    assert json.loads(few.out.read_text())["rows"][:-1] == before["rows"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"samples": 5}, "samples"), ({"seed": 3}, "seed"), ({"policies": ("streaming",)}, "policies")],
 )
-def test_a_file_of_another_run_is_refused(settings: Settings, change: dict[str, Any], words: str) -> None:
-    few = dataclasses.replace(settings, tasks=("echo",), lengths=(64,))
+def test_a_file_of_another_run_is_refused(few: Settings, change: dict[str, Any], words: str) -> None:
     measure(few)
     with pytest.raises(BadInput, match=f"differs in {words};.*--fresh"):
         planning.make(dataclasses.replace(few, **change))
     assert planning.make(dataclasses.replace(few, fresh=True, **change)).results["rows"] == []
 
 
-@pytest.mark.parametrize("key", [*planning.SETTINGS, *SAME])
-def test_a_file_that_differs_in_anything_is_refused(settings: Settings, key: str) -> None:
-    few = dataclasses.replace(settings, tasks=("echo",), lengths=(64,))
+def test_a_file_that_differs_in_anything_is_refused(few: Settings) -> None:
     measure(few)
-    saved = json.loads(settings.out.read_text())
-    assert key in saved
-    settings.out.write_text(json.dumps({**saved, key: "another"}))
-    with pytest.raises(BadInput, match="no result file" if key == "benchmark" else rf"differs in {key};.*--fresh"):
+    saved = json.loads(few.out.read_text())
+    for key in (*planning.SETTINGS, *SAME):
+        with case(key=key):
+            few.out.write_text(json.dumps({**saved, key: "another"}))
+            words = "no result file" if key == "benchmark" else rf"differs in {key};.*--fresh"
+            with pytest.raises(BadInput, match=words):
+                planning.make(few)
+            few.out.write_text(json.dumps({name: value for name, value in saved.items() if name != key}))
+            if key not in ("device", "predictor"):  # None, as if they were not there
+                with pytest.raises(BadInput):
+                    planning.make(few)
+
+
+def test_rows_of_other_questions_are_refused(few: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(few)
+    made = samples_of(few)
+    other: list[dict[str, Any]] = [{"references": ("v1",)}, {"max_new_tokens": 2}, {"prompt": (1, 2)}, {"document": ""}]
+    for change in (*other, {"meta": {"targets": 3}}):
+        with case(change=change):
+            changed = [*made[:-1], dataclasses.replace(made[-1], **change)]
+            monkeypatch.setattr(Echo, "samples", lambda *args, changed=changed: changed)
+            with pytest.raises(BadInput, match=r"answers to other questions of task 'echo'; .*--fresh to start over.$"):
+                planning.make(few)
+            planning.make(dataclasses.replace(few, fresh=True))
+
+
+def test_another_model_is_another_run(few: Settings) -> None:
+    (few.model / "chat.jinja").write_text("template")
+    (few.model / "generation_config.json").write_text("{}")
+    measure(few)
+    (few.model / "README.md").write_text("says what it is")
+    for name in ("model.safetensors", "tokenizer.json", "generation_config.json", "chat.jinja"):
         planning.make(few)
-    del saved[key]
-    settings.out.write_text(json.dumps(saved))
-    if key not in ("device", "predictor"):  # None, as if they were not there
-        with pytest.raises(BadInput):
+        content = (few.model / name).read_bytes()
+        (few.model / name).write_bytes(content + b" ")
+        with case(name=name), pytest.raises(BadInput, match="differs in model;"):
             planning.make(few)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"references": ("v1",)}, {"max_new_tokens": 2}, {"prompt": (1, 2)}, {"document": ""}, {"meta": {"targets": 3}}],
-)
-def test_rows_of_other_questions_are_refused(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
-) -> None:
-    few = dataclasses.replace(settings, tasks=("echo",), lengths=(64,))
-    measure(few)
-    made = planning.make(few).samples(planning.make(few).cells[0])
-    changed = [*made[:-1], dataclasses.replace(made[-1], **change)]
-    monkeypatch.setattr(Echo, "samples", lambda *args: changed)
-    with pytest.raises(BadInput, match=r"has answers to other questions of task 'echo'; .*--fresh to start over.$"):
-        planning.make(few)
-    planning.make(dataclasses.replace(few, fresh=True))
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "generation_config.json", "chat.jinja"])
-def test_another_model_is_another_run(settings: Settings, name: str) -> None:
-    (settings.model / "chat.jinja").write_text("template")
-    (settings.model / "generation_config.json").write_text("{}")
-    measure(dataclasses.replace(settings, tasks=("echo",)))
-    (settings.model / "README.md").write_text("says what it is")
-    planning.make(settings)
-    (settings.model / name).write_bytes((settings.model / name).read_bytes() + b" ")
-    with pytest.raises(BadInput, match="differs in model;"):
-        planning.make(settings)
+        (few.model / name).write_bytes(content)
 
 
 def test_a_digest_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,25 +303,25 @@ def test_a_digest_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.Monk
     found = SimpleNamespace(submodule_search_locations=[str(folder)])
     monkeypatch.setattr(provenance, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: found)))
     monkeypatch.setattr(provenance, "CHECKOUT", False)
-    first = provenance.sources.__wrapped__()
-    assert first == provenance.sources.__wrapped__()
+    digest = provenance.sources.__wrapped__
+    digests = [digest()]
     (folder / "notes.txt").write_text("nothing that runs")
-    assert provenance.sources.__wrapped__() == first
+    assert digest() == digests[0]
     (folder / "ask.py").write_text((folder / "ask.py").read_text() + "\n")
-    second = provenance.sources.__wrapped__()
+    digests.append(digest())
     (folder / "deep").mkdir()
     (folder / "deep" / "native.so").write_bytes(b"library")
-    third = provenance.sources.__wrapped__()
+    digests.append(digest())
     (folder / "deep" / "native.so").rename(folder / "deep" / "other.so")
-    fourth = provenance.sources.__wrapped__()
+    digests.append(digest())
     monkeypatch.setattr(provenance, "CHECKOUT", True)
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    assert provenance.sources.__wrapped__() == fourth, "a checkout without benchmarks"
+    assert digest() == digests[-1], "a checkout without benchmarks"
     (tmp_path / "benchmark" / "racers").mkdir(parents=True)
-    (tmp_path / "benchmark" / "racers" / "driver.py").write_text("WARM = 3\n")
-    fifth = provenance.sources.__wrapped__()
-    (tmp_path / "benchmark" / "racers" / "driver.py").write_text("WARM = 4\n")
-    assert len({first, second, third, fourth, fifth, provenance.sources.__wrapped__()}) == 6
+    for number in (3, 4):
+        (tmp_path / "benchmark" / "racers" / "driver.py").write_text(f"WARM = {number}\n")
+        digests.append(digest())
+    assert len(set(digests)) == 6
 
 
 @pytest.mark.parametrize(
@@ -410,6 +387,7 @@ class TestRefusals:
             ({"lengths": (4092,)}, "4,095 tokens for sample '0' and its answer.*gives them 4,094 of the 4,096"),
             ({"tasks": ("echo", "sing")}, "no task 'sing'; it has echo, alone, forced"),
             ({"policies": ("best",)}, "policy 'best'"),
+            ({"policies": ("fluxion:0.10",)}, "'fluxion' needs a predictor, and .*fluxion has none"),
             ({"model": Path("/nowhere")}, "no model in /nowhere"),
         ],
     )
@@ -424,20 +402,17 @@ class TestRefusals:
         assert planning.make(dataclasses.replace(settings, tasks=("forced",), lengths=(4094,))).needs.forced
         assert Model.read(settings.model).room == 4094
 
-    def test_missing_data_and_packages(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Missing(World):
-            def tasks(self, codec: Codec, data: Path | None) -> list[Task]:
-                raise MissingData("There is no file x.")
-
-        monkeypatch.setattr(planning, "suite_named", lambda name: Missing())
-        with pytest.raises(BadInput, match="no file x"):
+    def test_missing_weights_data_and_packages(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+        weights = (settings.model / "model.safetensors").rename(settings.model / "elsewhere")
+        with pytest.raises(BadInput, match="no weights"):
             planning.make(settings)
-
-        def score(self: Echo, sample: Sample, output: str) -> float:
-            raise ModuleNotFoundError("No module named 'rouge'", name="rouge")
-
-        monkeypatch.setattr(planning, "suite_named", lambda name: World())
-        monkeypatch.setattr(Echo, "score", score)
+        weights.rename(settings.model / "model.safetensors")
+        with monkeypatch.context() as patch:
+            patch.setattr(World, "tasks", Mock(side_effect=MissingData("There is no file x.")))
+            with pytest.raises(BadInput, match="no file x"):
+                planning.make(settings)
+        lacking = ModuleNotFoundError("No module named 'rouge'", name="rouge")
+        monkeypatch.setattr(Echo, "score", Mock(side_effect=lacking))
         with pytest.raises(BadInput, match="needs the Python package 'rouge'"):
             planning.make(settings)
 
@@ -447,22 +422,12 @@ class TestRefusals:
             planning.make(settings)
         assert [cell.length for cell in planning.make(dataclasses.replace(settings, lengths=())).cells] == [None] * 3
 
-    def test_a_model_without_weights(self, settings: Settings) -> None:
-        (settings.model / "model.safetensors").unlink()
-        with pytest.raises(BadInput, match="no weights"):
-            planning.make(settings)
 
-
-def needs(settings: Settings) -> Needs:
-    made: Plan = planning.make(settings)
-    return made.needs
-
-
-def test_the_engine_has_room_for_a_document_and_as_many_answers_as_run(settings: Settings) -> None:
-    small = needs(dataclasses.replace(settings, tasks=("echo",), lengths=(64,)))
+def test_the_engine_has_room_for_a_document_and_as_many_answers_as_run(few: Settings) -> None:
+    small = planning.make(few).needs
     # 63 tokens are shared; a question, its answer and two pages in progress, eight times; a chunk.
     assert small.tokens == 63 + 8 * (1 + 3 + 32) + 4096
-    assert needs(dataclasses.replace(settings, tasks=("echo",), lengths=(1024, 64))).tokens == small.tokens + 960
+    assert planning.make(dataclasses.replace(few, lengths=(1024, 64))).needs.tokens == small.tokens + 960
     assert not small.forced
 
 
@@ -479,18 +444,13 @@ def test_engine_options(tmp_path: Path) -> None:
 
 
 def test_a_request_that_the_engine_refuses_ends_the_run(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
-    def refuse(self: FakeEngine, *args: Any) -> dict[str, Any]:
-        return {"meta_info": {"finish_reason": {"type": "abort", "message": "no such policy"}}, "output_ids": []}
-
-    monkeypatch.setattr(FakeEngine, "_answer", refuse)
+    refusal = {"meta_info": {"finish_reason": {"type": "abort", "message": "no such policy"}}, "output_ids": []}
+    monkeypatch.setattr(FakeEngine, "_answer", lambda *args: refusal)
     with pytest.raises(RequestFailed, match="no such policy"):
         measure(settings, start := Starter())
     assert start.engines[0].closed
 
-    def raise_it(self: FakeEngine, *args: Any) -> dict[str, Any]:
-        raise ValueError("too long")
-
-    monkeypatch.setattr(FakeEngine, "_answer", raise_it)
+    monkeypatch.setattr(FakeEngine, "_answer", Mock(side_effect=ValueError("too long")))
     with pytest.raises(RequestFailed, match="too long"):
         measure(settings)
 
@@ -515,24 +475,18 @@ def test_forced_tokens_that_are_not_all_there_end_the_run(
 
 
 def test_an_answer_that_was_prefilled_again_ends_the_run(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reply(count: int) -> dict[str, Any]:
-        meta = {"finish_reason": {"type": "stop"}, "output_top_logprobs": [], "output_token_logprobs": []}
-        return {"output_ids": [], "meta_info": {**meta, "num_retractions": count}}
-
+    meta = {"finish_reason": {"type": "stop"}, "output_top_logprobs": [], "output_token_logprobs": []}
+    meta["num_retractions"] = 0
+    monkeypatch.setattr(FakeEngine, "_answer", lambda *args: {"output_ids": [], "meta_info": meta})
     request = Request((1, 2), "streaming", 3)
-    for count in (0, 1):
-        monkeypatch.setattr(FakeEngine, "_answer", lambda *args, count=count: reply(count))
-        if count:
-            with pytest.raises(RequestFailed, match=r"'streaming' was retracted.*smaller --batch"):
-                Server(FakeEngine(), VOCABULARY).generate([request])
-        else:
-            assert Server(FakeEngine(), VOCABULARY).generate([request])[0].tokens == []
+    assert Server(FakeEngine(), VOCABULARY).generate([request])[0].tokens == []
+    meta["num_retractions"] = 1
+    with pytest.raises(RequestFailed, match=r"'streaming' was retracted.*smaller --batch"):
+        Server(FakeEngine(), VOCABULARY).generate([request])
 
 
 def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def engine(**_: Any) -> Any:
-        raise RuntimeError("no such device\nand a trace")
-
+    engine = Mock(side_effect=RuntimeError("no such device\nand a trace"))
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=engine))
     monkeypatch.setattr(serve.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "audit"))
     (tmp_path / "audit").mkdir()

@@ -129,13 +129,10 @@ class TestParetoFront:
     def test_the_front(self) -> None:
         rows = self.rows(
             {
-                "fixed:16:0.5": (0.9, 50),
-                "fixed:32:0.5": (0.9, 40),
-                "fixed:16:0.2": (0.8, 45),
-                "fixed:16:0.1": (0.8, 10),
-                "fixed:32:0.1": (0.8, 10),
+                "fixed:16:0.5": (0.9, 50), "fixed:32:0.5": (0.9, 40), "fixed:16:0.2": (0.8, 45),
+                "fixed:16:0.1": (0.8, 10), "fixed:32:0.1": (0.8, 10),
             }
-        )
+        )  # fmt: skip
         fixed = [policy for policy in rows if policy.startswith("fixed")]
         assert table.pareto_front(rows, fixed) == {"fixed:32:0.5", "fixed:16:0.1", "fixed:32:0.1"}
         assert table.pareto_front(rows, rows) == {"streaming"}, "it has the best score and reads nothing"

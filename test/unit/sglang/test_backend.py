@@ -46,14 +46,9 @@ class Backend(FluxionAttnBackend):
         self.world = world
         self.engine = world.engine
         self.token_to_kv_pool: Any = SimpleNamespace(
-            host=world.pool,
-            windows=world.windows,
-            start_layer=0,
-            layer_num=world.layers,
-            size=world.tokens,
-            disk=None,
+            host=world.pool, windows=world.windows, start_layer=0, layer_num=world.layers, size=world.tokens, disk=None,
             zone=None,
-        )
+        )  # fmt: skip
         slots = torch.zeros(world.rows, world.tokens, dtype=torch.int32)
         self.req_to_token_pool: Any = SimpleNamespace(
             req_to_token=slots, req_generation=torch.ones(world.rows, dtype=torch.int64)
@@ -89,13 +84,9 @@ class Backend(FluxionAttnBackend):
             self.init_forward_metadata(batch)
             for index in range(world.layers):
                 layer: Any = SimpleNamespace(
-                    layer_id=index,
-                    sliding_window_size=-1,
-                    tp_q_head_num=world.heads * world.group,
-                    head_dim=world.dim,
-                    scaling=world.scale,
-                    logit_cap=0.0,
-                )
+                    layer_id=index, sliding_window_size=-1, tp_q_head_num=world.heads * world.group, head_dim=world.dim,
+                    scaling=world.scale, logit_cap=0.0,
+                )  # fmt: skip
                 total = sum(counts.values())
                 q = world.randn(total, world.heads * world.group, world.dim)
                 k, v = (world.randn(total, world.heads, world.dim) for _ in range(2))

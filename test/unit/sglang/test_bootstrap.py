@@ -168,13 +168,9 @@ def test_activation_is_light_and_in_time(found: dict[str, Any]) -> None:
     assert early["too late"] is False
     assert (early["platform"] == "PortableCpuPlatform") == (not torch.cuda.is_available())
     assert set(early["modules"]) <= {
-        "fluxion_sglang",
-        "fluxion_sglang.sglang",
-        "fluxion_sglang.sglang.bootstrap",
-        "fluxion_sglang.sglang.compat",
-        "fluxion_sglang.sglang.start.server_fields",
-        "fluxion_sglang.sglang.start.cpu_platform",
-    }
+        "fluxion_sglang", "fluxion_sglang.sglang", "fluxion_sglang.sglang.bootstrap", "fluxion_sglang.sglang.compat",
+        "fluxion_sglang.sglang.start.server_fields", "fluxion_sglang.sglang.start.cpu_platform",
+    }  # fmt: skip
 
 
 @needs_processes

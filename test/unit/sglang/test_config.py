@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxion_sglang.config import GROUPS, ConfigError, FluxionConfig
+from fluxion_sglang.sglang.start.options import options_of
 
 
 def refusal(text: str) -> str:
@@ -69,14 +71,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("3", ["a JSON integer"]),
         ("[" * 100_000, ["nested"]),
         ('{"window": 256, "window": 512}', ["'window' twice"]),
-        (
-            '{"windw": 256}',
-            [
-                "'windw'",
-                "'window'",
-                "policy, predictor, request_policies, sketches, host_tokens",
-            ],
-        ),
+        ('{"windw": 256}', ["'windw'", "'window'", "policy, predictor, request_policies, sketches, host_tokens"]),
         ('{"request_policies": []}', ["request_policies is []", "a list of specs"]),
         ('{"request_policies": ["full", 3]}', ["request_policies is ['full', 3]", "a list of specs"]),
         ('{"request_policies": "full"}', ["boolean or list"]),
@@ -220,3 +215,26 @@ def test_no_text_breaks_it(text: str) -> None:
 @given(st.sets(st.integers(0, 200), min_size=1, max_size=20))
 def test_a_core_list_is_what_it_says(cores: set[int]) -> None:
     assert FluxionConfig(cores=",".join(map(str, sorted(cores)))).core_list() == sorted(cores)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, False),
+        ({"policy": "sketch"}, True),
+        ({"policy": "sketch:0.2"}, True),
+        ({"sketches": True}, True),
+        ({"policy": "full", "request_policies": ["full", "sketch"]}, True),
+        ({"policy": "full", "request_policies": ["full"]}, False),
+        ({"policy": "full", "request_policies": True}, False),
+    ],
+)
+def test_which_servers_keep_sketches(options: dict[str, object], kept: bool) -> None:
+    assert FluxionConfig.parse(json.dumps(options)).sketched is kept
+
+
+@pytest.mark.parametrize("options", [{"policy": "sketch"}, {"request_policies": ["sketch:0.2"]}])
+def test_a_policy_that_reads_sketches_is_refused_where_none_are_kept(options: dict[str, object]) -> None:
+    server = SimpleNamespace(fluxion_config=json.dumps({**options, "sketches": False}))
+    with pytest.raises(ConfigError, match=r"keeps none; set sketches to true, or leave the policy out\.$"):
+        options_of(server, again=True)

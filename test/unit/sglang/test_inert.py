@@ -187,14 +187,8 @@ def test_the_targets_of_the_hooks_are_sglangs_own(both: tuple[dict[str, Any], di
 
 def test_only_the_light_modules_are_imported(both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert set(both[0]["modules of ours"]) <= {
-        "fluxion_sglang",
-        "fluxion_sglang.sglang",
-        "fluxion_sglang.sglang.bootstrap",
-        "fluxion_sglang.sglang.compat",
-        "fluxion_sglang.sglang.start",
-        "fluxion_sglang.sglang.start.cpu_platform",
-        "fluxion_sglang.sglang.hooking",
-        "fluxion_sglang.sglang.plugin",
-        "fluxion_sglang.sglang.start.server_fields",
-    }
+        "fluxion_sglang", "fluxion_sglang.sglang", "fluxion_sglang.sglang.bootstrap", "fluxion_sglang.sglang.compat",
+        "fluxion_sglang.sglang.start", "fluxion_sglang.sglang.start.cpu_platform", "fluxion_sglang.sglang.hooking",
+        "fluxion_sglang.sglang.plugin", "fluxion_sglang.sglang.start.server_fields",
+    }  # fmt: skip
     assert set(both[0]["bags"]) - set(both[1]["bags"]) == {"fluxion"}

@@ -94,15 +94,12 @@ class TestWhoIsChosen:
     @pytest.mark.parametrize(
         "module",
         [
-            holding(AnotherMethod()),
-            holding(SimpleNamespace(apply=None)),
-            holding(None),
-            holding(UnquantizedLinearMethod(), torch.float16),
-            holding(UnquantizedLinearMethod(), torch.float64),
+            holding(AnotherMethod()), holding(SimpleNamespace(apply=None)), holding(None),
+            holding(UnquantizedLinearMethod(), torch.float16), holding(UnquantizedLinearMethod(), torch.float64),
             model_of(),
         ],
         ids=["subclass", "quantised", "no method", "float16", "float64", "no weight"],
-    )
+    )  # fmt: skip
     def test_others_stay_as_they_are(self, module: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         assert install(module=module) == 0
@@ -152,14 +149,11 @@ def test_few_rows_are_the_workers(native: Counted, method: Any, rows: int, bias:
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(layers.MAX_ROWS + 1, IN),
-        torch.randn(0, IN),
-        torch.randn(2, 3, IN),
-        torch.randn(IN, 4).T,
+        torch.randn(layers.MAX_ROWS + 1, IN), torch.randn(0, IN), torch.randn(2, 3, IN), torch.randn(IN, 4).T,
         torch.randn(IN),
     ],
     ids=["many rows", "no row", "three dimensions", "columns", "a vector"],
-)
+)  # fmt: skip
 def test_other_shapes_are_sglangs(native: Counted, method: Any, x: torch.Tensor) -> None:
     module = holding(method())
     install(module=module)

@@ -321,7 +321,7 @@ def test_its_address_is_that_of_rows() -> None:
     assert module.weight.data_ptr() == address and not packs(module)
 
 
-def test_copies_of_modules_are_plain() -> None:
+def test_modules_that_are_copied_or_cast_are_plain() -> None:
     module, rows = made()
     module.quant_method = None  # the workers are nothing that could be copied
     again = copy.deepcopy(module)
@@ -333,10 +333,6 @@ def test_copies_of_modules_are_plain() -> None:
     torch.save(module.state_dict(), saved)
     saved.seek(0)
     assert torch.equal(torch.load(saved)["weight"], rows)
-
-
-def test_modules_that_are_cast_are_plain() -> None:
-    module, rows = made()
     module.float()
     assert type(module.weight) is nn.Parameter and torch.equal(module.weight, rows.float())
 
@@ -365,37 +361,24 @@ def test_a_digest_leaves_it_packed() -> None:
 # --- Weights that a server updates ---
 
 
-def _data_copy(module: nn.Module, new: torch.Tensor) -> None:
-    module.weight.data.copy_(new)
-
-
 def _parts(module: nn.Module, new: torch.Tensor) -> None:
     for first in range(0, OUT, 30):
         part = new[first : first + 30]
         module.weight.data.narrow(0, first, len(part)).copy_(part)
 
 
-def _loader(module: nn.Module, new: torch.Tensor) -> None:
-    module.weight.weight_loader(module.weight, new)
+UPDATES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "data": lambda module, new: module.weight.data.copy_(new),
+    "parts": _parts,
+    "loader": lambda module, new: module.weight.weight_loader(module.weight, new),
+    "state": lambda module, new: module.load_state_dict({"weight": new}),
+    "other memory": lambda module, new: setattr(module.weight, "data", new),
+    "other parameter": lambda module, new: setattr(module, "weight", nn.Parameter(new, requires_grad=False)),
+}
 
 
-def _state(module: nn.Module, new: torch.Tensor) -> None:
-    module.load_state_dict({"weight": new})
-
-
-def _other_memory(module: nn.Module, new: torch.Tensor) -> None:
-    module.weight.data = new
-
-
-def _other_parameter(module: nn.Module, new: torch.Tensor) -> None:
-    module.weight = nn.Parameter(new, requires_grad=False)
-
-
-UPDATES = [_data_copy, _parts, _loader, _state, _other_memory, _other_parameter]
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_weight_that_is_updated(update: Callable[..., None]) -> None:
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_a_weight_that_is_updated(update: Callable[[nn.Module, torch.Tensor], Any]) -> None:
     for mode, rows in product([torch.inference_mode, torch.no_grad, torch.enable_grad], [4, 50]):
         with case(mode=mode, rows=rows):
             module, _ = made()

@@ -28,13 +28,9 @@ class Request(SimpleNamespace):
 
 def request(params: Any = None, end: int = 100) -> Request:
     return Request(
-        sampling_params=SimpleNamespace(custom_params=params),
-        origin_input_ids=[1] * 50,
-        output_ids=[],
-        end=end,
-        to_finish=None,
-        skip_radix_cache_insert=False,
-    )
+        sampling_params=SimpleNamespace(custom_params=params), origin_input_ids=[1] * 50, output_ids=[], end=end,
+        to_finish=None, skip_radix_cache_insert=False,
+    )  # fmt: skip
 
 
 def run(

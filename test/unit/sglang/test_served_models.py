@@ -24,15 +24,9 @@ def test_layers_that_scale_differently_are_refused_on_a_device() -> None:
     made = maker.Simulated().make
     with pytest.raises(ConfigError, match=r"scale scores differently \(0.125, 0.25\)"):
         made(
-            nothing,
-            nothing,
-            nothing,
-            q_heads=1,
-            scales=[0.125, 0.125, 0.25],
-            max_requests=1,
-            max_tokens=1,
+            nothing, nothing, nothing, q_heads=1, scales=[0.125, 0.125, 0.25], max_requests=1, max_tokens=1,
             config=FluxionConfig(),
-        )
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

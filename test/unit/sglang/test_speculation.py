@@ -150,15 +150,10 @@ def test_slots_go_into_the_table_and_come_out() -> None:
 @dtypes
 @few
 @given(
-    parents=parents_of,
-    seed=seeds,
-    D=st.sampled_from([32, 48, 64, 128, 256]),
-    G=st.integers(1, 4),
-    before=st.integers(0, 300),
-    window=st.sampled_from([NO_WINDOW, 64, 65, 100]),
-    part=st.integers(0, 63),
+    parents=parents_of, seed=seeds, D=st.sampled_from([32, 48, 64, 128, 256]), G=st.integers(1, 4),
+    before=st.integers(0, 300), window=st.sampled_from([NO_WINDOW, 64, 65, 100]), part=st.integers(0, 63),
     cap=st.sampled_from([0.0, 5.0]),
-)
+)  # fmt: skip
 def test_extend_by_a_tree(
     isa: str, dtype: torch.dtype, parents: list[int], seed: int, D: int, G: int, before: int, window: int, part: int,
     cap: float,

@@ -19,6 +19,7 @@ inline constexpr int kExtendKeys = 64;   // tokens that it takes at a time
 
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
+inline constexpr int kInt8Group = 64;   // inputs whose weights of 8 bits have one scale
 
 // What keys and values are stored as. All else of a model that stores kInt8 is bfloat16: queries, outputs,
 // metadata, windows; that is its KV dtype.
@@ -102,6 +103,7 @@ struct LinearArgs {
   int rows, in;         // at least 1
   const void* weights;  // [outputs][in]
   int64_t stride;       // elements from one row of weights to the next
+  const void* scales;   // of `linear_int8`
   const void* bias;     // [outputs], or nullptr
   int64_t out_stride;   // elements from one row of outputs to the next
   int64_t near_bytes;   // of x that a core's nearest cache holds while weights pass through it
@@ -313,6 +315,14 @@ struct ModelKernels {
   void (*linear)(const LinearArgs& args, int64_t first, int count, void* out);
 
   LinearPanels panels;
+
+  // The same two where weights are integers of 8 bits [outputs][in], contiguous, with bfloat16 scales
+  // [outputs][in / kInt8Group]; in is a multiple of kInt8Group. x is rounded by at most 2^-16 of the largest
+  // of as many inputs of its row; where one of these is not finite, the row's outputs are NaN.
+  void (*pack_int8)(const void* x, int64_t x_stride, int rows, int in, void* packed);
+  void (*linear_int8)(const LinearArgs& args, int64_t first, int count, void* out);
+  // A row of such weights times its scales, rounded once; out: [in].
+  void (*widen_int8)(const void* weights, const void* scales, int in, void* out);
 
   // What lies between linear layers, of one row each. Rows may not overlap.
   //

@@ -56,15 +56,13 @@ DType expect_panels(const LayersObj& layers, const TensorView& weights) {
   return dtype;
 }
 
-auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> order,
-                 ffi::Optional<TensorView> bias, TensorView out) {
-  const DType dtype = dtype_of(x);
+LinearLayer linear_layer(DType dtype, const TensorView& x, const TensorView& weights,
+                         const ffi::Optional<TensorView>& bias, const TensorView& out) {
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
-  expect(weights, "weights", type, {-1, x.size(1)}, 1);
   expect(out, "out", type, {x.size(0), weights.size(0)}, 1);
   if (bias.has_value()) expect(bias.value(), "bias", type, {weights.size(0)}, 1);
-  LinearLayer layer;
+  LinearLayer layer{};
   layer.x = data<char>(x);
   layer.x_stride = x.stride(0);
   layer.rows = int_size(x.size(0), "x");
@@ -72,17 +70,53 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
   layer.outputs = int_size(weights.size(0), "weights");
   layer.weights = data<char>(weights);
   layer.stride = weights.stride(0);
-  layer.order = nullptr;
+  layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
+  layer.out = data<char>(out);
+  layer.out_stride = out.stride(0);
+  if (layer.in < 1) Raise("ValueError") << "x has no columns; a layer multiplies at least one.";
+  return layer;
+}
+
+auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<TensorView> order,
+                 ffi::Optional<TensorView> bias, TensorView out) {
+  const DType dtype = dtype_of(x);
+  expect(weights, "weights", type_of(dtype), {-1, x.ndim() == 2 ? x.size(1) : -1}, 1);
+  LinearLayer layer = linear_layer(dtype, x, weights, bias, out);
   if (order.has_value()) {
     expect_panels(*layers.get(), weights);
     expect(order.value(), "order", kInt32, {1}, 1);
     layer.order = data<int32_t>(order.value());
   }
-  layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
-  layer.out = data<char>(out);
-  layer.out_stride = out.stride(0);
-  if (layer.in < 1) Raise("ValueError") << "x has no columns; a layer multiplies at least one.";
   return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
+}
+
+// Weights of 8 bits and their scales.
+void expect_int8(const TensorView& weights, const TensorView& scales) {
+  expect(weights, "weights", kInt8, {-1, -1}, 2);
+  if (weights.size(1) < 1 || weights.size(1) % kInt8Group != 0)
+    Raise("ValueError") << "weights has " << weights.size(1)
+                        << " columns; those of 8 bits have a multiple of " << kInt8Group << ".";
+  expect(scales, "scales", kBFloat16, {weights.size(0), weights.size(1) / kInt8Group}, 2);
+}
+
+auto linear_int8_step(Layers layers, TensorView x, TensorView weights, TensorView scales,
+                      ffi::Optional<TensorView> bias, TensorView out) {
+  const DType dtype = dtype_of(x);
+  expect_int8(weights, scales);
+  expect(x, "x", type_of(dtype), {-1, weights.size(1)}, 1);
+  LinearLayer layer = linear_layer(dtype, x, weights, bias, out);
+  layer.scales = data<char>(scales);
+  return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
+}
+
+void layers_widen(Layers layers, TensorView weights, TensorView scales, TensorView out) {
+  const DType dtype = dtype_of(out);
+  expect_int8(weights, scales);
+  expect(out, "out", type_of(dtype), {weights.size(0), weights.size(1)}, 2);
+  guarded([&] {
+    widen(*layers->workers, layers->kernels(dtype), dtype, data<char>(weights), data<char>(scales),
+          weights.size(0), int_size(weights.size(1), "weights"), data<char>(out));
+  });
 }
 
 int64_t layers_panel(Layers layers) { return layers->kernels(DType::kBF16).panels.outputs; }
@@ -109,11 +143,11 @@ void layers_repack(Layers layers, TensorView weights, TensorView out, bool unpac
 }
 
 void layers_into_huge_pages(TensorView weights) {
-  expect(weights, "weights", type_of(dtype_of(weights)), {-1, -1}, 1);
+  const bool int8 = same(weights.dtype(), kInt8);
+  expect(weights, "weights", int8 ? kInt8 : type_of(dtype_of(weights)), {-1, -1}, 1);
   char* first = data<char>(weights);
-  const int64_t rows = weights.size(0), size = weights.size(1) * element_bytes(dtype_of(weights));
-  if (rows > 0)
-    into_huge_pages(first, first + (rows - 1) * weights.stride(0) * element_bytes(dtype_of(weights)) + size);
+  const int64_t rows = weights.size(0), element = int8 ? 1 : element_bytes(dtype_of(weights));
+  if (rows > 0) into_huge_pages(first, first + ((rows - 1) * weights.stride(0) + weights.size(1)) * element);
 }
 
 Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
@@ -232,6 +266,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_create, fluxion::program_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, fluxion::program_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::Layer<fluxion::linear_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear, fluxion::Layer<fluxion::linear_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_widen, fluxion::layers_widen);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear_int8, fluxion::Layer<fluxion::linear_int8_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear_int8, fluxion::Layer<fluxion::linear_int8_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::Layer<fluxion::norm_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_norm, fluxion::Layer<fluxion::norm_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::Layer<fluxion::silu_mul_step>::run);

@@ -14,6 +14,9 @@ namespace fluxion {
 //
 // order: nullptr, or whether the weights are packed (kPackedOrder) when the layer is computed. Those that may
 // be are contiguous, of a dtype that has panels, and have a multiple of kLinearPad inputs.
+//
+// scales: nullptr, or the weights are contiguous integers of 8 bits, and these are bfloat16
+// [outputs][in / kInt8Group] (kernels/table.h, linear_int8).
 struct LinearLayer {
   const void* x;
   int64_t x_stride;
@@ -21,6 +24,7 @@ struct LinearLayer {
   const void* weights;
   int64_t stride;
   const int32_t* order;
+  const void* scales;
   const void* bias;
   void* out;
   int64_t out_stride;
@@ -43,6 +47,10 @@ class LinearScratch {
 // out = x weights^T + bias. On the calling thread alone where the workers are busy or not worth waking.
 void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const LinearLayer& layer,
             LinearScratch* scratch);
+
+// Weights of 8 bits [outputs][in] and their scales as numbers of the kernels' dtype, [outputs][in].
+void widen(WorkerPool& workers, const KernelTable& kernels, DType dtype, const void* weights,
+           const void* scales, int64_t outputs, int in, void* out);
 
 // Whether weights with so many inputs are read faster if they are packed: where eight rows of x have no room
 // in the nearest cache.

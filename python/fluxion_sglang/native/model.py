@@ -10,7 +10,7 @@ from fluxion_sglang.native.engine import AttentionLayer, NativeEngine
 from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.pool import Workers
 
-WRITTEN = {"linear": 1, "norm": 2, "silu_mul": 1, "rope": 2}
+WRITTEN = {"linear": 1, "linear_int8": 1, "norm": 2, "silu_mul": 1, "rope": 2}
 """The layers, and how many of their last arguments they write."""
 
 
@@ -63,7 +63,7 @@ class NativeLayers:
         What Linux before 6.1 or a machine without free huge pages cannot move stays as it is.
 
         Args:
-            weights: [outputs, in], bfloat16 or float32; each row is contiguous.
+            weights: [outputs, in], bfloat16, float32 or int8; each row is contiguous.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit.
@@ -93,6 +93,39 @@ class NativeLayers:
             out = x.new_empty(x.shape[0], weights.shape[0])
         self.compute("linear", x, weights, order, bias, out)
         return out
+
+    def linear_int8(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x weights^T + bias for weights of 8 bits; [rows, outputs]. Sums as of `linear`.
+
+        x is rounded to 16 bits: by at most 2^-16 of the largest of 64 inputs of a row.
+
+        Args:
+            x, bias, out: as of `linear`.
+            weights: [outputs, in] int8, contiguous; in is a multiple of 64. scales: [outputs, in / 64] bfloat16,
+                contiguous: that of 64 inputs of an output.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit.
+        """
+        if out is None:
+            out = x.new_empty(x.shape[0], weights.shape[0])
+        self.compute("linear_int8", x, weights, scales, bias, out)
+        return out
+
+    def widen(self, weights: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Write weights of 8 bits times their scales, [outputs, in] as `out` is: bfloat16 or float32, rounded once.
+
+        Args:
+            weights, scales: as of `linear_int8`.
+        """
+        function("layers_widen")(self.handle, weights, scales, out)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """RMSNorm of every row; [rows, size].

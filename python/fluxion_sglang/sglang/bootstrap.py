@@ -1,7 +1,8 @@
 """What happens inside `import sglang`, in every process of an environment that has this package.
 
 It must be cheap, and it must not break an SGLang that does not ask for Fluxion: it adds the two options, the
-name of the attention backend, and four steps to the resolution of options that do nothing without the flag.
+names of the attention backend and of a quantization, and four steps to the resolution of options that do nothing
+without the flag.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _install() -> None:
 
     if compat.BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([compat.BACKEND])
+    if compat.INT8_WEIGHTS not in choices.QUANTIZATION_CHOICES:
+        choices.add_quantization_method_choices([compat.INT8_WEIGHTS])
     for step in STEPS:
         register_resolution_hook(step)(_lazy_step(step))
 
@@ -64,7 +67,8 @@ STEPS = (
 
 def _lazy_step(step: str) -> Any:
     def run(server_args: Any, previous: Any) -> None:
-        if not server_args.enable_fluxion and server_args.fluxion_config is None:
+        ours = server_args.fluxion_config is not None or server_args.quantization == compat.INT8_WEIGHTS
+        if not server_args.enable_fluxion and not ours:
             previous(server_args)
             return
         from fluxion_sglang.sglang.start import resolution

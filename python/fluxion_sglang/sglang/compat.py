@@ -24,6 +24,9 @@ _ACCEPT = "FLUXION_ACCEPT_SGLANG"
 BACKEND = "fluxion"
 """The name of the attention backend."""
 
+INT8_WEIGHTS = "fluxion-int8"
+"""Our word for --quantization (`steps/int8_weights.py`)."""
+
 # Why the bootstrap could not do its work, if it could not. It must not stop an SGLang that does not ask for
 # Fluxion.
 activation_problem: str | None = None

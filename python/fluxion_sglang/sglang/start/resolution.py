@@ -37,9 +37,10 @@ def run(step: str, server_args: Any, previous: _Step) -> None:
 def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
     """The first step of ours: before anything follows from the options."""
     if not server_args.enable_fluxion:
-        raise ConfigError(
-            "--fluxion-config has no effect without --enable-fluxion; add that option or leave this one out."
+        given = (
+            "--fluxion-config" if server_args.fluxion_config is not None else f"--quantization {compat.INT8_WEIGHTS}"
         )
+        raise ConfigError(f"{given} has no effect without --enable-fluxion; add that option or leave this one out.")
     compat.check(())  # the version alone: looking at every name imports most of SGLang, for seconds
     config = options_of(server_args, again=True)
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view

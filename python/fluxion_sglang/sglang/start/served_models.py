@@ -172,17 +172,28 @@ def check_quantised(args: Any) -> None:
     Args:
         args: SGLang's resolving view, before it has read the model's configuration.
     """
+    ours = args.quantization == compat.INT8_WEIGHTS
+    if ours and args.device != "cpu":
+        raise ConfigError(
+            f"--quantization {compat.INT8_WEIGHTS} is for the CPU, and this server's device is {args.device}; leave it "
+            "out, or give the model in a format that SGLang serves there."
+        )
     if args.device != "cpu" or (method := _quantised(args)) is None:
+        if ours:
+            from fluxion_sglang.sglang.steps import int8_weights
+
+            int8_weights.register()
         return
     raise ConfigError(
         f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "
-        "computes with such weights on GPUs alone; give the model in bfloat16 or float32."
+        f"computes with such weights on GPUs alone; give the model in bfloat16 or float32, with --quantization "
+        f"{compat.INT8_WEIGHTS} for weights of 8 bits."
     )
 
 
 def _quantised(args: Any) -> str | None:
-    """How the weights are, as far as an option or a file says."""
-    if args.quantization not in (None, "unquant"):
+    """How the weights of the checkpoint are, as far as an option or a file says."""
+    if args.quantization not in (None, "unquant", compat.INT8_WEIGHTS):
         return str(args.quantization)
     if args.load_format in ("gguf", "bitsandbytes") or str(args.model_path).endswith(".gguf"):
         return "gguf" if args.load_format == "auto" else str(args.load_format)

@@ -8,6 +8,9 @@ operations, and ours take one pass.
 
 Weights that have many inputs are packed (`packed.py`).
 
+Weights of 8 bits (`int8_weights.py`) are multiplied by kernels of their own, and many rows with slices of them in the
+model's dtype.
+
 What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
 place.
 """
@@ -30,6 +33,7 @@ from sglang.srt.platforms import current_platform
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
+from fluxion_sglang.sglang.steps.int8_weights import Int8LinearMethod
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
@@ -37,6 +41,9 @@ MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
 unit; but in a model its threads have to be woken between the workers' operations (`benchmark/linears.py`)."""
 MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
+
+MAX_INT8_ROWS = 96
+"""The same of weights of 8 bits."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -72,7 +79,7 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
         pack: whether weights may be packed. One that several modules have, or an embedding, stays as it is.
     """
     _register_operations(model, native)
-    linear, head = _Linear(native), _Head(native)
+    linear, head, int8 = _Linear(native), _Head(native), _Int8(native)
     heads = _rounds_logits_once(model)
     packer, holders = Packer(native.layers), owners(model)
     count = 0
@@ -80,6 +87,11 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
         method = getattr(module, "quant_method", None)
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
+            continue
+        if isinstance(method, Int8LinearMethod) and weight.dtype is torch.int8:
+            method.native = int8
+            native.layers.into_huge_pages(weight.data)
+            count += 1
             continue
         if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
@@ -153,6 +165,30 @@ def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.T
         for first, rows in layer.weight.memory.slices()
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+class _Int8:
+    """What multiplies with weights of 8 bits: the layer, or None where x has many rows."""
+
+    def __init__(self, native: Contained) -> None:
+        self._native = native
+        self._room = torch.empty(0)
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        few = x.dim() == 2 and 0 < x.shape[0] <= MAX_INT8_ROWS and x.dtype in _DTYPES and x.stride(1) == 1
+        return self._native(lambda layers: layers.linear_int8(x, weight, scales, bias)) if few else None
+
+    def wide(self, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Weights in this dtype, until the next call."""
+        if self._room.numel() < weight.numel() or self._room.dtype is not dtype:
+            self._room = torch.empty(0)
+            with torch.inference_mode(False):
+                self._room = torch.empty(weight.numel(), dtype=dtype)
+        room = self._room[: weight.numel()].view(weight.shape)
+        self._native(lambda layers: layers.widen(weight, scales, room))
+        return room
 
 
 class _Linear(UnquantizedLinearMethod):

@@ -1,0 +1,102 @@
+"""Linear layers of SGLang under --quantization fluxion-int8."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers import linear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from torch import nn
+from torch.nn import functional as F
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.native import NativeLayers, Workers
+from fluxion_sglang.sglang.compat import INT8_WEIGHTS
+from fluxion_sglang.sglang.start import served_models
+from fluxion_sglang.sglang.steps import layers
+from fluxion_sglang.sglang.steps.int8_weights import GROUP, Int8Config, Int8LinearMethod
+
+NATIVE = NativeLayers(Workers(2))
+IN, OUT = 128, 90
+
+
+def loaded(size: int = IN, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> ReplicatedLinear:
+    torch.manual_seed(size)
+    made = ReplicatedLinear(size, OUT, bias=bias, params_dtype=dtype, quant_config=Int8Config(), prefix="layer")
+    load(made, torch.randn(OUT, size).to(dtype))
+    return made
+
+
+def load(layer: nn.Module, weight: torch.Tensor) -> None:
+    method = layer.quant_method
+    assert isinstance(method, Int8LinearMethod)
+    layer.weight.weight_loader(layer.weight, weight)
+    method.process_weights_after_loading(layer)
+
+
+def wide(layer: nn.Module) -> torch.Tensor:
+    return (layer.weight.float().unflatten(1, (-1, GROUP)) * layer.weight_scale.float()[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 9, 96, 97, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_any_number_of_rows(native: bool, rows: int, dtype: torch.dtype) -> None:
+    layer = loaded(dtype=dtype)
+    if native:
+        assert layers.install(nn.Sequential(layer), layers.Contained(NATIVE)) == 1
+    x = torch.randn(rows, IN, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    out, _ = layer(x)
+    want = F.linear(x.float(), wide(layer))
+    assert layer.weight.dtype is torch.int8
+    tolerance = 3e-2 if dtype is torch.bfloat16 else 2e-4
+    torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=tolerance * math.sqrt(IN))
+
+
+def test_inputs_that_are_no_multiple_of_a_group_stay_as_they_are() -> None:
+    layer = loaded(size=96)
+    assert layer.weight.dtype is torch.bfloat16
+    x = torch.randn(3, 96).bfloat16()
+    assert torch.equal(layer(x)[0], F.linear(x, layer.weight))
+
+
+def test_weights_are_updated_and_rounded_again() -> None:
+    layer = loaded()
+    before, new = wide(layer), torch.randn(OUT, IN).bfloat16()
+    with pytest.raises(ValueError, match="begin the update of weights before new ones are loaded"):
+        layer.weight.weight_loader(layer.weight, new)
+    method: Any = layer.quant_method
+    for _ in range(2):  # a failed update is rolled back: restored once more
+        method.restore_weights_before_loading(layer)
+    assert layer.weight.dtype is torch.bfloat16 and torch.equal(layer.weight, before.bfloat16())
+    x = torch.randn(2, IN).bfloat16()
+    assert torch.equal(layer(x)[0], F.linear(x, before.bfloat16())), "between, the layer still answers"
+    load(layer, new)
+    assert layer.weight.dtype is torch.int8 and (wide(layer) - new.float()).abs().max() < 0.02
+
+
+def test_parts_of_a_merged_layer_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_resolve_linear_group", lambda group: group)
+    monkeypatch.setattr(linear, "get_group_rank_size", lambda _: (0, 1))
+    given: Any = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": Int8Config()}
+    merged = MergedColumnParallelLinear(IN, [64, 32], **given)
+    parts = torch.randn(64, IN).bfloat16(), torch.randn(32, IN).bfloat16()
+    for shard, part in enumerate(parts):
+        merged.weight.weight_loader(merged.weight, part, shard)
+    method: Any = merged.quant_method
+    method.process_weights_after_loading(merged)
+    assert (wide(merged) - torch.cat(parts).float()).abs().max() < 0.03
+
+
+def test_what_cannot_be_is_refused() -> None:
+    layer = ReplicatedLinear(IN, OUT, bias=False, params_dtype=torch.bfloat16, quant_config=Int8Config())
+    weight = torch.randn(OUT, IN).bfloat16()
+    weight[3, 4] = math.nan
+    with pytest.raises(ValueError, match=f"not finite, and --quantization {INT8_WEIGHTS} cannot round them"):
+        load(layer, weight)
+    with pytest.raises(ConfigError, match=f"--quantization {INT8_WEIGHTS} is for the CPU, and .* device is cuda"):
+        served_models.check_quantised(SimpleNamespace(device="cuda", quantization=INT8_WEIGHTS))

@@ -34,12 +34,12 @@ WAYS = {"bf16": (), "int8": ("--quantization", INT8_WEIGHTS)}
 
 
 def round_all(model: Any) -> None:
-    """The weights that a server rounds: those of linear layers but the head."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head" and module.in_features % GROUP == 0:
+    """The weights that a server rounds: those of linear layers. A head that is the embedding gets a copy."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features % GROUP == 0:
             integers, scales = rounded(module.weight.data.to(torch.bfloat16))
             wide = integers.unflatten(1, (-1, GROUP)) * scales.float().unsqueeze(-1)
-            module.weight.data.copy_(wide.flatten(1))
+            module.weight = torch.nn.Parameter(wide.flatten(1), requires_grad=False)
 
 
 def answers(name: str, windows: int, tokens: int) -> dict[str, Any]:

@@ -52,6 +52,36 @@ linears = Table(
         (row for row in data["rows"] if row["rows"] in SHOWN_ROWS), ("outputs", "inputs", "rows"), "peer"
     ),
 )
+
+
+def int8_rows(data: Data) -> list[Row]:
+    """A row a model and depth: its answers, and times by batch, 0 that of the first token."""
+    found = []
+    for row in data["rows"]:
+        for depth in sorted({cell["depth"] for cell in row["times"]}):
+            cells = {cell["batch"]: cell for cell in row["times"] if cell["depth"] == depth}
+            found.append({**row, "depth": depth, "cells": cells})
+    return found
+
+
+int8_weights = Table(
+    "int8_weights.json",
+    {
+        "model": "{model}",
+        "perplexity": "{change:+.2%} [{low:+.2%}, {high:+.2%}]",
+        "KL": "{kl:.4f}",
+        "same likeliest token": "{same:.1%}",
+        "tokens before": "{depth:,}",
+        **{
+            f"batch {b}: ms a step, of bfloat16's": f"{{cells[{b}][int8_ms]:.1f}}, {{cells[{b}][ratio]:.2f}}x"
+            for b in (1, 4, 8)
+        },
+        "first token": "{cells[0][ratio]:.2f}x",
+    },
+    "Answers: {windows} windows of {tokens:,} tokens of a book, in float32, against the weights before they were "
+    "rounded. Times: policy `full`, medians of {rounds} rounds in turns.",
+    int8_rows,
+)
 prompt_attention = Table(
     "prefill.json",
     partial(
@@ -335,6 +365,7 @@ race_systems = Table(
 
 SPEED_TABLES: dict[str, Callable[[Path], str]] = {
     "linears": linears,
+    "int8_weights": int8_weights,
     "prompt_attention": prompt_attention,
     "first_token": first_token,
     "pool_scale": pool_scale,

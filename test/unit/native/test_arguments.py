@@ -96,6 +96,10 @@ class Rig:
         groups = B * HEADS
         layers = {
             "linear": [torch.randn(3, 64), torch.randn(48, 64), None, torch.randn(48), torch.empty(3, 48)],
+            "linear_int8": [
+                torch.randn(3, 64), torch.ones(48, 64, dtype=torch.int8), torch.ones(48, 1, dtype=torch.bfloat16),
+                torch.randn(48), torch.empty(3, 48),
+            ],
             "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None],
             "silu_mul": [torch.randn(3, 64), torch.empty(3, 32)],
             "rope": [
@@ -106,6 +110,7 @@ class Rig:
         return {
             **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},
             **{f"program_{name}": [self.unrun, *arguments] for name, arguments in layers.items()},
+            "layers_widen": [self.layers, *layers["linear_int8"][1:3], torch.empty(48, 64)],
             "workers_create": [1, i32(), -1, True],
             "pool_bytes": [1, 1, 4, DIM, 0, True],
             "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, True, 1.0, "", 0.5],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers import linear
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,6 +78,28 @@ def test_weights_are_updated_and_rounded_again() -> None:
     assert torch.equal(layer(x)[0], F.linear(x, before.bfloat16())), "between, the layer still answers"
     load(layer, new)
     assert layer.weight.dtype is torch.int8 and (wide(layer) - new.float()).abs().max() < 0.02
+
+
+def test_a_head_has_a_rounded_copy_that_is_as_new_as_the_weight() -> None:
+    model, head, weight = nn.Module(), nn.Module(), torch.randn(OUT, IN).bfloat16()
+    head.quant_method = UnquantizedEmbeddingMethod()
+    head.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    head.weight.weight_loader = lambda parameter, new: parameter.data.copy_(new)  # type: ignore[attr-defined]
+    model.layer, model.lm_head = loaded(), head
+    assert layers.install(model, layers.Contained(NATIVE)) == 2
+    method, x = head.quant_method, torch.randn(2, IN).bfloat16()
+
+    def error(weight: torch.Tensor) -> torch.Tensor:
+        return (method.apply(head, x).float() - F.linear(x, weight).float()).abs().max()
+
+    assert head.rounded.dtype is torch.int8 and 0 < error(weight) < 0.5
+    many = torch.randn(200, IN).bfloat16()
+    assert torch.equal(method.apply(head, many), F.linear(many, head.weight))
+    new = torch.randn(OUT, IN).bfloat16()
+    head.weight.weight_loader(head.weight, new)
+    assert torch.equal(method.apply(head, x), F.linear(x, head.weight)), "the copy is old, and gone"
+    method.process_weights_after_loading(head)
+    assert 0 < error(new) < 0.5
 
 
 def test_parts_of_a_merged_layer_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """`--quantization fluxion-int8`: linear layers whose weights are rounded to 8 bits when they are loaded.
 
 A decode step reads every weight, so it takes half as long as in bfloat16 where weights are most of what it reads. 64
-inputs of an output share a scale, which rounds a weight by 0.6% (root mean square). Embeddings, the layer that makes
-logits, experts, and layers whose inputs are no multiple of 64 stay as they are.
+inputs of an output share a scale, which rounds a weight by 0.6% (root mean square). Of the layer that makes logits,
+which may be the embedding as well, there is a rounded copy. Experts and layers whose inputs are no multiple of 64 stay
+as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from torch import nn
 from torch.nn import functional as F
 
@@ -131,6 +132,50 @@ class Int8LinearMethod(UnquantizedLinearMethod):
                 yield self.native.wide(integers, units, dtype)
             else:
                 yield (integers.unflatten(1, (-1, GROUP)) * units.float().unsqueeze(-1)).flatten(1).to(dtype)
+
+
+class Int8HeadMethod(UnquantizedEmbeddingMethod):
+    """Multiplies few rows by a rounded copy of the weight, and keeps the copy as new as the weight.
+
+    Args:
+        native: multiplies, as of `Int8LinearMethod`.
+    """
+
+    def __init__(self, native: Any) -> None:
+        super().__init__()
+        self._native = native
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter)
+        count = max(_SLICE // weight.shape[1], 1)
+        parts = [rounded(weight.data[first : first + count]) for first in range(0, len(weight), count)]
+        integers, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
+        layer.rounded = nn.Parameter(integers, requires_grad=False)
+        layer.rounded_scale = nn.Parameter(scales, requires_grad=False)
+        load = getattr(weight, "weight_loader", None)
+        if load is not None and not isinstance(load, _Loads):
+            weight.weight_loader = _Loads(layer, load)  # type: ignore[attr-defined]
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert isinstance(layer.weight, torch.Tensor)
+        x = x.to(layer.weight.dtype)
+        copy = getattr(layer, "rounded", None)
+        out = None if copy is None else self._native(x, copy, layer.rounded_scale, bias)
+        found: torch.Tensor = super().apply(layer, x, bias) if out is None else out
+        return found
+
+
+class _Loads:
+    """Loads a weight of which there is a rounded copy, which goes until all weights are loaded."""
+
+    def __init__(self, layer: nn.Module, load: Any) -> None:
+        self._layer, self._load = layer, load
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self._layer, "rounded"):
+            del self._layer.rounded, self._layer.rounded_scale
+        return self._load(*args, **kwargs)
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -33,7 +33,7 @@ from sglang.srt.platforms import current_platform
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
-from fluxion_sglang.sglang.steps.int8_weights import Int8LinearMethod
+from fluxion_sglang.sglang.steps.int8_weights import GROUP, Int8HeadMethod, Int8LinearMethod
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
@@ -81,6 +81,7 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
     _register_operations(model, native)
     linear, head, int8 = _Linear(native), _Head(native), _Int8(native)
     heads = _rounds_logits_once(model)
+    integers = any(isinstance(getattr(module, "quant_method", None), Int8LinearMethod) for module in model.modules())
     packer, holders = Packer(native.layers), owners(model)
     count = 0
     for module in model.modules():
@@ -101,7 +102,12 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
         if type(method) is UnquantizedLinearMethod:
             module.quant_method = linear
         elif type(method) is UnquantizedEmbeddingMethod and heads:
-            module.quant_method = head
+            rounds = integers and weight.shape[1] % GROUP == 0 and module is getattr(model, "lm_head", None)
+            module.quant_method = method = Int8HeadMethod(int8) if rounds else head
+            if rounds:
+                method.process_weights_after_loading(module)
+                count += 1
+                continue
         else:
             continue
         if weight.stride(1) == 1:

@@ -30,14 +30,17 @@ def model(logs: Path) -> str:
 
 @pytest.fixture(scope="module")
 def twin(model: str, logs: Path) -> str:
-    """The checkpoint with the weights that are left when they are rounded to 8 bits."""
+    """The checkpoint with the weights that are left when they are rounded to 8 bits, and a head of its own."""
     folder = logs / "tiny-model-rounded"
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     for name, weight in weights.items():
-        if "_proj" in name:
+        if "_proj" in name or name == "lm_head.weight":
             integers, scales = rounded(weight)
             weights[name] = (integers.unflatten(1, (-1, GROUP)) * scales.float()[..., None]).flatten(1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 

@@ -1,6 +1,6 @@
 """What weights of 8 bits (`--quantization fluxion-int8`) cost in answers and give in time, on the public checkpoints.
 
-    python benchmark/int8_weights.py            # both models; a quarter of an hour
+    python benchmark/int8_weights.py            # both models; ten minutes
     python benchmark/int8_weights.py --quick
 
 Answers: perplexity of real text by the checkpoint in float32 and by the same with its weights rounded, KL divergence
@@ -29,7 +29,7 @@ from fluxion_sglang.sglang.steps.int8_weights import GROUP, rounded
 
 MODELS = ("smollm2", "gemma3")
 TEXT, WINDOWS, TOKENS = "handbook", 8, 2048
-DEPTHS, BATCHES, STEPS, ROUNDS = [512, 7900], [8, 4, 1], 16, 3
+DEPTHS, BATCHES, STEPS, ROUNDS = [512, 2048], [8, 4, 1], 16, 3
 WAYS = {"bf16": (), "int8": ("--quantization", INT8_WEIGHTS)}
 
 

@@ -35,6 +35,18 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: a weight is not finite.
     """
+    parts = [_rounded(weight[rows]) for rows in _slices(weight)]
+    integers, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    return integers, scales
+
+
+def _slices(weight: torch.Tensor) -> list[slice]:
+    """Rows of a weight, some at a time: what is computed of them in float32 is large."""
+    count = max(_SLICE // weight.shape[1], 1)
+    return [slice(first, first + count) for first in range(0, max(len(weight), 1), count)]
+
+
+def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = weight.float().unflatten(1, (-1, GROUP))
     least = groups.abs().amax(-1) / 127
     if not bool(least.isfinite().all()):
@@ -125,9 +137,8 @@ class Int8LinearMethod(UnquantizedLinearMethod):
 
     def _wide(self, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """The weight's rows times their scales, some at a time; each until the next."""
-        count = max(_SLICE // weight.shape[1], 1)
-        for first in range(0, len(weight), count):
-            integers, units = weight[first : first + count], scales[first : first + count]
+        for rows in _slices(weight):
+            integers, units = weight[rows], scales[rows]
             if self.native is not None:
                 yield self.native.wide(integers, units, dtype)
             else:
@@ -148,9 +159,7 @@ class Int8HeadMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = layer.weight
         assert isinstance(weight, nn.Parameter)
-        count = max(_SLICE // weight.shape[1], 1)
-        parts = [rounded(weight.data[first : first + count]) for first in range(0, len(weight), count)]
-        integers, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
+        integers, scales = rounded(weight.data)
         layer.rounded = nn.Parameter(integers, requires_grad=False)
         layer.rounded_scale = nn.Parameter(scales, requires_grad=False)
         load = getattr(weight, "weight_loader", None)

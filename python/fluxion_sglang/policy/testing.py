@@ -233,6 +233,8 @@ def it_plans_every_length(make: Make) -> None:
         request = Request(length)
         rig.prefill(request, length)
         rig.run(request, 2)
+        given = {id(plan) for plan in rig.plans[-_LAYERS:]}
+        assert not rig.policy.steady or len(given) == 1, "It is `steady`, and its plan differs from layer to layer."
         rig.release(request)
     assert rig.plans, "It was never asked for a plan."
 

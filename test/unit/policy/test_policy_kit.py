@@ -64,6 +64,13 @@ class Infinite(Broken):
         budget[0, 0] = torch.inf
 
 
+class Unsteady(Broken):
+    steady = True
+
+    def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
+        budget[0, 0] = 0.1
+
+
 class Random(Broken):
     def change(self, budget: torch.Tensor, q: torch.Tensor) -> None:
         budget.copy_(torch.rand(budget.shape))
@@ -118,6 +125,7 @@ class Mindful(Remembering):
         (partial(lambda policy: policy, Mindful()), "it_can_be_made", "a policy of its own"),
         (Negative, "it_plans_every_length", "A budget is negative"),
         (Infinite, "it_plans_every_length", "budget has numbers that are not finite"),
+        (Unsteady, "it_plans_every_length", "its plan differs from layer to layer"),
         (Random, "it_is_deterministic", "the outputs differ"),
         (Crowded, "batch_mates_do_not_matter", "the outputs differ"),
         (Remembering, "a_row_is_taken_over_clean", "the outputs differ"),

@@ -18,7 +18,7 @@ from fluxion_sglang.executor.host import HostDevice
 from fluxion_sglang.kv.host_pool import HostPool, KVShape
 from fluxion_sglang.kv.placement import PAGE, Placement
 from fluxion_sglang.kv.windows import Windows
-from fluxion_sglang.native import Workers
+from fluxion_sglang.native import AttentionLayer, Workers
 from fluxion_sglang.policy import parse_spec
 
 GROUP, HEAD_DIM = 4, 128
@@ -124,6 +124,10 @@ class Steps:
         self.device.decode(0, q, self.k, self.v, SCALE)
         return time.perf_counter_ns() - start
 
+    @cached_property
+    def of(self) -> AttentionLayer:
+        return AttentionLayer(self.engine.native, 0, SCALE, self.windows.layers[0])
+
     @property
     def resident_tiles(self) -> int:
         """Tiles of all sinks and windows."""
@@ -139,7 +143,7 @@ class Steps:
         masks = torch.empty(len(pages), GROUP, dtype=torch.uint16)
         for q in self.q:
             plan = native_plan(self.engine._policy.plan(0, q))
-            tasks = native.layer_begin(plan, 0, q, self.k, self.v, self.windows.layers[0], SCALE, torch.empty_like(q))
+            tasks = native.layer_begin(plan, self.of, q, self.k, self.v, torch.empty_like(q))
             read = {native.task(i): pages[: native.selection(i, pages, masks)].clone() for i in range(tasks)}
             native.layer_finish()
             assert all(0 <= key < batch * KV_HEADS for key in read)
@@ -177,12 +181,12 @@ def empty_step_ns(calls: int = 400) -> tuple[list[int], list[int]]:
     steps = Steps(filled_pool(tables, lengths), tables, lengths, "full")
     engine, q = steps.engine, steps.q[0]
     plan = native_plan(engine._policy.plan(0, q))
-    windows, out = steps.windows.layers[0], torch.empty_like(q)
+    out = torch.empty_like(q)
     native: list[int] = []
     whole: list[int] = []
     for _ in range(calls):
         start = time.perf_counter_ns()
-        engine.native.layer_begin(plan, 0, q, steps.k, steps.v, windows, SCALE, out)
+        engine.native.layer_begin(plan, steps.of, q, steps.k, steps.v, out)
         engine.native.layer_finish()
         native.append(time.perf_counter_ns() - start)
         whole.append(steps.run())

@@ -1,5 +1,6 @@
 // The C ABI of model layers. Argument checks live here: each layer is checked once and becomes a step, which
 // runs at once, or as often as the program that it was added to.
+#include <tvm/ffi/cast.h>
 #include <tvm/ffi/optional.h>
 
 #include <memory>
@@ -13,6 +14,25 @@
 
 namespace fluxion {
 namespace {
+
+// What computes layers: workers, kernels by DType, and memory that one layer at a time uses.
+class LayersObj : public ffi::Object {
+ public:
+  LayersObj(std::shared_ptr<WorkerPool> w, const KernelTable* f32, const KernelTable* bf16)
+      : workers(std::move(w)), tables{f32, bf16} {}
+  std::shared_ptr<WorkerPool> workers;
+  const KernelTable* tables[2];
+  LinearScratch scratch;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("fluxion.Layers", LayersObj, ffi::Object);
+
+  const KernelTable& kernels(DType dtype) const { return *tables[static_cast<int>(dtype)]; }
+};
+class Layers : public ffi::ObjectRef {
+ public:
+  explicit Layers(ffi::ObjectPtr<LayersObj> object) : ffi::ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Layers, ffi::ObjectRef, LayersObj);
+};
 
 Layers layers_create(Workers workers, ffi::String isa) {
   if (!isa.empty() && kernel_table(isa.c_str(), DType::kF32) == nullptr) {
@@ -239,7 +259,8 @@ struct Layer<step> {
     guarded([&] { now(); });
   }
   static void add(Program program, Args... args) {
-    program->steps.emplace_back(step(program->layers, std::move(args)...));
+    Layers layers = ffi::GetRef<Layers>(program->layers.as<LayersObj>());
+    program->steps.emplace_back(step(std::move(layers), std::move(args)...));
   }
 };
 

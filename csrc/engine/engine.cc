@@ -299,7 +299,7 @@ void Engine::throw_busy() {
   throw std::runtime_error("The workers run another layer; finish it before this one begins.");
 }
 
-// Of a layer that all work is done of.
+// Throws the first failure of a layer whose work is done.
 void Engine::throw_failure() {
   totals_[kStatLayers].fetch_add(1, std::memory_order_relaxed);
   clear_corrupt();

@@ -38,7 +38,7 @@ struct AttentionLayer {
   // [Hq]: a logit of each head that joins the softmax and has no value; nullptr: none. As if it were a
   // resident.
   const float* sinks = nullptr;
-  // Sliding-window attention: every token attends to so many newest ones, itself included. 0: to all.
+  // Sliding-window attention: the tokens that a token attends to, itself included. 0: all.
   int newest = 0;
 };
 

@@ -318,7 +318,7 @@ struct ModelKernels {
 
   // The same two where weights are integers of 8 bits [outputs][in], contiguous, with bfloat16 scales
   // [outputs][in / kInt8Group]; in is a multiple of kInt8Group. x is rounded by at most 2^-16 of the largest
-  // of as many inputs of its row; where one of these is not finite, the row's outputs are NaN.
+  // of each kInt8Group inputs of a row; if an input is not finite, the row's outputs are NaN.
   void (*pack_int8)(const void* x, int64_t x_stride, int rows, int in, void* packed);
   void (*linear_int8)(const LinearArgs& args, int64_t first, int count, void* out);
   // A row of such weights times its scales, rounded once; out: [in].

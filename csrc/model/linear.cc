@@ -19,7 +19,7 @@ constexpr int kLeastOutputs = 4;  // of a chunk, which has a multiple of them: r
 constexpr int kInt8Rows = 8;
 constexpr int64_t kWideBytes = 256 << 10;  // of such a chunk
 
-// Of the scales of an output.
+// Bytes of an output's scales.
 int64_t int8_scale_bytes(int64_t in) { return in / kInt8Group * 2; }
 
 struct Job {

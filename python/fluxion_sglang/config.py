@@ -225,8 +225,8 @@ class FluxionConfig:
         0.0,
         "Device memory in GiB of each rank for copies of tiles that were read lately; 0 is none. Above 0 the GPU ranks "
         "blocks itself, by metadata of the whole host pool that it keeps (a sixteenth of the pool), reads the chosen "
-        "tiles of which it has copies, and leaves the rest to the CPU. In steps whose requests all follow full, fixed "
-        "or streaming; in others the CPU does both.",
+        "tiles of which it has copies, and leaves the rest to the CPU. It does so where all requests of a step follow "
+        "full, fixed or streaming; in other steps the CPU ranks and reads.",
         "4",
         lambda gib: gib >= 0,
         "it is an amount of memory; give 0 for none, or a number of GiB.",

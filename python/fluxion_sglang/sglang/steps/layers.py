@@ -42,9 +42,6 @@ unit; but in a model its threads have to be woken between the workers' operation
 MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
 
-MAX_INT8_ROWS = MAX_ROWS
-"""The same of weights of 8 bits."""
-
 _DTYPES = (torch.bfloat16, torch.float32)
 
 T = TypeVar("T")
@@ -183,7 +180,7 @@ class _Int8:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        few = x.dim() == 2 and 0 < x.shape[0] <= MAX_INT8_ROWS and x.dtype in _DTYPES and x.stride(1) == 1
+        few = x.dim() == 2 and 0 < x.shape[0] <= MAX_ROWS and x.dtype in _DTYPES and x.stride(1) == 1
         few = few and not torch.compiler.is_compiling()
         return self._native(lambda layers: layers.linear_int8(x, weight, scales, bias)) if few else None
 

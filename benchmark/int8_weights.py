@@ -25,7 +25,7 @@ from racers.driver import Plan
 
 from fluxion_sglang.scoring.model_files import public
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS
-from fluxion_sglang.sglang.steps.int8_weights import GROUP, rounded
+from fluxion_sglang.sglang.weights.rounding import FORMAT, rounded
 
 MODELS = ("smollm2", "gemma3")
 TEXT, WINDOWS, TOKENS = "handbook", 16, 1024
@@ -36,10 +36,9 @@ WAYS = {"bf16": (), "int8": ("--quantization", INT8_WEIGHTS)}
 def round_all(model: Any) -> None:
     """The weights that a server rounds: those of linear layers. A head that is the embedding gets a copy."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.in_features % GROUP == 0:
-            integers, scales = rounded(module.weight.data.to(torch.bfloat16))
-            wide = integers.unflatten(1, (-1, GROUP)) * scales.float().unsqueeze(-1)
-            module.weight = torch.nn.Parameter(wide.flatten(1), requires_grad=False)
+        if isinstance(module, torch.nn.Linear) and module.in_features % FORMAT.group == 0:
+            wide = rounded(module.weight.data.to(torch.bfloat16)).wide()
+            module.weight = torch.nn.Parameter(wide, requires_grad=False)
 
 
 def compared(p: torch.Tensor, q: torch.Tensor, target: torch.Tensor) -> tuple[float, float, float, float]:

@@ -46,7 +46,8 @@ inline Supported supported() {
   const auto add = [&](const char* name) { isas.names[isas.count++] = name; };
   // __builtin_cpu_supports also asks XGETBV whether the operating system saves the wide registers.
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return isas;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+    return isas;
   add("avx2");
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))

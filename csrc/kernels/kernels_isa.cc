@@ -12,7 +12,7 @@
 #include "kernels/features.h"
 #include "kernels/layers.h"
 #include "kernels/linear.h"
-#include "kernels/linear_int8.h"
+#include "kernels/linear_quantised.h"
 #include "kernels/metadata.h"
 #include "kernels/mlp.h"
 #include "kernels/panels.h"
@@ -59,7 +59,7 @@ constexpr KernelTable make_table() {
           {write_token<T>, read_tile<T>, read_token<T>, page_minmax<T>, merge_minmax<M>, page_moments<T>,
            merge_state<M>},
           {features<M>, page_values<T>, add_rows, add_value<T>, dense},
-          {pack_linear<M>, linear<M>, linear_panels_of<T>(), pack_int8<M>, linear_int8<M>, widen_int8<M>,
+          {pack_linear<M>, linear<M>, linear_panels_of<T>(), pack_quantised<M>, linear_quantised<M>, widen_panel<M>,
            rms_norm<M>, silu_mul<M>, rope<M>},
           FLUXION_STRING(FLUXION_ISA),
           matrix_depth<T>(),

@@ -19,7 +19,6 @@ inline constexpr int kExtendKeys = 64;   // tokens that it takes at a time
 
 inline constexpr int kDensePanel = 16;  // outputs of a dense layer whose weights lie together
 inline constexpr int kLinearPad = 32;   // `linear` pads inputs to a multiple of this
-inline constexpr int kInt8Group = 64;   // inputs whose weights of 8 bits have one scale
 
 // What keys and values are stored as. All else of a model that stores kInt8 is bfloat16: queries, outputs,
 // metadata, windows; that is its KV dtype.
@@ -97,16 +96,43 @@ struct ExtendArgs {
   int root = 0;
 };
 
+inline constexpr int kQuantisedPanel = 16;  // outputs whose quantised weights are packed together
+inline constexpr int kQuantisedBlock = 32;  // inputs of such weights that are multiplied together
+
+// Weights of 4 bits (0 to 15) or 8 (-128 to 127): weight = scale * integer + minimum, where `group` inputs of
+// an output share both, float16; without minima scale * integer, or scale * (integer - 8) with 4 bits. A
+// group has a multiple of kQuantisedBlock inputs; or half of one, with 8 bits and without minima.
+//
+// A panel of kQuantisedPanel outputs, zeros where there are fewer, is a stream of blocks. Before the first
+// block of one or two groups is their head, scales [groups][outputs], then minima: of one group where there
+// are minima, else of two, so that blocks keep the alignment of lines. Integers of 8 bits lie as
+// [8][output][2][2]: at [j][o][e][n] that of input 4 j + 2 n + e. Those of 4 bits lie as [4][output][2][4],
+// the first of [4] in the lowest bits of a word: at [j][o][e][n] that of input 8 j + 2 n + e.
+struct QuantisedFormat {
+  int bits, group;
+  bool minima;
+};
+
+// Groups of a head.
+inline constexpr int per_head(QuantisedFormat format) { return format.minima ? 1 : 2; }
+
+inline constexpr int64_t panel_bytes(QuantisedFormat format, int64_t in) {
+  const int64_t groups = (in + format.group - 1) / format.group, each = per_head(format);
+  const int64_t heads = (groups + each - 1) / each;
+  return in * kQuantisedPanel * format.bits / 8 +
+         heads * each * kQuantisedPanel * 2 * (format.minima ? 2 : 1);
+}
+
 // What `linear` multiplies, in the KV dtype.
 struct LinearArgs {
-  const void* x;        // as `pack_linear` wrote it
-  int rows, in;         // at least 1
-  const void* weights;  // [outputs][in]
-  int64_t stride;       // elements from one row of weights to the next
-  const void* scales;   // of `linear_int8`
-  const void* bias;     // [outputs], or nullptr
-  int64_t out_stride;   // elements from one row of outputs to the next
-  int64_t near_bytes;   // of x that a core's nearest cache holds while weights pass through it
+  const void* x;           // as `pack_linear` wrote it
+  int rows, in;            // at least 1
+  const void* weights;     // [outputs][in], or panels
+  int64_t stride;          // elements from one row of weights to the next
+  const void* bias;        // [outputs], or nullptr
+  int64_t out_stride;      // elements from one row of outputs to the next
+  int64_t near_bytes;      // of x that a core's nearest cache holds while weights pass through it
+  QuantisedFormat format;  // of `linear_quantised`
 };
 
 // Linear layers whose weights are packed in panels of `outputs` rows, in the order in which they are used. A
@@ -316,13 +342,13 @@ struct ModelKernels {
 
   LinearPanels panels;
 
-  // The same two where weights are integers of 8 bits [outputs][in], contiguous, with bfloat16 scales
-  // [outputs][in / kInt8Group]; in is a multiple of kInt8Group. x is rounded by at most 2^-16 of the largest
-  // of each kInt8Group inputs of a row; if an input is not finite, the row's outputs are NaN.
-  void (*pack_int8)(const void* x, int64_t x_stride, int rows, int in, void* packed);
-  void (*linear_int8)(const LinearArgs& args, int64_t first, int count, void* out);
-  // A row of such weights times its scales, rounded once; out: [in].
-  void (*widen_int8)(const void* weights, const void* scales, int in, void* out);
+  // The same two where weights are quantised panels; in is a multiple of kQuantisedBlock, first one of
+  // kQuantisedPanel, and so is count but for the last outputs. x is rounded by at most 2^-16 of the largest
+  // of each kQuantisedBlock inputs of a row; if an input is not finite, the row's outputs are NaN.
+  void (*pack_quantised)(const void* x, int64_t x_stride, int rows, int in, void* packed);
+  void (*linear_quantised)(const LinearArgs& args, int64_t first, int count, void* out);
+  // The weights of a panel's first `count` outputs, rounded once; out: [count][in].
+  void (*widen_panel)(const void* panel, QuantisedFormat format, int in, int count, void* out);
 
   // What lies between linear layers, of one row each. Rows may not overlap.
   //

@@ -76,18 +76,18 @@ DType expect_panels(const LayersObj& layers, const TensorView& weights) {
   return dtype;
 }
 
-LinearLayer linear_layer(DType dtype, const TensorView& x, const TensorView& weights,
+LinearLayer linear_layer(DType dtype, const TensorView& x, const TensorView& weights, int64_t outputs,
                          const ffi::Optional<TensorView>& bias, const TensorView& out) {
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
-  expect(out, "out", type, {x.size(0), weights.size(0)}, 1);
-  if (bias.has_value()) expect(bias.value(), "bias", type, {weights.size(0)}, 1);
+  expect(out, "out", type, {x.size(0), outputs}, 1);
+  if (bias.has_value()) expect(bias.value(), "bias", type, {outputs}, 1);
   LinearLayer layer{};
   layer.x = data<char>(x);
   layer.x_stride = x.stride(0);
   layer.rows = int_size(x.size(0), "x");
   layer.in = int_size(x.size(1), "x");
-  layer.outputs = int_size(weights.size(0), "weights");
+  layer.outputs = int_size(outputs, "weights");
   layer.weights = data<char>(weights);
   layer.stride = weights.stride(0);
   layer.bias = bias.has_value() ? data<char>(bias.value()) : nullptr;
@@ -101,7 +101,7 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
                  ffi::Optional<TensorView> bias, TensorView out) {
   const DType dtype = dtype_of(x);
   expect(weights, "weights", type_of(dtype), {-1, x.ndim() == 2 ? x.size(1) : -1}, 1);
-  LinearLayer layer = linear_layer(dtype, x, weights, bias, out);
+  LinearLayer layer = linear_layer(dtype, x, weights, weights.size(0), bias, out);
   if (order.has_value()) {
     expect_panels(*layers.get(), weights);
     expect(order.value(), "order", kInt32, {1}, 1);
@@ -110,32 +110,41 @@ auto linear_step(Layers layers, TensorView x, TensorView weights, ffi::Optional<
   return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
 }
 
-// Weights of 8 bits and their scales.
-void expect_int8(const TensorView& weights, const TensorView& scales) {
-  expect(weights, "weights", kInt8, {-1, -1}, 2);
-  if (weights.size(1) < 1 || weights.size(1) % kInt8Group != 0)
-    Raise("ValueError") << "weights has " << weights.size(1)
-                        << " columns; those of 8 bits have a multiple of " << kInt8Group << ".";
-  expect(scales, "scales", kBFloat16, {weights.size(0), weights.size(1) / kInt8Group}, 2);
+// Of weights [panels, bytes of a panel]: the format, once it is clear that they have these outputs and
+// inputs.
+QuantisedFormat expect_quantised(const TensorView& weights, int64_t bits, int64_t group, bool minima,
+                                 int64_t outputs, int64_t in) {
+  const bool half = bits == 8 && group == kQuantisedBlock / 2 && !minima;
+  if ((bits != 4 && bits != 8) || group < 1 || (group % kQuantisedBlock != 0 && !half))
+    Raise("ValueError") << "The kernels have no weights of " << bits << " bits in groups of " << group
+                        << (minima ? " with minima" : "") << ".";
+  if (in < 1 || in % kQuantisedBlock != 0)
+    Raise("ValueError") << "x has " << in << " columns; quantised weights have a multiple of "
+                        << kQuantisedBlock << ".";
+  const QuantisedFormat format{static_cast<int>(bits), int_size(group, "group"), minima};
+  expect(weights, "weights", kUInt8,
+         {(outputs + kQuantisedPanel - 1) / kQuantisedPanel, panel_bytes(format, in)}, 2);
+  return format;
 }
 
-auto linear_int8_step(Layers layers, TensorView x, TensorView weights, TensorView scales,
-                      ffi::Optional<TensorView> bias, TensorView out) {
+auto linear_quantised_step(Layers layers, TensorView x, TensorView weights, int64_t bits, int64_t group,
+                           bool minima, ffi::Optional<TensorView> bias, TensorView out) {
   const DType dtype = dtype_of(x);
-  expect_int8(weights, scales);
-  expect(x, "x", type_of(dtype), {-1, weights.size(1)}, 1);
-  LinearLayer layer = linear_layer(dtype, x, weights, bias, out);
-  layer.scales = data<char>(scales);
+  expect(x, "x", type_of(dtype), {-1, -1}, 1);
+  expect(out, "out", type_of(dtype), {x.size(0), -1}, 1);
+  LinearLayer layer = linear_layer(dtype, x, weights, out.size(1), bias, out);
+  layer.format = expect_quantised(weights, bits, group, minima, out.size(1), x.size(1));
   return [=, at = layers.get()] { linear(*at->workers, at->kernels(dtype), dtype, layer, &at->scratch); };
 }
 
-void layers_widen(Layers layers, TensorView weights, TensorView scales, TensorView out) {
+void layers_widen(Layers layers, TensorView weights, int64_t bits, int64_t group, bool minima,
+                  TensorView out) {
   const DType dtype = dtype_of(out);
-  expect_int8(weights, scales);
-  expect(out, "out", type_of(dtype), {weights.size(0), weights.size(1)}, 2);
+  expect(out, "out", type_of(dtype), {-1, -1}, 2);
+  const QuantisedFormat format = expect_quantised(weights, bits, group, minima, out.size(0), out.size(1));
   guarded([&] {
-    widen(*layers->workers, layers->kernels(dtype), dtype, data<char>(weights), data<char>(scales),
-          weights.size(0), int_size(weights.size(1), "weights"), data<char>(out));
+    widen(*layers->workers, layers->kernels(dtype), data<char>(weights), format, out.size(0),
+          int_size(out.size(1), "weights"), dtype, data<char>(out));
   });
 }
 
@@ -163,10 +172,10 @@ void layers_repack(Layers layers, TensorView weights, TensorView out, bool unpac
 }
 
 void layers_into_huge_pages(TensorView weights) {
-  const bool int8 = same(weights.dtype(), kInt8);
-  expect(weights, "weights", int8 ? kInt8 : type_of(dtype_of(weights)), {-1, -1}, 1);
+  const bool bytes = same(weights.dtype(), kUInt8);
+  expect(weights, "weights", bytes ? kUInt8 : type_of(dtype_of(weights)), {-1, -1}, 1);
   char* first = data<char>(weights);
-  const int64_t rows = weights.size(0), element = int8 ? 1 : element_bytes(dtype_of(weights));
+  const int64_t rows = weights.size(0), element = bytes ? 1 : element_bytes(dtype_of(weights));
   if (rows > 0) into_huge_pages(first, first + ((rows - 1) * weights.stride(0) + weights.size(1)) * element);
 }
 
@@ -288,8 +297,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, fluxion::program_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear, fluxion::Layer<fluxion::linear_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear, fluxion::Layer<fluxion::linear_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_widen, fluxion::layers_widen);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear_int8, fluxion::Layer<fluxion::linear_int8_step>::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear_int8, fluxion::Layer<fluxion::linear_int8_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear_quantised, fluxion::Layer<fluxion::linear_quantised_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear_quantised, fluxion::Layer<fluxion::linear_quantised_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::Layer<fluxion::norm_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_norm, fluxion::Layer<fluxion::norm_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::Layer<fluxion::silu_mul_step>::run);

@@ -14,13 +14,6 @@ constexpr int64_t kChunkBytes = 384 << 10;
 constexpr int kChunksOfWorker = 8;
 constexpr int64_t kLeastBytes = 32 << 10;
 constexpr int kLeastOutputs = 4;  // of a chunk, which has a multiple of them: rows go two by two
-// Rows of x that are multiplied by weights of 8 bits as they are. For more, arithmetic counts: a chunk of the
-// weights becomes numbers of the dtype first, which stay in a core's cache.
-constexpr int kInt8Rows = 8;
-constexpr int64_t kWideBytes = 256 << 10;  // of such a chunk
-
-// Bytes of an output's scales.
-int64_t int8_scale_bytes(int64_t in) { return in / kInt8Group * 2; }
 
 struct Job {
   const KernelTable& kernels;
@@ -28,39 +21,22 @@ struct Job {
   const LinearArgs& args;
   int64_t element;
   int packed;  // outputs whose weights are in panels, the first ones
-  char* wide;  // room for a chunk of every worker, wide_bytes each; nullptr: weights are taken as they are
-  int64_t wide_bytes;
   int chunk, count;
   alignas(64) std::atomic<int> next{0};
 
-  void run(int worker) {
+  void run() {
     for (int i = next.fetch_add(1, std::memory_order_relaxed); i < count;
          i = next.fetch_add(1, std::memory_order_relaxed)) {
       const int64_t first = static_cast<int64_t>(i) * chunk;
       const auto end = std::min<int64_t>(first + chunk, layer.outputs);
-      if (layer.scales != nullptr) {
-        wide != nullptr ? run_wide(first, end, wide + worker * wide_bytes)
-                        : kernels.linear_int8(args, first, static_cast<int>(end - first), out(first));
+      if (layer.format.bits > 0) {
+        kernels.linear_quantised(args, first, static_cast<int>(end - first), out(first));
         continue;
       }
       const auto rows = std::clamp<int64_t>(packed, first, end);  // where they begin
       if (first < rows) kernels.panels.linear(args, first, static_cast<int>(rows - first), out(first));
       if (rows < end) kernels.linear(args, rows, static_cast<int>(end - rows), out(rows));
     }
-  }
-
-  void run_wide(int64_t first, int64_t end, char* rows) const {
-    const char *weights = static_cast<const char*>(layer.weights),
-               *scales = static_cast<const char*>(layer.scales);
-    for (int64_t row = first; row < end; ++row) {
-      kernels.widen_int8(weights + row * layer.in, scales + row * int8_scale_bytes(layer.in), layer.in,
-                         rows + (row - first) * layer.in * element);
-    }
-    LinearArgs chunk_args = args;
-    chunk_args.weights = rows;
-    chunk_args.stride = layer.in;
-    if (layer.bias != nullptr) chunk_args.bias = static_cast<const char*>(layer.bias) + first * element;
-    kernels.linear(chunk_args, 0, static_cast<int>(end - first), out(first));
   }
 
   void* out(int64_t output) const { return static_cast<char*>(layer.out) + output * element; }
@@ -92,61 +68,58 @@ void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const 
             LinearScratch* scratch) {
   if (layer.rows == 0 || layer.outputs == 0) return;
   const int64_t element = element_bytes(dtype);
-  const bool int8 = layer.scales != nullptr, wide = int8 && layer.rows > kInt8Rows;
-  const int64_t row = std::max<int64_t>(layer.in * (int8 && !wide ? 1 : element), 1),
+  const bool quantised = layer.format.bits > 0;
+  const int64_t row = std::max<int64_t>(
+                    quantised ? panel_bytes(layer.format, layer.in) / kQuantisedPanel : layer.in * element,
+                    1),
                 all = row * layer.outputs;
   const int64_t share = all / (static_cast<int64_t>(workers.size()) * kChunksOfWorker);
-  const int64_t bytes = std::clamp(share, kLeastBytes, wide ? kWideBytes : kChunkBytes);
-  const bool panels = layer.order != nullptr && *layer.order == kPackedOrder;
-  const int least = panels ? kernels.panels.outputs : kLeastOutputs;
+  const int64_t bytes = std::clamp(share, kLeastBytes, kChunkBytes);
+  const bool panels = !quantised && layer.order != nullptr && *layer.order == kPackedOrder;
+  const int least = quantised ? kQuantisedPanel : panels ? kernels.panels.outputs : kLeastOutputs;
   const int64_t outputs = std::max<int64_t>(bytes / row, least);
   const int chunk = static_cast<int>(std::min<int64_t>(outputs / least * least, layer.outputs));
-  constexpr int64_t kAlign = 64;
-  const int64_t packed_bytes = (linear_pack_bytes(layer.rows, layer.in) + kAlign - 1) / kAlign * kAlign,
-                wide_bytes = wide ? (chunk * row + kAlign - 1) / kAlign * kAlign : 0;
-  char* packed = static_cast<char*>(scratch->reserve(packed_bytes + workers.size() * wide_bytes));
-  const auto pack = int8 && !wide ? kernels.pack_int8 : kernels.pack_linear;
+  void* packed = scratch->reserve(linear_pack_bytes(layer.rows, layer.in));
+  const auto pack = quantised ? kernels.pack_quantised : kernels.pack_linear;
   pack(layer.x, layer.x_stride, layer.rows, layer.in, packed);
-  const LinearArgs args{packed,       layer.rows, layer.in,         layer.weights, layer.stride,
-                        layer.scales, layer.bias, layer.out_stride, near_bytes()};
+  const LinearArgs args{packed,     layer.rows,       layer.in,     layer.weights, layer.stride,
+                        layer.bias, layer.out_stride, near_bytes(), layer.format};
   Job job{kernels,
           layer,
           args,
           element,
           panels ? layer.outputs / least * least : 0,
-          wide ? packed + packed_bytes : nullptr,
-          wide_bytes,
           chunk,
           (layer.outputs + chunk - 1) / chunk};
-  const auto body = [](void* ctx, int worker) { static_cast<Job*>(ctx)->run(worker); };
+  const auto body = [](void* ctx, int) { static_cast<Job*>(ctx)->run(); };
   if (job.count > 1 && workers.size() > 1 && workers.launch(body, &job)) return workers.join();
-  job.run(0);
+  job.run();
 }
 
-void widen(WorkerPool& workers, const KernelTable& kernels, DType dtype, const void* weights,
-           const void* scales, int64_t outputs, int in, void* out) {
-  constexpr int kRows = 16;  // that a worker takes at a time
+void widen(WorkerPool& workers, const KernelTable& kernels, const void* panels, QuantisedFormat format,
+           int64_t outputs, int in, DType dtype, void* out) {
   struct Job {
     const KernelTable& kernels;
-    const char *weights, *scales;
+    const char* panels;
     char* out;
-    int64_t outputs, in, scale_bytes, out_bytes;
+    QuantisedFormat format;
+    int64_t outputs, element;
+    int in;
   } job{kernels,
-        static_cast<const char*>(weights),
-        static_cast<const char*>(scales),
+        static_cast<const char*>(panels),
         static_cast<char*>(out),
+        format,
         outputs,
-        in,
-        int8_scale_bytes(in),
-        in * element_bytes(dtype)};
+        element_bytes(dtype),
+        in};
   const auto part = [](void* ctx, int i) {
     const Job& j = *static_cast<const Job*>(ctx);
-    const int64_t end = std::min<int64_t>(j.outputs, (i + 1) * int64_t{kRows});
-    for (int64_t row = i * int64_t{kRows}; row < end; ++row)
-      j.kernels.widen_int8(j.weights + row * j.in, j.scales + row * j.scale_bytes, static_cast<int>(j.in),
-                           j.out + row * j.out_bytes);
+    const int64_t first = int64_t{i} * kQuantisedPanel;
+    const int count = static_cast<int>(std::min<int64_t>(j.outputs - first, kQuantisedPanel));
+    j.kernels.widen_panel(j.panels + i * panel_bytes(j.format, j.in), j.format, j.in, count,
+                          j.out + first * j.in * j.element);
   };
-  workers.parallel_for(static_cast<int>((outputs + kRows - 1) / kRows), part, &job);
+  workers.parallel_for(static_cast<int>((outputs + kQuantisedPanel - 1) / kQuantisedPanel), part, &job);
 }
 
 bool gains_from_packing(const KernelTable& kernels, int64_t in) {

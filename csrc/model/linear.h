@@ -15,8 +15,8 @@ namespace fluxion {
 // order: nullptr, or whether the weights are packed (kPackedOrder) when the layer is computed. Those that may
 // be are contiguous, of a dtype that has panels, and have a multiple of kLinearPad inputs.
 //
-// scales: nullptr, or the weights are contiguous integers of 8 bits, and these are bfloat16
-// [outputs][in / kInt8Group] (kernels/table.h, linear_int8).
+// format: bits is 0, or the weights are contiguous panels of this format (kernels/table.h); stride and order
+// are not used then.
 struct LinearLayer {
   const void* x;
   int64_t x_stride;
@@ -24,7 +24,7 @@ struct LinearLayer {
   const void* weights;
   int64_t stride;
   const int32_t* order;
-  const void* scales;
+  QuantisedFormat format;
   const void* bias;
   void* out;
   int64_t out_stride;
@@ -48,9 +48,9 @@ class LinearScratch {
 void linear(WorkerPool& workers, const KernelTable& kernels, DType dtype, const LinearLayer& layer,
             LinearScratch* scratch);
 
-// Weights of 8 bits [outputs][in] and their scales as numbers of the kernels' dtype, [outputs][in].
-void widen(WorkerPool& workers, const KernelTable& kernels, DType dtype, const void* weights,
-           const void* scales, int64_t outputs, int in, void* out);
+// Quantised weights in the kernels' dtype, [outputs][in], each rounded once.
+void widen(WorkerPool& workers, const KernelTable& kernels, const void* panels, QuantisedFormat format,
+           int64_t outputs, int in, DType dtype, void* out);
 
 // Whether weights with so many inputs are read faster if they are packed: where eight rows of x have no room
 // in the nearest cache.

@@ -175,6 +175,19 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), _mm256_add_epi32(even, odd)));
 }
+// For kernels/linear_quantised.h.
+template <int kFrom>
+inline Vec nibbles(Vec x) {
+  const __m256i moved = _mm256_srli_epi16(_mm256_castps_si256(x), kFrom);
+  return _mm256_castsi256_ps(kFrom == 12 ? moved : _mm256_and_si256(moved, _mm256_set1_epi16(15)));
+}
+inline Vec low_bytes(Vec x) {
+  return _mm256_castsi256_ps(_mm256_srai_epi16(_mm256_slli_epi16(_mm256_castps_si256(x), 8), 8));
+}
+inline Vec high_bytes(Vec x) { return _mm256_castsi256_ps(_mm256_srai_epi16(_mm256_castps_si256(x), 8)); }
+inline Vec halves_at(const char* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 template <int kFrom>
 inline Vec two_bits(Vec x) {
   const __m256i moved = _mm256_srli_epi16(_mm256_castps_si256(x), kFrom);

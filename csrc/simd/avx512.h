@@ -165,6 +165,19 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), _mm512_add_epi32(even, odd)));
 #endif
 }
+// For kernels/linear_quantised.h.
+template <int kFrom>
+inline Vec nibbles(Vec x) {
+  const __m512i moved = _mm512_srli_epi16(_mm512_castps_si512(x), kFrom);
+  return _mm512_castsi512_ps(kFrom == 12 ? moved : _mm512_and_si512(moved, _mm512_set1_epi16(15)));
+}
+inline Vec low_bytes(Vec x) {
+  return _mm512_castsi512_ps(_mm512_srai_epi16(_mm512_slli_epi16(_mm512_castps_si512(x), 8), 8));
+}
+inline Vec high_bytes(Vec x) { return _mm512_castsi512_ps(_mm512_srai_epi16(_mm512_castps_si512(x), 8)); }
+inline Vec halves_at(const char* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 template <int kFrom>
 inline Vec two_bits(Vec x) {
   const __m512i moved = _mm512_srli_epi16(_mm512_castps_si512(x), kFrom);

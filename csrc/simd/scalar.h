@@ -108,6 +108,25 @@ inline Vec add_bytes(Vec sum, Vec a, Vec b) {
                                    static_cast<int8_t>(bits_of(b) >> i));
   return float_of(total);
 }
+// For kernels/linear_quantised.h.
+template <int kFrom>
+inline Vec nibbles(Vec x) {
+  return float_of(bits_of(x) >> kFrom & 0x000f000fu);
+}
+inline Vec low_bytes(Vec x) {
+  const auto wide = [](uint32_t byte) {
+    return static_cast<uint32_t>(static_cast<uint16_t>(static_cast<int8_t>(byte)));
+  };
+  return float_of(wide(bits_of(x) & 0xff) | wide(bits_of(x) >> 16 & 0xff) << 16);
+}
+inline Vec high_bytes(Vec x) { return low_bytes(float_of(bits_of(x) >> 8 & 0x00ff00ffu)); }
+inline Vec halves_at(const char* p) {
+  uint16_t half;
+  __builtin_memcpy(&half, p, sizeof(half));
+  // The exponent is 112 too small; a product with 2^112 makes subnormal ones normal, too.
+  const float size = float_of(static_cast<uint32_t>(half & 0x7fff) << 13) * float_of((112 + 127) << 23);
+  return half & 0x8000 ? -size : size;
+}
 template <int kFrom>
 inline Vec two_bits(Vec x) {
   return float_of(bits_of(x) >> kFrom & 0x03030303u);

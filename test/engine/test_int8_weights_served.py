@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from server import Server
 
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS
-from fluxion_sglang.sglang.steps.int8_weights import GROUP, rounded
+from fluxion_sglang.sglang.weights.rounding import rounded
 
 FLAGS = ("--chunked-prefill-size", "256", "--skip-tokenizer-init")
 QUESTIONS = [(cases.prompt(length, seed), 24) for length, seed in ((7, 1), (60, 2), (300, 3), (700, 4), (700, 5))]
@@ -37,8 +37,7 @@ def twin(model: str, logs: Path) -> str:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     for name, weight in weights.items():
         if "_proj" in name or name == "lm_head.weight":
-            integers, scales = rounded(weight)
-            weights[name] = (integers.unflatten(1, (-1, GROUP)) * scales.float()[..., None]).flatten(1)
+            weights[name] = rounded(weight).wide()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

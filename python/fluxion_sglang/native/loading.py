@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 
-ABI_VERSION = 41
+ABI_VERSION = 42
 """What `abi_version` of a library that fits this file returns."""
 
 _LIBRARY = Path(__file__).parents[1] / "_native" / "libfluxion.so"
@@ -37,7 +37,7 @@ _BLOCKING = frozenset(
         "measure",
         "layers_into_huge_pages",
         "layers_linear",
-        "layers_linear_int8",
+        "layers_linear_quantised",
         "layers_norm",
         "layers_repack",
         "layers_rope",

@@ -9,8 +9,9 @@ import torch
 from fluxion_sglang.native.engine import AttentionLayer, NativeEngine
 from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.pool import Workers
+from fluxion_sglang.weights.quantised import Format
 
-WRITTEN = {"linear": 1, "linear_int8": 1, "norm": 2, "silu_mul": 1, "rope": 2}
+WRITTEN = {"linear": 1, "linear_quantised": 1, "norm": 2, "silu_mul": 1, "rope": 2}
 """The layers, and how many of their last arguments they write."""
 
 
@@ -63,7 +64,7 @@ class NativeLayers:
         What Linux before 6.1 or a machine without free huge pages cannot move stays as it is.
 
         Args:
-            weights: [outputs, in], bfloat16, float32 or int8; each row is contiguous.
+            weights: [outputs, in], bfloat16 or float32, or uint8 of any shape; each row is contiguous.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit.
@@ -94,38 +95,39 @@ class NativeLayers:
         self.compute("linear", x, weights, order, bias, out)
         return out
 
-    def linear_int8(
+    def linear_quantised(
         self,
         x: torch.Tensor,
         weights: torch.Tensor,
-        scales: torch.Tensor,
+        form: Format,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        outputs: int | None = None,
     ) -> torch.Tensor:
-        """x weights^T + bias for weights of 8 bits; [rows, outputs]. Sums as of `linear`.
+        """x weights^T + bias for quantised weights; [rows, outputs]. Sums as of `linear`.
 
-        x is rounded to 16 bits: by at most 2^-16 of the largest of 64 inputs of a row.
+        x is rounded to 16 bits: by at most 2^-16 of the largest of 32 inputs of a row.
 
         Args:
-            x, bias, out: as of `linear`.
-            weights: [outputs, in] int8, contiguous; in is a multiple of 64. scales: [outputs, in / 64] bfloat16,
-                contiguous: that of 64 inputs of an output.
+            x, bias, out: as of `linear`; without `out`, `outputs` says how many there are.
+            weights: [panels, bytes] uint8, as of `weights.quantised.pack`. form: their format.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit.
         """
         if out is None:
-            out = x.new_empty(x.shape[0], weights.shape[0])
-        self.compute("linear_int8", x, weights, scales, bias, out)
+            out = x.new_empty(x.shape[0], outputs)
+        self.compute("linear_quantised", x, weights, form.bits, form.group, form.minima, bias, out)
         return out
 
-    def widen(self, weights: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write weights of 8 bits times their scales, [outputs, in] as `out` is: bfloat16 or float32, rounded once.
+    def widen(self, weights: torch.Tensor, form: Format, out: torch.Tensor) -> None:
+        """Write quantised weights as numbers, [outputs, in] as `out` is: bfloat16 or float32, rounded once.
 
         Args:
-            weights, scales: as of `linear_int8`.
+            weights, form: as of `linear_quantised`.
         """
-        function("layers_widen")(self.handle, weights, scales, out)
+        function("layers_widen")(self.handle, weights, form.bits, form.group, form.minima, out)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """RMSNorm of every row; [rows, size].

@@ -25,7 +25,7 @@ BACKEND = "fluxion"
 """The name of the attention backend."""
 
 INT8_WEIGHTS = "fluxion-int8"
-"""Our word for --quantization (`steps/int8_weights.py`)."""
+"""Our word for --quantization (`weights/rounding.py`)."""
 
 # Why the bootstrap could not do its work, if it could not. It must not stop an SGLang that does not ask for
 # Fluxion.

@@ -126,9 +126,9 @@ def install() -> None:
     compat.check()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
-    from fluxion_sglang.sglang.steps import int8_weights
+    from fluxion_sglang.sglang.weights import rounding
 
-    int8_weights.register()
+    rounding.register()
     put_in(HOOKS)
     if compat.BACKEND not in ATTENTION_BACKENDS:
         register_attention_backend(compat.BACKEND)(_make_backend)

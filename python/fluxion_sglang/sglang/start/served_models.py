@@ -180,9 +180,9 @@ def check_quantised(args: Any) -> None:
         )
     if args.device != "cpu" or (method := _quantised(args)) is None:
         if ours:
-            from fluxion_sglang.sglang.steps import int8_weights
+            from fluxion_sglang.sglang.weights import rounding
 
-            int8_weights.register()
+            rounding.register()
         return
     raise ConfigError(
         f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "

@@ -8,8 +8,8 @@ operations, and ours take one pass.
 
 Weights that have many inputs are packed (`packed.py`).
 
-Weights of 8 bits (`int8_weights.py`) are multiplied by kernels of their own, and many rows with slices of them in the
-model's dtype.
+Quantised weights (`weights/methods.py`) are multiplied by kernels of their own, and many rows with slices of them in
+the model's dtype.
 
 What fails here fails the pass, as attention does (`containment/passes.py`): SGLang's method computes the layer in its
 place.
@@ -17,7 +17,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,14 +33,18 @@ from sglang.srt.platforms import current_platform
 from torch import nn
 
 from fluxion_sglang.native import NativeLayers, topology
-from fluxion_sglang.sglang.steps.int8_weights import GROUP, Int8HeadMethod, Int8LinearMethod
 from fluxion_sglang.sglang.steps.packed import PackedWeight, Packer, owners
+from fluxion_sglang.sglang.weights.methods import Part, QuantisedMethod, parts_of
+from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundedHeadMethod, RoundingMethod
 
 MAX_ROWS = 32 if topology()["isa"] == "amx" else 96
 """Most rows that the workers multiply. Alone, PyTorch is as fast from about 64 rows on, and much faster on a matrix
 unit; but in a model its threads have to be woken between the workers' operations (`benchmark/linears.py`)."""
 MAX_PACKED_ROWS = 256
 """The same of packed weights: up to there PyTorch is faster by less than a copy of them in rows takes."""
+
+MAX_QUANTISED_ROWS = 48
+"""The same of quantised weights."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -76,20 +80,21 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
         pack: whether weights may be packed. One that several modules have, or an embedding, stays as it is.
     """
     _register_operations(model, native)
-    linear, head, int8 = _Linear(native), _Head(native), _Int8(native)
+    linear, head, quantised = _Linear(native), _Head(native), _Quantised(native)
     heads = _rounds_logits_once(model)
-    integers = any(isinstance(getattr(module, "quant_method", None), Int8LinearMethod) for module in model.modules())
+    rounding = any(isinstance(getattr(module, "quant_method", None), RoundingMethod) for module in model.modules())
     packer, holders = Packer(native.layers), owners(model)
     count = 0
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
-            continue
-        if isinstance(method, Int8LinearMethod) and weight.dtype is torch.int8:
-            method.native = int8
-            native.layers.into_huge_pages(weight.data)
+        if isinstance(method, QuantisedMethod) and (parts := parts_of(module)):
+            method.native = quantised
+            for part in parts:
+                native.layers.into_huge_pages(part.packed)
             count += 1
+            continue
+        if not isinstance(weight, nn.Parameter) or type(weight.data) is not torch.Tensor:
             continue
         if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
@@ -99,8 +104,8 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
         if type(method) is UnquantizedLinearMethod:
             module.quant_method = linear
         elif type(method) is UnquantizedEmbeddingMethod and heads:
-            rounds = integers and weight.shape[1] % GROUP == 0 and module is getattr(model, "lm_head", None)
-            module.quant_method = method = Int8HeadMethod(int8) if rounds else head
+            rounds = rounding and weight.shape[1] % FORMAT.group == 0 and module is getattr(model, "lm_head", None)
+            module.quant_method = method = RoundedHeadMethod(quantised) if rounds else head
             if rounds:
                 method.process_weights_after_loading(module)
                 count += 1
@@ -170,28 +175,38 @@ def _by_sglang(method: Callable[..., torch.Tensor], layer: nn.Module, x: torch.T
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-class _Int8:
-    """What multiplies with weights of 8 bits: the layer, or None where x has many rows."""
+class _Quantised:
+    """What multiplies with quantised weights (`weights.methods.Native`)."""
 
     def __init__(self, native: Contained) -> None:
         self._native = native
         self._room = torch.empty(0)
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        few = x.dim() == 2 and 0 < x.shape[0] <= MAX_ROWS and x.dtype in _DTYPES and x.stride(1) == 1
-        few = few and not torch.compiler.is_compiling()
-        return self._native(lambda layers: layers.linear_int8(x, weight, scales, bias)) if few else None
+    def __call__(self, x: torch.Tensor, parts: Sequence[Part], bias: torch.Tensor | None) -> torch.Tensor | None:
+        few = x.dim() == 2 and 0 < x.shape[0] <= MAX_QUANTISED_ROWS and x.dtype in _DTYPES and x.stride(1) == 1
+        if not few or torch.compiler.is_compiling():
+            return None
+        out = x.new_empty(x.shape[0], sum(part.outputs for part in parts))
 
-    def wide(self, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Weights in this dtype, until the next call."""
-        if self._room.numel() < weight.numel() or self._room.dtype is not dtype:
+        def compute(layers: NativeLayers) -> torch.Tensor:
+            first = 0
+            for part in parts:
+                outputs = slice(first, first := first + part.outputs)
+                mine = None if bias is None else bias[outputs]
+                layers.linear_quantised(x, part.packed, part.format, mine, out[:, outputs])
+            return out
+
+        return self._native(compute)
+
+    def wide(self, part: Part, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows of a weight in this dtype, until the next call."""
+        size = (rows.stop - rows.start) * part.inputs
+        if self._room.numel() < size or self._room.dtype is not dtype:
             self._room = torch.empty(0)
             with torch.inference_mode(False):
-                self._room = torch.empty(weight.numel(), dtype=dtype)
-        room = self._room[: weight.numel()].view(weight.shape)
-        self._native(lambda layers: layers.widen(weight, scales, room))
+                self._room = torch.empty(size, dtype=dtype)
+        room = self._room[:size].view(-1, part.inputs)
+        self._native(lambda layers: layers.widen(part.panels(rows), part.format, room))
         return room
 
 

@@ -7,7 +7,7 @@ computes, a slice of the weight in the model's dtype at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,10 +32,13 @@ class Part:
     inputs: int
     format: Format
 
+    def panels(self, rows: slice) -> torch.Tensor:
+        """The panels of some rows, which begin with a panel's first."""
+        return self.packed[rows.start // PANEL : -(-rows.stop // PANEL)]
+
     def wide(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows of the weight, which begin with a panel's first."""
-        panels = self.packed[rows.start // PANEL : -(-rows.stop // PANEL)]
-        return unpack(panels, self.format, rows.stop - rows.start, self.inputs).wide().to(dtype)
+        """These rows of the weight, in this dtype."""
+        return unpack(self.panels(rows), self.format, rows.stop - rows.start, self.inputs).wide().to(dtype)
 
 
 class Native(Protocol):
@@ -48,11 +51,27 @@ class Native(Protocol):
         """As of `Part.wide`, until the next call."""
 
 
-def hold(layer: nn.Module, weights: Sequence[Quantised]) -> None:
-    """Give a layer weights, the outputs of one after those of another, as parameters `packed0`, `packed1`, ..."""
-    for index, weight in enumerate(weights):
-        layer.register_parameter(f"packed{index}", nn.Parameter(pack(weight), requires_grad=False))
-    shapes = [(f"packed{i}", *weight.integers.shape, weight.format) for i, weight in enumerate(weights)]
+def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "weight") -> None:
+    """Give a layer weights, the outputs of one after those of another, packed as they come.
+
+    Those of one format become one parameter: `name`, the next one that with a 1 behind it, and so on.
+
+    Raises:
+        ValueError: a scale has no float16.
+    """
+    pieces: list[list[torch.Tensor]] = []
+    shapes: list[tuple[str, int, int, Format]] = []
+    for weight in weights:
+        outputs, inputs = weight.integers.shape
+        if shapes and shapes[-1][2:] == (inputs, weight.format) and shapes[-1][1] % PANEL == 0:
+            key, before, *_ = shapes[-1]
+            shapes[-1] = (key, before + outputs, inputs, weight.format)
+        else:
+            shapes.append((f"{name}{len(shapes) or ''}", outputs, inputs, weight.format))
+            pieces.append([])
+        pieces[-1].append(pack(weight))
+    for (key, *_), packed in zip(shapes, pieces, strict=True):
+        setattr(layer, key, nn.Parameter(torch.cat(packed) if len(packed) > 1 else packed[0], requires_grad=False))
     layer.quantised = tuple(shapes)  # type: ignore[assignment]
 
 
@@ -86,9 +105,7 @@ class QuantisedMethod(LinearMethodBase):
         return product(self.native, x, parts, bias)
 
 
-def product(
-    native: Native | None, x: torch.Tensor, parts: Sequence[Part], bias: torch.Tensor | None
-) -> torch.Tensor:
+def product(native: Native | None, x: torch.Tensor, parts: Sequence[Part], bias: torch.Tensor | None) -> torch.Tensor:
     """x weight^T + bias of the weights' parts."""
     if native is not None and (out := native(x, parts, bias)) is not None:
         return out

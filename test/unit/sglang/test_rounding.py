@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import dtypes, few, seeds
 from sglang.srt.layers import linear
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
@@ -19,7 +22,8 @@ from fluxion_sglang.native import NativeLayers, Workers
 from fluxion_sglang.sglang.compat import INT8_WEIGHTS
 from fluxion_sglang.sglang.start import served_models
 from fluxion_sglang.sglang.steps import layers
-from fluxion_sglang.sglang.steps.int8_weights import GROUP, Int8Config, Int8LinearMethod
+from fluxion_sglang.sglang.weights.methods import parts_of, wide_slices
+from fluxion_sglang.sglang.weights.rounding import FORMAT, RoundingConfig, RoundingMethod, rounded
 
 NATIVE = NativeLayers(Workers(2))
 IN, OUT = 128, 90
@@ -27,20 +31,20 @@ IN, OUT = 128, 90
 
 def loaded(size: int = IN, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> ReplicatedLinear:
     torch.manual_seed(size)
-    made = ReplicatedLinear(size, OUT, bias=bias, params_dtype=dtype, quant_config=Int8Config(), prefix="layer")
+    made = ReplicatedLinear(size, OUT, bias=bias, params_dtype=dtype, quant_config=RoundingConfig(), prefix="layer")
     load(made, torch.randn(OUT, size).to(dtype))
     return made
 
 
 def load(layer: nn.Module, weight: torch.Tensor) -> None:
     method = layer.quant_method
-    assert isinstance(method, Int8LinearMethod)
+    assert isinstance(method, RoundingMethod)
     layer.weight.weight_loader(layer.weight, weight)
     method.process_weights_after_loading(layer)
 
 
 def wide(layer: nn.Module) -> torch.Tensor:
-    return (layer.weight.float().unflatten(1, (-1, GROUP)) * layer.weight_scale.float()[..., None]).flatten(1)
+    return torch.cat([rows for part in parts_of(layer) for rows in wide_slices(None, part, torch.float32)])
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -53,15 +57,15 @@ def test_any_number_of_rows(native: bool, rows: int, dtype: torch.dtype) -> None
     x = torch.randn(rows, IN, generator=torch.Generator().manual_seed(rows)).to(dtype)
     out, _ = layer(x)
     want = F.linear(x.float(), wide(layer))
-    assert layer.weight.dtype is torch.int8
+    assert layer.weight.dtype is torch.uint8
     tolerance = 3e-2 if dtype is torch.bfloat16 else 2e-4
     torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=tolerance * math.sqrt(IN))
 
 
 def test_inputs_that_are_no_multiple_of_a_group_stay_as_they_are() -> None:
-    layer = loaded(size=96)
+    layer = loaded(size=80)
     assert layer.weight.dtype is torch.bfloat16
-    x = torch.randn(3, 96).bfloat16()
+    x = torch.randn(3, 80).bfloat16()
     assert torch.equal(layer(x)[0], F.linear(x, layer.weight))
 
 
@@ -77,7 +81,7 @@ def test_weights_are_updated_and_rounded_again() -> None:
     x = torch.randn(2, IN).bfloat16()
     assert torch.equal(layer(x)[0], F.linear(x, before.bfloat16())), "between, the layer still answers"
     load(layer, new)
-    assert layer.weight.dtype is torch.int8 and (wide(layer) - new.float()).abs().max() < 0.02
+    assert layer.weight.dtype is torch.uint8 and (wide(layer) - new.float()).abs().max() < 0.02
 
 
 def test_a_head_has_a_rounded_copy_that_is_as_new_as_the_weight() -> None:
@@ -92,7 +96,7 @@ def test_a_head_has_a_rounded_copy_that_is_as_new_as_the_weight() -> None:
     def error(weight: torch.Tensor) -> torch.Tensor:
         return (method.apply(head, x).float() - F.linear(x, weight).float()).abs().max()
 
-    assert head.rounded.dtype is torch.int8 and 0 < error(weight) < 0.5
+    assert head.rounded.dtype is torch.uint8 and 0 < error(weight) < 0.5
     many = torch.randn(200, IN).bfloat16()
     assert torch.equal(method.apply(head, many), F.linear(many, head.weight))
     new = torch.randn(OUT, IN).bfloat16()
@@ -105,7 +109,7 @@ def test_a_head_has_a_rounded_copy_that_is_as_new_as_the_weight() -> None:
 def test_parts_of_a_merged_layer_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_resolve_linear_group", lambda group: group)
     monkeypatch.setattr(linear, "get_group_rank_size", lambda _: (0, 1))
-    given: Any = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": Int8Config()}
+    given: Any = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": RoundingConfig()}
     merged = MergedColumnParallelLinear(IN, [64, 32], **given)
     parts = torch.randn(64, IN).bfloat16(), torch.randn(32, IN).bfloat16()
     for shard, part in enumerate(parts):
@@ -116,10 +120,36 @@ def test_parts_of_a_merged_layer_are_loaded_one_by_one(monkeypatch: pytest.Monke
 
 
 def test_what_cannot_be_is_refused() -> None:
-    layer = ReplicatedLinear(IN, OUT, bias=False, params_dtype=torch.bfloat16, quant_config=Int8Config())
+    layer = ReplicatedLinear(IN, OUT, bias=False, params_dtype=torch.bfloat16, quant_config=RoundingConfig())
     weight = torch.randn(OUT, IN).bfloat16()
     weight[3, 4] = math.nan
     with pytest.raises(ValueError, match=f"not finite, and --quantization {INT8_WEIGHTS} cannot round them"):
         load(layer, weight)
     with pytest.raises(ConfigError, match=f"--quantization {INT8_WEIGHTS} is for the CPU, and .* device is cuda"):
         served_models.check_quantised(SimpleNamespace(device="cuda", quantization=INT8_WEIGHTS))
+
+
+# --- Rounding ---
+
+
+@few
+@given(n=st.integers(1, 5), groups=st.integers(1, 4), power=st.integers(-8, 20), seed=seeds)
+@dtypes
+def test_weights_are_rounded_to_the_nearest(dtype: torch.dtype, n: int, groups: int, power: int, seed: int) -> None:
+    w = torch.randn(n, groups * FORMAT.group, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+    found = rounded(w.to(dtype))
+    step = found.scales.double().repeat_interleave(FORMAT.group, 1)
+    assert ((found.wide().double() - w.to(dtype).double()).abs() <= step / 2 * (1 + 1e-6)).all()
+    largest = found.integers.abs().unflatten(1, (-1, FORMAT.group)).amax(-1)
+    assert ((largest >= 126) & (largest <= 127)).all(), "a scale is not larger than it has to be"
+
+
+def test_nothing_tiny_and_what_is_not_finite() -> None:
+    w = torch.zeros(3, FORMAT.group)
+    w[1, 5], w[2, 0] = 1e-38, -3.0
+    found = rounded(w)
+    assert not found.integers[:2].any() and float(found.scales[0, 0]) == 0
+    assert found.integers[2, 0] == -127 and not found.integers[2, 1:].any()
+    w[0, 1] = math.inf
+    with pytest.raises(ValueError, match=r"some weights are not finite, .* leave it out"):
+        rounded(w)

@@ -42,32 +42,38 @@ void along(int size, const At& at) {
 
 template <class T>
 void rms_norm(const void* x_row, const void* residual_row, const void* weights, int size, float epsilon,
-              void* out_row, void* sum_row) {
+              bool gemma, void* out_row, void* sum_row) {
   const T *x = static_cast<const T*>(x_row), *residual = static_cast<const T*>(residual_row);
   const T* weight = static_cast<const T*>(weights);
   T *out = static_cast<T*>(out_row), *sum = static_cast<T*>(sum_row);
+  const auto total = [&](int i, auto get) {
+    if (residual == nullptr) return get(x + i);
+    const Vec y = add(get(x + i), get(residual + i));
+    return gemma ? rounded<T>(y) : y;
+  };
   Vec squares = set1(0.0f);
   along<T>(size, [&](int i, auto get, auto) {
-    const Vec y = residual ? add(get(x + i), get(residual + i)) : get(x + i);
+    const Vec y = total(i, get);
     squares = fma(y, y, squares);
   });
   const float mean = reduce_add(squares) / static_cast<float>(size);
   const Vec factor = set1(1.0f / __builtin_sqrtf(mean + epsilon));
   along<T>(size, [&](int i, auto get, auto put) {
-    const Vec y = residual ? add(get(x + i), get(residual + i)) : get(x + i);
+    const Vec y = total(i, get), w = get(weight + i);
     if (residual) put(sum + i, y);
-    put(out + i, mul(mul(y, factor), get(weight + i)));
+    put(out + i, mul(mul(y, factor), gemma ? add(w, set1(1.0f)) : w));
   });
 }
 
-template <class T>
-void silu_mul(const void* gates, const void* ups, int size, void* out_row) {
+// gate * sigmoid(of(gate)), rounded, * up; of(x) has the sign of x.
+template <class T, class Of>
+void gate_mul(const void* gates, const void* ups, int size, void* out_row, Of of) {
   const T *gate = static_cast<const T*>(gates), *up = static_cast<const T*>(ups);
   T* out = static_cast<T*>(out_row);
   along<T>(size, [&](int i, auto get, auto put) {
-    const Vec x = get(gate + i);
-    // The sigmoid by a power that cannot overflow: e^-|x| / (1 + e^-|x|), or 1 / (1 + e^-|x|).
-    const Vec power = exp_nonpositive(min(x, sub(set1(0.0f), x)));
+    const Vec x = get(gate + i), z = of(x);
+    // The sigmoid by a power that cannot overflow: e^-|z| / (1 + e^-|z|), or 1 / (1 + e^-|z|).
+    const Vec power = exp_nonpositive(min(z, sub(set1(0.0f), z)));
     float one[kLanes], e[kLanes], at[kLanes];
     store(one, x);
     store(e, power);
@@ -76,6 +82,20 @@ void silu_mul(const void* gates, const void* ups, int size, void* out_row) {
       at[j] = one[j] < 0.0f ? one[j] * e[j] / total : one[j] / total;
     }
     put(out + i, mul(rounded<T>(load(at)), get(up + i)));
+  });
+}
+
+template <class T>
+void silu_mul(const void* gate, const void* up, int size, void* out) {
+  gate_mul<T>(gate, up, size, out, [](Vec x) { return x; });
+}
+
+// By tanh: x / 2 * (1 + tanh(u)) is x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3).
+template <class T>
+void gelu_mul(const void* gate, const void* up, int size, void* out) {
+  gate_mul<T>(gate, up, size, out, [](Vec x) {
+    constexpr float kTwice = 1.5957691216057308f;
+    return mul(mul(x, set1(kTwice)), fma(mul(x, x), set1(0.044715f), set1(1.0f)));
   });
 }
 

@@ -353,11 +353,13 @@ struct ModelKernels {
   // What lies between linear layers, of one row each. Rows may not overlap.
   //
   // sum = x + residual, out = sum / sqrt(mean of squares of sum + epsilon) * weight, [size] each. Of the sum
-  // before it is rounded. residual nullptr: of x alone, and sum is not written.
+  // before it is rounded. residual nullptr: of x alone, and sum is not written. gemma: of the rounded sum,
+  // times weight + 1.
   void (*rms_norm)(const void* x, const void* residual, const void* weight, int size, float epsilon,
-                   void* out, void* sum);
-  // out = gate * sigmoid(gate), rounded, * up, [size] each.
+                   bool gemma, void* out, void* sum);
+  // out = gate * sigmoid(gate), rounded, * up, [size] each; gelu_mul: GELU, by its tanh form.
   void (*silu_mul)(const void* gate, const void* up, int size, void* out);
+  void (*gelu_mul)(const void* gate, const void* up, int size, void* out);
   // Turns pairs of elements of every head [heads][head_dim] by angles of which cos_sin has the cosines
   // [rotary / 2], then the sines; products are rounded, too. Element i goes with i + rotary / 2 (halves), or
   // 2i with 2i + 1. What is beyond `rotary` is copied.

@@ -184,7 +184,7 @@ Rows rows_of(const TensorView& t, DType dtype, int64_t column = 0) {
 }
 
 auto norm_step(Layers layers, TensorView x, ffi::Optional<TensorView> residual, TensorView weight,
-               double epsilon, TensorView out, ffi::Optional<TensorView> sum) {
+               double epsilon, bool gemma, TensorView out, ffi::Optional<TensorView> sum) {
   const DType dtype = dtype_of(x);
   const DLDataType type = type_of(dtype);
   expect(x, "x", type, {-1, -1}, 1);
@@ -202,18 +202,19 @@ auto norm_step(Layers layers, TensorView x, ffi::Optional<TensorView> residual, 
   rows.weight = data<char>(weight);
   rows.size = int_size(x.size(1), "x");
   rows.epsilon = static_cast<float>(epsilon);
+  rows.gemma = gemma;
   return
       [=, at = layers.get(), count = x.size(0)] { norm_rows(*at->workers, at->kernels(dtype), count, rows); };
 }
 
-auto silu_mul_step(Layers layers, TensorView x, TensorView out) {
+auto gate_mul_step(Layers layers, TensorView x, bool gelu, TensorView out) {
   const DType dtype = dtype_of(x);
   expect(out, "out", type_of(dtype), {-1, -1}, 1);
   expect(x, "x", type_of(dtype), {out.size(0), 2 * out.size(1)}, 1);
-  const SiluRows rows{rows_of(x, dtype), rows_of(x, dtype, out.size(1)), rows_of(out, dtype),
-                      int_size(out.size(1), "out")};
+  const GateRows rows{rows_of(x, dtype), rows_of(x, dtype, out.size(1)), rows_of(out, dtype),
+                      int_size(out.size(1), "out"), gelu};
   return
-      [=, at = layers.get(), count = x.size(0)] { silu_rows(*at->workers, at->kernels(dtype), count, rows); };
+      [=, at = layers.get(), count = x.size(0)] { gate_rows(*at->workers, at->kernels(dtype), count, rows); };
 }
 
 auto rope_step(Layers layers, TensorView positions, TensorView q, TensorView k, TensorView cos_sin,
@@ -301,7 +302,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_linear_quantised, fluxion::Layer<fluxion::l
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_linear_quantised, fluxion::Layer<fluxion::linear_quantised_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_norm, fluxion::Layer<fluxion::norm_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_norm, fluxion::Layer<fluxion::norm_step>::add);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_silu_mul, fluxion::Layer<fluxion::silu_mul_step>::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_silu_mul, fluxion::Layer<fluxion::silu_mul_step>::add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_gate_mul, fluxion::Layer<fluxion::gate_mul_step>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_gate_mul, fluxion::Layer<fluxion::gate_mul_step>::add);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layers_rope, fluxion::Layer<fluxion::rope_step>::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_rope, fluxion::Layer<fluxion::rope_step>::add);

@@ -29,13 +29,14 @@ void norm_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, c
   for_rows(workers, count, rows.size, [&](int64_t i) {
     const bool added = rows.residual.at != nullptr;
     kernels.rms_norm(rows.x[i], added ? rows.residual[i] : nullptr, rows.weight, rows.size, rows.epsilon,
-                     rows.out[i], added ? rows.sum[i] : nullptr);
+                     rows.gemma, rows.out[i], added ? rows.sum[i] : nullptr);
   });
 }
 
-void silu_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const SiluRows& rows) {
+void gate_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const GateRows& rows) {
+  const auto mul = rows.gelu ? kernels.gelu_mul : kernels.silu_mul;
   for_rows(workers, count, rows.size,
-           [&](int64_t i) { kernels.silu_mul(rows.gate[i], rows.up[i], rows.size, rows.out[i]); });
+           [&](int64_t i) { mul(rows.gate[i], rows.up[i], rows.size, rows.out[i]); });
 }
 
 void rope_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const RopeRows& rows) {

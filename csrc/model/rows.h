@@ -21,11 +21,13 @@ struct NormRows {
   const void* weight;
   int size;
   float epsilon;
+  bool gemma;
 };
 
-struct SiluRows {
+struct GateRows {
   Rows gate, up, out;
   int size;
+  bool gelu;
 };
 
 struct RopeRows {
@@ -39,7 +41,7 @@ struct RopeRows {
 // Each does `count` rows with the kernels of that name (kernels/table.h), on the calling thread alone where
 // they are few or the workers are busy.
 void norm_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const NormRows& rows);
-void silu_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const SiluRows& rows);
+void gate_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const GateRows& rows);
 void rope_rows(WorkerPool& workers, const KernelTable& kernels, int64_t count, const RopeRows& rows);
 
 }  // namespace fluxion

@@ -42,7 +42,7 @@ _BLOCKING = frozenset(
         "layers_repack",
         "layers_rope",
         "program_run",
-        "layers_silu_mul",
+        "layers_gate_mul",
         "layers_widen",
         "engine_step",
         "engine_layer_resident",

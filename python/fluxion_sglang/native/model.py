@@ -11,7 +11,7 @@ from fluxion_sglang.native.loading import function
 from fluxion_sglang.native.pool import Workers
 from fluxion_sglang.weights.quantised import Format
 
-WRITTEN = {"linear": 1, "linear_quantised": 1, "norm": 2, "silu_mul": 1, "rope": 2}
+WRITTEN = {"linear": 1, "linear_quantised": 1, "norm": 2, "gate_mul": 1, "rope": 2}
 """The layers, and how many of their last arguments they write."""
 
 
@@ -129,31 +129,45 @@ class NativeLayers:
         """
         function("layers_widen")(self.handle, weights, form.bits, form.group, form.minima, out)
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        *,
+        gemma: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """RMSNorm of every row; [rows, size].
 
         Args:
-            x: [rows, size], weight: [size]; bfloat16 or float32, both the same.
+            x: [rows, size], weight: [size], out: as x, or None for a new one; bfloat16 or float32, all the same.
+            gemma: weights are 1 smaller than what they multiply by.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit; so for the other layers.
         """
-        out = torch.empty_like(x)
-        self.compute("norm", x, None, weight, epsilon, out, None)
+        if out is None:
+            out = torch.empty_like(x)
+        self.compute("norm", x, None, weight, epsilon, gemma, out, None)
         return out
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, *, gemma: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm of x + residual, from the sum before it is rounded; and the sum. Both [rows, size], as x is."""
+        """RMSNorm of x + residual, and the sum. Both [rows, size], as x is.
+
+        Args:
+            gemma: as of `norm`, and the norm is that of the rounded sum; else of the sum before it is rounded.
+        """
         out, total = torch.empty_like(x), torch.empty_like(x)
-        self.compute("norm", x, residual, weight, epsilon, out, total)
+        self.compute("norm", x, residual, weight, epsilon, gemma, out, total)
         return out, total
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(left half), rounded, times right half, of x [rows, 2 n]; [rows, n]."""
+    def gate_mul(self, x: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+        """silu(left half), or its GELU in the tanh form, rounded, times right half, of x [rows, 2 n]; [rows, n]."""
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
-        self.compute("silu_mul", x, out)
+        self.compute("gate_mul", x, gelu, out)
         return out
 
     def rope(

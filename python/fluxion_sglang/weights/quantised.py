@@ -33,10 +33,8 @@ class Format:
             raise ValueError(f"weights of {self.bits} bits have no kernels; they have 4 or 8.")
         half = (self.bits, self.group, self.minima) == (8, BLOCK // 2, False)
         if self.group < 1 or (self.group % BLOCK and not half):
-            raise ValueError(
-                f"a group has {self.group} inputs; it has a multiple of {BLOCK}, or {BLOCK // 2} with 8 bits and without "
-                "minima."
-            )
+            found = f"a group has {self.group} inputs"
+            raise ValueError(f"{found}; it has a multiple of {BLOCK}, or {BLOCK // 2} with 8 bits and without minima.")
 
     @property
     def zero(self) -> int:

@@ -104,25 +104,39 @@ def test_norm(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: flo
     assert torch.equal(total, exact.to(dtype)), "the sum is rounded once"
     want = normed(exact.double(), weight.double(), 1e-5)
     torch.testing.assert_close(out.double(), want, rtol=rtol, atol=0)
+    raised = weight.double() + 1
+    close = {"rtol": rtol, "atol": 0.0}
+    torch.testing.assert_close(
+        layers.norm(x, weight, 1e-5, gemma=True).double(), normed(x.double(), raised, 1e-5), **close
+    )
+    out, total = layers.add_norm(x, residual, weight, 1e-5, gemma=True)
+    assert torch.equal(total, exact.to(dtype))
+    torch.testing.assert_close(out.double(), normed(total.double(), raised, 1e-5), **close)
 
 
 @few
 @own_isas
 @dtypes
 @given(m=rows, n=sizes, gap=st.sampled_from([0, 3]), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=seeds)
-def test_silu_mul(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
+def test_gate_mul(isa: str, dtype: torch.dtype, m: int, n: int, gap: int, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = strided(generator, m, 2 * n, gap, dtype) * scale
     x[0, 0] = -200  # where a power of the wrong sign would overflow; below -87 the power is 0
     want = torch.nn.functional.silu(x[:, :n].double()) * x[:, n:].double()
-    got = NativeLayers(WORKERS, isa).silu_mul(x)
-    torch.testing.assert_close(got.double(), want, rtol=ulps(dtype, 8), atol=1e-33)
+    layers = NativeLayers(WORKERS, isa)
+    torch.testing.assert_close(layers.gate_mul(x).double(), want, rtol=ulps(dtype, 8), atol=1e-33)
+    want = torch.nn.functional.gelu(x[:, :n].double(), approximate="tanh") * x[:, n:].double()
+    got = layers.gate_mul(x, gelu=True).double()
+    # Far below 0 a GELU is the difference of almost equal numbers, of which little is right in float32.
+    close = (got - want).abs() <= ulps(dtype, 16) * want.abs() + 2e-6 * x[:, n:].double().abs()
+    assert close.all()
 
 
 def test_silu_of_what_is_no_number() -> None:
     x = torch.tensor([[math.nan, math.inf, -math.inf, 1.0, 1.0, 1.0]])
-    got = NativeLayers(WORKERS).silu_mul(x)[0]
-    assert got[0].isnan() and got[1] == math.inf
+    for gelu in (False, True):
+        got = NativeLayers(WORKERS).gate_mul(x, gelu=gelu)[0]
+        assert got[0].isnan() and got[1] == math.inf
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> torch.Tensor:
@@ -163,7 +177,7 @@ def test_many_rows_are_divided() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(700, 1024, generator=generator), torch.randn(512, generator=generator)
     layers, one = NativeLayers(WORKERS), NativeLayers(Workers(1))
-    assert torch.equal(layers.silu_mul(x), one.silu_mul(x))
+    assert torch.equal(layers.gate_mul(x), one.gate_mul(x))
     left, right = x.chunk(2, -1)
     for a, b in zip(layers.add_norm(left, right, weight, 1e-6), one.add_norm(left, right, weight, 1e-6), strict=True):
         assert torch.equal(a, b)
@@ -328,7 +342,7 @@ def test_a_program_computes_its_layers_again() -> None:
     program = NativeProgram(layers)
     x, w, h, out = torch.randn(2, 16), torch.randn(32, 16), torch.empty(2, 32), torch.empty(2, 16)
     program.add("linear", x, w, None, None, h)
-    program.add("silu_mul", h, out)
+    program.add("gate_mul", h, False, out)
     assert len(program) == 2
     for _ in range(3):
         x.normal_()
@@ -336,7 +350,7 @@ def test_a_program_computes_its_layers_again() -> None:
         program.run(0, 1)
         assert torch.equal(h, layers.linear(x, w)) and out.isnan().all()
         program.run(1, 2)
-        assert torch.equal(out, layers.silu_mul(h))
+        assert torch.equal(out, layers.gate_mul(h))
     program.run(1, 1)
     for first, last in ((0, 3), (-1, 1), (2, 1)):
         with pytest.raises(IndexError, match="among the program's 2"):

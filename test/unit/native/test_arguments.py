@@ -84,7 +84,7 @@ class Rig:
         self.layers = function("layers_create")(self.workers.handle, "")
         self.program, self.unrun = (function("program_create")(self.layers) for _ in range(2))
         self.kept = torch.ones(2, 64), torch.empty(2, 32)
-        function("program_silu_mul")(self.program, *self.kept)
+        function("program_gate_mul")(self.program, self.kept[0], False, *self.kept[1:])
 
     def calls(self) -> dict[str, list[Any]]:
         """A good call of every function: its arguments, made anew."""
@@ -96,12 +96,11 @@ class Rig:
         groups = B * HEADS
         layers = {
             "linear": [torch.randn(3, 64), torch.randn(48, 64), None, torch.randn(48), torch.empty(3, 48)],
-            "linear_int8": [
-                torch.randn(3, 64), torch.ones(48, 64, dtype=torch.int8), torch.ones(48, 1, dtype=torch.bfloat16),
-                torch.randn(48), torch.empty(3, 48),
+            "linear_quantised": [
+                torch.randn(3, 64), torch.ones(3, 1088, dtype=torch.uint8), 8, 64, False, torch.randn(48), torch.empty(3, 48),
             ],
             "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None],
-            "silu_mul": [torch.randn(3, 64), torch.empty(3, 32)],
+            "gate_mul": [torch.randn(3, 64), False, torch.empty(3, 32)],
             "rope": [
                 torch.arange(3), torch.randn(3, 128), torch.randn(3, 64), torch.randn(50, 32), 32, True,
                 torch.empty(3, 128), torch.empty(3, 64),
@@ -110,7 +109,7 @@ class Rig:
         return {
             **{f"layers_{name}": [self.layers, *arguments] for name, arguments in layers.items()},
             **{f"program_{name}": [self.unrun, *arguments] for name, arguments in layers.items()},
-            "layers_widen": [self.layers, *layers["linear_int8"][1:3], torch.empty(48, 64)],
+            "layers_widen": [self.layers, *layers["linear_quantised"][1:5], torch.empty(48, 64)],
             "workers_create": [1, i32(), -1, True],
             "pool_bytes": [1, 1, 4, DIM, 0, True],
             "pool_create": [self.workers.handle, 1, 1, 4, DIM, 0, 0, True, 1.0, "", 0.5],

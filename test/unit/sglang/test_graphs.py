@@ -328,7 +328,7 @@ def test_native_layers_are_one_call_a_stretch() -> None:
     x, w = torch.randn(2, 16), torch.randn(16, 16)
 
     def run(at: NativeLayers, x: torch.Tensor) -> torch.Tensor:
-        return at.silu_mul(at.linear(at.linear(x, w) * 2, w))
+        return at.gate_mul(at.linear(at.linear(x, w) * 2, w))
 
     with Tracer([x], [w]) as tracer:
         result = run(TracedLayers(layers, tracer), x)

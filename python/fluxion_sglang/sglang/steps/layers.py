@@ -17,14 +17,15 @@ place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -239,7 +240,11 @@ class _Head(UnquantizedEmbeddingMethod):
 
 def _register_operations(model: nn.Module, native: Contained) -> None:
     key = current_platform.get_dispatch_key_name()
+    gemma = sys.modules.get("sglang.srt.models.gemma3_causal")
     for module in model.modules():
+        if gemma is not None and isinstance(module, gemma.Gemma3Attention):
+            # The same with the rotary embedding of all other models; SGLang takes it where the CPU has a matrix unit.
+            module.forward = module.forward_cpu
         for base, operation in _OPERATIONS.items():
             # A subclass with a formula of its own keeps it.
             if isinstance(module, base) and type(module).forward_native is base.forward_native:
@@ -287,8 +292,41 @@ def _rms_norm(
     return norm.forward_native(x, residual, post_residual_addition, quant_linear) if out is None else out
 
 
+def _gemma_norm(
+    native: Contained,
+    norm: Gemma3RMSNorm | GemmaRMSNorm,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *rest: Any,
+) -> Any:
+    epsilon = norm.eps if isinstance(norm, Gemma3RMSNorm) else norm.variance_epsilon
+    plain = not any(part is not None for part in rest) and norm.weight.dtype is x.dtype
+    out: Any = None
+    if plain and residual is None and x.dim() == 3:  # the heads of queries or keys
+        out = native(lambda layers: _norm_heads(layers, x, norm.weight, epsilon)) if _rows(x[:, 0]) else None
+    elif plain and residual is None and _rows(x):
+        out = native(lambda layers: layers.norm(x, norm.weight, epsilon, gemma=True))
+    elif plain and residual is not None and _rows(x, residual):
+        out = native(lambda layers: layers.add_norm(x, residual, norm.weight, epsilon, gemma=True))
+    return norm.forward_native(x, residual, *rest) if out is None else out
+
+
+def _norm_heads(layers: NativeLayers, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x: [rows, heads, size]; heads may be apart by any stride."""
+    out = x.new_empty(x.shape)
+    for head in range(x.shape[1]):
+        layers.norm(x[:, head], weight, epsilon, gemma=True, out=out[:, head])
+    return out
+
+
 def _silu_mul(native: Contained, activation: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
-    out = native(lambda layers: layers.silu_mul(x)) if _rows(x) else None
+    out = native(lambda layers: layers.gate_mul(x)) if _rows(x) else None
+    return activation.forward_native(x) if out is None else out
+
+
+def _gelu_mul(native: Contained, activation: GeluAndMul, x: torch.Tensor) -> torch.Tensor:
+    by_tanh = activation.approximate == "tanh" and _rows(x)
+    out = native(lambda layers: layers.gate_mul(x, gelu=True)) if by_tanh else None
     return activation.forward_native(x) if out is None else out
 
 
@@ -309,14 +347,19 @@ def _rope(
         and not hasattr(rotary, "sin_cos_cache")
     )
     out = None
-    if plain and _rows(query, key, rotary.cos_sin_cache):
+    q, k = (x.flatten(1) if x.dim() == 3 and x.is_contiguous() else x for x in (query, key))
+    if plain and _rows(q, k, rotary.cos_sin_cache):
         size, halves = rotary.head_size, rotary.is_neox_style
-        out = native(lambda layers: layers.rope(positions, query, key, rotary.cos_sin_cache, size, halves))
+        out = native(lambda layers: layers.rope(positions, q, k, rotary.cos_sin_cache, size, halves))
+        out = out and (out[0].view(query.shape), out[1].view(key.shape))
     return rotary.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg) if out is None else out
 
 
 _OPERATIONS: dict[type[BaseFusedOp], Callable[..., Any]] = {
     RMSNorm: _rms_norm,
+    GemmaRMSNorm: _gemma_norm,
+    Gemma3RMSNorm: _gemma_norm,
     SiluAndMul: _silu_mul,
+    GeluAndMul: _gelu_mul,
     RotaryEmbedding: _rope,
 }

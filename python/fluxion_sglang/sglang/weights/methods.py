@@ -1,8 +1,8 @@
 """Layers whose weights are integers of 8 or 4 bits.
 
-A layer holds one packed weight, or several where the checkpoint quantised parts of it in different ways (the values of a
-layer that makes queries, keys and values). `layers.install` gives its method the native kernels; without them PyTorch
-computes, a slice of the weight in the model's dtype at a time.
+A layer holds one packed weight, or several where the checkpoint quantised parts of it in different ways (such as the
+values of a layer that makes queries, keys and values). `layers.install` gives its method the native kernels; without
+them PyTorch computes, a slice of the weight in the model's dtype at a time.
 """
 
 from __future__ import annotations

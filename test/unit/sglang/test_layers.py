@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -117,6 +117,12 @@ class TestWhoIsChosen:
         ids = torch.tensor([3, 0, 3])
         assert torch.equal(tied.quant_method.embedding(tied, ids), tied.weight[ids])
 
+    def test_an_embedding_of_pytorch_makes_logits(self) -> None:
+        embedding = nn.Embedding(OUT, IN).requires_grad_(False)
+        assert install(embed_tokens=nn.Embedding(OUT, IN), lm_head=embedding) == 1
+        x = torch.randn(2, IN)
+        torch.testing.assert_close(embedding.quant_method.apply(embedding, x), x @ embedding.weight.T)
+
     @pytest.mark.parametrize("special", ["use_fp32_lm_head", "use_fp32_lm_head_output", "rl_on_policy_target"])
     def test_heads_of_other_precision_are_left_alone(self, special: str) -> None:
         processor = LogitsProcessor.__new__(LogitsProcessor)
@@ -222,6 +228,21 @@ class TestNorm:
         both_ways(norm, x, *others)
         assert native.calls == []
 
+    @pytest.mark.parametrize("kind", [GemmaRMSNorm, Gemma3RMSNorm])
+    @torch.no_grad()
+    def test_those_of_gemma(self, native: Counted, kind: type[BaseFusedOp]) -> None:
+        norm = kind(IN)
+        install(norm=norm)
+        norm.weight.normal_()
+        x, residual = torch.randn(2, 7, IN)
+        both_ways(norm, x)
+        both_ways(norm, x, residual)
+        heads = torch.randn(7, 5 * IN)[:, : 3 * IN].unflatten(1, (3, IN))
+        both_ways(norm, heads)
+        assert native.calls == ["norm", "add_norm", "norm", "norm", "norm"]
+        both_ways(norm, x.double())
+        assert len(native.calls) == 5
+
     @pytest.mark.usefixtures("native")
     def test_a_formula_of_its_own_is_kept(self) -> None:
         class Other(RMSNorm):
@@ -236,16 +257,16 @@ class TestNorm:
         assert found.keys() == {Same}
 
 
-class TestSiluMul:
-    def test_matrices(self, native: Counted) -> None:
-        activation = SiluAndMul()
+class TestGates:
+    @pytest.mark.parametrize("activation", [SiluAndMul(), GeluAndMul()])
+    def test_matrices(self, native: Counted, activation: BaseFusedOp) -> None:
         install(activation=activation)
         both_ways(activation, torch.randn(5, 2 * IN))
         assert native.calls == ["gate_mul"]
 
     @pytest.mark.parametrize("x", [torch.randn(2, 3, 2 * IN), torch.randn(5, 2 * IN).double()])
-    def test_others_are_sglangs(self, native: Counted, x: torch.Tensor) -> None:
-        activation = SiluAndMul()
+    @pytest.mark.parametrize("activation", [SiluAndMul(), GeluAndMul()])
+    def test_others_are_sglangs(self, native: Counted, activation: BaseFusedOp, x: torch.Tensor) -> None:
         install(activation=activation)
         both_ways(activation, x)
         assert native.calls == []
@@ -273,9 +294,15 @@ class TestRope:
         positions, (q, k) = torch.tensor([7, 0, 127]), self.q_and_k()
         both_ways(rotary, positions.int(), q, k)
         both_ways(rotary, torch.zeros_like(positions), q, k, positions)
-        both_ways(rotary, positions, q.view(3, 4, -1), k.view(3, 2, -1))
         both_ways(rounded, positions, q, k)
         assert native.calls == []
+
+    def test_heads_of_gemma(self, native: Counted) -> None:
+        """Positions of one sequence, and heads that lie apart."""
+        rotary, (q, k) = self.rotary(), self.q_and_k()
+        install(rotary=rotary)
+        both_ways(rotary, torch.tensor([[7, 0, 127]]), q.view(3, 4, -1), k.view(3, 2, -1))
+        assert native.calls == ["rope"]
 
 
 # --- What fails ---

@@ -104,8 +104,10 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
         # Exactly these: a subclass does something else.
         if type(method) is UnquantizedLinearMethod:
             module.quant_method = linear
-        elif type(method) is UnquantizedEmbeddingMethod and heads:
-            rounds = rounding and weight.shape[1] % FORMAT.group == 0 and module is getattr(model, "lm_head", None)
+        elif heads and (
+            type(method) is UnquantizedEmbeddingMethod or (method is None and _makes_logits(model, module))
+        ):
+            rounds = rounding and weight.shape[1] % FORMAT.group == 0 and _makes_logits(model, module)
             module.quant_method = method = RoundedHeadMethod(quantised) if rounds else head
             if rounds:
                 method.process_weights_after_loading(module)
@@ -123,6 +125,11 @@ def install(model: nn.Module, native: Contained, pack: bool = True) -> int:
 
 
 # --- Linear layers ---
+
+
+def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
+    """Whether this is the model's last layer; Gemma 3's is PyTorch's embedding."""
+    return module is getattr(model, "lm_head", None)
 
 
 def _rounds_logits_once(model: nn.Module) -> bool:
@@ -342,15 +349,15 @@ def _rope(
     plain = (
         offsets is None
         and fused_set_kv_buffer_arg is None
-        and positions.dim() == 1
         and positions.dtype is torch.int64
+        and positions.is_contiguous()
         and not hasattr(rotary, "sin_cos_cache")
     )
     out = None
     q, k = (x.flatten(1) if x.dim() == 3 and x.is_contiguous() else x for x in (query, key))
     if plain and _rows(q, k, rotary.cos_sin_cache):
         size, halves = rotary.head_size, rotary.is_neox_style
-        out = native(lambda layers: layers.rope(positions, q, k, rotary.cos_sin_cache, size, halves))
+        out = native(lambda layers: layers.rope(positions.flatten(), q, k, rotary.cos_sin_cache, size, halves))
         out = out and (out[0].view(query.shape), out[1].view(key.shape))
     return rotary.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg) if out is None else out
 

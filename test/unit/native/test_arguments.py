@@ -97,7 +97,8 @@ class Rig:
         layers = {
             "linear": [torch.randn(3, 64), torch.randn(48, 64), None, torch.randn(48), torch.empty(3, 48)],
             "linear_quantised": [
-                torch.randn(3, 64), torch.ones(3, 1088, dtype=torch.uint8), 8, 64, False, torch.randn(48), torch.empty(3, 48),
+                torch.randn(3, 64), torch.ones(3, 1088, dtype=torch.uint8), 8, 64, False,
+                torch.randn(48), torch.empty(3, 48),
             ],
             "norm": [torch.randn(3, 64), None, torch.randn(64), 1e-5, torch.empty(3, 64), None],
             "gate_mul": [torch.randn(3, 64), False, torch.empty(3, 32)],

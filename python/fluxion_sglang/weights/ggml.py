@@ -49,7 +49,9 @@ def decode(blocks: torch.Tensor, kind: int) -> Quantised:
     """
     found = KINDS[kind]
     integers, scales, minima = found.decode(blocks.unflatten(1, (-1, found.bytes)))
-    return Quantised(integers.flatten(1), scales.flatten(1), None if minima is None else minima.flatten(1), found.format)
+    return Quantised(
+        integers.flatten(1), scales.flatten(1), None if minima is None else minima.flatten(1), found.format
+    )
 
 
 def _halves(blocks: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:

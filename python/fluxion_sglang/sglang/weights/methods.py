@@ -49,11 +49,15 @@ class Native(Protocol):
 
 
 def hold(layer: nn.Module, weights: Sequence[Quantised]) -> None:
-    """Give a layer weights, the outputs of one after those of another, as parameters `packed0`, `packed1`, ..."""
-    for index, weight in enumerate(weights):
-        layer.register_parameter(f"packed{index}", nn.Parameter(pack(weight), requires_grad=False))
-    shapes = [(f"packed{i}", *weight.integers.shape, weight.format) for i, weight in enumerate(weights)]
-    layer.quantised = tuple(shapes)  # type: ignore[assignment]
+    """Give a layer weights, the outputs of one after those of another."""
+    hold_packed(layer, [(pack(weight), *weight.integers.shape, weight.format) for weight in weights])
+
+
+def hold_packed(layer: nn.Module, weights: Sequence[tuple[torch.Tensor, int, int, Format]]) -> None:
+    """Give a layer packed weights, each with its outputs, inputs and format, as parameters `packed0`, `packed1`, ..."""
+    for index, (packed, *_) in enumerate(weights):
+        layer.register_parameter(f"packed{index}", nn.Parameter(packed, requires_grad=False))
+    layer.quantised = tuple((f"packed{i}", *rest) for i, (_, *rest) in enumerate(weights))  # type: ignore[assignment]
 
 
 def parts_of(layer: nn.Module) -> list[Part]:

@@ -229,7 +229,7 @@ def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
     """Llama 3's scaling, of which the file has what each frequency is divided by."""
     factors = header.read(_ROPE).double()
     found = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    factor = float(factors.max())
+    factor = round(float(factors.max()), 4)
     waves = 2 * math.pi * theta ** (torch.arange(len(factors)).double() / len(factors))
     smooth = ((8192 / waves - 1) / 3).clamp(0, 1)
     if not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
@@ -265,8 +265,8 @@ def prepared(header: Header, tokenizer: bool) -> Path:
             _write(folder, lambda new: _save_tokenizer(header, new))
     except OSError as error:
         raise ConfigError(
-            f"{header.path.name} needs a folder for its tokenizer and configuration, and {folder} cannot be written "
-            f"({error.strerror}); set XDG_CACHE_HOME to a folder that can."
+            f"--enable-fluxion cannot serve {header.path.name}, because its configuration needs a folder and "
+            f"{folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can."
         ) from None
     return folder / real.name
 

@@ -140,6 +140,13 @@ class GGUFError(ValueError):
 
 
 @dataclass(frozen=True)
+class Array:
+    """A value of a header that is an array; of these the length alone is kept."""
+
+    length: int
+
+
+@dataclass(frozen=True)
 class Tensor:
     """A tensor of a file.
 
@@ -162,7 +169,7 @@ class Header:
     """What a file says of itself.
 
     Attributes:
-        values: by their keys; of an array its length alone. tensors: by their names.
+        values: by their keys. tensors: by their names.
     """
 
     path: Path
@@ -210,7 +217,7 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         try:
             return _Reader(file).header(path)
-        except (struct.error, KeyError, UnicodeDecodeError):
+        except (struct.error, KeyError, UnicodeDecodeError, ArithmeticError, MemoryError):
             raise GGUFError(f"{path} ends in its header or is damaged; download it again.") from None
 
 
@@ -249,8 +256,10 @@ class _Reader:
                     self._file.seek(self._number("Q"), 1)
                 else:
                     self._value(kind)
-        return count
+        return Array(count)
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
-        dimensions = [self._number("Q") for _ in range(self._number("I"))]
+        if not 0 < (count := self._number("I")) <= 4:
+            raise KeyError(count)
+        dimensions = [self._number("Q") for _ in range(count)]
         return tuple(reversed(dimensions)), self._number("I"), self._number("Q")

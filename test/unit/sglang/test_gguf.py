@@ -156,7 +156,13 @@ class TestRefusals:
             "it has blk.0.attn_q.bias, which a llama model does not",
             "give another GGUF file of it, or the model in bfloat16",
         )
-        del header.tensors["blk.0.attn_q.bias"], header.tensors["blk.1.ffn_up.weight"]
+        del header.tensors["blk.0.attn_q.bias"]
+        header.values["llama.feed_forward_length"] = ggml.Array(2)
+        assert "it has no number llama.feed_forward_length" in str(gguf_model._unserved(header, ARGS))
+        header.tensors["output_norm.weight"] = ggml.Tensor((64,), 8, 0)
+        assert "output_norm.weight has 64 inputs" in str(gguf_model._unserved(header, ARGS))
+        header.tensors["output_norm.weight"] = ggml.Tensor((64,), 0, 0)
+        del header.tensors["blk.1.ffn_up.weight"]
         why = gguf_model._unserved(header, ARGS)
         assert why is not None and why[0] == "it has no blk.1.ffn_up.weight"
 

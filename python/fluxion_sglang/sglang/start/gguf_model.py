@@ -77,9 +77,7 @@ def load(header: Header, name: str) -> torch.Tensor:
     stored = header.read(name)
     kind = name.rsplit(".", 2)[-2]
     if header.architecture == "llama" and kind in ("attn_q", "attn_k"):
-        heads = header.value("attention.head_count")
-        if kind == "attn_k":
-            heads = header.value("attention.head_count_kv", heads)
+        heads = header.value("attention.head_count" if kind == "attn_q" else "attention.head_count_kv")
         return stored.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if header.architecture == "gemma3" and kind.endswith("norm"):
         return stored.float() - 1
@@ -126,8 +124,8 @@ def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
     if others := {tensor.kind for tensor in header.tensors.values()} - {*ggml.KINDS, *ggml.DENSE}:
         return f"it has weights of the type {_type_names(others)}, and {ggml.SERVED} are served", _INSTEAD
     for name, tensor in header.tensors.items():
-        if tensor.shape[-1] % 32 and len(tensor.shape) > 1:
-            return f"{name} has {tensor.shape[-1]} inputs, which is no multiple of 32", "give the model in bfloat16"
+        if (kind := ggml.KINDS.get(tensor.kind)) and (len(tensor.shape) < 2 or tensor.shape[-1] % kind.inputs):
+            return f"{name} has {tensor.shape[-1]} inputs, which is no multiple of {kind.inputs}", _INSTEAD
     return _other_tensors(header) or _other_values(header)
 
 
@@ -150,12 +148,10 @@ def _other_tensors(header: Header) -> tuple[str, str] | None:
 
 
 def _other_values(header: Header) -> tuple[str, str] | None:
-    if (header.path.parent / "config.json").is_file():
-        return None
     for key in _NUMBERS.values():
         if not isinstance(header.value(key), int | float):
-            return f"it has no number {header.architecture}.{key}", "put the model's config.json beside it"
-    if _rope(header) is None:
+            return f"it has no number {header.architecture}.{key}", "give the model in bfloat16"
+    if _rope(header) is None and not (header.path.parent / "config.json").is_file():
         return "it scales positions in a way that is not known here", "put the model's config.json beside it"
     return None
 

@@ -57,7 +57,8 @@ def hold_packed(layer: nn.Module, weights: Sequence[tuple[torch.Tensor, int, int
     """Give a layer packed weights, each with its outputs, inputs and format, as parameters `packed0`, `packed1`, ..."""
     for index, (packed, *_) in enumerate(weights):
         layer.register_parameter(f"packed{index}", nn.Parameter(packed, requires_grad=False))
-    layer.quantised = tuple((f"packed{i}", *rest) for i, (_, *rest) in enumerate(weights))
+    shapes = [(f"packed{i}", *rest) for i, (_, *rest) in enumerate(weights)]
+    layer.quantised = tuple(shapes)  # type: ignore[assignment]
 
 
 def parts_of(layer: nn.Module) -> list[Part]:

@@ -178,7 +178,7 @@ class TestTheFolder:
         header = gguf_model.check(write(tmp_path, **{"tokenizer.ggml.add_bos_token": True}), ARGS)
         path = gguf_model.prepared(header, tokenizer=True)
         assert path.resolve() == tmp_path / "model.gguf" and path.name == "model.gguf"
-        config, tokenizer = get_config(str(path), False), get_tokenizer(str(path))
+        config, tokenizer = get_config(str(path), False), get_tokenizer(str(path.parent))
         assert config.head_dim == 32 and config.architectures == ["LlamaForCausalLM"]
         ids = tokenizer.encode("ab ba")
         assert ids[0] == 1 and tokenizer.decode(ids[1:]) == "ab ba" and len(ids) == 5, "bos, ab, space, b, a"

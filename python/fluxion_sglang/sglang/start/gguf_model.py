@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -278,7 +279,8 @@ _BESIDE = (
 def _link(target: Path, link: Path) -> None:
     if not link.exists():
         link.unlink(missing_ok=True)
-        link.symlink_to(target)
+        with suppress(FileExistsError):  # another server has just made it
+            link.symlink_to(target)
 
 
 def _write(folder: Path, write: Callable[[Path], object]) -> None:

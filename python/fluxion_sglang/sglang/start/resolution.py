@@ -106,10 +106,10 @@ def _prepare_gguf(server_args: Any, view: Any) -> bool:
 
     header = gguf_model.check(Path(view.model_path), view)
     own_tokenizer = view.tokenizer_path == view.model_path
-    path = str(gguf_model.prepared(header, own_tokenizer and not view.skip_tokenizer_init))
-    declare_resolution(server_args, "fluxion", model_path=path)
+    path = gguf_model.prepared(header, own_tokenizer and not view.skip_tokenizer_init)
+    declare_resolution(server_args, "fluxion", model_path=str(path))
     if own_tokenizer:
-        declare_resolution(server_args, "fluxion", tokenizer_path=path)
+        declare_resolution(server_args, "fluxion", tokenizer_path=str(path.parent))
     return True
 
 

@@ -186,6 +186,18 @@ class TestTheFolder:
         assert gguf_model.prepared(header, tokenizer=True) == path
         assert times == [file.stat().st_mtime_ns for file in sorted(path.parent.iterdir())]
 
+    def test_is_where_sglang_loads_from(self, server_args: Any, tmp_path: Path) -> None:
+        from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+
+        path = str(write(tmp_path))
+        args = server_args(model_path=path, device="cpu", enable_fluxion=True, skip_tokenizer_init=True)
+        args.resolve_once()
+        view = resolved_view(args)
+        assert Path(view.model_path).resolve() == Path(path) and view.served_model_name == path
+        assert view.tokenizer_path == str(Path(view.model_path).parent)
+        assert (view.quantization, view.load_format) == ("gguf", "gguf")
+        assert model_config_of(args).dtype is torch.bfloat16 and model_config_of(args).head_dim == 32
+
     def test_has_what_lies_beside_the_file(self, tmp_path: Path) -> None:
         path = write(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "mark": 1}))

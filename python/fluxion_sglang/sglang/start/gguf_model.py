@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -24,6 +25,8 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.scoring.model_files import cache
 from fluxion_sglang.weights import ggml
 from fluxion_sglang.weights.ggml import Header
+
+logger = logging.getLogger(__name__)
 
 _LAYER = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -259,6 +262,7 @@ def prepared(header: Header, tokenizer: bool) -> Path:
         if not (folder / "config.json").exists():
             _write(folder, lambda new: (new / "config.json").write_text(json.dumps(config_of(header), indent=2) + "\n"))
         if tokenizer and not (folder / "tokenizer_config.json").exists():
+            logger.info("Fluxion: makes the tokenizer of %s, once; a large vocabulary takes minutes", real.name)
             _write(folder, lambda new: _save_tokenizer(header, new))
     except OSError as error:
         raise ConfigError(

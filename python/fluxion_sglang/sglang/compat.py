@@ -92,6 +92,7 @@ GGUF_NAMES = Need(_LOADER, "GGUFModelLoader._get_gguf_weights_map", ("self", "mo
 GGUF_WEIGHTS = Need(
     _LOADER, "GGUFModelLoader._get_weights_iterator", ("self", "model_name_or_path", "gguf_to_hf_name_map")
 )
+GGUF_MODEL = Need(_LOADER, "GGUFModelLoader.load_model", ("self", "model_config", "device_config"))
 GGUF_ABSENT = Need(
     "sglang.srt.model_loader.weight_utils", "get_gguf_extra_tensor_names", ("gguf_file", "gguf_to_hf_name_map")
 )
@@ -286,7 +287,7 @@ _NAMES = {
     "sampling.sampling_params": ("TOP_K_ALL",),
     "constants": ("HEALTH_CHECK_RID_PREFIX",),
     "layers.linear": ("LinearBase",),
-    "layers.vocab_parallel_embedding": ("VocabParallelEmbedding", "ParallelLMHead"),
+    "layers.vocab_parallel_embedding": ("ParallelLMHead",),
     "model_executor.model_runner_components.weight_updater": ("_unsupported_derived_weight_cache_error",),
     "session.streaming_session": ("StreamingSession.release_session",),
 }
@@ -308,6 +309,7 @@ NEEDS = (
     CHECK_PROMPT,
     GGUF_NAMES,
     GGUF_WEIGHTS,
+    GGUF_MODEL,
     GGUF_ABSENT,
     FREE_ROWS,
     CLEAR_ROWS,

@@ -66,6 +66,7 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.CHUNK_LIMIT: _ours("pacing.pacer", "shortest_prefill_chunk_limit"),
     compat.GGUF_NAMES: _ours("weights.gguf", "get_gguf_weights_map"),
     compat.GGUF_WEIGHTS: _ours("weights.gguf", "get_weights_iterator"),
+    compat.GGUF_MODEL: _ours("weights.gguf", "load_model"),
     compat.GGUF_ABSENT: _ours("weights.gguf", "get_gguf_extra_tensor_names"),
     # Containment (containment/__init__.py), in the order in which a request meets it.
     compat.GENERATE: _ours("containment.door", "generate_request"),

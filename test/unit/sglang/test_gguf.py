@@ -18,7 +18,7 @@ from refusals import one_sentence
 from sglang.srt.layers import linear
 from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import nn
 from torch.nn import functional as F
@@ -216,7 +216,7 @@ class TestTheFolder:
 # --- Layers ---
 
 
-def blocks(outputs: int, inputs: int, kind: Type, logits: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks(outputs: int, inputs: int, kind: Type) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor as the loader reads it, and the weight that it is."""
     weight = np.random.default_rng(outputs).normal(size=(outputs, inputs)).astype(np.float32)
     stored = gguf.quants.quantize(weight, kind)
@@ -224,7 +224,7 @@ def blocks(outputs: int, inputs: int, kind: Type, logits: bool = False) -> tuple
     if kind in (Type.F32, Type.F16, Type.BF16):
         return wide.to(ggml.DENSE[int(kind)]), wide
     loaded = torch.from_numpy(stored)
-    loaded.ggml = Blocks(int(kind), inputs, logits)  # type: ignore[attr-defined]
+    loaded.ggml = Blocks(int(kind), inputs)  # type: ignore[attr-defined]
     return loaded, wide
 
 
@@ -293,34 +293,51 @@ def test_a_layer_of_another_size_is_refused() -> None:
         process(layer)
 
 
+def logits_of(layer: Any) -> torch.Tensor:
+    x = torch.eye(64)
+    if should_apply_lm_head_quant_method(layer, layer.quant_method):
+        return layer.quant_method.apply(layer, x).T
+    return F.linear(x, layer.weight).T
+
+
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16])
-class TestAnEmbedding:
-    IDS = torch.tensor([3, 0, 99])
+def test_a_head_makes_logits(kind: Type) -> None:
+    layer = ParallelLMHead(100, 64, params_dtype=torch.float32, quant_config=GgufConfig(), enable_tp=False)
+    loaded, wide = blocks(100, 64, kind)
+    layer.weight.weight_loader(layer.weight, loaded)
+    process(layer)
+    torch.testing.assert_close(logits_of(layer)[:100], wide)
+    assert len(layer.weight) == (128 if kind is Type.F16 else 0), "rows that SGLang adds"
+    assert bool(parts_of(layer)) is (kind is not Type.F16)
 
-    def made(self, kind: Type, of: type, logits: bool = False) -> tuple[Any, torch.Tensor]:
-        layer = of(100, 64, params_dtype=torch.float32, quant_config=GgufConfig(), enable_tp=False)
-        loaded, wide = blocks(100, 64, kind, logits)
-        layer.weight.weight_loader(layer.weight, loaded)
-        process(layer)
-        return layer, wide
 
-    def test_that_is_looked_up_alone(self, kind: Type) -> None:
-        layer, wide = self.made(kind, VocabParallelEmbedding)
-        assert torch.equal(layer.weight[:100], wide) and not layer.weight[100:].any() and len(layer.weight) == 128
-        assert type(layer.quant_method) is UnquantizedEmbeddingMethod and not parts_of(layer)
+@pytest.mark.parametrize("of", ["SGLang", "PyTorch"])
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.F16])
+def test_an_embedding_makes_logits_as_well(of: str, kind: Type, tmp_path: Path) -> None:
+    """SGLang's Gemma 3 has an embedding of PyTorch's."""
+    twin = gguf_files.write(random("qwen2"), tmp_path / "model.gguf", types=lambda _: kind)
+    made = {
+        "SGLang": lambda: VocabParallelEmbedding(300, 64, params_dtype=torch.float32, enable_tp=False),
+        "PyTorch": lambda: nn.Embedding(300, 64),
+    }
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = embedding = made[of]()
+    path = str(tmp_path / "model.gguf")
 
-    def test_that_makes_logits_as_well(self, kind: Type) -> None:
-        layer, wide = self.made(kind, VocabParallelEmbedding, logits=True)
-        assert torch.equal(layer.quant_method.embedding(layer, self.IDS), wide[self.IDS])
-        assert bool(parts_of(layer)) is (kind is not Type.F16)
-        self.check_logits(layer, wide, kind)
+    def load(loader: Any, model_config: Any, device_config: Any) -> nn.Module:
+        names = weights.get_gguf_weights_map(pytest.fail, loader, model_config)
+        assert weights.get_gguf_extra_tensor_names(pytest.fail, path, names) == ["lm_head.weight"]
+        loaded = dict(weights.get_weights_iterator(pytest.fail, loader, path, names))
+        embedding.weight.data[:300] = loaded["model.embed_tokens.weight"]
+        return model
 
-    def test_that_makes_logits_alone(self, kind: Type) -> None:
-        layer, wide = self.made(kind, ParallelLMHead)
-        assert len(layer.weight) == (128 if kind is Type.F16 else 0)
-        self.check_logits(layer, wide, kind)
-
-    def check_logits(self, layer: Any, wide: torch.Tensor, kind: Type) -> None:
-        x = torch.randn(2, 64)
-        assert should_apply_lm_head_quant_method(layer, layer.quant_method) is (kind is not Type.F16)
-        torch.testing.assert_close(layer.quant_method.apply(layer, x)[:, :100], F.linear(x, wide))
+    given = {"model_config": SimpleNamespace(model_path=path), "device_config": None}
+    assert weights.load_model(load, None, **given) is model
+    want = twin.get_input_embeddings().weight.data
+    ids = torch.tensor([3, 0, 99])
+    found = embedding.quant_method.embedding(embedding, ids) if hasattr(embedding, "quant_method") else embedding(ids)
+    assert torch.equal(found, want[ids])
+    assert bool(parts_of(embedding)) is (kind is not Type.F16)
+    if parts_of(embedding):
+        torch.testing.assert_close(logits_of(embedding), want)

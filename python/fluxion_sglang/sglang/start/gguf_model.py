@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fluxion_sglang.config import ConfigError
-from fluxion_sglang.scoring.model_files import cache
 from fluxion_sglang.weights import ggml
 from fluxion_sglang.weights.ggml import Header
 
@@ -252,7 +251,8 @@ def prepared(header: Header, tokenizer: bool) -> Path:
     real = header.path.resolve()
     about = real.stat()
     key = hashlib.sha256(f"{_VERSION} {header.path.absolute()} {real} {about.st_size} {about.st_mtime_ns}".encode())
-    folder = cache() / "gguf" / key.hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "fluxion" / "gguf" / key.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _link(real, folder / real.name)

@@ -2,9 +2,9 @@
 
 SGLang's way has kernels for GPUs alone. It also leaves the rows of queries and keys, and the weights of norms, as
 llama.cpp's converter has changed them. Here blocks become packed integers when all weights are loaded, with no rounding
-but that of `weights/ggml.py`. An embedding is looked up in the model's dtype; where it makes the logits as well, its
-blocks are packed for that besides. Weights that the file does not quantise are in the model's dtype, in layers that are
-SGLang's own.
+but that of `weights/ggml.py`. An embedding is SGLang's own, in the model's dtype; where it makes the logits as well,
+its blocks are packed for that besides. Weights that the file does not quantise are in the model's dtype, in layers that
+are SGLang's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
-from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.platforms import current_platform
 from torch import nn
 from torch.nn import functional as F
@@ -36,12 +36,11 @@ class Blocks:
     """What a tensor of blocks, [outputs, bytes] uint8, carries as its attribute `ggml`.
 
     Attributes:
-        kind: the number of their type. inputs: that they have. logits: whether an embedding makes the logits as well.
+        kind: the number of their type. inputs: that they have.
     """
 
     kind: int
     inputs: int
-    logits: bool
 
 
 def _is_ours() -> bool:
@@ -69,14 +68,29 @@ def get_weights_iterator(original: Callable[..., Any], loader: Any, path: str, n
 
 
 def _weights(header: ggml.Header, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in header.tensors.items():
-        if name not in names:
-            continue
-        loaded = gguf_model.load(header, name)
-        if tensor.kind in ggml.KINDS:
-            logits = name == gguf_model.EMBEDDING and gguf_model.is_tied(header)
-            loaded.ggml = Blocks(tensor.kind, tensor.shape[-1], logits)  # type: ignore[attr-defined]
-        yield names[name], loaded
+    for name in filter(names.__contains__, header.tensors):
+        loaded = _loaded(header, name)
+        # Some models have an embedding of PyTorch's. SGLang reads weights with its dtype as PyTorch's default.
+        yield names[name], _wide(loaded, torch.get_default_dtype()) if name == gguf_model.EMBEDDING else loaded
+
+
+def _loaded(header: ggml.Header, name: str) -> torch.Tensor:
+    loaded, tensor = gguf_model.load(header, name), header.tensors[name]
+    if tensor.kind in ggml.KINDS:
+        loaded.ggml = Blocks(tensor.kind, tensor.shape[-1])  # type: ignore[attr-defined]
+    return loaded
+
+
+def load_model(original: Callable[..., Any], loader: Any, *, model_config: Any, device_config: Any) -> Any:
+    """Packs the embedding's blocks where it makes the logits as well."""
+    model = original(loader, model_config=model_config, device_config=device_config)
+    if _is_ours() and gguf_model.is_tied(header := ggml.read_header(Path(model_config.model_path))):
+        blocks = _loaded(header, gguf_model.EMBEDDING)
+        if hasattr(blocks, "ggml"):
+            embedding = model.get_submodule("model.embed_tokens")
+            _hold(embedding, [blocks])
+            embedding.quant_method = GgufHeadMethod()
+    return model
 
 
 # --- Layers ---
@@ -109,7 +123,7 @@ class GgufConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             return GgufLinearMethod()
-        return GgufEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else None
+        return GgufHeadMethod() if isinstance(layer, ParallelLMHead) else None
 
 
 class _Shards:
@@ -162,22 +176,18 @@ class GgufLinearMethod(QuantisedMethod):
             layer.quant_method = UnquantizedLinearMethod()
 
 
-class GgufEmbeddingMethod(GgufLinearMethod):
-    """An embedding, or the layer that makes logits."""
+class GgufHeadMethod(GgufLinearMethod):
+    """The layer that makes logits. It may be an embedding, which is looked up in its `weight`."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        assert isinstance(layer, VocabParallelEmbedding)
+        assert isinstance(layer, ParallelLMHead)
         if (found := _take(layer, [layer.org_vocab_size])) is None:
             return
-        (stored,) = found
-        blocks: Blocks | None = getattr(stored, "ggml", None)
-        is_head = isinstance(layer, ParallelLMHead)
-        if blocks is not None and (is_head or blocks.logits):
+        if hasattr(found[0], "ggml"):
             _hold(layer, found)
-        if blocks is None or not is_head:
-            rows = layer.num_embeddings_per_partition - len(stored)
-            _be_dense(layer, F.pad(_wide(stored, layer.weight.dtype), (0, 0, 0, rows)))
-        if blocks is None or not (is_head or blocks.logits):
+        else:
+            rows = layer.num_embeddings_per_partition - len(found[0])
+            _be_dense(layer, F.pad(_wide(found[0], layer.weight.dtype), (0, 0, 0, rows)))
             layer.quant_method = UnquantizedEmbeddingMethod()
 
     def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,15 @@ RUN_BATCH = Need(
         *("is_verify", "skip_attn_backend_init", "capture_hidden_mode", "return_kv_loc_plan"),
     ),
 )
+_LOADER = "sglang.srt.model_loader.loader"
+GGUF_NAMES = Need(_LOADER, "GGUFModelLoader._get_gguf_weights_map", ("self", "model_config"))
+GGUF_WEIGHTS = Need(
+    _LOADER, "GGUFModelLoader._get_weights_iterator", ("self", "model_name_or_path", "gguf_to_hf_name_map")
+)
+GGUF_MODEL = Need(_LOADER, "GGUFModelLoader.load_model", ("self", "model_config", "device_config"))
+GGUF_ABSENT = Need(
+    "sglang.srt.model_loader.weight_utils", "get_gguf_extra_tensor_names", ("gguf_file", "gguf_to_hf_name_map")
+)
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 CHECK_PROMPT = Need(_TOKENIZER, "TokenizerManager._validate_one_request", ("self", "obj", "input_ids"))
 MAKE_SCHEDULER = Need("sglang.srt.managers.scheduler", "Scheduler.__init__")
@@ -277,6 +286,9 @@ _NAMES = {
     "mem_cache.common": ("release_kv_cache", "match_kv_cache"),
     "sampling.sampling_params": ("TOP_K_ALL",),
     "constants": ("HEALTH_CHECK_RID_PREFIX",),
+    "layers.linear": ("LinearBase",),
+    "layers.vocab_parallel_embedding": ("ParallelLMHead",),
+    "model_executor.model_runner_components.weight_updater": ("_unsupported_derived_weight_cache_error",),
     "session.streaming_session": ("StreamingSession.release_session",),
 }
 
@@ -295,6 +307,10 @@ NEEDS = (
     FUSED_KV_WRITE,
     RUN_BATCH,
     CHECK_PROMPT,
+    GGUF_NAMES,
+    GGUF_WEIGHTS,
+    GGUF_MODEL,
+    GGUF_ABSENT,
     FREE_ROWS,
     CLEAR_ROWS,
     MATCH_SESSION,

@@ -64,6 +64,10 @@ HOOKS: dict[compat.Need, Callable[..., Any]] = {
     compat.AWAIT_SCHEDULERS: _ours("start.refusals", "wait_for_schedulers"),
     compat.PLAN_PREFILL: _ours("pacing.pacer", "get_new_batch_prefill"),
     compat.CHUNK_LIMIT: _ours("pacing.pacer", "shortest_prefill_chunk_limit"),
+    compat.GGUF_NAMES: _ours("weights.gguf", "get_gguf_weights_map"),
+    compat.GGUF_WEIGHTS: _ours("weights.gguf", "get_weights_iterator"),
+    compat.GGUF_MODEL: _ours("weights.gguf", "load_model"),
+    compat.GGUF_ABSENT: _ours("weights.gguf", "get_gguf_extra_tensor_names"),
     # Containment (containment/__init__.py), in the order in which a request meets it.
     compat.GENERATE: _ours("containment.door", "generate_request"),
     compat.COUNT_ANSWERS: _ours("containment.door", "normalize_batch_and_arguments"),

@@ -76,7 +76,7 @@ def test_quantised_weights_are_refused_before_anything_is_loaded(
 
 
 def test_quantised_weights_beside_a_gpu_are_those_of_sglang() -> None:
-    args = SimpleNamespace(device="cuda", quantization=None, load_format="auto", model_path="model.gguf")
+    args = SimpleNamespace(device="cuda", quantization=None, load_format="gguf", model_path="model.gguf")
     served_models.check_quantised(args)
     args.device = "cpu"
     with pytest.raises(ConfigError, match=r"its weights are quantised \(gguf\)"):

@@ -29,6 +29,16 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_quantization_config(self, quantization: str) -> type | None:
+        """With the flag alone: SGLang has kernels for GGUF files on GPUs alone."""
+        from fluxion_sglang.sglang import hooking
+
+        if quantization != "gguf" or not hooking.enabled_here():
+            return None
+        from fluxion_sglang.sglang.weights.gguf import GgufConfig
+
+        return GgufConfig
+
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         """With the flag alone: SGLang's own attention backends have no trees of tokens on a CPU."""
         from fluxion_sglang.sglang import hooking

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fluxion_sglang import environment
@@ -11,7 +12,7 @@ from fluxion_sglang.config import ConfigError
 from fluxion_sglang.kv.placement import PAGE
 from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.memory import capacity
-from fluxion_sglang.sglang.start import refusals, served_models, validation
+from fluxion_sglang.sglang.start import gguf_model, refusals, served_models, validation
 from fluxion_sglang.sglang.start.offline import CHUNK
 from fluxion_sglang.sglang.start.options import options_of, rank_options
 
@@ -65,7 +66,8 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         )
     previous(server_args)
     validation.check_device(view.device, config)
-    served_models.check_quantised(view)
+    if not _prepare_gguf(server_args, view):
+        served_models.check_quantised(view)
     validation.check_speculation(view, config)
     validation.check_transfer(view, config)
     if config.disk is not None:
@@ -91,6 +93,24 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         page_size=PAGE,
         disable_hybrid_swa_memory=True,
     )
+
+
+def _prepare_gguf(server_args: Any, view: Any) -> bool:
+    """Have SGLang load a GGUF file from a folder with all that it reads beside it; whether the model is such a file.
+    Raises ConfigError."""
+    from sglang.srt.utils.hf_transformers_utils import check_gguf_file
+
+    if view.device != "cpu" or view.load_format not in ("auto", "gguf") or not check_gguf_file(view.model_path):
+        return False
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    header = gguf_model.check(Path(view.model_path), view)
+    own_tokenizer = view.tokenizer_path == view.model_path
+    path = gguf_model.prepared(header, own_tokenizer and not view.skip_tokenizer_init)
+    declare_resolution(server_args, "fluxion", model_path=str(path))
+    if own_tokenizer:
+        declare_resolution(server_args, "fluxion", tokenizer_path=str(path.parent))
+    return True
 
 
 def _narrow_drafts(server_args: Any, view: Any) -> None:

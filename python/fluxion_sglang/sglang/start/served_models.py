@@ -195,8 +195,8 @@ def _quantised(args: Any) -> str | None:
     """How the weights of the checkpoint are, as far as an option or a file says."""
     if args.quantization not in (None, "unquant", compat.INT8_WEIGHTS):
         return str(args.quantization)
-    if args.load_format in ("gguf", "bitsandbytes") or str(args.model_path).endswith(".gguf"):
-        return "gguf" if args.load_format == "auto" else str(args.load_format)
+    if args.load_format in ("gguf", "bitsandbytes"):
+        return str(args.load_format)
     from transformers import PretrainedConfig
 
     try:

@@ -1,0 +1,322 @@
+"""A model in one GGUF file: which of them are served, and the files about it that SGLang reads.
+
+SGLang would have transformers make the configuration and the tokenizer from the file in each process anew, which takes
+minutes for a large vocabulary, and loses what llama.cpp knows by the name of the architecture. So both are made once,
+into a folder of the cache, with a link to the file. What lies beside the file under SGLang's names comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.weights import ggml
+from fluxion_sglang.weights.ggml import Header
+
+logger = logging.getLogger(__name__)
+
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_BIASES = {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+_HEAD_NORMS = {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+_AFTER = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+_ARCHITECTURES = {
+    # By the file's word: the class, transformers' word for it, and the tensors of a layer.
+    "llama": ("LlamaForCausalLM", "llama", _LAYER),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", _LAYER | _BIASES),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", _LAYER | _HEAD_NORMS),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _LAYER | _HEAD_NORMS | _AFTER),
+}
+SERVED = "llama (Mistral's models as well), qwen2, qwen3 and gemma3"
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_NORM, _ROPE = "output_norm.weight", "rope_freqs.weight"
+_INSTEAD = "give another GGUF file of it, or the model in bfloat16"
+
+
+def names_of(header: Header) -> dict[str, str]:
+    """The names of a served model's tensors in SGLang, by their names in the file; the head only if it has one."""
+    *_, layer = _ARCHITECTURES[header.architecture]
+    names = {EMBEDDING: "model.embed_tokens.weight", _NORM: "model.norm.weight"}
+    if HEAD in header.tensors:
+        names[HEAD] = "lm_head.weight"
+    for index in range(header.value("block_count", 0)):
+        names |= {f"blk.{index}.{name}": f"model.layers.{index}.{ours}" for name, ours in layer.items()}
+    return names
+
+
+def is_tied(header: Header) -> bool:
+    """Whether the embedding makes the logits as well."""
+    return HEAD not in header.tensors
+
+
+def load(header: Header, name: str) -> torch.Tensor:
+    """A tensor, or its blocks, as SGLang's model has it: llama.cpp's converter has put the rows of queries and keys of
+    a llama into another order, and has added 1 to the weights of Gemma's norms."""
+    stored = header.read(name)
+    kind = name.rsplit(".", 2)[-2]
+    if header.architecture == "llama" and kind in ("attn_q", "attn_k"):
+        heads = header.value("attention.head_count" if kind == "attn_q" else "attention.head_count_kv")
+        return stored.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if header.architecture == "gemma3" and kind.endswith("norm"):
+        return stored.float() - 1
+    return stored
+
+
+# --- Refusals ---
+
+
+def check(path: Path, args: Any) -> Header:
+    """Refuse files that are not served; return the header of one that is. Raises ConfigError.
+
+    Args:
+        args: SGLang's resolving view.
+    """
+    try:
+        header = ggml.read_header(path)
+    except ggml.GGUFError as error:
+        raise ConfigError(str(error)) from None
+    if (why := _unserved(header, args)) is not None:
+        raise ConfigError(f"--enable-fluxion cannot serve {path.name} on a CPU, because {why[0]}; {why[1]}.")
+    return header
+
+
+def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
+    architecture = header.architecture
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", header.path.name) or header.values.get("split.count", 0) > 1:
+        return "it is a part of a split file", "join the parts with llama.cpp's llama-gguf-split --merge"
+    if header.value("expert_count", 0) or "moe" in architecture:
+        return f"its model ({architecture}) has experts, which are not served from GGUF files", (
+            "give the model in bfloat16"
+        )
+    if architecture not in _ARCHITECTURES:
+        return (
+            f"its architecture is {architecture}, and GGUF files are served of {SERVED}",
+            "give the model in bfloat16",
+        )
+    if args.tp_size > 1:
+        return "its blocks are not divided among ranks", (
+            "leave --tp-size out (one process uses all cores), or give the model in bfloat16"
+        )
+    if args.quantization not in (None, "gguf"):
+        return f"its weights are quantised already and --quantization is {args.quantization}", "leave that option out"
+    if others := {tensor.kind for tensor in header.tensors.values()} - {*ggml.KINDS, *ggml.DENSE}:
+        return f"it has weights of the type {_type_names(others)}, and {ggml.SERVED} are served", _INSTEAD
+    for name, tensor in header.tensors.items():
+        if (kind := ggml.KINDS.get(tensor.kind)) and (len(tensor.shape) < 2 or tensor.shape[-1] % kind.inputs):
+            return f"{name} has {tensor.shape[-1]} inputs, which is no multiple of {kind.inputs}", _INSTEAD
+    return _other_tensors(header) or _other_values(header)
+
+
+def _type_names(kinds: set[int]) -> str:
+    from gguf import GGMLQuantizationType
+
+    known = {int(kind): kind.name for kind in GGMLQuantizationType}
+    return " and ".join(known.get(kind, f"number {kind}") for kind in sorted(kinds))
+
+
+def _other_tensors(header: Header) -> tuple[str, str] | None:
+    if not isinstance(header.value("block_count"), int):
+        return "it does not say how many layers it has", _INSTEAD
+    names, found = names_of(header).keys(), header.tensors.keys()
+    if missing := names - found:
+        return f"it has no {min(missing)}", _INSTEAD
+    if more := found - names - {_ROPE}:
+        return f"it has {min(more)}, which a {header.architecture} model does not", _INSTEAD
+    return None
+
+
+def _other_values(header: Header) -> tuple[str, str] | None:
+    for key in _NUMBERS.values():
+        if not isinstance(header.value(key), int | float):
+            return f"it has no number {header.architecture}.{key}", "give the model in bfloat16"
+    if _rope(header) is None and not (header.path.parent / "config.json").is_file():
+        return "it scales positions in a way that is not known here", "put the model's config.json beside it"
+    return None
+
+
+# --- The configuration ---
+
+
+_NUMBERS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_TOKENS = {"bos_token_id": "bos", "pad_token_id": "padding"}
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """The model's configuration, as transformers has it."""
+    class_name, model_type, _ = _ARCHITECTURES[header.architecture]
+    config = {name: header.value(key) for name, key in _NUMBERS.items()}
+    heads = config["hidden_size"] // config["num_attention_heads"]
+    size = header.value("attention.key_length", header.value("rope.dimension_count", heads))
+    config |= {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "head_dim": size,
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": is_tied(header),
+        "rope_parameters": _rope(header),
+    }
+    tokens = {name: header.values.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()}
+    ends = [header.values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    config |= {name: token for name, token in tokens.items() if token is not None}
+    config["eos_token_id"] = sorted({token for token in ends if token is not None}) or None
+    if header.architecture == "gemma3":
+        layers, window = config["num_hidden_layers"], header.value("attention.sliding_window_pattern", 6)
+        kinds = ["full_attention" if (index + 1) % window == 0 else "sliding_attention" for index in range(layers)]
+        config |= {
+            "sliding_window": header.value("attention.sliding_window"),
+            "layer_types": kinds,
+            "query_pre_attn_scalar": heads if layers == 62 else size,  # as llama.cpp: the 27B alone differs
+        }
+    return config
+
+
+def _rope(header: Header) -> dict[str, Any] | None:
+    """Its positions; None where the file has them in a way that is not known."""
+    theta = header.value("rope.freq_base", 10000.0)
+    scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    kind = header.value("rope.scaling.type", "none")
+    if _ROPE in header.tensors:
+        found = _llama3(header, theta)
+        if found is None or kind != "none":
+            return None
+        scaling |= found
+    elif kind == "linear":
+        scaling |= {"rope_type": "linear", "factor": header.value("rope.scaling.factor")}
+    elif kind != "none":
+        return None
+    if header.architecture != "gemma3":
+        return scaling
+    local = {"rope_type": "default", "rope_theta": header.value("rope.freq_base_swa", 10000.0)}
+    return {"full_attention": scaling, "sliding_attention": local}
+
+
+def _llama3(header: Header, theta: float) -> dict[str, Any] | None:
+    """Llama 3's scaling, of which the file has what each frequency is divided by."""
+    factors = header.read(_ROPE).double()
+    found = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    factor = round(float(factors.max()), 4)
+    waves = 2 * math.pi * theta ** (torch.arange(len(factors)).double() / len(factors))
+    smooth = ((8192 / waves - 1) / 3).clamp(0, 1)
+    if not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+        return None
+    return {"rope_type": "llama3", "factor": factor, **found}
+
+
+# --- The folder ---
+
+
+def prepared(header: Header, tokenizer: bool) -> Path:
+    """A link to the file, in a folder with the files beside it that SGLang reads.
+
+    Args:
+        tokenizer: whether these have a tokenizer as well.
+
+    Raises:
+        ConfigError: it cannot be written, or there can be no tokenizer.
+    """
+    real = header.path.resolve()
+    about = real.stat()
+    key = hashlib.sha256(f"{_VERSION} {header.path.absolute()} {real} {about.st_size} {about.st_mtime_ns}".encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "fluxion" / "gguf" / key.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _link(real, folder / real.name)
+        for name in _BESIDE:
+            if (beside := header.path.parent / name).is_file():
+                _link(beside.resolve(), folder / name)
+        if not (folder / "config.json").exists():
+            _write(folder, lambda new: (new / "config.json").write_text(json.dumps(config_of(header), indent=2) + "\n"))
+        if tokenizer and not (folder / "tokenizer_config.json").exists():
+            logger.info("Fluxion: makes the tokenizer of %s, once; a large vocabulary takes minutes", real.name)
+            _write(folder, lambda new: _save_tokenizer(header, new))
+    except OSError as error:
+        raise ConfigError(
+            f"--enable-fluxion cannot serve {header.path.name}, because its configuration needs a folder and "
+            f"{folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can."
+        ) from None
+    return folder / real.name
+
+
+_VERSION = 1  # of what is written to the folder
+_BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+"""What SGLang reads of the folder of a GGUF file."""
+
+
+def _link(target: Path, link: Path) -> None:
+    if not link.exists():
+        link.unlink(missing_ok=True)
+        with suppress(FileExistsError):  # another server has just made it
+            link.symlink_to(target)
+
+
+def _write(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have files written, which appear in the folder when they are whole; the one that says so is the last."""
+    with TemporaryDirectory(dir=folder) as new:
+        write(Path(new))
+        for file in sorted(Path(new).iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
+            os.replace(file, folder / file.name)
+
+
+def _save_tokenizer(header: Header, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    with TemporaryDirectory(dir=folder.parent) as alone:  # transformers looks at other files of the folder first
+        _link(header.path.resolve(), Path(alone) / "model.gguf")
+        try:
+            made = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf")
+        except Exception as error:  # whatever a converter meets in the file
+            raise ConfigError(
+                f"transformers cannot make a tokenizer from {header.path.name} ({type(error).__name__}: {error}); "
+                "put the model's tokenizer_config.json and tokenizer.json beside it."
+            ) from None
+        _put_bos(made, bool(header.values.get("tokenizer.ggml.add_bos_token", False)))
+        made.save_pretrained(folder)
+
+
+def _put_bos(tokenizer: Any, wanted: bool) -> None:
+    """Have each text begin with the bos token if the file says so."""
+    from tokenizers.processors import TemplateProcessing
+
+    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if wanted and number is not None and tokenizer.encode("a")[0] != number:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)]
+        )

@@ -1,0 +1,246 @@
+"""GGUF files on a CPU: SGLang's loader for them reads through these hooks, and its layers hold the file's own blocks.
+
+SGLang's way has kernels for GPUs alone. It also leaves the rows of queries and keys, and the weights of norms, as
+llama.cpp's converter has changed them. Here blocks become packed integers when all weights are loaded, with no rounding
+but that of `weights/ggml.py`. An embedding is SGLang's own, in the model's dtype; where it makes the logits as well,
+its blocks are packed for that besides. Weights that the file does not quantise are in the model's dtype, in layers that
+are SGLang's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.platforms import current_platform
+from torch import nn
+from torch.nn import functional as F
+
+from fluxion_sglang.sglang.start import gguf_model
+from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold
+from fluxion_sglang.weights import ggml
+from fluxion_sglang.weights.quantised import Quantised, slices
+
+# --- What the loader reads ---
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a tensor of blocks, [outputs, bytes] uint8, carries as its attribute `ggml`.
+
+    Attributes:
+        kind: the number of their type. inputs: that they have.
+    """
+
+    kind: int
+    inputs: int
+
+
+def _is_ours() -> bool:
+    return bool(current_platform.is_out_of_tree() and current_platform.device_type == "cpu")
+
+
+def get_gguf_weights_map(original: Callable[..., Any], loader: Any, model_config: Any) -> Any:
+    """SGLang makes a second model for the names."""
+    if not _is_ours():
+        return original(loader, model_config)
+    names = gguf_model.names_of(ggml.read_header(Path(model_config.model_path)))
+    return names | {gguf_model.HEAD: "lm_head.weight"}
+
+
+def get_gguf_extra_tensor_names(original: Callable[..., Any], gguf_file: str, gguf_to_hf_name_map: Any) -> Any:
+    """SGLang reads all of the vocabulary for them."""
+    if not _is_ours():
+        return original(gguf_file, gguf_to_hf_name_map)
+    found = ggml.read_header(Path(gguf_file)).tensors
+    return [ours for name, ours in gguf_to_hf_name_map.items() if name not in found]
+
+
+def get_weights_iterator(original: Callable[..., Any], loader: Any, path: str, names: dict[str, str]) -> Any:
+    return _weights(ggml.read_header(Path(path)), names) if _is_ours() else original(loader, path, names)
+
+
+def _weights(header: ggml.Header, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in filter(names.__contains__, header.tensors):
+        loaded = _loaded(header, name)
+        # Some models have an embedding of PyTorch's. SGLang reads weights with its dtype as PyTorch's default.
+        yield names[name], _wide(loaded, torch.get_default_dtype()) if name == gguf_model.EMBEDDING else loaded
+
+
+def _loaded(header: ggml.Header, name: str) -> torch.Tensor:
+    loaded, tensor = gguf_model.load(header, name), header.tensors[name]
+    if tensor.kind in ggml.KINDS:
+        loaded.ggml = Blocks(tensor.kind, tensor.shape[-1])  # type: ignore[attr-defined]
+    return loaded
+
+
+def load_model(original: Callable[..., Any], loader: Any, *, model_config: Any, device_config: Any) -> Any:
+    """Packs the embedding's blocks where it makes the logits as well."""
+    model = original(loader, model_config=model_config, device_config=device_config)
+    if _is_ours() and gguf_model.is_tied(header := ggml.read_header(Path(model_config.model_path))):
+        blocks = _loaded(header, gguf_model.EMBEDDING)
+        if hasattr(blocks, "ggml"):
+            embedding = model.get_submodule("model.embed_tokens")
+            _hold(embedding, [blocks])
+            embedding.quant_method = GgufHeadMethod()
+    return model
+
+
+# --- Layers ---
+
+
+class GgufConfig(QuantizationConfig):
+    """What SGLang asks about the format."""
+
+    def get_name(self) -> str:
+        return "gguf"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GgufConfig:
+        return cls()
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            return GgufLinearMethod()
+        return GgufHeadMethod() if isinstance(layer, ParallelLMHead) else None
+
+
+class _Shards:
+    """Keeps what is loaded for a weight: blocks, or tensors that are not quantised, by SGLang's names of its shards."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, torch.Tensor] = {}
+
+    def __call__(self, param: nn.Parameter, loaded: torch.Tensor, shard: Any = None) -> None:
+        self._found[shard] = loaded
+
+    def in_order(self, outputs: Sequence[int]) -> list[torch.Tensor]:
+        """The shards, one after the other. Raises ValueError unless they have so many outputs."""
+        found = [self._found[shard] for shard in sorted(self._found, key=lambda name: _ORDER.get(name, name))]
+        if [len(shard) for shard in found] != [*outputs]:
+            raise ValueError(
+                f"the GGUF file has {[len(shard) for shard in found]} outputs for a layer that has {[*outputs]}, so "
+                "its configuration is not that of the model; take away the config.json beside it, or give another one."
+            )
+        return found
+
+
+_ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2, None: 0}
+
+
+class GgufLinearMethod(QuantisedMethod):
+    """Keeps what the file has of a layer, and packs it when all is loaded."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        layer.gguf_outputs = output_partition_sizes  # type: ignore[assignment]
+        layer.weight = _weight(torch.empty(0, input_size, dtype=params_dtype), _Shards())
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if (found := _take(layer, layer.gguf_outputs)) is None:
+            return
+        if all(hasattr(shard, "ggml") for shard in found):
+            _hold(layer, found)
+        else:
+            assert isinstance(layer.weight, torch.Tensor)
+            _be_dense(layer, torch.cat([_wide(shard, layer.weight.dtype) for shard in found]))
+            layer.quant_method = UnquantizedLinearMethod()
+
+
+class GgufHeadMethod(GgufLinearMethod):
+    """The layer that makes logits. It may be an embedding, which is looked up in its `weight`."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer, ParallelLMHead)
+        if (found := _take(layer, [layer.org_vocab_size])) is None:
+            return
+        if hasattr(found[0], "ggml"):
+            _hold(layer, found)
+        else:
+            rows = layer.num_embeddings_per_partition - len(found[0])
+            _be_dense(layer, F.pad(_wide(found[0], layer.weight.dtype), (0, 0, 0, rows)))
+            layer.quant_method = UnquantizedEmbeddingMethod()
+
+    def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
+        assert isinstance(layer.weight, torch.Tensor)
+        return F.embedding(input_, layer.weight)
+
+
+def _weight(data: torch.Tensor, load: Callable[..., None]) -> nn.Parameter:
+    weight = nn.Parameter(data, requires_grad=False)
+    weight.weight_loader = load  # type: ignore[attr-defined]
+    return weight
+
+
+def _take(layer: nn.Module, outputs: Any) -> list[torch.Tensor] | None:
+    """What has been loaded for a layer, which loads no more; None if that has been taken already."""
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    load = weight.weight_loader  # type: ignore[attr-defined]
+    if not isinstance(load, _Shards):
+        return None
+    found = load.in_order(outputs)
+    layer.weight = _weight(weight.data, _refuse)
+    layer._derived_weight_cache_error = _NO_UPDATE  # type: ignore[assignment]  # SGLang asks for it before an update
+    return found
+
+
+def _be_dense(layer: nn.Module, weight: torch.Tensor) -> None:
+    layer.weight = _weight(weight, _refuse)
+
+
+def _hold(layer: nn.Module, found: Sequence[torch.Tensor]) -> None:
+    """Give a layer shards of blocks."""
+    hold(layer, (weight for shard in found for weight in _decoded(shard)), "packed")
+
+
+def _decoded(shard: torch.Tensor) -> Iterator[Quantised]:
+    blocks: Blocks = shard.ggml  # type: ignore[attr-defined]
+    return (ggml.decode(shard[rows], blocks.kind) for rows in slices(len(shard), blocks.inputs))
+
+
+def _wide(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in this dtype, not as it is mapped from the file."""
+    blocks: Blocks | None = getattr(stored, "ggml", None)
+    if blocks is None:
+        return stored.to(dtype, copy=True)
+    return torch.cat([weight.wide().to(dtype) for weight in _decoded(stored)])
+
+
+_NO_UPDATE = (
+    "The weights are those of a GGUF file, which cannot be updated while the server runs; start a server with the "
+    "other model."
+)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise ValueError(_NO_UPDATE)

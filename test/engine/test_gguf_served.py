@@ -1,0 +1,69 @@
+"""A GGUF file: a server answers as transformers does with the weights that the file has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cases
+import gguf_files
+import httpx
+import pytest
+import tiny_model
+import torch
+import transformers
+from server import Server
+
+FLAGS = ("--chunked-prefill-size", "256", "--skip-tokenizer-init")
+QUESTIONS = [(cases.prompt(length, seed), 24) for length, seed in ((7, 1), (60, 2), (300, 3), (700, 4))]
+
+
+@pytest.fixture(scope="module")
+def file(logs: Path) -> Path:
+    return logs / "tiny.gguf"
+
+
+@pytest.fixture(scope="module")
+def want(file: Path, logs: Path) -> list[list[int]]:
+    """Greedy tokens of transformers; writes the file."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model.build(logs / "tiny-model-gguf"))
+    twin = gguf_files.write(model, file)
+    answers = []
+    for ids, count in QUESTIONS:
+        with torch.no_grad():
+            out = twin.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+class TestAServer:
+    @pytest.fixture(scope="class")
+    def server(self, want: list[list[int]], file: Path, logs: Path) -> Iterator[Server]:
+        config = '{"policy": "full", "host_tokens": 32768}'
+        env = {"XDG_CACHE_HOME": str(logs / "cache")}
+        with Server(*FLAGS, model=str(file), fluxion=config, env=env, log=logs / "gguf.log") as server:
+            yield server
+            server.assert_clean()
+
+    def test_its_tokens_are_those_of_the_files_weights(self, server: Server, want: list[list[int]]) -> None:
+        """In float32: one after the other, and together."""
+        assert [server.generate(ids, count).tokens for ids, count in QUESTIONS] == want
+        server.flush()
+        assert [done.tokens for done in server.generate_many(QUESTIONS)] == want
+
+    def test_an_update_of_weights_is_refused(self, server: Server, logs: Path, want: list[list[int]]) -> None:
+        for format_ in ("auto", "gguf"):
+            asked = {"model_path": str(logs / "tiny-model-gguf"), "load_format": format_}
+            told = httpx.post(server.url + "/update_weights_from_disk", json=asked, timeout=120)
+            assert "of a GGUF file, which cannot be updated while the server runs" in told.json()["message"]
+        ids, count = QUESTIONS[0]
+        assert server.generate(ids, count).tokens == want[0]
+
+
+def test_a_refusal_is_one_sentence(file: Path, want: list[list[int]]) -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(file), "--device", "cpu"]
+    done = subprocess.run([*command, "--enable-fluxion", "--tp-size", "2"], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "its blocks are not divided among ranks" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -247,7 +247,7 @@ class TestAMergedLayer:
         ("kinds", "parts"),
         [
             ((Type.Q4_0, Type.Q4_0, Type.Q4_0), 1),
-            ((Type.Q4_0, Type.Q4_1, Type.Q8_0), 2),  # Q4_0 has the format of Q4_1
+            ((Type.Q5_0, Type.Q8_0, Type.Q4_1), 2),  # Q5_0 has the format of Q8_0
             ((Type.Q8_0, Type.Q5_1, Type.Q8_0), 3),
         ],
     )

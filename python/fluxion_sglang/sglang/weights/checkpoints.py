@@ -1,0 +1,249 @@
+"""Quantised checkpoints on a CPU: GPTQ, AutoRound, AWQ, and compressed-tensors of integers.
+
+SGLang reads the configuration, decides which layers are quantised, makes the parameters that the checkpoint fills and
+cuts them between ranks. Its kernels for them need a GPU. Here they are unpacked when all are loaded, and the layer
+holds the weight as any quantised one (`methods.py`).
+
+A checkpoint of W8A8 is computed as one of weights of 8 bits: its activations are not rounded, which is more exact than
+the format asks for. What the kernels have as float16, scales and minima, is rounded by 2^-12 at most.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.auto_round import AutoRoundConfig
+from sglang.srt.layers.quantization.awq import AWQConfig, AWQLinearMethod
+from sglang.srt.layers.quantization.awq.schemes import AWQLinearScheme
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
+)
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8, CompressedTensorsWNA16
+from sglang.srt.layers.quantization.gptq.gptq import GPTQConfig, GPTQLinearMethod
+from sglang.srt.layers.quantization.gptq.schemes import GPTQLinearScheme
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.platforms import current_platform
+from torch import nn
+
+from fluxion_sglang.config import ConfigError
+from fluxion_sglang.sglang.start.cpu_platform import PortableCpuPlatform
+from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold, parts_of
+from fluxion_sglang.weights import checkpoints
+from fluxion_sglang.weights.quantised import BLOCK, Quantised
+
+_INSTEAD = "give the model in another format, or in bfloat16"
+
+
+class _Gptq(GPTQLinearScheme):
+    requires_weight_loader_v2 = True
+    across_outputs = True
+
+    def _init_kernel(self, quant_config: Any) -> Any:
+        return SimpleNamespace()
+
+    @property
+    def bits(self) -> int:
+        return int(self.quant_config.weight_bits)
+
+    @property
+    def group(self) -> int:
+        return int(self.quant_config.group_size)
+
+    def quantised(self, layer: Any) -> Quantised:
+        if self.group != -1:
+            groups = layer.g_idx - layer.g_idx[0]
+            if not torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // self.group):
+                raise ConfigError(
+                    "--enable-fluxion cannot serve this checkpoint on a CPU, because it orders inputs by activation "
+                    f"(g_idx), so that groups are no neighbours; {_INSTEAD}."
+                )
+        return checkpoints.gptq(layer.qweight, layer.qzeros, layer.scales, self.bits, self.use_v2_format)
+
+
+class _Awq(AWQLinearScheme):
+    requires_weight_loader_v2 = True
+    across_outputs, bits = True, 4
+
+    def _init_kernel(self, quant_config: Any) -> Any:
+        return None
+
+    @property
+    def group(self) -> int:
+        return int(self.quant_config.group_size)
+
+    def create_weights(self, layer: Any, input_size: int, **kwargs: Any) -> None:  # type: ignore[override]
+        if self.group == -1:  # of all inputs, which SGLang does not know here
+            whole = AWQConfig(self.bits, input_size, self.quant_config.zero_point)
+            _Awq(whole).create_weights(layer=layer, input_size=input_size, **kwargs)
+        else:
+            super().create_weights(layer=layer, input_size=input_size, **kwargs)
+
+    def quantised(self, layer: Any) -> Quantised:
+        return checkpoints.awq(layer.qweight, layer.qzeros, layer.scales)
+
+
+class _PackQuantised(CompressedTensorsWNA16):
+    requires_weight_loader_v2 = True
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights.strategy, weights.num_bits, weights.group_size, weights.symmetric)
+        self.bits, self.group, self.across_outputs = weights.num_bits, self.group_size, not weights.symmetric
+
+    def quantised(self, layer: Any) -> Quantised:
+        zeros = None if self.symmetric else layer.weight_zero_point
+        return checkpoints.pack_quantised(layer.weight_packed, layer.weight_scale, zeros, self.bits)
+
+
+class _IntQuantised(CompressedTensorsW8A8Int8):
+    requires_weight_loader_v2 = True
+    across_outputs, bits, group = False, 8, -1
+
+    def quantised(self, layer: Any) -> Quantised:
+        scales = layer.weight_scale.data
+        if scales.dim() == 1:  # one of each of the layers that are merged
+            scales = scales.repeat_interleave(torch.tensor(layer.logical_widths)).unsqueeze(1)
+        return checkpoints.int_quantised(layer.weight, scales)
+
+
+class CheckpointMethod(QuantisedMethod):
+    """Loads what a checkpoint has packed, and holds it unpacked, at each update of weights again.
+
+    Args:
+        scheme: SGLang's, of ours: makes the parameters that are loaded, and `quantised` of them.
+    """
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Parameters for the packed weight, with scales in float32: SGLang would round float16 to bfloat16."""
+        names = ("input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self._check(layer, **given)
+        self._given = given | {"params_dtype": torch.float32}
+        self._make(layer)
+
+    def _make(self, layer: nn.Module) -> None:
+        before = set(dict(layer.named_parameters(recurse=False)))
+        self._scheme.create_weights(layer=layer, **self._given)
+        self._names = [name for name, _ in layer.named_parameters(recurse=False) if name not in before]
+        for name in self._names:  # so that those which the checkpoint lacks are noticed
+            if (parameter := getattr(layer, name)).is_floating_point():
+                parameter.data.fill_(torch.nan)
+
+    def _check(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        **_: Any,
+    ) -> None:
+        """Refuse layers that are not whole groups and words. Raises ConfigError."""
+        scheme, inputs = self._scheme, input_size_per_partition
+        ranks = max(input_size // inputs, output_size // sum(output_partition_sizes))
+        instead = f"use a smaller --tp-size than {ranks}" if ranks > 1 else _INSTEAD
+        whole = BLOCK if scheme.group == -1 else scheme.group
+        if inputs % whole or (scheme.group == -1 and isinstance(scheme, _Awq) and ranks > 1 and inputs < input_size):
+            raise ConfigError(
+                f"--enable-fluxion cannot serve this checkpoint on a CPU, because a layer of {input_size} inputs has "
+                f"{inputs} on each of {ranks} ranks (--tp-size), and they are no whole groups of {whole}; {instead}."
+            )
+        word = 32 // scheme.bits
+        padded = isinstance(layer, ParallelLMHead) and output_size != layer.org_vocab_size
+        if scheme.across_outputs and (padded or any(size % word for size in output_partition_sizes)):
+            raise ConfigError(
+                f"--enable-fluxion cannot serve this checkpoint on a CPU, because a layer has {output_partition_sizes} "
+                f"outputs on each of {ranks} ranks (--tp-size), and they are not as many as {word} to a packed word "
+                f"allow; {instead}."
+            )
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not all(hasattr(layer, name) for name in self._names):
+            return  # nothing has been loaded since
+        lacks = [bool(part.isnan().any()) for name in self._names if "scale" in name for part in [getattr(layer, name)]]
+        if not (all(lacks) and parts_of(layer)):  # an update of other layers
+            if any(lacks[:1]):
+                raise ConfigError(
+                    "the checkpoint lacks scales of a layer that its configuration says is quantised, or they are not "
+                    f"finite; {_INSTEAD}."
+                )
+            hold(layer, [self._scheme.quantised(layer)])
+        for name in self._names:
+            delattr(layer, name)
+
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        self._make(layer)
+
+
+class _OnCpu:
+    """What SGLang asks about a format, answered for the CPU."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, FusedMoE):
+            raise ConfigError(
+                "--enable-fluxion cannot serve this checkpoint on a CPU, because quantised experts have no kernels "
+                f"yet; {_INSTEAD}."
+            )
+        method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        if isinstance(method, GPTQLinearMethod):
+            layer.scheme = _Gptq(method.quant_config)
+        elif isinstance(method, AWQLinearMethod):
+            layer.scheme = _Awq(method.quant_config)
+        elif not isinstance(method, CompressedTensorsLinearMethod):
+            head = isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedLinearMethod)
+            return UnquantizedEmbeddingMethod() if head else method
+        return CheckpointMethod(layer.scheme)
+
+
+class _GptqConfig(_OnCpu, GPTQConfig):
+    pass
+
+
+class _AwqConfig(_OnCpu, AWQConfig):
+    pass
+
+
+class _AutoRoundConfig(_OnCpu, AutoRoundConfig):
+    pass
+
+
+class _CompressedTensorsConfig(_OnCpu, CompressedTensorsConfig):
+    def _check_scheme_supported(self, min_capability: int, error: bool = True) -> bool:
+        return True
+
+    def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, format: str | None = None) -> Any:
+        if (format or self.quant_format) == "pack-quantized":
+            return _PackQuantised(weight_quant)
+        static = input_quant is not None and not input_quant.dynamic
+        return _IntQuantised(weight_quant.strategy, static, input_quant is None or input_quant.symmetric)
+
+
+CONFIGS = {
+    "gptq": _GptqConfig,
+    "awq": _AwqConfig,
+    "auto-round": _AutoRoundConfig,
+    "compressed-tensors": _CompressedTensorsConfig,
+}
+"""By their names, those of `served.NAMES`."""
+
+
+def register() -> None:
+    """Have SGLang ask these about checkpoints, where the platform is ours."""
+    if isinstance(current_platform, PortableCpuPlatform):
+        QUANTIZATION_METHODS.update(CONFIGS)

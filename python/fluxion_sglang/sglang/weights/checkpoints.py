@@ -169,12 +169,12 @@ class CheckpointMethod(QuantisedMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not all(hasattr(layer, name) for name in self._names):
             return  # nothing has been loaded since
-        lacks = [bool(part.isnan().any()) for name in self._names if "scale" in name for part in [getattr(layer, name)]]
-        if not (all(lacks) and parts_of(layer)):  # an update of other layers
-            if any(lacks[:1]):
+        (scales,) = (getattr(layer, name) for name in self._names if name in ("scales", "weight_scale"))
+        if not (scales.isnan().all() and parts_of(layer)):  # else other layers have been updated
+            if not scales.isfinite().all():
                 raise ConfigError(
-                    "the checkpoint lacks scales of a layer that its configuration says is quantised, or they are not "
-                    f"finite; {_INSTEAD}."
+                    "--enable-fluxion cannot serve this checkpoint on a CPU, because a layer that its configuration "
+                    f"says is quantised lacks scales or has some that are not finite; {_INSTEAD}."
                 )
             hold(layer, [self._scheme.quantised(layer)])
         for name in self._names:
@@ -212,7 +212,10 @@ class _OnCpu:
 
 
 class _GptqConfig(_OnCpu, GPTQConfig):
-    pass
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        form = config.get("checkpoint_format") or config.get("format", "")  # of which SGLang reads the first alone
+        return super().from_config({"desc_act": False} | config | {"checkpoint_format": form})
 
 
 class _AwqConfig(_OnCpu, AWQConfig):

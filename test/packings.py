@@ -108,6 +108,5 @@ def compressed_config(
         "weights": weights,
         "input_activations": activations if form == "int-quantized" else None,
     }
-    return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": scheme},
-    } | more  # fmt: skip
+    groups = {"config_groups": {"group_0": scheme}}
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]} | groups | more

@@ -281,6 +281,7 @@ _NAMES = {
     # Quantised checkpoints (`weights/checkpoints.py`).
     "layers.moe.fused_moe_triton": ("FusedMoE",),
     "layers.linear": ("LinearBase.scheme",),
+    "layers.parameter": ("BasevLLMParameter.load_merged_column_weight",),
     "layers.vocab_parallel_embedding": ("ParallelLMHead.scheme",),
     "layers.quantization": ("QUANTIZATION_METHODS",),
     "layers.quantization.base_scheme": ("BaseLinearScheme.requires_weight_loader_v2",),

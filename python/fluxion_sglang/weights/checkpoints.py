@@ -45,9 +45,7 @@ def awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Qu
     return _quantised(integers, zeros, scales.T, 4)
 
 
-def pack_quantised(
-    packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
-) -> Quantised:
+def pack_quantised(packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> Quantised:
     """A weight of compressed-tensors in the format pack-quantized.
 
     Args:

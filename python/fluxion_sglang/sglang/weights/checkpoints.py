@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.parameter import BasevLLMParameter
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.auto_round import AutoRoundConfig
 from sglang.srt.layers.quantization.awq import AWQConfig, AWQLinearMethod
@@ -78,7 +79,7 @@ class _Awq(AWQLinearScheme):
     def group(self) -> int:
         return int(self.quant_config.group_size)
 
-    def create_weights(self, layer: Any, input_size: int, **kwargs: Any) -> None:  # type: ignore[override]
+    def create_weights(self, layer: Any, input_size: int, **kwargs: Any) -> None:
         if self.group == -1:  # of all inputs, which SGLang does not know here
             whole = AWQConfig(self.bits, input_size, self.quant_config.zero_point)
             _Awq(whole).create_weights(layer=layer, input_size=input_size, **kwargs)
@@ -101,9 +102,26 @@ class _PackQuantised(CompressedTensorsWNA16):
         return checkpoints.pack_quantised(layer.weight_packed, layer.weight_scale, zeros, self.bits)
 
 
+class _Unused(BasevLLMParameter):
+    """What a checkpoint has and nothing here needs."""
+
+    def _load(self, *_: Any, **__: Any) -> None:
+        pass
+
+    load_column_parallel_weight = load_row_parallel_weight = load_merged_column_weight = load_qkv_weight = _load
+
+
 class _IntQuantised(CompressedTensorsW8A8Int8):
     requires_weight_loader_v2 = True
     across_outputs, bits, group = False, 8, -1
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__(strategy, is_static_input_scheme=False, input_symmetric=True)
+
+    def create_weights(self, layer: Any, weight_loader: Any, **kwargs: Any) -> None:
+        super().create_weights(layer=layer, weight_loader=weight_loader, **kwargs)
+        for name in ("input_scale", "input_zero_point"):  # of activations, where they are static
+            layer.register_parameter(name, _Unused(torch.empty(1), weight_loader=weight_loader))
 
     def quantised(self, layer: Any) -> Quantised:
         scales = layer.weight_scale.data
@@ -121,6 +139,7 @@ class CheckpointMethod(QuantisedMethod):
 
     def __init__(self, scheme: Any) -> None:
         self._scheme = scheme
+        self._names: list[str] = []
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Parameters for the packed weight, with scales in float32: SGLang would round float16 to bfloat16."""
@@ -131,6 +150,7 @@ class CheckpointMethod(QuantisedMethod):
         self._make(layer)
 
     def _make(self, layer: nn.Module) -> None:
+        self._drop(layer)
         before = set(dict(layer.named_parameters(recurse=False)))
         self._scheme.create_weights(layer=layer, **self._given)
         self._names = [name for name, _ in layer.named_parameters(recurse=False) if name not in before]
@@ -177,8 +197,12 @@ class CheckpointMethod(QuantisedMethod):
                     f"says is quantised lacks scales or has some that are not finite; {_INSTEAD}."
                 )
             hold(layer, [self._scheme.quantised(layer)])
+        self._drop(layer)
+
+    def _drop(self, layer: nn.Module) -> None:
         for name in self._names:
-            delattr(layer, name)
+            if hasattr(layer, name):
+                delattr(layer, name)
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         self._make(layer)
@@ -233,8 +257,7 @@ class _CompressedTensorsConfig(_OnCpu, CompressedTensorsConfig):
     def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, format: str | None = None) -> Any:
         if (format or self.quant_format) == "pack-quantized":
             return _PackQuantised(weight_quant)
-        static = input_quant is not None and not input_quant.dynamic
-        return _IntQuantised(weight_quant.strategy, static, input_quant is None or input_quant.symmetric)
+        return _IntQuantised(weight_quant.strategy)
 
 
 CONFIGS = {

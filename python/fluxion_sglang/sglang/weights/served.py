@@ -53,9 +53,10 @@ def _reasons(quantisation: dict[str, Any], model: dict[str, Any]) -> Iterator[st
             yield from _group(found.get("group_size"))
             if found.get("desc_act") and found.get("group_size") != -1 and not found.get("static_groups"):
                 yield "it orders inputs by activation (desc_act), so that groups are no neighbours"
-        form = str(quantisation.get("checkpoint_format") or quantisation.get("format") or "gptq")
-        if quantisation.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):
-            yield f"its weights are packed for other kernels ({'marlin' if quantisation.get('is_marlin_format') else form})"
+        form = quantisation.get("checkpoint_format") or quantisation.get("format") or "gptq"
+        form = "marlin" if quantisation.get("is_marlin_format") else form
+        if form not in ("gptq", "gptq_v2"):
+            yield f"its weights are packed for other kernels ({form})"
         packing = quantisation.get("packing_format", "auto_round:auto_gptq")
         if name == "auto-round" and packing not in ("auto_round:auto_gptq", "auto_round:auto_awq"):
             yield f"its packing_format is {packing} and neither auto_round:auto_gptq nor auto_round:auto_awq"
@@ -106,5 +107,5 @@ def _numbers(bits: Any, served: list[int]) -> Iterator[str]:
 
 
 def _group(size: Any) -> Iterator[str]:
-    if not isinstance(size, int) or size != -1 and (size <= 0 or size % 32):
+    if not isinstance(size, int) or (size != -1 and (size <= 0 or size % 32)):
         yield f"{size} inputs share a scale (group_size), which is no multiple of 32 and not -1 (all of them)"

@@ -188,9 +188,14 @@ def check_quantised(args: Any) -> bool:
 
             int8_weights.register()
         return False
-    found = _configuration(args)
+    found = _configuration(args) if method in served.NAMES else {}
     quantisation = _quantisation(found)
-    if method in served.NAMES and quantisation.get("quant_method") == method and args.quantization in (None, method):
+    if (name := quantisation.get("quant_method")) in served.NAMES:
+        if args.quantization not in (None, name):
+            raise ConfigError(
+                f"--enable-fluxion does not work with --quantization {args.quantization} here, because the "
+                f"checkpoint's weights are quantised already ({name}); leave that option out."
+            )
         served.check(quantisation, found)
         from fluxion_sglang.sglang.weights import checkpoints
 
@@ -198,8 +203,8 @@ def check_quantised(args: Any) -> bool:
         return True
     raise ConfigError(
         f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "
-        f"computes with such weights on GPUs alone; give the model in bfloat16 or float32, with --quantization "
-        f"{compat.INT8_WEIGHTS} for weights of 8 bits."
+        f"computes with such weights on GPUs alone; give the model in {served.FORMATS}, or in bfloat16 or float32, "
+        f"with --quantization {compat.INT8_WEIGHTS} for weights of 8 bits."
     )
 
 

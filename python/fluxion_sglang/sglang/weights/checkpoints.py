@@ -42,6 +42,10 @@ from fluxion_sglang.weights.quantised import BLOCK, Quantised
 _INSTEAD = "give the model in another format, or in bfloat16"
 
 
+def _unserved(why: str, instead: str = _INSTEAD) -> ConfigError:
+    return ConfigError(f"--enable-fluxion cannot serve this checkpoint on a CPU, because {why}; {instead}.")
+
+
 class _Gptq(GPTQLinearScheme):
     requires_weight_loader_v2 = True
     across_outputs = True
@@ -61,10 +65,7 @@ class _Gptq(GPTQLinearScheme):
         if self.group != -1:
             groups = layer.g_idx - layer.g_idx[0]
             if not torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // self.group):
-                raise ConfigError(
-                    "--enable-fluxion cannot serve this checkpoint on a CPU, because it orders inputs by activation "
-                    f"(g_idx), so that groups are no neighbours; {_INSTEAD}."
-                )
+                raise _unserved("it orders inputs by activation (g_idx), so that groups are no neighbours")
         return checkpoints.gptq(layer.qweight, layer.qzeros, layer.scales, self.bits, self.use_v2_format)
 
 
@@ -168,23 +169,23 @@ class CheckpointMethod(QuantisedMethod):
         **_: Any,
     ) -> None:
         """Refuse layers that are not whole groups and words. Raises ConfigError."""
-        scheme, inputs = self._scheme, input_size_per_partition
+        scheme, inputs, word = self._scheme, input_size_per_partition, 32 // self._scheme.bits
         ranks = max(input_size // inputs, output_size // sum(output_partition_sizes))
-        instead = f"use a smaller --tp-size than {ranks}" if ranks > 1 else _INSTEAD
-        whole = BLOCK if scheme.group == -1 else scheme.group
-        if inputs % whole or (scheme.group == -1 and isinstance(scheme, _Awq) and ranks > 1 and inputs < input_size):
-            raise ConfigError(
-                f"--enable-fluxion cannot serve this checkpoint on a CPU, because a layer of {input_size} inputs has "
-                f"{inputs} on each of {ranks} ranks (--tp-size), and they are no whole groups of {whole}; {instead}."
-            )
-        word = 32 // scheme.bits
-        padded = isinstance(layer, ParallelLMHead) and output_size != layer.org_vocab_size
-        if scheme.across_outputs and (padded or any(size % word for size in output_partition_sizes)):
-            raise ConfigError(
-                f"--enable-fluxion cannot serve this checkpoint on a CPU, because a layer has {output_partition_sizes} "
-                f"outputs on each of {ranks} ranks (--tp-size), and they are not as many as {word} to a packed word "
-                f"allow; {instead}."
-            )
+        group = BLOCK if scheme.group == -1 else scheme.group
+        if scheme.group == -1 and isinstance(scheme, _Awq):  # whose scales SGLang would cut
+            group = input_size
+        if inputs % group:
+            why = f"a layer of {input_size} inputs has {inputs} on each of {ranks} ranks, no whole groups of {group}"
+        elif not scheme.across_outputs:
+            return
+        elif isinstance(layer, ParallelLMHead) and output_size != layer.org_vocab_size:
+            why = f"SGLang pads its quantised head from {layer.org_vocab_size} to {output_size} outputs"
+        elif any(size % word for size in output_partition_sizes):
+            sizes = " and ".join(map(str, output_partition_sizes))
+            why = f"a layer has {sizes} outputs on each of {ranks} ranks, and {word} of them share a packed word"
+        else:
+            return
+        raise _unserved(why, f"use a smaller --tp-size than {ranks}" if ranks > 1 else _INSTEAD)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not all(hasattr(layer, name) for name in self._names):
@@ -192,9 +193,8 @@ class CheckpointMethod(QuantisedMethod):
         (scales,) = (getattr(layer, name) for name in self._names if name in ("scales", "weight_scale"))
         if not (scales.isnan().all() and parts_of(layer)):  # else other layers have been updated
             if not scales.isfinite().all():
-                raise ConfigError(
-                    "--enable-fluxion cannot serve this checkpoint on a CPU, because a layer that its configuration "
-                    f"says is quantised lacks scales or has some that are not finite; {_INSTEAD}."
+                raise _unserved(
+                    "a layer that its configuration says is quantised lacks scales or has some that are not finite"
                 )
             hold(layer, [self._scheme.quantised(layer)])
         self._drop(layer)
@@ -220,10 +220,7 @@ class _OnCpu:
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, FusedMoE):
-            raise ConfigError(
-                "--enable-fluxion cannot serve this checkpoint on a CPU, because quantised experts have no kernels "
-                f"yet; {_INSTEAD}."
-            )
+            raise _unserved("quantised experts have no kernels yet")
         method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
         if isinstance(method, GPTQLinearMethod):
             layer.scheme = _Gptq(method.quant_config)

@@ -10,7 +10,7 @@ from fluxion_sglang.config import ConfigError
 NAMES = ("gptq", "awq", "auto-round", "compressed-tensors")
 """What a checkpoint may call its format, and our words for --quantization of it (`checkpoints.py`)."""
 
-_OTHERS = "give a checkpoint in GPTQ, AWQ, AutoRound or compressed-tensors (integers of 4 or 8 bits), or in bfloat16"
+FORMATS = "GPTQ, AWQ, AutoRound or compressed-tensors (integers of 4 or 8 bits)"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -26,7 +26,7 @@ def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
     for why in _reasons(quantisation, model):
         raise ConfigError(
             f"--enable-fluxion cannot serve this {quantisation['quant_method']} checkpoint on a CPU, because {why}; "
-            f"{_OTHERS}."
+            f"give it in {FORMATS}, or in bfloat16."
         )
 
 
@@ -44,12 +44,13 @@ def _reasons(quantisation: dict[str, Any], model: dict[str, Any]) -> Iterator[st
         if not quantisation.get("zero_point", True):
             yield "its weights have no zeros (zero_point)"
     else:
+        packing = quantisation.get("packing_format", "auto_round:auto_gptq")
         layers = [*(quantisation.get("dynamic") or {}).values(), *(quantisation.get("extra_config") or {}).values()]
         for layer in ({}, *layers):
             found = quantisation | layer
             if layer and layer.get("bits", 0) >= 16:
                 continue  # these layers are not quantised
-            yield from _numbers(found.get("bits"), [4, 8])
+            yield from _numbers(found.get("bits"), [4] if packing == "auto_round:auto_awq" else [4, 8])
             yield from _group(found.get("group_size"))
             if found.get("desc_act") and found.get("group_size") != -1 and not found.get("static_groups"):
                 yield "it orders inputs by activation (desc_act), so that groups are no neighbours"
@@ -57,7 +58,6 @@ def _reasons(quantisation: dict[str, Any], model: dict[str, Any]) -> Iterator[st
         form = "marlin" if quantisation.get("is_marlin_format") else form
         if form not in ("gptq", "gptq_v2"):
             yield f"its weights are packed for other kernels ({form})"
-        packing = quantisation.get("packing_format", "auto_round:auto_gptq")
         if name == "auto-round" and packing not in ("auto_round:auto_gptq", "auto_round:auto_awq"):
             yield f"its packing_format is {packing} and neither auto_round:auto_gptq nor auto_round:auto_awq"
         if quantisation.get("data_type", "int") != "int":

@@ -29,11 +29,13 @@ OUT = HEADS * HEAD
 Packer = Callable[[packings.Grid], dict[str, torch.Tensor]]
 
 AUTO_AWQ = packings.auto_round_config(4, 64, symmetric=False, packing_format="auto_round:auto_awq")
+STATIC = {"desc_act": True, "static_groups": True}
 KINDS: dict[str, tuple[dict[str, Any], Packer, int, int, bool]] = {
     "gptq": (packings.gptq_config(4, 64), packings.gptq, 4, 64, True),
     "gptq, zeros": (packings.gptq_config(4, 32, False), packings.gptq, 4, 32, False),
     "gptq, 8 bits": (packings.gptq_config(8, 128), packings.gptq, 8, 128, True),
     "gptq, channels": (packings.gptq_config(4, -1), packings.gptq, 4, -1, True),
+    "gptq, static groups": (packings.gptq_config(4, 64, **STATIC), packings.gptq, 4, 64, True),
     "gptq v2": (packings.gptq_config(4, 64, format="gptq_v2"), lambda grid: packings.gptq(grid, v2=True), 4, 64, True),
     "auto-round": (packings.auto_round_config(4, 128), packings.gptq, 4, 128, True),
     "auto-round, awq": (AUTO_AWQ, packings.awq, 4, 64, False),

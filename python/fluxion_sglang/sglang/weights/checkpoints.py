@@ -51,6 +51,7 @@ class _Gptq(GPTQLinearScheme):
     across_outputs = True
 
     def _init_kernel(self, quant_config: Any) -> Any:
+        quant_config.desc_act = False  # with static groups; SGLang would give each rank the scales of all ranks
         return SimpleNamespace()
 
     @property
@@ -217,6 +218,9 @@ class _OnCpu:
     @classmethod
     def get_min_capability(cls) -> int:
         return 0
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, FusedMoE):

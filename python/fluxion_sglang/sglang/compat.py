@@ -278,7 +278,7 @@ _NAMES = {
     "sampling.sampling_params": ("TOP_K_ALL",),
     "constants": ("HEALTH_CHECK_RID_PREFIX",),
     "session.streaming_session": ("StreamingSession.release_session",),
-    # Quantised checkpoints (`weights/checkpoints.py`).
+    # Quantised checkpoints (`weights/quantised_checkpoints.py`).
     "layers.moe.fused_moe_triton": ("FusedMoE",),
     "layers.linear": ("LinearBase.scheme",),
     "layers.parameter": ("BasevLLMParameter.load_merged_column_weight",),

@@ -127,10 +127,10 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
     from fluxion_sglang.sglang.steps import int8_weights
-    from fluxion_sglang.sglang.weights import checkpoints
+    from fluxion_sglang.sglang.weights import quantised_checkpoints
 
     int8_weights.register()
-    checkpoints.register()
+    quantised_checkpoints.register()
     put_in(HOOKS)
     if compat.BACKEND not in ATTENTION_BACKENDS:
         register_attention_backend(compat.BACKEND)(_make_backend)

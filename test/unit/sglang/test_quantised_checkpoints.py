@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start import served_models
-from fluxion_sglang.sglang.weights import served
-from fluxion_sglang.sglang.weights.checkpoints import CONFIGS, CheckpointMethod
+from fluxion_sglang.sglang.weights import served_formats
 from fluxion_sglang.sglang.weights.methods import parts_of
+from fluxion_sglang.sglang.weights.quantised_checkpoints import CONFIGS, CheckpointMethod
 
 IN, HEADS, KV_HEADS, HEAD = 256, 4, 2, 32
 OUT = HEADS * HEAD
@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[dict[str, Any], Packer, int, int, bool]] = {
 
 
 def config_of(quantisation: dict[str, Any]) -> Any:
-    served.check(quantisation, {})
+    served_formats.check(quantisation, {})
     given = copy.deepcopy(quantisation) | {"packed_modules_mapping": {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}}
     return CONFIGS[quantisation["quant_method"]].from_config(given)
 
@@ -269,7 +269,7 @@ def activated(config: dict[str, Any], **activations: Any) -> dict[str, Any]:
 )
 def test_refusals_are_one_sentence(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        served.check(config, {})
+        served_formats.check(config, {})
     one_sentence(str(caught.value))
     assert says in str(caught.value)
 
@@ -277,7 +277,7 @@ def test_refusals_are_one_sentence(config: dict[str, Any], says: str) -> None:
 def test_quantised_experts_are_refused() -> None:
     for model in ({"num_experts": 8}, {"text_config": {"num_local_experts": 8}}):
         with pytest.raises(ConfigError, match="quantised experts have no kernels yet") as caught:
-            served.check(packings.gptq_config(4, 128), model)
+            served_formats.check(packings.gptq_config(4, 128), model)
         one_sentence(str(caught.value))
 
 
@@ -287,10 +287,10 @@ def test_orders_that_groups_do_not_see_are_served() -> None:
         packings.gptq_config(4, 128, desc_act=True, static_groups=True),
         compressed(actorder="weight"),
     ):
-        served.check(config, {"num_experts": 0})
+        served_formats.check(config, {"num_experts": 0})
 
 
-@pytest.mark.parametrize("name", served.NAMES)
+@pytest.mark.parametrize("name", served_formats.NAMES)
 def test_checkpoints_are_read_before_anything_is_loaded(name: str, tmp_path: Any, server_args: Any) -> None:
     import json
     from pathlib import Path

@@ -15,7 +15,7 @@ from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.start.validation import Refusal
-from fluxion_sglang.sglang.weights import served
+from fluxion_sglang.sglang.weights import served_formats
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -188,22 +188,22 @@ def check_quantised(args: Any) -> bool:
 
             int8_weights.register()
         return False
-    found = _configuration(args) if method in served.NAMES else {}
+    found = _configuration(args) if method in served_formats.NAMES else {}
     quantisation = _quantisation(found)
-    if (name := quantisation.get("quant_method")) in served.NAMES:
+    if (name := quantisation.get("quant_method")) in served_formats.NAMES:
         if args.quantization not in (None, name):
             raise ConfigError(
                 f"--enable-fluxion does not work with --quantization {args.quantization} here, because the "
                 f"checkpoint's weights are quantised already ({name}); leave that option out."
             )
-        served.check(quantisation, found)
-        from fluxion_sglang.sglang.weights import checkpoints
+        served_formats.check(quantisation, found)
+        from fluxion_sglang.sglang.weights import quantised_checkpoints
 
-        checkpoints.register()
+        quantised_checkpoints.register()
         return True
     raise ConfigError(
         f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "
-        f"computes with such weights on GPUs alone; give the model in {served.FORMATS}, or in bfloat16 or float32, "
+        f"computes with such weights on GPUs alone; give the model in {served_formats.FORMATS}, or in bfloat16 or float32, "
         f"with --quantization {compat.INT8_WEIGHTS} for weights of 8 bits."
     )
 

@@ -267,7 +267,7 @@ CONFIGS = {
     "auto-round": _AutoRoundConfig,
     "compressed-tensors": _CompressedTensorsConfig,
 }
-"""By their names, those of `served.NAMES`."""
+"""By their names, those of `served_formats.NAMES`."""
 
 
 def register() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 from fluxion_sglang.config import ConfigError
 
 NAMES = ("gptq", "awq", "auto-round", "compressed-tensors")
-"""What a checkpoint may call its format, and our words for --quantization of it (`checkpoints.py`)."""
+"""What a checkpoint may call its format, and our words for --quantization of it (`quantised_checkpoints.py`)."""
 
 FORMATS = "GPTQ, AWQ, AutoRound or compressed-tensors (integers of 4 or 8 bits)"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check(quantisation: dict[str, Any], model: dict[str, Any]) -> None:
-    """Refuse what the methods of `checkpoints.py` do not load.
+    """Refuse what the methods of `quantised_checkpoints.py` do not load.
 
     Args:
         quantisation: of a method in `NAMES`, as the checkpoint has it. model: its config.json.

@@ -50,8 +50,7 @@ KINDS: dict[str, tuple[dict[str, Any], Packer, int, int, bool]] = {
 
 def config_of(quantisation: dict[str, Any]) -> Any:
     served_formats.check(quantisation, {})
-    given = copy.deepcopy(quantisation) | {"packed_modules_mapping": {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}}
-    return CONFIGS[quantisation["quant_method"]].from_config(given)
+    return CONFIGS[quantisation["quant_method"]].from_config(copy.deepcopy(quantisation))
 
 
 def grid(kind: str, outputs: int, seed: int = 0, inputs: int = IN) -> tuple[packings.Grid, dict[str, torch.Tensor]]:
@@ -209,6 +208,35 @@ def test_layers_that_are_not_quantised_are_sglangs() -> None:
         assert isinstance(ReplicatedLinear(IN, OUT, prefix="layers.0.other", **given).quant_method, CheckpointMethod)
         with pytest.raises(ConfigError, match="quantised experts have no kernels yet"):
             given["quant_config"].get_quant_method(FusedMoE.__new__(FusedMoE), "layers.0.experts")
+
+
+def ignoring(*names: str) -> list[dict[str, Any]]:
+    """Checkpoints in which the modules are not quantised, as each format says it."""
+    paths = [f"layers.0.{name}" for name in names]
+    return [
+        packings.gptq_config(4, 32, dynamic={rf"-:.*\.{name}$": {} for name in names}),
+        packings.awq_config(32, modules_to_not_convert=paths),
+        packings.auto_round_config(4, 32, extra_config={path: {"bits": 16} for path in paths}),
+        packings.compressed_config(4, 32) | {"ignore": paths},
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_merged_layers_go_by_the_names_of_their_parts(index: int, ranks: Callable[[int, int], None]) -> None:
+    ranks(0, 1)
+
+    def made(*names: str) -> nn.Module:
+        config = config_of(ignoring(*names)[index])
+        given: Any = {"params_dtype": torch.bfloat16, "quant_config": config}
+        return QKVParallelLinear(IN, HEAD, HEADS, KV_HEADS, prefix="layers.0.qkv_proj", **given)
+
+    for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
+        plain = made(*names)
+        assert type(plain.quant_method) is UnquantizedLinearMethod and plain.scheme is None
+    assert isinstance(made("gate_proj", "up_proj").quant_method, CheckpointMethod)
+    with pytest.raises(ConfigError, match=r"quantises the parts of .*qkv_proj in different ways") as caught:
+        made("k_proj")
+    one_sentence(str(caught.value))
 
 
 def test_what_is_found_when_weights_are_loaded() -> None:

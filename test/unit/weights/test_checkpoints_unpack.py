@@ -8,6 +8,7 @@ import packings
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
 from sglang.srt.layers.quantization.utils import pack_cols, pack_rows, quantize_weights
 
 from fluxion_sglang.weights import checkpoints
@@ -79,3 +80,11 @@ def test_what_compressed_tensors_packs(bits: int, symmetric: bool) -> None:
     packed = pack_to_int32((want.integers - middle).to(torch.int8), bits)
     zeros = None if symmetric else pack_to_int32((want.zeros - middle).to(torch.int8), bits, packed_dim=0)
     check(checkpoints.pack_quantised(packed, want.scales, zeros, bits), want)
+
+
+def test_what_sglang_reads_of_awq() -> None:
+    want = grid(4, 64, symmetric=False)
+    packed = packings.awq(want)
+    parts = packed["qweight"], packed["qzeros"], packed["scales"]
+    theirs = awq_dequantize_decomposition(parts[0], parts[2], parts[1])
+    torch.testing.assert_close(checkpoints.awq(*parts).wide(), theirs.T.float(), rtol=1e-3, atol=1e-3)

@@ -203,8 +203,8 @@ def check_quantised(args: Any) -> bool:
         return True
     raise ConfigError(
         f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "
-        f"computes with such weights on GPUs alone; give the model in {served_formats.FORMATS}, or in bfloat16 or float32, "
-        f"with --quantization {compat.INT8_WEIGHTS} for weights of 8 bits."
+        f"computes with such weights on GPUs alone; give the model in {served_formats.FORMATS}, or in bfloat16 or "
+        f"float32, with --quantization {compat.INT8_WEIGHTS} for weights of 8 bits."
     )
 
 

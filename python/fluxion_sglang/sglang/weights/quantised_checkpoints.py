@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.parameter import BasevLLMParameter
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
@@ -39,6 +40,7 @@ from fluxion_sglang.sglang.weights.methods import QuantisedMethod, hold, parts_o
 from fluxion_sglang.weights import checkpoints
 from fluxion_sglang.weights.quantised import BLOCK, Quantised
 
+_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _INSTEAD = "give the model in another format, or in bfloat16"
 
 
@@ -140,7 +142,7 @@ class CheckpointMethod(QuantisedMethod):
     """
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
+        self.scheme = scheme
         self._names: list[str] = []
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +156,7 @@ class CheckpointMethod(QuantisedMethod):
     def _make(self, layer: nn.Module) -> None:
         self._drop(layer)
         before = set(dict(layer.named_parameters(recurse=False)))
-        self._scheme.create_weights(layer=layer, **self._given)
+        self.scheme.create_weights(layer=layer, **self._given)
         self._names = [name for name, _ in layer.named_parameters(recurse=False) if name not in before]
         for name in self._names:  # so that those which the checkpoint lacks are noticed
             if (parameter := getattr(layer, name)).is_floating_point():
@@ -170,7 +172,7 @@ class CheckpointMethod(QuantisedMethod):
         **_: Any,
     ) -> None:
         """Refuse layers that are not whole groups and words. Raises ConfigError."""
-        scheme, inputs, word = self._scheme, input_size_per_partition, 32 // self._scheme.bits
+        scheme, inputs, word = self.scheme, input_size_per_partition, 32 // self.scheme.bits
         ranks = max(input_size // inputs, output_size // sum(output_partition_sizes))
         group = BLOCK if scheme.group == -1 else scheme.group
         if scheme.group == -1 and isinstance(scheme, _Awq):  # whose scales SGLang would cut
@@ -197,7 +199,7 @@ class CheckpointMethod(QuantisedMethod):
                 raise _unserved(
                     "a layer that its configuration says is quantised lacks scales or has some that are not finite"
                 )
-            hold(layer, [self._scheme.quantised(layer)])
+            hold(layer, [self.scheme.quantised(layer)])
         self._drop(layer)
 
     def _drop(self, layer: nn.Module) -> None:
@@ -222,18 +224,44 @@ class _OnCpu:
     def get_scaled_act_names(self) -> list[str]:
         return []
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
+        """Of a merged layer by the names of its parts, which are the checkpoint's as a rule; SGLang has them for few
+        models. Raises ConfigError where parts are quantised in different ways."""
         if isinstance(layer, FusedMoE):
             raise _unserved("quantised experts have no kernels yet")
-        method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        before, _, last = prefix.rpartition(".")
+        parts = [self._method(layer, f"{before}.{part}") for part in _MERGED.get(last, ())]
+        if len({_kind(part) for part in parts}) > 1:
+            raise _unserved(f"it quantises the parts of {prefix} in different ways")
+        try:
+            method = self._method(layer, prefix)
+        except ValueError:  # compressed-tensors does not know the merged name
+            if not parts:
+                raise
+            method = parts[0]
+        if parts and isinstance(method, CheckpointMethod):
+            method = parts[0]
+        if isinstance(layer, LinearBase | ParallelLMHead):
+            layer.scheme = method.scheme if isinstance(method, CheckpointMethod) else None
+        return method
+
+    def _method(self, layer: Any, name: str) -> QuantizeMethodBase | None:
+        method: QuantizeMethodBase | None = super().get_quant_method(layer, name)  # type: ignore[misc]
         if isinstance(method, GPTQLinearMethod):
-            layer.scheme = _Gptq(method.quant_config)
-        elif isinstance(method, AWQLinearMethod):
-            layer.scheme = _Awq(method.quant_config)
-        elif not isinstance(method, CompressedTensorsLinearMethod):
-            head = isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedLinearMethod)
-            return UnquantizedEmbeddingMethod() if head else method
-        return CheckpointMethod(layer.scheme)
+            return CheckpointMethod(_Gptq(method.quant_config))
+        if isinstance(method, AWQLinearMethod):
+            return CheckpointMethod(_Awq(method.quant_config))
+        if isinstance(method, CompressedTensorsLinearMethod):
+            return CheckpointMethod(layer.scheme)
+        head = isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedLinearMethod)
+        return UnquantizedEmbeddingMethod() if head else method
+
+
+def _kind(method: QuantizeMethodBase | None) -> Any:
+    """What methods of parts of a layer have in common."""
+    if not isinstance(method, CheckpointMethod):
+        return None
+    return type(method.scheme), method.scheme.bits, method.scheme.group, method.scheme.across_outputs
 
 
 class _GptqConfig(_OnCpu, GPTQConfig):

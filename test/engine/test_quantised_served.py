@@ -105,7 +105,8 @@ def test_ranks_have_parts_of_it(model: str, answers: Callable[[str], list[list[i
         assert [server.generate(ids, count).tokens for ids, count in QUESTIONS] == want
 
 
-def test_a_refusal_is_one_sentence(model: str, logs: Path) -> None:
+def test_a_refusal_is_one_sentence(logs: Path) -> None:
+    model = tiny_model.build(logs / "tiny-model-ranks", kv_heads=4)
     path = checkpoint(model, "w4a16", logs / "w4a16-ranks")
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path, "--device", "cpu"]
     command += ["--enable-fluxion", "--tp-size", "4", "--skip-tokenizer-init"]

@@ -290,6 +290,24 @@ _NAMES = {
     "layers.vocab_parallel_embedding": ("ParallelLMHead",),
     "model_executor.model_runner_components.weight_updater": ("_unsupported_derived_weight_cache_error",),
     "session.streaming_session": ("StreamingSession.release_session",),
+    # Quantised checkpoints (`weights/quantised_checkpoints.py`).
+    "layers.moe.fused_moe_triton": ("FusedMoE",),
+    "layers.linear": ("LinearBase.scheme",),
+    "layers.parameter": ("BasevLLMParameter.load_merged_column_weight",),
+    "layers.vocab_parallel_embedding": ("ParallelLMHead.scheme",),
+    "layers.quantization": ("QUANTIZATION_METHODS",),
+    "layers.quantization.base_scheme": ("BaseLinearScheme.requires_weight_loader_v2",),
+    "layers.quantization.auto_round": ("AutoRoundConfig.get_quant_method",),
+    "layers.quantization.awq": ("AWQConfig.get_quant_method", "AWQLinearMethod"),
+    "layers.quantization.awq.schemes": ("AWQLinearScheme.create_weights", "AWQLinearScheme._init_kernel"),
+    "layers.quantization.gptq.gptq": ("GPTQConfig.get_quant_method", "GPTQLinearMethod"),
+    "layers.quantization.gptq.schemes": ("GPTQLinearScheme.create_weights", "GPTQLinearScheme._init_kernel"),
+    "layers.quantization.compressed_tensors.compressed_tensors": (
+        *("CompressedTensorsLinearMethod", "CompressedTensorsConfig._check_scheme_supported"),
+    ),
+    "layers.quantization.compressed_tensors.schemes": (
+        *("CompressedTensorsW8A8Int8.create_weights", "CompressedTensorsWNA16.create_weights"),
+    ),
 }
 
 NEEDS = (
@@ -341,6 +359,11 @@ NEEDS = (
         _SRT + "layers.rotary_embedding.base",
         "RotaryEmbedding.forward_native",
         ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
+    ),
+    Need(
+        _SRT + "layers.quantization.compressed_tensors.compressed_tensors",
+        "CompressedTensorsConfig._get_scheme_from_parts",
+        ("self", "weight_quant", "input_quant", "format"),
     ),
     *(Need(_SRT + module, name) for module, names in _NAMES.items() for name in names),
 )

@@ -130,9 +130,10 @@ def install() -> None:
     compat.check()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
-    from fluxion_sglang.sglang.weights import rounding
+    from fluxion_sglang.sglang.weights import quantised_checkpoints, rounding
 
     rounding.register()
+    quantised_checkpoints.register()
     put_in(HOOKS)
     if compat.BACKEND not in ATTENTION_BACKENDS:
         register_attention_backend(compat.BACKEND)(_make_backend)

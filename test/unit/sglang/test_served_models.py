@@ -53,11 +53,11 @@ def changed(model: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "written", "method"),
     [
-        ({}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({}, {"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({}, {"quantization_config": {"quant_method": "quark"}}, "quark"),
+        ({"quantization": "awq"}, {}, "awq"),
         ({}, {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({}, {"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({}, {"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({}, {"compression_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"quantization": "fp8"}, {}, "fp8"),
         ({"load_format": "gguf"}, {}, "gguf"),
         ({"load_format": "bitsandbytes"}, {}, "bitsandbytes"),

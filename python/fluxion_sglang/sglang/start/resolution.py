@@ -66,8 +66,10 @@ def _handle_missing_default_values(server_args: Any, previous: _Step) -> None:
         )
     previous(server_args)
     validation.check_device(view.device, config)
-    if not _prepare_gguf(server_args, view):
-        served_models.check_quantised(view)
+    quantised = not _prepare_gguf(server_args, view) and served_models.check_quantised(view)
+    if quantised and view.dtype == "auto":
+        # Its configuration names the type of its scales, float16 as a rule.
+        declare_resolution(server_args, "fluxion", dtype="bfloat16")
     validation.check_speculation(view, config)
     validation.check_transfer(view, config)
     if config.disk is not None:

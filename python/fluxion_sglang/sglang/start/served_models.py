@@ -15,6 +15,7 @@ from fluxion_sglang.config import ConfigError, FluxionConfig
 from fluxion_sglang.executor.device import maker_of
 from fluxion_sglang.sglang import compat
 from fluxion_sglang.sglang.start.validation import Refusal
+from fluxion_sglang.sglang.weights import served_formats
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -165,12 +166,15 @@ def check_model(model: ModelConfig, args: Any) -> None:
         raise ConfigError(f"--enable-fluxion cannot serve this model ({names}), because {found[0]}; {found[1]}.")
 
 
-def check_quantised(args: Any) -> None:
-    """Refuse weights of fewer bits where the CPU is the device: there SGLang has no kernels for them, and says so in
-    many ways, some after the weights are loaded. Raises ConfigError.
+def check_quantised(args: Any) -> bool:
+    """Refuse weights of fewer bits where the CPU is the device and we do not load them: there SGLang has no kernels for
+    them, and says so in many ways, some after the weights are loaded. Raises ConfigError.
 
     Args:
         args: SGLang's resolving view, before it has read the model's configuration.
+
+    Returns:
+        Whether the checkpoint is quantised, and loaded by us.
     """
     ours = args.quantization == compat.INT8_WEIGHTS
     if ours and args.device != "cpu":
@@ -183,11 +187,24 @@ def check_quantised(args: Any) -> None:
             from fluxion_sglang.sglang.weights import rounding
 
             rounding.register()
-        return
+        return False
+    found = _configuration(args) if method in served_formats.NAMES else {}
+    quantisation = _quantisation(found)
+    if (name := quantisation.get("quant_method")) in served_formats.NAMES:
+        if args.quantization not in (None, name):
+            raise ConfigError(
+                f"--enable-fluxion does not work with --quantization {args.quantization} here, because the "
+                f"checkpoint's weights are quantised already ({name}); leave that option out."
+            )
+        served_formats.check(quantisation, found)
+        from fluxion_sglang.sglang.weights import quantised_checkpoints
+
+        quantised_checkpoints.register()
+        return True
     raise ConfigError(
         f"--enable-fluxion cannot serve this model on a CPU, because its weights are quantised ({method}), and SGLang "
-        f"computes with such weights on GPUs alone; give the model in bfloat16 or float32, with --quantization "
-        f"{compat.INT8_WEIGHTS} for weights of 8 bits."
+        f"computes with such weights on GPUs alone; give the model in {served_formats.FORMATS}, or in bfloat16 or "
+        f"float32, with --quantization {compat.INT8_WEIGHTS} for weights of 8 bits."
     )
 
 
@@ -197,14 +214,23 @@ def _quantised(args: Any) -> str | None:
         return str(args.quantization)
     if args.load_format in ("gguf", "bitsandbytes"):
         return str(args.load_format)
+    found = _quantisation(_configuration(args))
+    return None if not found else str(found.get("quant_method", "by a method of its own"))
+
+
+def _configuration(args: Any) -> dict[str, Any]:
+    """The checkpoint's config.json; empty where it cannot be read: SGLang says what is wrong with it."""
     from transformers import PretrainedConfig
 
     try:
         config, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
-    except (OSError, ValueError):  # SGLang says what is wrong with it
-        return None
-    found = config.get("quantization_config") or config.get("compression_config")
-    return None if not found else str(found.get("quant_method", "by a method of its own"))
+    except (OSError, ValueError):
+        return {}
+    return dict(config)
+
+
+def _quantisation(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("quantization_config") or config.get("compression_config") or {}
 
 
 def check_stored(model: ModelConfig, config: FluxionConfig) -> None:

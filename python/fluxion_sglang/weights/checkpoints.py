@@ -1,0 +1,84 @@
+"""Weights as quantised checkpoints pack them, as `Quantised`.
+
+GPTQ, AWQ and compressed-tensors mean the same by different layouts: weight = scale * (integer - zero), where a group of
+inputs of an output shares scale and zero, and integer and zero are unsigned. 8-bit integers become signed here, and
+minimum = -scale * zero is left out where all zeros are in the middle of the range. In each layout an int32 holds neighbours, the first in its lowest
+bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fluxion_sglang.weights.quantised import Format, Quantised
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in an int32 of AWQ the integers of eight neighbouring outputs lie."""
+
+
+def gptq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits: int, v2: bool) -> Quantised:
+    """A weight of GPTQ, or of AutoRound in that packing.
+
+    Args:
+        qweight: [inputs * bits / 32, outputs] int32, packed along inputs.
+        qzeros: [groups, outputs * bits / 32] int32, packed along outputs.
+        scales: [groups, outputs].
+        v2: qzeros are the zeros themselves; those of the first version of the format are less by 1, modulo 2^bits.
+    """
+    zeros = _unpacked(qzeros, bits)
+    if not v2:
+        zeros = zeros + 1 & (1 << bits) - 1
+    return _quantised(_unpacked(qweight.T, bits), zeros.T, scales.T, bits)
+
+
+def awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Quantised:
+    """A weight of AWQ, of 4 bits.
+
+    Args:
+        qweight: [inputs, outputs / 8] int32, packed along outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+        qzeros: [groups, outputs / 8] int32, packed the same way.
+        scales: [groups, outputs].
+    """
+    integers, zeros = (
+        _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T for part in (qweight, qzeros)
+    )
+    return _quantised(integers, zeros, scales.T, 4)
+
+
+def pack_quantised(packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> Quantised:
+    """A weight of compressed-tensors in the format pack-quantized.
+
+    Args:
+        packed: [outputs, inputs * bits / 32] int32, packed along inputs; integers and zeros have an offset of half
+            their range.
+        scales: [outputs, groups].
+        zeros: [outputs * bits / 32, groups] int32, packed along outputs; None: the middle of the range.
+    """
+    middle = torch.full(scales.shape, 1 << bits - 1, dtype=torch.uint8)
+    return _quantised(_unpacked(packed, bits), middle if zeros is None else _unpacked(zeros.T, bits).T, scales, bits)
+
+
+def int_quantised(weight: torch.Tensor, scales: torch.Tensor) -> Quantised:
+    """A weight of compressed-tensors in the format int-quantized.
+
+    Args:
+        weight: [outputs, inputs] int8. scales: [outputs, 1].
+    """
+    return Quantised(weight.contiguous(), scales.float(), None, Format(8, weight.shape[1], False))
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """[rows, 32 / bits a word] uint8 of [rows, words] int32."""
+    values = packed.contiguous().view(torch.uint8)
+    return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(1)
+
+
+def _quantised(integers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bits: int) -> Quantised:
+    """Of [outputs, inputs] uint8 and [outputs, groups] uint8 and float."""
+    scales, inputs = scales.float().contiguous(), integers.shape[1]
+    integers = integers.contiguous() if bits == 4 else (integers ^ 128).view(torch.int8).contiguous()
+    offsets = zeros.float() - (0 if bits == 4 else 128)
+    group, plain = inputs // scales.shape[1], 8 if bits == 4 else 0
+    if bool((offsets == plain).all()):
+        return Quantised(integers, scales, None, Format(bits, group, minima=False))
+    return Quantised(integers, scales, -scales * offsets, Format(bits, group, minima=True))

@@ -286,8 +286,6 @@ _NAMES = {
     "mem_cache.common": ("release_kv_cache", "match_kv_cache"),
     "sampling.sampling_params": ("TOP_K_ALL",),
     "constants": ("HEALTH_CHECK_RID_PREFIX",),
-    "layers.linear": ("LinearBase",),
-    "layers.vocab_parallel_embedding": ("ParallelLMHead",),
     "model_executor.model_runner_components.weight_updater": ("_unsupported_derived_weight_cache_error",),
     "session.streaming_session": ("StreamingSession.release_session",),
     # Quantised checkpoints (`weights/quantised_checkpoints.py`).

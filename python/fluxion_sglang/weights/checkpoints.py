@@ -2,8 +2,8 @@
 
 GPTQ, AWQ and compressed-tensors mean the same by different layouts: weight = scale * (integer - zero), where a group of
 inputs of an output shares scale and zero, and integer and zero are unsigned. 8-bit integers become signed here, and
-minimum = -scale * zero is left out where all zeros are in the middle of the range. In each layout an int32 holds neighbours, the first in its lowest
-bits.
+minimum = -scale * zero is left out where all zeros are in the middle of the range. In each layout an int32 holds
+neighbours, the first in its lowest bits.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def finish(layer: nn.Module) -> None:
 
 
 def check(layer: nn.Module, want: torch.Tensor, x_of: int = IN) -> None:
-    assert {name for name, _ in layer.named_parameters()} - {"bias"} == {"packed0"}
+    assert {name for name, _ in layer.named_parameters()} - {"bias"} == {"packed"}
     x = torch.randn(3, x_of)
     out = layer.quant_method.apply(layer, x)  # type: ignore[operator, union-attr]
     torch.testing.assert_close(out, F.linear(x, want), rtol=1e-5, atol=1e-4)

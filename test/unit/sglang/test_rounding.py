@@ -96,7 +96,7 @@ def test_a_head_has_a_rounded_copy_that_is_as_new_as_the_weight() -> None:
     def error(weight: torch.Tensor) -> torch.Tensor:
         return (method.apply(head, x).float() - F.linear(x, weight).float()).abs().max()
 
-    assert head.rounded.dtype is torch.uint8 and 0 < error(weight) < 0.5
+    assert head.packed.dtype is torch.uint8 and 0 < error(weight) < 0.5
     many = torch.randn(200, IN).bfloat16()
     assert torch.equal(method.apply(head, many), F.linear(many, head.weight))
     new = torch.randn(OUT, IN).bfloat16()

@@ -23,8 +23,8 @@ def grid(bits: int, group: int, symmetric: bool) -> packings.Grid:
 
 
 def check(found: Quantised, want: packings.Grid) -> None:
-    middle = 128 if want.bits == 8 else 0
-    assert torch.equal(found.integers.long(), want.integers - middle)
+    middle = 1 << want.bits - 1
+    assert torch.equal(found.integers.long(), want.integers - (middle if want.bits == 8 else 0))
     assert torch.equal(found.scales, want.scales.float())
     assert found.format.group == IN // want.scales.shape[1]
     assert found.format.minima == bool((want.zeros != middle).any())

@@ -220,7 +220,7 @@ def _be_dense(layer: nn.Module, weight: torch.Tensor) -> None:
 
 def _hold(layer: nn.Module, found: Sequence[torch.Tensor]) -> None:
     """Give a layer shards of blocks."""
-    hold(layer, (weight for shard in found for weight in _decoded(shard)), "packed")
+    hold(layer, (weight for shard in found for weight in _decoded(shard)))
 
 
 def _decoded(shard: torch.Tensor) -> Iterator[Quantised]:

@@ -51,7 +51,7 @@ class Native(Protocol):
         """As of `Part.wide`, until the next call."""
 
 
-def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "weight") -> None:
+def hold(layer: nn.Module, weights: Iterable[Quantised], name: str = "packed") -> None:
     """Give a layer weights, the outputs of one after those of another, packed as they come.
 
     Those of one format become one parameter: `name`, the next one that with a 1 behind it, and so on.

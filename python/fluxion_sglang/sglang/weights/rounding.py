@@ -89,7 +89,7 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
         assert isinstance(weight, nn.Parameter)
         if parts_of(layer) or weight.shape[1] % FORMAT.group:
             return
-        hold(layer, _parts(weight.data))
+        hold(layer, _parts(weight.data), "weight")
         layer.weight.loaded = weight.dtype, dict(vars(weight))  # type: ignore[attr-defined]
         layer.weight.weight_loader = _refuse  # type: ignore[attr-defined]
 
@@ -117,7 +117,7 @@ class RoundedHeadMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = layer.weight
         assert isinstance(weight, nn.Parameter)
-        hold(layer, _parts(weight.data), "rounded")
+        hold(layer, _parts(weight.data))
         load = getattr(weight, "weight_loader", None)
         if load is not None and not isinstance(load, _Loads):
             weight.weight_loader = _Loads(layer, load)  # type: ignore[attr-defined]

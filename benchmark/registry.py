@@ -116,6 +116,7 @@ SPEED: Sequence[Benchmark] = (
     _script("first_token", "the first token: plain SGLang, exact and sparse prefill"),
     _script("pool_scale", "what grows with the tokens of a host pool"),
     _script("int8_weights", "weights of 8 bits: answers and times of the public models", group="apart"),
+    _script("same_file", "the same GGUF file in llama.cpp and here", group="apart"),
     _script("stall", "what a long prompt does to others", group="apart"),
     _script("race", "the same model in llama.cpp, vLLM and others, which it installs", group="apart", continues=True),
     _script("gpu_link", "the link between CPU and GPU", group="apart"),

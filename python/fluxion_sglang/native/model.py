@@ -103,7 +103,7 @@ class NativeLayers:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         *,
-        outputs: int | None = None,
+        outputs: int = 0,
     ) -> torch.Tensor:
         """x weights^T + bias for quantised weights; [rows, outputs]. Sums as of `linear`.
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 # What the configuration, the tokenizer and the chat template are read from.
 _OTHERS: Final = (
     *("*config.json", "*token*.json", "vocab*.json", "chat_template*.json", "*.index.json"),

@@ -23,6 +23,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from torch import nn
 from torch.nn import functional as F
 
+from fluxion_sglang.commands.document import local_tokenizer
+from fluxion_sglang.commands.trial import facts as trial_facts
+from fluxion_sglang.commands.trial.results import TrialError
 from fluxion_sglang.config import ConfigError
 from fluxion_sglang.sglang.start import gguf_model
 from fluxion_sglang.sglang.weights import gguf as weights
@@ -197,6 +200,16 @@ class TestTheFolder:
         assert view.tokenizer_path == str(Path(view.model_path).parent)
         assert (view.quantization, view.load_format) == ("gguf", "gguf")
         assert model_config_of(args).dtype is torch.bfloat16 and model_config_of(args).head_dim == 32
+
+    def test_is_what_commands_read(self, tmp_path: Path) -> None:
+        file = write(tmp_path)
+        facts = trial_facts.read(str(file))
+        assert facts.architecture == "LlamaForCausalLM" and facts.weights_bytes == file.stat().st_size
+        tokenize, positions = local_tokenizer(str(file))
+        assert len(tokenize("ab ba")) == 4 and positions == facts.positions
+        (tmp_path / "other.gguf").write_bytes(b"no file")
+        with pytest.raises(TrialError, match=r"other.gguf is no GGUF file|GGUF"):
+            trial_facts.read(str(tmp_path / "other.gguf"))
 
     def test_has_what_lies_beside_the_file(self, tmp_path: Path) -> None:
         path = write(tmp_path)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from fluxion_sglang.commands.named_model import folder_of
 from fluxion_sglang.commands.trial.results import Fit, ModelFacts, TrialError
-from fluxion_sglang.scoring.model_files import model_folder, weights
+from fluxion_sglang.scoring.model_files import weights
 
 _BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -15,14 +16,14 @@ def read(name: str, trust: bool = False) -> ModelFacts:
     """Read a model's configuration.
 
     Args:
-        name: a folder, or a name on the Hub.
+        name: a folder, a GGUF file, or a name on the Hub.
         trust: whether code that the model brings may run (`--trust-remote-code`).
 
     Raises:
         TrialError: there is no language model.
     """
     try:
-        folder = model_folder(name)
+        folder = folder_of(name)
     except ValueError as error:
         raise TrialError(str(error)) from None
     config = _config(str(folder or name), name, trust)

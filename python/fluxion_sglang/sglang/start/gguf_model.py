@@ -90,11 +90,11 @@ def load(header: Header, name: str) -> torch.Tensor:
 # --- Refusals ---
 
 
-def check(path: Path, args: Any) -> Header:
+def check(path: Path, args: Any = None) -> Header:
     """Refuse files that are not served; return the header of one that is. Raises ConfigError.
 
     Args:
-        args: SGLang's resolving view.
+        args: SGLang's resolving view; None: whatever its options are.
     """
     try:
         header = ggml.read_header(path)
@@ -118,11 +118,11 @@ def _unserved(header: Header, args: Any) -> tuple[str, str] | None:
             f"its architecture is {architecture}, and GGUF files are served of {SERVED}",
             "give the model in bfloat16",
         )
-    if args.tp_size > 1:
+    if args is not None and args.tp_size > 1:
         return "its blocks are not divided among ranks", (
             "leave --tp-size out (one process uses all cores), or give the model in bfloat16"
         )
-    if args.quantization not in (None, "gguf"):
+    if args is not None and args.quantization not in (None, "gguf"):
         return f"its weights are quantised already and --quantization is {args.quantization}", "leave that option out"
     if others := {tensor.kind for tensor in header.tensors.values()} - {*ggml.KINDS, *ggml.DENSE}:
         return f"it has weights of the type {_type_names(others)}, and {ggml.SERVED} are served", _INSTEAD

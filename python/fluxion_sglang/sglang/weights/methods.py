@@ -83,7 +83,7 @@ def parts_of(layer: nn.Module) -> list[Part]:
 
 def drop(layer: nn.Module) -> None:
     """Take a layer's weights away."""
-    for name, *_ in getattr(layer, "quantised", ()):  # type: ignore[arg-type]
+    for name, *_ in getattr(layer, "quantised", ()):
         delattr(layer, name)
     layer.quantised = ()  # type: ignore[assignment]
 

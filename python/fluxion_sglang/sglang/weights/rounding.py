@@ -90,13 +90,14 @@ class RoundingMethod(QuantisedMethod, UnquantizedLinearMethod):
         if parts_of(layer) or weight.shape[1] % FORMAT.group:
             return
         hold(layer, _parts(weight.data), "weight")
-        layer.weight.loaded = weight.dtype, dict(vars(weight))  # type: ignore[attr-defined]
-        layer.weight.weight_loader = _refuse  # type: ignore[attr-defined]
+        held: Any = layer.weight
+        held.loaded, held.weight_loader = (weight.dtype, dict(vars(weight))), _refuse
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         if not (parts := parts_of(layer)):
             return
-        dtype, attributes = layer.weight.loaded  # type: ignore[attr-defined]
+        held: Any = layer.weight
+        dtype, attributes = held.loaded
         wide = torch.cat([rows.clone() for part in parts for rows in wide_slices(self.native, part, dtype)])
         drop(layer)
         layer.weight = nn.Parameter(wide, requires_grad=False)

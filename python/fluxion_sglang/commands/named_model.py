@@ -1,0 +1,21 @@
+"""The folder of the model that a user names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fluxion_sglang.scoring.model_files import model_folder
+from fluxion_sglang.sglang.start import gguf_model
+
+
+def folder_of(name: str) -> Path | None:
+    """As `model_files.model_folder`; of a GGUF file that is served, the folder with what SGLang reads of it.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    file = Path(name).expanduser()
+    if file.suffix != ".gguf" or not os.path.isfile(file):
+        return model_folder(name)
+    return gguf_model.prepared(gguf_model.check(file), tokenizer=True).parent

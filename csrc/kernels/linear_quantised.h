@@ -10,6 +10,7 @@
 //
 // An ISA header has what is its own:
 //
+//   add_words_at(sum, a, x)  add_words with the two words at x in every lane
 //   nibbles<kFrom>(x)      four bits of every word of 16 bits, from bit kFrom on
 //   low_bytes(x)           the lower byte of every word with its sign; high_bytes(x): the higher one
 //   halves_at(p)           kLanes float16 as floats
@@ -169,7 +170,7 @@ void multiply_panel(const char* packed, const char* panel, QuantisedFormat forma
 #pragma GCC unroll 16
         for (int k = 0; k < kPairs; ++k) {
           Vec& to = sum[kHalf && k >= kPairs / 2];
-          to = add_words(to, words[k], for_all_lanes(x + m * kQuantisedBlock + 2 * k));
+          to = add_words_at(to, words[k], x + m * kQuantisedBlock + 2 * k);
         }
         const Vec x_scale = set1(x_scales[m]);
         Vec& all = total[v * kX + m];

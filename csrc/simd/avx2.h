@@ -164,6 +164,11 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
   const __m256i products = _mm256_madd_epi16(_mm256_castps_si256(a), _mm256_castps_si256(b));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), products));
 }
+inline Vec add_words_at(Vec sum, Vec a, const int16_t* x) {
+  float both;
+  __builtin_memcpy(&both, x, sizeof(both));
+  return add_words(sum, a, set1(both));
+}
 inline Vec floats_of(Vec sum) { return _mm256_cvtepi32_ps(_mm256_castps_si256(sum)); }
 inline Vec bytes_at(const Int8* p) { return load(reinterpret_cast<const float*>(p)); }
 // Products of bytes would not fit into the words in which AVX2 adds them: the first and third of four bytes

@@ -149,6 +149,17 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), products));
 #endif
 }
+inline Vec add_words_at(Vec sum, Vec a, const int16_t* x) {
+#ifdef __AVX512VNNI__
+  // A broadcast of its own would take as many instructions again.
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*reinterpret_cast<const int32_t*>(x)));
+  return sum;
+#else
+  float parts;
+  __builtin_memcpy(&parts, x, sizeof(parts));
+  return add_words(sum, a, set1(parts));
+#endif
+}
 inline Vec floats_of(Vec sum) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sum)); }
 inline Vec bytes_at(const Int8* p) { return load(reinterpret_cast<const float*>(p)); }
 inline Vec add_bytes(Vec sum, Vec a, Vec b) {

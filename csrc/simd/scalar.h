@@ -95,6 +95,11 @@ inline Vec add_words(Vec sum, Vec a, Vec b) {
   const auto high = [](Vec x) { return int32_t{static_cast<int16_t>(bits_of(x) >> 16)}; };
   return float_of(bits_of(sum) + static_cast<uint32_t>(low(a) * low(b) + high(a) * high(b)));
 }
+inline Vec add_words_at(Vec sum, Vec a, const int16_t* x) {
+  float both;
+  __builtin_memcpy(&both, x, sizeof(both));
+  return add_words(sum, a, both);
+}
 inline Vec floats_of(Vec sum) { return static_cast<float>(static_cast<int32_t>(bits_of(sum))); }
 inline Vec bytes_at(const Int8* p) {
   float four;

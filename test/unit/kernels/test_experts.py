@@ -74,9 +74,12 @@ def exactly(x: torch.Tensor, choice: Choice, of: Experts, gelu: bool) -> tuple[t
     out, size = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
     for row, (ids, weights) in enumerate(zip(*choice, strict=True)):
         for expert, weight in zip(ids.tolist(), weights.double(), strict=True):
-            (gate, up), (w, down) = (of.exact_gate_up[expert] @ x[row].double()).chunk(2), (
-                of.exact_gate_up[expert].abs() @ x[row].double().abs(),
-                of.exact_down[expert],
+            (gate, up), (w, down) = (
+                (of.exact_gate_up[expert] @ x[row].double()).chunk(2),
+                (
+                    of.exact_gate_up[expert].abs() @ x[row].double().abs(),
+                    of.exact_down[expert],
+                ),
             )
             out[row] += weight * (down @ (act(gate) * up))
             gates, ups = w.chunk(2)

@@ -270,7 +270,12 @@ class _Head(UnquantizedEmbeddingMethod):
 
 def _is_plain(experts: Any) -> bool:
     """Whether the kernels could take these weights [experts, outputs, inputs], or panels of them."""
-    return type(experts) is nn.Parameter and experts.dtype in (*_DTYPES, torch.uint8) and experts.device.type == "cpu" and experts.is_contiguous()
+    return (
+        type(experts) is nn.Parameter
+        and experts.dtype in (*_DTYPES, torch.uint8)
+        and experts.device.type == "cpu"
+        and experts.is_contiguous()
+    )
 
 
 def _experts(
